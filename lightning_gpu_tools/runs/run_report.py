@@ -1,26 +1,25 @@
-"""Makes the report of a training, prints it, and writes it beside the logs."""
+"""Makes the report of a training, prints it, and writes it to the log directory."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import logging
 import math
 import os
 import shlex
 import sys
-import tempfile
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.checkpoints import atomic_file as files
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
@@ -28,10 +27,13 @@ from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
 from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, WRITE_EVERY_S, Report, ReportFile, summarize
 from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.runs import drawing
+from lightning_gpu_tools.runs.ranks import MemoryShare, own_share
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_recorder import HostReading, loader_settings
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.phases import MONITORING
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable, printable_path
 
 # Our default: the report is written at the start, so much later, and whenever the run has become twice as long. A run
@@ -40,30 +42,47 @@ FIRST_WRITE_S = 2.0
 _MAX_WAIT_S = 5.0  # our default: for the next step
 
 
-def describe(session: Session, outcome: str, host: HostReading | None = None) -> Report:
-    """Return the report of a training, in the training thread; ``host`` is what another thread has just read.
+class Snapshot(NamedTuple):
+    """What only the training thread can measure, because it belongs to CUDA or to the Trainer."""
+
+    measured: RunMeasurements
+    settings: Mapping[str, Any]
+    memory: MemoryShare | None
+    unseen: tuple[str, ...]
+    steps: int
+
+
+def take_snapshot(session: Session, host: HostReading | None = None) -> Snapshot:
+    """Measure, in the training thread; ``host`` is what another thread has just read."""
+    recorder = session.begin()
+    measured = recorder.measurements(host)
+    settings = _settings(session.run, measured.host.cores)
+    return Snapshot(measured, settings, own_share(recorder), tuple(session.unseen), session.clock.steps)
+
+
+def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -> Report:
+    """Return the report of a training: with a snapshot in any thread, without one in the training thread.
 
     While the training runs, it lacks what takes long: the GPUs of this node, and the cost of measuring.
     """
     ended = outcome != RUNNING
-    measured = session.begin().measurements(host)
+    measured, settings, memory, unseen, steps = snapshot or take_snapshot(session)
     diagnosis = session.diagnosis(measured)
     assert diagnosis is not None
     run, clock, watch, ending = session.run, session.clock, session.gpus, session.ending
     times = measured.step_times
-    settings = _settings(run, measured.host.cores)
     thread_s = session.thread_cpu_s + (0.0 if watch is None else watch.cpu_s)
     no_gpu = f"No GPU: training runs on {run.device.type!r}, so only the host's part was measured."
     batch_size = settings.get("batch_size")
     idle = measured.gpu_idle
 
     def us_per_step(seconds: float) -> float | None:
-        return seconds / clock.steps * 1e6 if clock.steps else None
+        return seconds / steps * 1e6 if steps else None
 
     report = Report(
         outcome=outcome,
         started_at=datetime.fromtimestamp(session.started_s, timezone.utc).isoformat(timespec="seconds"),
-        steps=clock.steps,
+        steps=steps,
         wall_s=measured.wall_s,
         phase_s=measured.phase_s,
         step_s_median=measured.step_p50_s,
@@ -76,13 +95,16 @@ def describe(session: Session, outcome: str, host: HostReading | None = None) ->
         step_s_blocks=tuple(block.step_s for block in measured.blocks),
         monitor_us_per_step=us_per_step(clock.cost_s() + measured.phase_s.get(MONITORING, 0.0)) if ended else None,
         monitor_thread_us_per_step=us_per_step(thread_s),
-        unseen=tuple(session.unseen),
-        spans=tuple(clock.timeline.spans()),
+        core_wait_share=None if measured.cores is None else measured.cores.wait_share,
+        others_cores=None if measured.cores is None else measured.cores.others_cores,
+        unseen=unseen,
+        spans=tuple(measured.spans),
         gpu_step_s={} if idle is None else {phase: spent_s / idle.samples for phase, spent_s in idle.step_s.items()},
         ranks=measured.ranks,
-        memory=session.ranks.memory_accounts(all_ranks=ended),
+        memory=session.ranks.memory_accounts(memory, all_ranks=ended),
         allocator_failures=ending.allocator_failures,
         stalls=session.stalls,
+        stall_note=None if session.stall_watch is None else session.stall_watch.alarm.note,
         failure=None if ending.failure is None else str(ending.failure),
         loader=None if session.loader_result is None else summarize(session.loader_result),
         settings=settings,
@@ -116,8 +138,8 @@ def _settings(run: Run, cores: float) -> dict[str, Any]:
 class RunningReport:
     """Writes the report of a training while it runs, so that a run that is killed leaves one.
 
-    The background thread asks the training thread to measure after its next step, and writes. If that step takes too
-    long, it writes what it has, with the clock's times.
+    The background thread asks the training thread to measure after its next step, judges that, and writes. If that step
+    takes too long, it writes what it has, with the clock's times.
     """
 
     def __init__(self, session: Session, file: ReportFile) -> None:
@@ -125,8 +147,9 @@ class RunningReport:
         self._session = session
         self._recorder = session.begin()
         self._host: HostReading | None = None
-        self._measured = describe(session, RUNNING)
-        self._is_fresh, self._asked, self._saved = True, False, False
+        self._snapshot = take_snapshot(session)
+        self._is_fresh, self._asked = True, False
+        self._saved: Report | None = None
         session.background.add("Writing the report while training runs", self._write)
 
     def measure(self) -> None:
@@ -135,7 +158,7 @@ class RunningReport:
 
     def _measure(self) -> None:
         self._session.report_wanted = False
-        self._measured = describe(self._session, RUNNING, self._host)
+        self._snapshot = take_snapshot(self._session, self._host)
         self._is_fresh = True
         self._session.background.run_now()
 
@@ -149,50 +172,48 @@ class RunningReport:
         self._is_fresh = self._asked = False
         phase_s = session.clock.so_far()
         report = dataclasses.replace(
-            self._measured,
+            describe(session, RUNNING, self._snapshot),
             steps=session.clock.steps,
             wall_s=sum(phase_s.values()),
             phase_s=phase_s,
-            stalls=session.stalls,
         )
         gpus = (dataclasses.replace(gpu, timelines={}) for gpu in session.gpu_summaries())
-        self.file.save(_with_gpus(report, gpus))
-        self._saved = True
+        report = _with_gpus(report, gpus)
+        self.file.save(report)
+        self._saved = report
+        folder = files.local_path(self.file.folder)
+        if session.stall_watch is not None and folder is not None:
+            session.stall_watch.alarm.keep_in(Path(folder))
         return min(WRITE_EVERY_S, max(FIRST_WRITE_S, report.wall_s))
 
     def give_up(self) -> None:
         """Say in the file that nothing more is measured."""
         self._session.background.close()
-        if self._saved:
-            outcome = f"measured only up to step {self._measured.steps}"
-            self.file.save(dataclasses.replace(self._measured, outcome=outcome))
+        if self._saved is not None:
+            outcome = f"measured only up to step {self._saved.steps}"
+            self.file.save(dataclasses.replace(self._saved, outcome=outcome))
 
 
 def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: Path | None = None) -> None:
-    """Write the report with its picture and page, log its summary, and print it.
+    """Write the report, log its summary, print it, and begin to draw its picture and page.
 
     Whatever fails costs only itself and is printed, too. ``snapshot`` is what torch may have written.
     """
-    folder = file.path.parent
-    paths: list[Path] = []
     lines = [""]
+    written: list[str] = []
+    is_written = False
     with _failure_added_to(lines, "The previous report could not be compared with"):
-        earlier = earlier_report(folder)
+        earlier = earlier_report(file.folder)
         confirmation = None if earlier is None else confirm(report, earlier)
         if confirmation is not None:
-            report = dataclasses.replace(report, confirmation=str(confirmation))
-    with _failure_added_to(lines, f"The report could not be written to {printable_path(folder)}"):
-        paths.append(file.save(report))
+            report = dataclasses.replace(report, confirmation=confirmation)
+    with _failure_added_to(lines, f"The report could not be written to {printable_path(file.folder)}"):
+        path = file.save(report)
+        is_written = True
+        written.append(f"Report: {_shown(path)}")
         with _failure_added_to(lines, "The report could not be drawn"):
-            if importlib.util.find_spec("matplotlib") is not None:
-                from lightning_gpu_tools.reports.plot import save_plot
-
-                paths.append(save_plot(report, folder))
-        with _failure_added_to(lines, "The page of the report could not be made"):
-            if importlib.util.find_spec("bokeh") is not None:
-                from lightning_gpu_tools.reports.page import save_page
-
-                paths.append(save_page(report, folder))
+            if names := drawing.start(report, file.folder, say):
+                written[0] += f" ({' and '.join(names)} will follow)"
     text = ""
     with _failure_added_to(lines, "The report could not be shown"):
         text = render_text(report)
@@ -202,22 +223,21 @@ def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: 
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
                 _log_summary(report, text, logger, run.logged_step - 1)
     if snapshot is not None and snapshot.exists():
-        paths.append(snapshot)
-    if paths:
-        lines.append("Report: " + " ".join(map(printable_path, paths)))
-        if report.diagnosis.verdict == "low":
-            lines.append(_how_to_verify(paths[0]))
-    say("\n".join(lines))
+        written.append(f"Memory snapshot: {_shown(snapshot)}")
+    if is_written and report.diagnosis.verdict == "low":
+        written.append(_how_to_verify(file))
+    say("\n".join([*lines, *written]))
 
 
 def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
     parts = report.memory[0].parts_bytes if report.memory else {}
     sizes = {f"memory_{name}_bytes": float(size) for name, size in parts.items()}
     summary = {**report.diagnosis.summary(), **sizes, "report": text}
-    named = {f"gpu_tools{logger.group_separator}{name}": value for name, value in summary.items()}
+    separator = getattr(logger, "group_separator", "/")
+    named = {f"gpu_tools{separator}{name}": value for name, value in summary.items()}
     numbers = {name: value for name, value in named.items() if isinstance(value, float) and math.isfinite(value)}
     if numbers:
-        logger.log_metrics(numbers, step=step)
+        logger.log_metrics(metrics=numbers, step=step)
     for name, value in named.items():
         if isinstance(value, str):
             _log_text(logger, name, value, step)
@@ -225,7 +245,7 @@ def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
 
 def _log_text(logger: Any, name: str, text: str, step: int) -> None:
     # Lightning has no method for texts that all loggers share. CSV files have no place for them.
-    experiment = logger.experiment
+    experiment: Any = getattr(logger, "experiment", None)  # which Lightning's base class does not have
     is_long = "\n" in text
     if hasattr(experiment, "add_text"):  # TensorBoard, which shows it as Markdown
         experiment.add_text(name, textwrap.indent(text, "    ") if is_long else text, step)
@@ -249,16 +269,24 @@ def _failure_added_to(lines: list[str], what: str) -> Iterator[None]:
         lines.append(f"{what}: {type(error).__name__}: {printable(error, 300)}")
 
 
-def _how_to_verify(file: Path) -> str:
+def _how_to_verify(file: ReportFile) -> str:
     """Return the command that compares the next run with this one."""
-    folder, new, where, old = file.parent, "NEW", "", file
-    if not is_of_one_run(folder):  # the next run gives this report another name
-        new, where, old = _quoted(folder), " in this folder", folder / PREVIOUS_NAME
-    return f"After the next run{where}: lightning-gpu-tools report {new} --against {_quoted(old)}"
+    new, old = file.folder, os.path.join(file.folder, PREVIOUS_NAME)  # the name that the next run gives this report
+    if is_of_one_run(file.folder):
+        new, old = os.path.dirname(file.folder.rstrip("/")), file.folder
+    return f"After the next run: lightning-gpu-tools report {_quoted(new)} --against {_quoted(old)}"
 
 
-def _quoted(path: Path) -> str:
-    return shlex.quote(printable_path(path))
+def _quoted(path: str) -> str:
+    return shlex.quote(_shown(path))
+
+
+def _shown(path: str | Path) -> str:
+    """Return a path, relative to the current folder if it is below it."""
+    text = os.fspath(path)
+    with contextlib.suppress(OSError):  # the current folder has been removed
+        text = text.removeprefix(os.path.join(os.getcwd(), ""))
+    return printable_path(text)
 
 
 def say(text: str) -> None:
@@ -277,11 +305,10 @@ def say_verdict(diagnosis: Diagnosis) -> None:
 
 
 def warn_if_not_writable(folder: str) -> None:
-    """Warn before training that the report cannot be written."""
+    """Warn before training that the report cannot be written. The folder is not created: it may stay empty."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
+        files.check_writable(folder)
+    except (OSError, ValueError, ImportError) as error:  # no permission, no such protocol, its package is missing
         warnings.warn(
             f"The report of this training will be printed, but not written to {folder!r}: {error}. To have it as a "
             "file, choose another folder (default_root_dir or logger of the Trainer, folder of watch).",

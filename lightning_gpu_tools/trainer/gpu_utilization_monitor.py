@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,8 +12,9 @@ from typing import Any, Literal
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_gpu_tools.checkpoints import atomic_file as files
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.reports.report import FOLDER_NAME, ReportFile
 from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say, say_verdict, warn_if_not_writable
 from lightning_gpu_tools.runs.session import check_interval
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
@@ -41,10 +44,12 @@ class GPUUtilizationMonitor(MeasuringCallback):
       where the driver reports them
 
     At the end, also of a fit that failed, rank 0 prints the verdict, its reason, what to do next, where the wall time
-    went, and what the GPU's memory was used for. It writes the same as ``gpu_report.json`` into the Trainer's log
-    directory, with the extra ``plot`` also as ``gpu_report.png`` and ``gpu_report.html``; loggers get a summary as
-    ``gpu_tools/...``. The file is also written at least once a minute, for a process that is killed. Without a GPU the
-    report holds the host's part. No fault of the monitor stops the training.
+    went, and what the GPU's memory was used for. It writes the same as ``gpu_report.json`` into the log directory of
+    the Trainer's logger, or without one into the folder ``gpu_report`` of ``default_root_dir``, which may be a URL.
+    Loggers get a summary as ``gpu_tools/...``. The file is also written at least once a minute, for a process that is
+    killed. With the extra ``plot``, a child process then draws ``gpu_report.png`` and ``gpu_report.html``, unless the
+    run is too short to judge. Without a GPU the report holds the host's part. No fault of the monitor stops the
+    training.
 
     Args:
         interval_s: Seconds between two polls of the driver's buffer, which holds several seconds.
@@ -55,7 +60,8 @@ class GPUUtilizationMonitor(MeasuringCallback):
         prog_bar: Whether to show the current utilization on the progress bar, as ``gpu_busy``.
         memory_history: Whether torch records its last 100,000 allocations on the GPU with their call stacks, at some
             2 us each, and writes ``cuda_memory_snapshot.pickle`` (on other ranks ``..._rank<n>.pickle``) for
-            pytorch.org/memory_viz beside the report when memory runs out.
+            pytorch.org/memory_viz next to the report when memory runs out; of a report at a URL, into a temporary
+            local folder.
         stall_after_s: Seconds without progress (a step, a batch, a hook, bytes of a checkpoint) after which to warn
             (:class:`~lightning_gpu_tools.StalledTrainingWarning`) with phase, stack, and the rank that all wait for,
             and again at four times that; ``None`` = never. ``"auto"`` is the larger of 60 s and 5 times the longest
@@ -103,8 +109,10 @@ class GPUUtilizationMonitor(MeasuringCallback):
     @override
     def _opened(self, trainer: Trainer, session: FitSession) -> None:
         if self.report:
-            # A collective call: every rank makes it.
-            self._folder = trainer.log_dir or trainer.default_root_dir
+            log_dir = trainer.log_dir  # a collective call: every rank makes it
+            # Without a logger, log_dir is the folder of everything else.
+            own = os.path.join(trainer.default_root_dir, FOLDER_NAME)
+            self._folder = os.fspath(log_dir) if trainer.loggers and log_dir else own
             if trainer.is_global_zero:
                 warn_if_not_writable(self._folder)
         session.monitor(
@@ -119,7 +127,8 @@ class GPUUtilizationMonitor(MeasuringCallback):
             self._running = RunningReport(session, ReportFile(self._folder))
         if self.memory_history and self.report and session.ending.allocator is not None:
             rank = f"_rank{trainer.global_rank}" if trainer.global_rank else ""
-            session.ending.allocator.record_history(Path(self._folder) / f"cuda_memory_snapshot{rank}.pickle")
+            folder = files.local_path(self._folder) or tempfile.mkdtemp(prefix="lightning-gpu-tools-")
+            session.ending.allocator.record_history(Path(folder) / f"cuda_memory_snapshot{rank}.pickle")
         if self.prog_bar and session.gpus is not None and trainer.progress_bar_callback is not None:
             self._wrappers.put(trainer, "progress_bar_callback.get_metrics", partial(_with_utilization, session.gpus))
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from fake_driver import Driver, gpu
+from lightning.fabric import Fabric
 from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from trainings import Model, Samples, loader, logged, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.reports.text import render_text
 
 # The last value of each metric, and each text.
@@ -84,6 +85,54 @@ def comet(folder: Path) -> tuple[Logger, Callable[[], Kept]]:
 
 
 LOGGERS = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow, "comet_ml": comet}
+
+
+class Bare(Logger):
+    """All that Lightning asks of a logger, called as Lightning calls it; it has no experiment and keeps no files."""
+
+    name = version = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, float] = {}
+
+    @property
+    def log_dir(self) -> str:  # which a Trainer does not ask for
+        raise NotImplementedError("no files")
+
+    root_dir = log_dir
+
+    def log_metrics(self, *, metrics: dict[str, float], step: int) -> None:  # type: ignore[override]
+        self.kept.update(metrics)
+
+    def log_hyperparams(self, params: Any) -> None:  # type: ignore[override]
+        pass
+
+
+def test_a_logger_of_the_users_needs_no_experiment_and_no_folder(
+    driver: Driver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    driver.gpus = [gpu(utilization=80)]
+    logger = Bare()
+    callbacks = [GPUUtilizationMonitor(interval_s=0.05, devices="all"), GPUUtilizationAdvisor()]
+    trainer = quiet_trainer(tmp_path / "root", logger=logger, log_every_n_steps=20, callbacks=callbacks)
+    trainer.fit(Model(time.sleep, step_s=0.01), loader(Samples(80)))
+    assert {"gpu/0/utilization_percent/mean", "gpu_tools/step_p50_s"} <= logger.kept.keys()
+    assert [*(tmp_path / "root").rglob("gpu_report.json")]
+
+    fabric = Fabric(accelerator="cpu", loggers=Bare())
+    with watch(fabric) as run:
+        assert sum(1 for _ in run.batches(fabric.setup_dataloaders(loader(Samples(80))))) == 80
+    assert len([*tmp_path.rglob("gpu_report.json")]) == 2
+    assert fabric.logger.kept.keys() >= {"gpu_tools/step_p50_s"}
+
+    said = capsys.readouterr().out + "".join(str(one.message) for one in recwarn)
+    assert not any(words in said for words in ("could not be sent", "no files", "is off"))
 
 
 @pytest.mark.parametrize("libraries", [*([name] for name in LOGGERS), [*LOGGERS]], ids="-".join)

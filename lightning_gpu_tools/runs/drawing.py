@@ -1,0 +1,162 @@
+"""Draws the picture and the page of a report in a process of its own, so that the next training does not wait.
+
+A thread would share matplotlib's global settings with the program, and hold locks while the program forks workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_gpu_tools.checkpoints import atomic_file as files
+from lightning_gpu_tools.reports.report import FILE_NAME, PAGE_NAME, PLOT_NAME, Report, load_report, to_json
+from lightning_gpu_tools.units import printable
+
+# What each file needs, and what is said if it cannot be made.
+_DRAWN = {
+    PLOT_NAME: ("matplotlib", "The report could not be drawn"),
+    PAGE_NAME: ("bokeh", "The page of the report could not be made"),
+}
+# The program's modules, and not those of another folder or installation.
+_CODE = """
+import sys
+scratch, parent, names, sys.path[:] = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","), sys.argv[4:]
+from lightning_gpu_tools.runs.drawing import draw
+draw(scratch, parent, names)
+"""
+_TIMEOUT_S = 120.0  # our default: at its first import on a machine, matplotlib reads all fonts
+_NICENESS = 10  # our default: the next training goes first
+_MAX_DRAWINGS = 4  # our default: at a time, after fits of a second
+
+_drawings: list[_Drawing] = []  # the oldest first
+
+
+def start(report: Report, folder: str, say: Callable[[str], object]) -> list[str]:
+    """Begin to draw a report, and return the names of the files that will follow in its folder.
+
+    They appear when they are complete, and the interpreter waits for them at its end. A report that is too short to
+    judge, or without the extra ``plot``, gets none. ``say`` prints, later, what could not be drawn.
+
+    Raises:
+        OSError: No process can be started.
+    """
+    _drawings[:] = [one for one in _drawings if one.thread.is_alive()]
+    for drawing in _drawings:
+        if drawing.folder == folder:
+            drawing.cancel()  # its report has been replaced
+    for name in _DRAWN:
+        files.remove(os.path.join(folder, name))  # of the former report
+    names = [name for name, (package, _) in _DRAWN.items() if importlib.util.find_spec(package) is not None]
+    if report.diagnosis.verdict == "too_short" or not names:
+        return []
+    if len(_drawings) >= _MAX_DRAWINGS:
+        _drawings.pop(0).thread.join()
+    _drawings.append(_Drawing(report, folder, names, say))
+    return names
+
+
+def wait() -> None:
+    """Wait until nothing is being drawn."""
+    for drawing in _drawings:
+        drawing.thread.join()
+
+
+class _Drawing:
+    """A process that draws, and the thread that waits for it."""
+
+    def __init__(self, report: Report, folder: str, names: Sequence[str], say: Callable[[str], object]) -> None:
+        self.folder = folder
+        self._names = names
+        self._say = say
+        self._is_canceled = False
+        self._scratch = Path(tempfile.mkdtemp(prefix="lightning-gpu-tools-"))
+        try:
+            (self._scratch / FILE_NAME).write_text(to_json(report))
+            self._process = _start(self._scratch, names)
+        except OSError:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise
+        # No daemon: the interpreter waits for it.
+        self.thread = threading.Thread(target=self._collect, name="lightning-gpu-tools-drawing", daemon=False)
+        self.thread.start()
+
+    def cancel(self) -> None:
+        """Draw no more, and write nothing."""
+        self._is_canceled = True
+        self._process.kill()
+        self.thread.join()
+
+    def _collect(self) -> None:
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TIMEOUT_S)
+            self._process.kill()  # does nothing to one that has ended
+            self._process.wait()
+            for name in () if self._is_canceled else self._names:
+                reason = _move(name, self._scratch, self.folder)
+                if reason is not None:
+                    self._say(f"{_DRAWN[name][1]}: {printable(reason, 300)}")
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _start(scratch: Path, names: Sequence[str]) -> subprocess.Popen[bytes]:
+    if not sys.executable or getattr(sys, "frozen", False):  # which would start the program once more
+        raise OSError("this program has no Python interpreter to draw with")
+    # No pipes: workers that are forked meanwhile would hold their ends open.
+    with open(scratch / "errors", "wb") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-c", _CODE, str(scratch), str(os.getpid()), ",".join(names), *sys.path],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,  # Ctrl-C is meant for the training
+        )
+
+
+def _move(name: str, scratch: Path, folder: str) -> str | None:
+    """Move a file that was drawn; return why there is none."""
+    try:
+        if (failed := scratch / f"{name}.failed").exists():
+            return failed.read_text("utf-8")
+        if not (scratch / name).exists():
+            return (scratch / "errors").read_text("utf-8", "replace").strip().rpartition("\n")[2] or "it was killed"
+        if files.exists(os.path.join(folder, FILE_NAME)):  # else the folder has been removed, as a temporary one
+            with files.writing(os.path.join(folder, name)) as target:
+                target.write((scratch / name).read_bytes())
+    except Exception as error:  # noqa: BLE001 - a disk, a network: the training is over, and its report is written
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def draw(scratch: str, parent: int, names: Sequence[str]) -> None:
+    """Draw the report of a folder into it, in the process that was started for this."""
+    signal.alarm(round(_TIMEOUT_S))  # ends this process even if its parent was killed
+    with contextlib.suppress(OSError):
+        os.nice(_NICENESS)
+    report = load_report(os.path.join(scratch, FILE_NAME))
+    for name in names:
+        _draw(report, scratch, name)
+    if os.getppid() != parent:  # it was killed, and nobody will collect the files
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _draw(report: Report, scratch: str, name: str) -> None:
+    try:
+        if name == PLOT_NAME:
+            from lightning_gpu_tools.reports.plot import save_plot as save
+        else:
+            from lightning_gpu_tools.reports.page import save_page as save
+        save(report, scratch)
+    except Exception as error:  # noqa: BLE001 - it costs this file alone
+        Path(scratch, f"{name}.failed").write_text(f"{type(error).__name__}: {error}", "utf-8")

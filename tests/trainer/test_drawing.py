@@ -1,0 +1,153 @@
+"""Picture and page of a report: drawn in a process of their own, that nobody waits for and nothing is lost by."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sample_report import REPORT
+from trainings import Model, Samples, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
+from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.runs import drawing
+from lightning_gpu_tools.runs.run_report import publish
+
+pytest.importorskip("matplotlib", reason="needs the extra plot")
+pytest.importorskip("bokeh", reason="needs the extra plot")
+pytestmark = pytest.mark.usefixtures("pictures")
+
+TOO_SHORT = replace(REPORT, diagnosis=replace(REPORT.diagnosis, verdict="too_short"))
+FILES = ["gpu_report.html", "gpu_report.json", "gpu_report.png"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def instead_of(package: str, code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a package of this name, with this code, before the real one."""
+    file = folder / "site" / package / "__init__.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(code)
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.syspath_prepend(folder / "site")
+
+
+def test_a_fit_is_drawn_and_says_so_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    advisor = GPUUtilizationAdvisor(min_steps=20, min_seconds=0)
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), advisor])
+    trainer.fit(Model(), loader(Samples(90)))
+    folder = tmp_path / "gpu_report"
+    printed = capsys.readouterr().out
+    assert f"Report: {folder / 'gpu_report.json'} (gpu_report.png and gpu_report.html will follow)\n" in printed
+    drawing.wait()
+    assert names(folder) == FILES
+    assert (folder / "gpu_report.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "gpu_report.html").read_text().startswith("<!DOCTYPE html>")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_too_short_to_judge_has_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "gpu_report"
+    folder.mkdir()
+    for kind in ("png", "html"):
+        (folder / f"gpu_report.{kind}").write_text("of an earlier run")
+    quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()]).fit(Model(), loader(Samples(3)))
+    drawing.wait()
+    assert load_report(tmp_path).diagnosis.verdict == "too_short"
+    assert names(folder) == ["gpu_report.json"]
+    assert f"Report: {folder / 'gpu_report.json'}\n" in capsys.readouterr().out
+
+
+WAITS = "import time\nwhile True: time.sleep(0.01)"
+
+
+def test_the_next_fit_does_not_wait_for_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    instead_of("matplotlib", WAITS, tmp_path, monkeypatch)
+    publish(REPORT, ReportFile(tmp_path / "one"))
+    publish(TOO_SHORT, ReportFile(tmp_path / "two"))
+    assert names(tmp_path / "one") == names(tmp_path / "two") == ["gpu_report.json"]
+    publish(TOO_SHORT, ReportFile(tmp_path / "one"))  # which takes the place of the one that is being drawn
+    drawing.wait()
+    assert names(tmp_path / "one") == ["gpu_report.json", "gpu_report.previous.json"]
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "says", "files"),
+    [
+        ("matplotlib", "1 / 0", "The report could not be drawn: ZeroDivisionError: division by zero", FILES[:2]),
+        ("bokeh", "1 / 0", "The page of the report could not be made: ZeroDivisionError: division", FILES[1:]),
+        ("bokeh", "import os; os.abort()", "The page of the report could not be made: it was killed", FILES[1:]),
+    ],
+)
+def test_what_cannot_be_drawn_is_printed_and_costs_only_itself(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+    code: str,
+    says: str,
+    files: list[str],
+) -> None:
+    instead_of(package, code, tmp_path, monkeypatch)
+    publish(REPORT, ReportFile(tmp_path / "run"))
+    drawing.wait()
+    printed = capsys.readouterr().out
+    assert names(tmp_path / "run") == files
+    assert says in printed
+    assert printed.count("could not be") == 1
+
+
+def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(REPORT, ReportFile(tmp_path))
+    (tmp_path / "gpu_report.png").mkdir()
+    drawing.wait()
+    assert "The report could not be drawn: IsADirectoryError" in capsys.readouterr().out
+    assert (tmp_path / "gpu_report.html").is_file()
+
+
+def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(REPORT, ReportFile(tmp_path / "temporary"))
+    shutil.rmtree(tmp_path / "temporary")
+    drawing.wait()
+    assert not (tmp_path / "temporary").exists()
+    assert "could not be" not in capsys.readouterr().out
+
+
+PUBLISH = """
+import os, signal, sys
+from dataclasses import replace
+sys.path.insert(0, sys.argv[1])
+from sample_report import REPORT
+from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.runs.run_report import publish
+publish(REPORT, ReportFile(sys.argv[2]))
+if sys.argv[3] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["exits", "killed"])
+def test_a_picture_is_not_lost_when_the_program_ends_and_never_half(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, end: str
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    tests, folder = str(Path(__file__).parent.parent), tmp_path / "run"
+    answer = run_python("-c", PUBLISH, tests, str(folder), end, env={"TMPDIR": str(tmp_path / "scratch")})
+    if end == "exits":
+        assert (answer.returncode, names(folder)) == (0, FILES), answer.stderr
+    else:
+        assert (answer.returncode, names(folder)) == (-signal.SIGKILL, ["gpu_report.json"])
+    deadline_s = time.monotonic() + 60
+    while os.listdir(tmp_path / "scratch"):  # the process that draws ends a little later
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
