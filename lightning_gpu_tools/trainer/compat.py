@@ -23,6 +23,10 @@ _SIGNAL_CHECK_SINCE = [2, 5, 2]
 # Where the metrics of ``self.log`` are collected. Lost: the same.
 METRICS = ("_logger_connector.on_batch_end", "_logger_connector.on_epoch_end", "_logger_connector.log_metrics")
 
+# In the module ``trainer.call``: the last that is called in a run that an error has ended, and in any other run.
+# Lost: a report where a callback that was taken out, or that raised, keeps this package's from being called.
+CALLS, AFTER_ERROR, AFTER_RUN = "trainer.call", "_interrupt", "_call_teardown_hook"
+
 
 def asks_for_signals(trainer: Trainer) -> bool:
     """Return whether this Lightning has a :data:`SIGNAL_CHECK`."""

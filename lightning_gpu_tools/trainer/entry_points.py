@@ -1,21 +1,24 @@
 """What Lightning finds of this package by itself.
 
-It calls the factories for every Trainer and Fabric of the environment and catches nothing. So this module imports
-nothing heavy, and what goes wrong is a warning.
+It calls the factories for every Trainer and Fabric of the environment and catches nothing. So what goes wrong is a
+warning. ``import lightning_gpu_tools`` runs this file, so it imports next to nothing.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import os
 import sys
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
 
 from lightning_gpu_tools.environment import is_disabled
-from lightning_gpu_tools.trainer.families import Callback, only_warn, when_imported
+from lightning_gpu_tools.trainer.import_hooks import only_warn, when_imported
+
+TYPE_CHECKING = False  # as type checkers take it, without the import of `typing`
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+    from typing import Any
+
+    from lightning_gpu_tools.trainer.families import Callback
 
 _STRATEGIES = {
     "free_memory": "FreeMemoryStrategy",
@@ -23,6 +26,7 @@ _STRATEGIES = {
     "fsdp_free_memory": "FreeMemoryFSDPStrategy",
     "deepspeed_free_memory": "FreeMemoryDeepSpeedStrategy",
 }
+_warned: set[str] = set()  # of which values of the variable, or "Fabric"
 
 
 def callbacks_factory() -> list[Callback]:
@@ -48,11 +52,28 @@ def fabric_callbacks_factory() -> list[Any]:
 
 
 def _advises() -> bool:
-    return os.environ.get("LIGHTNING_GPU_TOOLS") == "advise"
+    value = os.environ.get("LIGHTNING_GPU_TOOLS", "")
+    if value not in ("", "0", "advise", *_warned):
+        _warned.add(value)
+        _warn_of_value(value)
+    return value == "advise"
 
 
-@functools.cache
+def _warn_of_value(value: str) -> None:
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
+    from lightning_gpu_tools.units import printable
+
+    rank_zero_only(only_warn)(
+        f"LIGHTNING_GPU_TOOLS={printable(value)!r} has no effect. Set LIGHTNING_GPU_TOOLS=advise for a report of every "
+        "Trainer, or unset it."
+    )
+
+
 def _warn_of_fabric() -> None:
+    if "Fabric" in _warned:
+        return
+    _warned.add("Fabric")
     only_warn(
         "LIGHTNING_GPU_TOOLS=advise has no effect on Fabric, which does not run the training loop. Put the loop into "
         "`with lightning_gpu_tools.watch(fabric) as run:`."
@@ -74,6 +95,8 @@ def _monitor_and_advisor() -> list[Callback]:
 
 
 def _register(strategies: ModuleType) -> None:
+    import functools
+
     registry = strategies.STRATEGY_REGISTRY if "fabric" in strategies.__name__ else strategies.StrategyRegistry
     for name, strategy in _STRATEGIES.items():
         make = functools.partial(_make, strategy)
@@ -82,6 +105,8 @@ def _register(strategies: ModuleType) -> None:
 
 
 def _make(strategy: str, **options: Any) -> Any:
+    import importlib
+
     return getattr(importlib.import_module("lightning_gpu_tools.trainer.strategies"), strategy)(**options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
@@ -288,7 +290,7 @@ class LoopRun:
     @property
     def folder(self) -> str:
         """Where the report goes by default."""
-        return os.getcwd()
+        return os.path.join(os.getcwd(), FOLDER_NAME)
 
 
 class FabricRun(LoopRun):
@@ -314,8 +316,11 @@ class FabricRun(LoopRun):
     @property
     @override
     def folder(self) -> str:
-        logger = next(iter(self.loggers), None)
-        return getattr(logger, "log_dir", None) or getattr(logger, "root_dir", None) or super().folder
+        for name in ("log_dir", "root_dir"):
+            with contextlib.suppress(Exception):  # there is no logger, or one of the user's raises
+                if folder := getattr(self.loggers[0], name):
+                    return str(folder)
+        return super().folder
 
 
 def _number(variable: str, default: int) -> int:

@@ -4,7 +4,7 @@ Lightning exists twice, as ``lightning`` and as ``pytorch_lightning`` with ``lig
 a Fabric. These four families have the same code in different classes, and a Trainer takes callbacks, plugins and
 strategies of its own family only. None is imported here before the program does so.
 
-1. :func:`when_imported` acts as soon as a module of a family is imported.
+1. :func:`~lightning_gpu_tools.trainer.import_hooks.when_imported` acts as soon as a module of a family is imported.
 2. :func:`adopt` then gives our class the family's class as a base, so a callback is a real ``Callback`` everywhere.
 3. :class:`CheckpointIO` is an abstract base class, so registering is enough.
 4. :class:`FamilyStrategy` can serve one family only, because its methods check for models of that family. Once a
@@ -18,16 +18,11 @@ The annotations in this file are not postponed: LightningCLI would import ``ligh
 import functools
 import importlib
 import pkgutil
-import sys
-import warnings
 from abc import ABCMeta
-from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-TRAINERS = ("lightning.pytorch", "pytorch_lightning")
-FABRICS = ("lightning.fabric", "lightning_fabric")
-FAMILIES = TRAINERS + FABRICS
+from lightning_gpu_tools.trainer.import_hooks import FABRICS, FAMILIES, TRAINERS, when_imported
 
 
 def family_of(thing: object) -> str | None:
@@ -71,69 +66,6 @@ def version_of(thing: object) -> tuple[str, str]:
 
 def _home(cls: type) -> str | None:
     return next((family for family in FAMILIES if f"{cls.__module__}.".startswith(f"{family}.")), None)
-
-
-class _Finder:
-    """Finds the modules that somebody waits for."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[str, list[Callable[[ModuleType], object]]] = {}
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in self.waiting:
-            return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, found), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
-        return spec
-
-
-class _Loader:
-    """Loads a module, and then does what waited for it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        for act in _finder.waiting.pop(module.__name__, ()):
-            _act(act, module)
-
-
-_finder = _Finder()
-sys.meta_path.insert(0, _finder)
-
-
-def when_imported(part: str, act: Callable[[ModuleType], object], families: tuple[str, ...] = FAMILIES) -> None:
-    """Act on a module of each family, now or when it is imported; what that raises is a warning."""
-    for family in families:
-        name = f"{family}.{part}"
-        module = sys.modules.get(name)
-        if module is None:
-            _finder.waiting.setdefault(name, []).append(act)
-        else:
-            _act(act, module)
-
-
-def _act(act: Callable[[ModuleType], object], module: ModuleType) -> None:
-    try:
-        act(module)
-    except Exception as error:  # noqa: BLE001 - the program may not even use this package
-        only_warn(f"lightning_gpu_tools cannot be used with this {module.__name__}: {error!r}.")
-
-
-def only_warn(message: str) -> None:
-    """Warn, whatever the filters are: none hides it, or makes it an error of the program."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.warn(message, stacklevel=4)
 
 
 class Root:

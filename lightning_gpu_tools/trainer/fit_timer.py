@@ -6,9 +6,9 @@ generator for each. Here that is a lookup in a table, so timing does not slow tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -124,13 +124,8 @@ class FitTimer(Timer):
         return bool(self._callbacks) and not any(callback in callbacks for callback in self._callbacks)
 
     def _end(self) -> None:
-        if not self.clock.running or self.is_trial:
-            return
-        self.stop()
-        trainer = self._trainer
-        for callback in self._callbacks:  # Lightning does not call one that was taken out meanwhile
-            if _is_ours(callback) and callback not in trainer.callbacks:  # type: ignore[attr-defined]
-                callback.teardown(trainer, trainer.lightning_module, "fit")
+        if self.clock.running and not self.is_trial:
+            self.stop()
 
     def _start(self) -> None:
         if self.clock.running or self.is_trial:
@@ -210,12 +205,11 @@ class FitTimer(Timer):
 
     def _time_actions(self) -> None:
         trainer, profiler = self._trainer, self._trainer.profiler  # type: ignore[attr-defined]
-        contexts = _Contexts(lambda action: action_context(action, trainer, self.clock))
-        # Parameters are called as in Lightning, so that they can be given by name.
+        context = _contexts(lambda action: action_context(action, trainer, self.clock))
         if type(profiler) is base_of(profiler, "PassThroughProfiler"):  # does nothing, at a price
-            self._wrappers.put(profiler, "profile", lambda profile: lambda action_name: contexts[action_name])
+            self._wrappers.put(profiler, "profile", lambda profile: context)
         else:
-            self._wrappers.put(profiler, "profile", lambda profile: _around(profile, contexts))
+            self._wrappers.put(profiler, "profile", lambda profile: _around(profile, context))
 
 
 class _Untimed(str):
@@ -230,25 +224,23 @@ class _Untimed(str):
     __exit__: ClassVar[Any] = staticmethod("".format)
 
 
-class _Contexts(dict[str, _Context]):
-    def __init__(self, make: Callable[[str], _Context]) -> None:
-        super().__init__()
-        self._make = make
+def _contexts(make: Callable[[str], _Context]) -> Callable[[str], _Context]:
+    """Return what gives the context of an action: a C function, but for the first time that it is asked for one."""
 
-    def __missing__(self, action: str) -> _Context:
+    @lru_cache(_MAX_CONTEXTS)
+    def context(action_name: str) -> _Context:  # as in Lightning, so that it can be given by name
         try:
-            context = self._make(action)
+            return make(action_name)
         except Exception:  # noqa: BLE001 - a callback unlike any other is not timed
-            context = _Untimed(action)
-        if len(self) < _MAX_CONTEXTS:
-            self[action] = context
-        return context
+            return _Untimed(action_name)
+
+    return context
 
 
-def _around(profile: Callable[[str], _Context], contexts: Mapping[str, _Context]) -> Callable[[str], _Context]:
+def _around(profile: Callable[[str], _Context], context: Callable[[str], _Context]) -> Callable[[str], _Context]:
     @contextmanager
     def both(action_name: str) -> Iterator[Any]:
-        with contexts[action_name], profile(action_name) as given:
+        with context(action_name), profile(action_name) as given:
             yield given
 
     return both

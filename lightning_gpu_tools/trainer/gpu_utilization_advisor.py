@@ -37,7 +37,8 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         min_utilization_percent: Utilization below which a GPU counts as underused, by default the 70 of SageMaker
             Debugger's LowGPUUtilization rule.
         min_steps: Steady steps needed to judge, 50 by default: not the first 20, nor the first of an epoch.
-        min_seconds: Seconds of steady steps needed to warn during training, 20 by default.
+        min_seconds: Seconds of steady steps needed to warn during training, 20 by default. A quarter of that is needed
+            for the verdict at the end; a shorter run is ``too_short``.
         profile: Whether to run three steps once under torch.profiler, if the GPU idles most inside the step, and one
             more to find the lines that wait for its results. That takes some seconds, clashes with other tracers
             (Nsight, DCGM), and may slow kernels down for the rest of the run.

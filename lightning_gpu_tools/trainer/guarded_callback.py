@@ -6,13 +6,16 @@ import functools
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_gpu_tools.loaders.workers import is_of_dead_worker
-from lightning_gpu_tools.trainer.families import Callback, only_warn
+from lightning_gpu_tools.trainer.families import Callback
+from lightning_gpu_tools.trainer.import_hooks import only_warn
 from lightning_gpu_tools.units import printable
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def warn_that_off(what: str, error: Exception) -> None:
@@ -29,11 +32,19 @@ class GuardedCallback(Callback):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, hook in list(vars(cls).items()):
-            if callable(hook) and (name.startswith("on_") or name in ("setup", "teardown")):
+            is_hook = callable(hook) and (name.startswith("on_") or name in ("setup", "teardown"))
+            if is_hook and not hasattr(hook, "guards_itself"):
                 setattr(cls, name, _guarded(hook))
 
     def _give_up(self) -> None:
         """Do nothing more in this fit."""
+
+    def survives(self, error: Exception) -> bool:
+        """Give up because of an error in a hook, unless it is the training's own or meant to end it."""
+        if isinstance(error, self.intended) or is_of_dead_worker(error):  # raised wherever the main thread was
+            return False
+        self.turn_off(error)
+        return True
 
     def turn_off(self, error: Exception) -> None:
         """Give up because of an error, and warn."""
@@ -47,12 +58,15 @@ def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(self: GuardedCallback, *args: Any, **kwargs: Any) -> Any:
         try:
             return hook(self, *args, **kwargs)
-        except self.intended:
-            raise
         except Exception as error:
-            if is_of_dead_worker(error):  # raised wherever the main thread was
+            if not self.survives(error):
                 raise
-            self.turn_off(error)
             return None
 
     return guarded
+
+
+def guards_itself(hook: _Hook) -> _Hook:
+    """Mark a hook that asks :meth:`GuardedCallback.survives` itself: one that runs in every step saves a call."""
+    vars(hook)["guards_itself"] = True
+    return hook

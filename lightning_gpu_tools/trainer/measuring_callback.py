@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,43 +13,80 @@ from typing_extensions import override
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored
 from lightning_gpu_tools.runs.session import Session
+from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun
-from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer
+from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer, lookup
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
-from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
+from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback, guards_itself
+from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 
 
 class FitSession(Session):
-    """Shared by all who ask for it with :meth:`of`; the last to :meth:`release` it closes it."""
+    """Shared by the callbacks of a fit, until the last one releases it or the Trainer's run ends.
+
+    Lightning does not tell every callback of the end: a tuner that raises has taken them out, and one that raises at
+    the end keeps the rest from being called. So the session listens for the end itself, and tells who is left.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(TrainerRun(trainer), partial(FitTimer, trainer))
         self._trainer = trainer
-        self._users = 0
+        self._users: list[Callback] = []
+        self._on_end = Wrappers()
+        calls = lookup(trainer, compat.CALLS)
+        self._on_end.put(calls, compat.AFTER_ERROR, self._after_error)
+        self._on_end.put(calls, compat.AFTER_RUN, self._after_run)
 
     @classmethod
-    def of(cls, trainer: Trainer) -> FitSession:
+    def of(cls, trainer: Trainer, user: Callback) -> FitSession:
         """Return the session of the fit that is about to begin."""
         session = _sessions.get(trainer)
-        if session is not None and session.clock.ran:  # of an earlier fit whose end was not announced
+        if session is not None and session.clock.ran:  # of the fit in which this one begins
             session._end()
             session = None
         if session is None:
             session = _sessions[trainer] = cls(trainer)
-        session._users += 1
+        session._users.append(user)
         return session
 
-    def release(self) -> None:
+    def release(self, user: Callback) -> None:
         """Give the session back; what it measured stays readable."""
-        self._users -= 1
-        if self._users <= 0:
+        self._users = [one for one in self._users if one is not user]
+        if not self._users:
             self._end()
 
     def _end(self) -> None:
+        self._on_end.undo()
         self.close()
         if _sessions.get(self._trainer) is self:
             del _sessions[self._trainer]
+
+    def _after_error(self, interrupt: Callable[..., Any]) -> Callable[..., Any]:
+        def interrupted(trainer: Trainer, exception: BaseException, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return interrupt(trainer, exception, *args, **kwargs)
+            finally:  # another callback may have raised
+                if trainer is self._trainer:
+                    self._end_users(lambda user, model: user.on_exception(trainer, model, exception))
+
+        return interrupted
+
+    def _after_run(self, tear_down: Callable[..., Any]) -> Callable[..., Any]:
+        def torn_down(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+            result = tear_down(trainer, *args, **kwargs)
+            if trainer is self._trainer:
+                self._end_users(lambda user, model: user.teardown(trainer, model, "fit"))
+            return result
+
+        return torn_down
+
+    def _end_users(self, end: Callable[[Callback, LightningModule], None]) -> None:
+        try:
+            for user in tuple(self._users):
+                end(user, self._trainer.lightning_module)
+        finally:  # also if Ctrl-C comes meanwhile
+            self._end()
 
 
 _sessions: WeakKeyDictionary[Trainer, FitSession] = WeakKeyDictionary()
@@ -84,7 +121,7 @@ class MeasuringCallback(GuardedCallback):
         is_replaced = self.yields and self._is_replaced(trainer.callbacks)  # type: ignore[attr-defined]
         if stage == "fit" and not is_disabled() and not is_replaced:
             self._give_up()  # a fit whose end was not announced
-            self._session = FitSession.of(trainer)
+            self._session = FitSession.of(trainer, self)
             self._opened(trainer, self._session)
 
     def _is_replaced(self, callbacks: Sequence[Callback]) -> bool:
@@ -99,10 +136,34 @@ class MeasuringCallback(GuardedCallback):
             self._next_step = 0.0
             self._began(trainer, self._session)
 
+    # The next two run in every step of each callback, so they call as little as they can.
+
     @override
+    @guards_itself
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._session is not None:
-            self._session.ending.begin_step(batch)
+        session = self._session
+        if session is not None and session.ending.allocator is not None:
+            try:
+                session.ending.begin_step(batch)
+            except Exception as error:
+                if not self.survives(error):
+                    raise
+
+    @override
+    @guards_itself
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        session = self._session
+        if session is not None:
+            try:
+                if session.clock.steps != session.last_step:  # only the first callback's call counts
+                    session.after_step(batch)
+                if session.clock.steps >= self._next_step or session.report_wanted:
+                    self._next_step = self._stepped(trainer, session)
+            except Exception as error:
+                if not self.survives(error):
+                    raise
 
     @override
     def on_validation_batch_start(
@@ -112,18 +173,8 @@ class MeasuringCallback(GuardedCallback):
             self._session.begin_validation_batch(batch, batch_idx)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        session = self._session
-        if session is not None:
-            session.after_step(batch)
-            if session.clock.steps >= self._next_step or session.report_wanted:
-                self._next_step = self._stepped(trainer, session)
-
-    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._session is not None:
+        if self._session is not None and not self._session.is_of_parent:
             with deaths_ignored():
                 outcome = self._session.ending.note_error(self._session, exception, trainer.global_step)
                 self._end(trainer, outcome, timeout_s=0.0)
@@ -134,6 +185,9 @@ class MeasuringCallback(GuardedCallback):
 
     def _end(self, trainer: Trainer, outcome: str, timeout_s: float) -> None:
         session = self._session
+        if session is not None and session.is_of_parent:
+            self._session = None
+            return
         if session is not None:
             session.finish(timeout_s)
             self._ended(trainer, session, outcome)
@@ -143,4 +197,4 @@ class MeasuringCallback(GuardedCallback):
     def _give_up(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            session.release()
+            session.release(self)

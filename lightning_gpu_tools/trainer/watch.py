@@ -45,11 +45,13 @@ def watch(
 
     Args:
         fabric: A ``Fabric`` of ``lightning`` or ``lightning_fabric``, after its ``launch``.
-        folder: Of the report; by default the log directory of Fabric's first logger, or the current directory.
+        folder: Of the report: a local path or a URL; by default the log directory of Fabric's first logger, or without
+            one the folder ``gpu_report`` of the current directory.
         interval_s: Seconds between two polls of the GPUs, 1 by default.
         min_utilization_percent: Utilization below which a GPU counts as underused, 70 by default.
         min_steps: Steady steps needed to judge, 50 by default.
-        min_seconds: Seconds of them needed to warn while the loop runs, 20 by default.
+        min_seconds: Seconds of them needed to warn while the loop runs, 20 by default. A quarter of that is needed for
+            the verdict at the end; a shorter run is ``too_short``.
         stall_after_s: Seconds without progress after which to warn; see ``GPUUtilizationMonitor``.
 
     Raises:
@@ -87,11 +89,12 @@ class TrainingWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        training = self._training
         try:
-            if self._training is not None:
+            if training is not None and not training.session.is_of_parent:
                 with nullcontext() if error is None else deaths_ignored():
-                    self._safely(self._finish, self._training, error)
-            elif self._is_on and kind is None:
+                    self._safely(self._finish, training, error)
+            elif training is None and self._is_on and kind is None:
                 self._safely(warnings.warn, "watch() has no report: no batch went through run.batches(loader).")
         finally:  # also if Ctrl-C comes meanwhile
             self._close()
@@ -210,7 +213,7 @@ class _Training:
             say_verdict(diagnosis)
 
     def close(self) -> None:
-        running = self._running
+        running = None if self.session.is_of_parent else self._running
         ends = [self.timer.stop, self.session.close, *([] if running is None else [running.give_up]), self._run.forget]
         for end in ends:
             with suppress(Exception):  # what is broken may break here, too

@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
+from types import MethodType
 from typing import Any
 
 _Function = Callable[..., Any]
 
 
 class _StandIn(functools.partial[Any]):
-    """Takes the place of a method, but not on copies. A ``partial``, because calling one adds no Python frame."""
+    """Takes the place of a method, but not on copies. A ``partial``, because calling one adds no Python frame.
+
+    Whoever put another one on top may take that off later. So one that is taken off goes on doing what was below it.
+    """
 
     owner: object
     name: str
+    below: _Function | None  # what the owner itself had under this name
+    is_off = False
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
 
     def __reduce__(self) -> tuple[_Function, tuple[object, str]]:
         return getattr, (self.owner, self.name)
+
+    def take_off(self, function: _Function) -> None:
+        self.__setstate__((function, (), {}, {**vars(self), "is_off": True}))  # type: ignore[attr-defined]
+        if getattr(self.owner, self.name, None) is not self:
+            return
+        below = self.below
+        while isinstance(below, _StandIn) and below.is_off:
+            below = below.below
+        if below is not None:
+            setattr(self.owner, self.name, below)
+        else:
+            with suppress(AttributeError):  # whoever has wrapped it since may have removed it
+                delattr(self.owner, self.name)
 
 
 class Wrappers:
@@ -24,7 +47,7 @@ class Wrappers:
 
     def __init__(self) -> None:
         self.missing: list[str] = []  # Class.method that could not be wrapped
-        self._undo: list[Callable[[], object]] = []
+        self._undo: list[Callable[[], None]] = []
 
     def put(self, owner: object, name: str, wrapper: Callable[[_Function], _Function]) -> None:
         """Replace a method of one object, or of one that attributes lead to: ``"fit_loop.epoch_loop.run"``."""
@@ -37,20 +60,30 @@ class Wrappers:
                 if missing not in self.missing:
                     self.missing.append(missing)
                 return
-        if method in vars(owner):  # a wrapper of somebody else
-            self._undo.append(functools.partial(setattr, owner, method, vars(owner)[method]))
-        else:  # whoever has wrapped it since may have removed it
-            self._undo.append(functools.partial(vars(owner).pop, method, None))
-        wrapped = wrapper(function)
-        if not isinstance(owner, type):  # a class binds functions alone
-            wrapped = _StandIn(wrapped)
-            wrapped.owner, wrapped.name = owner, method
-        setattr(owner, method, wrapped)
+        stand_in = _StandIn(wrapper(function))
+        stand_in.owner, stand_in.name, stand_in.below = owner, method, _own(owner, method, function)
+        setattr(owner, method, stand_in)
+        self._undo.append(functools.partial(stand_in.take_off, function))
 
     def undo(self) -> None:
         """Take all of them off; nothing happens the second time."""
         while self._undo:
             self._undo.pop()()
+
+
+def _own(owner: object, method: str, function: _Function) -> _Function | None:
+    """Return what stands in an object's ``__dict__`` under a name; ``None`` if its class has the method.
+
+    That is not asked for if it can be told otherwise: once somebody has asked for the ``__dict__``, CPython no longer
+    caches the lookup of any method of this object, and the objects here are those that Lightning calls most.
+    """
+    if isinstance(function, _StandIn) and function.owner is owner and function.name == method:
+        return function
+    of_class = getattr(type(owner), method, None)
+    if isinstance(function, MethodType) and function.__self__ is owner and function.__func__ is of_class:
+        return None
+    found: _Function | None = vars(owner).get(method)  # of a module or a class, or a wrapper of somebody else
+    return found
 
 
 def before(action: Callable[[], None], function: _Function) -> _Function:

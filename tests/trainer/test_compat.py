@@ -131,3 +131,17 @@ def test_ranks_that_met_in_a_file_have_no_other_connection(tmp_path: Path) -> No
         assert torch_compat.own_store() is None
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_precision_set_for_cuda_alone_does_not_end_the_measuring(tmp_path: Path) -> None:
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("torch before 2.9 has one way to set it")
+    before = torch.backends.cuda.matmul.fp32_precision
+    assert torch_compat.matmul_precision() == "highest"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert torch_compat.matmul_precision() == "high"
+        train(tmp_path, GPUUtilizationAdvisor(min_steps=5, min_seconds=0), GPUUtilizationMonitor())
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert load_report(tmp_path).steps == 30

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks, PortableCheckpointIO
 from lightning_gpu_tools.trainer.entry_points import callbacks_factory, register_strategies
 from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
+from lightning_gpu_tools.units import printable
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 
@@ -106,7 +107,7 @@ def test_whatever_is_broken_a_trainer_trains(run_python: Callable[..., subproces
     answer = run_python("-c", f"{TRAIN}{BROKEN}", timeout=150)
     package = "lightning_gpu_tools"
     trainer = f"{package}.trainer"
-    light = [package, f"{package}.environment", trainer, f"{trainer}.entry_points", f"{trainer}.families"]
+    light = [package, f"{package}.environment", trainer, f"{trainer}.entry_points", f"{trainer}.import_hooks"]
     assert f"IMPORTED {' '.join(light)}\n" in answer.stdout
     found = trained(answer)
     assert {name: (steps, count) for name, (steps, count, _) in found.items()} == {
@@ -145,6 +146,38 @@ def test_zero_code_mode_adds_the_monitor_and_the_advisor(monkeypatch: pytest.Mon
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
     names = ours(quiet_trainer(package=package))
     assert names.count("GPUUtilizationMonitor") == names.count("GPUUtilizationAdvisor") == 1
+
+
+MEANINGLESS = ["advice", "1", "\x1b[2J"]
+MAKE_TRAINERS = f"""
+import os
+import lightning.fabric, lightning.pytorch
+for value in {MEANINGLESS!r}:
+    os.environ["LIGHTNING_GPU_TOOLS"] = value
+    for _ in range(2):
+        trainer = lightning.pytorch.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+        assert not [one for one in trainer.callbacks if type(one).__module__.startswith("lightning_gpu_tools")]
+    lightning.fabric.Fabric(accelerator="cpu", devices=1)
+"""
+
+
+def test_a_value_that_means_nothing_is_named_once(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    answer = run_python("-c", MAKE_TRAINERS, cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    for value in MEANINGLESS:
+        said = f"LIGHTNING_GPU_TOOLS={printable(value)!r} has no effect. Set LIGHTNING_GPU_TOOLS=advise for a report"
+        assert answer.stderr.count(said) == 1
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_switched_off_it_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, value: str
+) -> None:
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS", value)
+    assert "GPUUtilizationMonitor" not in ours(quiet_trainer())
+    assert "LIGHTNING_GPU_TOOLS" not in str([str(one.message) for one in recwarn])
 
 
 def test_zero_code_mode_yields_to_what_the_user_has(

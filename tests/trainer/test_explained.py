@@ -44,7 +44,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 class Watch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self.clock = FitSession.of(trainer).clock
+            self.clock = FitSession.of(trainer, self).clock
 
 
 class Manual(Model):

@@ -162,7 +162,9 @@ def test_the_users_own_actions_cost_no_memory(time: HandClock, tmp_path: Path) -
                 with profile(f"{batch_idx} {i}") as name:
                     assert name == f"{batch_idx} {i}"
             names = [f"{batch} {i}" for batch in range(batch_idx + 1) for i in range(100)]
-            self.kept = sum(profile(name) is profile(name) for name in names)
+            contexts = [profile(name) for name in names]
+            newest_first = zip(reversed(names), reversed(contexts), strict=True)
+            self.kept = sum(profile(name) is context for name, context in newest_first)
             return super().training_step(batch, batch_idx)
 
     watch, model = Watch(time), Numbered(time.spend, step_s=1.0)
@@ -290,11 +292,11 @@ def test_callbacks_share_the_clock_of_each_fit(tmp_path: Path) -> None:
 
     class Attached(Callback):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.session = FitSession.of(trainer)
+            self.session = FitSession.of(trainer, self)
             clocks.append(self.session.clock)
 
         def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.session.release()
+            self.session.release(self)
 
     trainer = quiet_trainer(tmp_path, callbacks=[Attached(), Attached()])
     trainer.fit(Model(), loader(Samples(3)))
@@ -309,7 +311,7 @@ def test_callbacks_share_the_clock_of_each_fit(tmp_path: Path) -> None:
 def test_a_fit_that_never_ended_leaves_nothing_behind(tmp_path: Path) -> None:
     class Attached(Callback):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.clock = FitSession.of(trainer).clock
+            self.clock = FitSession.of(trainer, self).clock
 
     attached = Attached()
     trainer = quiet_trainer(tmp_path, callbacks=[attached, Raise(at_step=5)])

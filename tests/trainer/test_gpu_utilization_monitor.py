@@ -69,7 +69,6 @@ def test_every_gpu_is_logged_and_reported_and_the_broken_one_named(driver: Drive
     assert report.gpu_note.startswith("GPU 3 is not measured")
 
 
-@pytest.mark.usefixtures("pictures")
 def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = train(tmp_path, GPUUtilizationMonitor())
     assert not [name for name in logged(folder) if name.startswith("gpu/")]
@@ -82,7 +81,6 @@ def test_without_a_gpu_the_report_holds_the_hosts_part(tmp_path: Path, capfd: py
     printed = capfd.readouterr().out
     assert printed.count("No GPU: training runs on 'cpu'") == 1
     assert max(len(line) for line in printed.splitlines() if not line.startswith("Report: ")) <= 100
-    assert (folder / "gpu_report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_growing_memory_is_reported_while_there_is_time_to_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +94,11 @@ def test_growing_memory_is_reported_while_there_is_time_to_act(tmp_path: Path, m
     class Leak(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             kept.append(mmap.mmap(-1, 2**21, flags=new_pages))
+            trainer.should_stop = any("grows steadily" in str(warning.message) for warning in warned)
 
     with pytest.warns(UserWarning, match=r"The memory of the process grows steadily, by .* GiB a minute") as warned:
-        train(tmp_path, GPUUtilizationMonitor(report=False), Leak(), log_every_n_steps=1, limit_train_batches=100)
+        train(tmp_path, GPUUtilizationMonitor(report=False), Leak(), log_every_n_steps=1, limit_train_batches=2000)
+    assert len(kept) < 2000
     assert sum("grows steadily" in str(warning.message) for warning in warned) == 1
 
 

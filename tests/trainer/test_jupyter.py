@@ -63,8 +63,7 @@ def run_cell(notebook: Any, code: str) -> str:
 @pytest.mark.parametrize("bars", ["[callbacks.RichProgressBar()]", "[callbacks.TQDMProgressBar()]", "[]"])
 def test_the_report_is_shown_and_written_under_every_progress_bar(notebook: Any, tmp_path: Path, bars: str) -> None:
     output = run_cell(notebook, CELL.format(bars=bars, folder=str(tmp_path)))
-    written = sorted(path.name for path in tmp_path.iterdir())
-    assert written == ["gpu_report.html", "gpu_report.json", "gpu_report.png"]
+    assert [path.name for path in (tmp_path / "gpu_report").iterdir()] == ["gpu_report.json"]
     assert load_report(tmp_path).steps == 64
     assert output.count("Verdict: ") == 1
     assert f"Report: {tmp_path}" in output.replace("\n", " ").replace("  ", " ")

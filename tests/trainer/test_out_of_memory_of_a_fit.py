@@ -159,7 +159,8 @@ def test_a_snapshot_of_what_is_allocated_is_written_on_request(
 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: recording.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
-    snapshot = tmp_path / "cuda_memory_snapshot.pickle"
+    snapshot = tmp_path / "gpu_report" / "cuda_memory_snapshot.pickle"
+    snapshot.parent.mkdir()
     snapshot.write_bytes(b"of an earlier run")
     with LimitedMemory().gpu(driver, monkeypatch.setattr):
         monitor = GPUUtilizationMonitor(memory_history=True)
@@ -168,7 +169,7 @@ def test_a_snapshot_of_what_is_allocated_is_written_on_request(
             trainer.fit(FailsAt(), batches())
     assert recording == [{"max_entries": 100_000}, {"enabled": None}]
     assert pickle.loads(snapshot.read_bytes()) == {"segments": []}
-    assert str(snapshot) in capsys.readouterr().out.replace("\n", "")
+    assert f"Memory snapshot: {snapshot}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_callbacks_checkpoints_and_ranks_work_under_ray_train(
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     answer = run_python(str(tmp_path / "train.py"), str(tmp_path), short_folder, env={"PYTHONPATH": path}, timeout=280)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    report = json.loads((tmp_path / "gpu_report.json").read_text())
+    report = json.loads((tmp_path / "gpu_report" / "gpu_report.json").read_text())
     assert (report["outcome"], report["steps"], len(report["ranks"])) == ("completed", 120, 2)
     assert report["diagnosis"]["findings"]
     assert any("RayTrainReportCallback" in phase for phase in report["phase_s"])

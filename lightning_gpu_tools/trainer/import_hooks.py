@@ -1,0 +1,84 @@
+"""Acts when a module of Lightning is imported.
+
+``import lightning_gpu_tools`` runs this file, so it imports nothing: `typing` alone takes as long as starting Python
+does without it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False  # as type checkers take it, without the import of `typing`
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+    from typing import Any
+
+TRAINERS = ("lightning.pytorch", "pytorch_lightning")
+FABRICS = ("lightning.fabric", "lightning_fabric")
+FAMILIES = TRAINERS + FABRICS
+
+
+class _Finder:
+    """Finds the modules that somebody waits for."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callable[[ModuleType], object]]] = {}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self.waiting:
+            return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+        return spec
+
+
+class _Loader:
+    """Loads a module, and then does what waited for it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        for act in _finder.waiting.pop(module.__name__, ()):
+            _act(act, module)
+
+
+_finder = _Finder()
+sys.meta_path.insert(0, _finder)
+
+
+def when_imported(part: str, act: Callable[[ModuleType], object], families: tuple[str, ...] = FAMILIES) -> None:
+    """Act on a module of each family, now or when it is imported; what that raises is a warning."""
+    for family in families:
+        name = f"{family}.{part}"
+        module = sys.modules.get(name)
+        if module is None:
+            _finder.waiting.setdefault(name, []).append(act)
+        else:
+            _act(act, module)
+
+
+def _act(act: Callable[[ModuleType], object], module: ModuleType) -> None:
+    try:
+        act(module)
+    except Exception as error:  # noqa: BLE001 - the program may not even use this package
+        only_warn(f"lightning_gpu_tools cannot be used with this {module.__name__}: {error!r}.")
+
+
+def only_warn(message: str) -> None:
+    """Warn, whatever the filters are: none hides it, or makes it an error of the program."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn(message, stacklevel=4)

@@ -1,0 +1,155 @@
+"""What monitor and advisor add to a training step, counted in calls of Python functions, which no busy machine changes.
+
+How long these take is measured by ``benchmarks/step_overhead.py`` and ``benchmarks/scale.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import threading
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from trainings import Model, Samples, loader, quiet_trainer
+
+import lightning_gpu_tools
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
+from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.runs import run_report
+from lightning_gpu_tools.trainer.wrappers import Wrappers, before
+
+PACKAGE = str(Path(lightning_gpu_tools.__file__).parent)
+FROM, STEPS = 120, 100  # after the warm-up and the first judgment
+
+
+class Calls:
+    """Counts the calls of Python functions in this thread while it is entered."""
+
+    def __init__(self) -> None:
+        self.all = self.ours = 0
+
+    def _count(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            self.all += 1
+            self.ours += frame.f_code.co_filename.startswith(PACKAGE)
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+
+class Empty(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+class Counted(Model):
+    """Counts the calls of 100 steps."""
+
+    calls = Calls()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == FROM:
+            self.calls = Calls().__enter__()
+        if batch_idx == FROM + STEPS:
+            self.calls.__exit__()
+        return super().training_step(batch, batch_idx)
+
+
+def calls_of(callbacks: list[Callback], folder: Path, every: int) -> Calls:
+    trainer = quiet_trainer(folder, callbacks=callbacks, logger=CSVLogger(folder), log_every_n_steps=every)
+    model = Counted()
+    trainer.fit(model, loader(Samples(FROM + STEPS + 1)))
+    return model.calls
+
+
+@pytest.mark.parametrize(("every", "most"), [(50, 60), (1, 85)])
+def test_a_step_makes_fewer_calls_than_with_two_empty_callbacks(tmp_path: Path, every: int, most: int) -> None:
+    empty = calls_of([Empty(), Empty()], tmp_path / "empty", every)
+    # Without the running report, which is measured every so many seconds and not steps.
+    ours = calls_of([GPUUtilizationMonitor(report=False), GPUUtilizationAdvisor()], tmp_path / "ours", every)
+    assert empty.ours == 0
+    assert ours.all < empty.all
+    assert 10 < ours.ours / STEPS < most
+
+
+class Loop:
+    def run(self) -> str:
+        return "run"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="every object has its __dict__ from the start")
+def test_a_wrapped_method_leaves_the_others_of_its_object_cached() -> None:
+    loop, wrappers, ran = Loop(), Wrappers(), []
+    for number in range(2):
+        wrappers.put(loop, "run", partial(before, partial(ran.append, number)))
+    assert loop.run() == "run"
+    wrappers.undo()
+    assert loop.run() == "run"
+    assert ran == [1, 0]
+    assert not any(isinstance(one, dict) for one in gc.get_referents(loop))  # CPython makes it when it is asked for
+    assert vars(loop) == {}
+
+
+def gpus_of_node(node: int) -> list[dict[str, Any]]:
+    """What the first rank of another node publishes of its GPUs."""
+    gpus = [asdict(GpuSummary(index=i, uuid=f"GPU-{node:08x}-{i:04x}", node=node)) for i in range(8)]
+    return json.loads(json.dumps(gpus))  # type: ignore[no-any-return]
+
+
+class OnRankZeroOf1024(Callback):
+    """Has heard of 1,016 GPUs of other nodes, and counts the calls of the training thread when the report is due."""
+
+    def __init__(self, monitor: GPUUtilizationMonitor, written: threading.Event) -> None:
+        self.monitor, self.written = monitor, written
+        self.calls = Calls()
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        session, running = self.monitor._session, self.monitor._running
+        assert session is not None
+        assert running is not None
+        if trainer.global_step == 20:
+            session.ranks.exchange._board.entries |= {
+                8 * node: {"rank": 8 * node, "node": node, "pid": node, "gpus": gpus_of_node(node)}
+                for node in range(1, 128)
+            }
+            self.written.clear()
+            with self.calls:
+                running.measure()
+            assert self.written.wait(60)
+
+
+def test_a_running_report_of_1024_ranks_is_made_beside_the_training_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, reports, save = threading.Event(), [], ReportFile.save
+
+    def saved(file: ReportFile, report: Any) -> Any:
+        path = save(file, report)
+        reports.append((threading.get_ident(), load_report(path)))
+        if len(report.gpus) == 1016:
+            written.set()
+        return path
+
+    monkeypatch.setattr(run_report, "FIRST_WRITE_S", 1000.0)  # only when this test asks
+    monkeypatch.setattr(ReportFile, "save", saved)
+    monitor = GPUUtilizationMonitor()
+    rank_zero = OnRankZeroOf1024(monitor, written)
+    quiet_trainer(tmp_path, callbacks=[monitor, rank_zero]).fit(Model(), loader(Samples(30)))
+    threads = {thread for thread, report in reports if len(report.gpus) == 1016 and not report.is_finished}
+    assert threads
+    assert threading.get_ident() not in threads
+    assert rank_zero.calls.ours < 1016  # not even one for each GPU
