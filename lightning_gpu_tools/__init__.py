@@ -5,13 +5,10 @@ below are imported on first use (PEP 562), so ``import lightning_gpu_tools`` loa
 pynvml.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING
-
 from lightning_gpu_tools.environment import VERSION as __version__
+from lightning_gpu_tools.trainer.entry_points import register_strategies as _register_strategies
 
+TYPE_CHECKING = False  # as type checkers take it, without the import of `typing`
 if TYPE_CHECKING:
     from lightning_gpu_tools.advice.findings import Diagnosis, Finding
     from lightning_gpu_tools.advice.loader_plan import LoaderResult
@@ -150,6 +147,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
     value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
@@ -160,4 +159,4 @@ def __dir__() -> list[str]:
 
 
 # Trainer(strategy="ddp_free_memory") looks the name up in Lightning's registry before it asks any entry point.
-importlib.import_module(f"{__name__}.trainer.entry_points").register_strategies()
+_register_strategies()

@@ -1,7 +1,5 @@
 """The package's version, and the environment variable that disables it."""
 
-from __future__ import annotations
-
 import os
 
 # Defined here and not read from the installation, so that a clone on PYTHONPATH has it, too.

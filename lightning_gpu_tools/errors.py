@@ -75,7 +75,7 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at the path."""
+    """There is no checkpoint at the path. The message begins as Lightning's own: "Checkpoint file not found"."""
 
 
 class BrokenCheckpointError(CheckpointError):

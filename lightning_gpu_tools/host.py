@@ -29,17 +29,18 @@ class HostBudget:
     shm_free_bytes: int | None  # None: there is no /dev/shm
     local_ranks: int = 1
     cores_in_reach: float | None = None  # what this job can get of them beside other jobs; None: not measured
+    quota_cores: float | None = None  # what the tightest quota of a cgroup allows; None: there is none
 
 
 def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
     """Return what this process may use of the host now."""
-    cores = [float(len(_own_cores()))]
+    affinity, quotas = float(len(_own_cores())), []
     memory_bytes = [psutil.virtual_memory().available]
     # A limit anywhere on the path to the root applies, so the tightest one counts. Files of cgroup v2, or of v1.
     for folder in _cgroup_folders("cpu"):
         quota = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
         if len(quota) == 2 and quota[0] not in ("max", "-1"):
-            cores.append(int(quota[0]) / int(quota[1]))
+            quotas.append(int(quota[0]) / int(quota[1]))
     for folder in _cgroup_folders("memory"):
         limit = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
         used = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes")
@@ -50,11 +51,26 @@ def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
             cached = usage.get("total_inactive_file") or usage.get("inactive_file", 0)  # of v1, which has both; of v2
             memory_bytes.append(max(0, int(limit[0]) - max(0, int(used[0]) - cached)))
     return HostBudget(
-        cores=min(cores),
+        cores=min([affinity, *quotas]),
+        quota_cores=min(quotas, default=None),
         memory_available_bytes=min(memory_bytes),
         shm_free_bytes=psutil.disk_usage(str(_SHARED_MEMORY)).free if _SHARED_MEMORY.is_dir() else None,
         local_ranks=local_ranks,
     )
+
+
+def throttled_periods() -> tuple[int, int]:
+    """Return in how many periods a quota held this process's cgroup back, and of how many; take differences.
+
+    Of the group on the path to the root that was held back most often; zeros without a quota.
+    """
+    counts = map(_counters, (folder / "cpu.stat" for folder in _cgroup_folders("cpu")))
+    return max(((one.get("nr_throttled", 0), one.get("nr_periods", 0)) for one in counts), default=(0, 0))
+
+
+def affinity_cores() -> int:
+    """Return how many cores this process may run on, whatever a quota says."""
+    return len(_own_cores())
 
 
 def shared_memory_bytes() -> int | None:

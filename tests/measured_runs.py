@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from trainings import HandClock
 
+from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.training.run_measurements import GpuIdle, LoaderSettings, RankStep, RunMeasurements, StepBlock
+from lightning_gpu_tools.training.run_measurements import (
+    CoreFacts,
+    GpuIdle,
+    LoaderSettings,
+    LoadingFacts,
+    RankStep,
+    RunMeasurements,
+    StepBlock,
+)
 from lightning_gpu_tools.training.step_clock import StepClock
 
 GIB = 2**30
@@ -42,14 +53,15 @@ def gpu_run(
     load_cpu_ms: float = 0.0,
     **options: Any,
 ) -> RunMeasurements:
-    """Return 200 steps on a GPU, each with these milliseconds per phase."""
-    steps, step_s = 200, sum(phase_ms.values()) / 1e3
+    """Return 200 steps on a GPU, or as many as make a run long enough, each with these milliseconds per phase."""
+    step_s = sum(phase_ms.values()) / 1e3
+    steps = 20 * max(10, math.ceil(AT_END * MIN_SECONDS / 20 / step_s) if step_s else 0)
     return RunMeasurements(
         **{
             "wall_s": steps * step_s,
             "steps": steps,
             "phase_s": {phase: steps * ms / 1e3 for phase, ms in phase_ms.items()},
-            "blocks": [a_block(phase_ms, cpu_ms=cpu_ms, load_cpu_ms=load_cpu_ms)] * (steps // 10),
+            "blocks": [a_block(phase_ms, steps // 20, cpu_ms=cpu_ms, load_cpu_ms=load_cpu_ms)] * 20,
             "host": a_host(),
             "on_gpu": True,
             "utilization_percent": utilization,
@@ -64,6 +76,40 @@ def gpu_run(
 def cpu_run(phase_ms: dict[str, float], **options: Any) -> RunMeasurements:
     """Return 200 steps on the CPU, without workers."""
     return gpu_run(phase_ms, None, **{"on_gpu": False, "loader": NO_WORKERS, **options})
+
+
+def contended(
+    wait_share: float = 0.4,
+    *,
+    others: float = 0.0,
+    throttled: float = 0.0,
+    quota_cores: float | None = None,
+    phase_ms: dict[str, float] | None = None,
+    workers: int = 4,
+    loading: LoadingFacts | None = None,
+    ranks: tuple[RankStep, ...] = (),
+    **options: Any,
+) -> RunMeasurements:
+    """Return a run on two cores whose training thread waited for one, and of which other programs kept some busy."""
+    cores = {
+        "wait_share": wait_share,
+        "own_cores": 2 - others,
+        "others_cores": others,
+        "runnable_threads": 5.2,
+        "machine_cores": 2,
+        "affinity_cores": 2,
+        "throttled_share": throttled,
+        "torch_threads": 2,
+        **options,
+    }
+    return cpu_run(
+        phase_ms or {"training_step/forward": 40.0},
+        host=a_host(min(2.0, quota_cores or 2.0), quota_cores=quota_cores),
+        cores=CoreFacts(**cores),
+        loader=dataclasses.replace(LOADER, num_workers=workers),
+        loading=loading,
+        ranks=ranks,
+    )
 
 
 def sampled_idle(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:

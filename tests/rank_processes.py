@@ -14,6 +14,7 @@ from typing import Any
 
 import cpu_as_cuda
 import fake_driver
+import quiet_kernel
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -90,6 +91,7 @@ def _run(
     os.environ.update(env)
     multiprocessing.set_start_method("fork", force=True)  # of their workers, which the server would start in seconds
     fake_driver.install()
+    quiet_kernel.install(setattr, folder)
     function(folder, rank, **options)
 
 

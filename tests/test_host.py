@@ -11,12 +11,14 @@ import pytest
 
 from lightning_gpu_tools import host
 from lightning_gpu_tools.host import (
+    affinity_cores,
     children_cpu_s,
     cores_in_reach,
     idle_cpu_s,
     oom_kills,
     private_memory_bytes,
     read_host_budget,
+    throttled_periods,
 )
 
 GIB = 2**30
@@ -43,6 +45,32 @@ def test_a_quota_of_half_a_core_is_half_a_core(cgroup) -> None:
     assert read_host_budget().cores == 0.5
 
 
+@pytest.mark.parametrize(
+    ("membership", "files", "counts"),
+    [
+        (
+            "0::/pod/job\n",
+            {
+                "pod/cpu.stat": "usage_usec 9\nnr_periods 70\nnr_throttled 30\nthrottled_usec 5\n",
+                "pod/job/cpu.stat": "usage_usec 9\nnr_periods 60\nnr_throttled 2\n",
+            },
+            (30, 70),
+        ),
+        (
+            "7:cpu,cpuacct:/job\n",
+            {"cpu,cpuacct/job/cpu.stat": "nr_periods 8\nnr_throttled 4\nthrottled_time 5\n"},
+            (4, 8),
+        ),
+        ("0::/\n", {"cpu.stat": "usage_usec 9\n"}, (0, 0)),
+        ("", {}, (0, 0)),
+    ],
+    ids=["v2", "v1", "no quota", "no cgroup"],
+)
+def test_periods_in_which_a_quota_was_used_up_are_counted(cgroup, membership: str, files: dict, counts: tuple) -> None:
+    cgroup(membership, files)
+    assert throttled_periods() == counts
+
+
 def test_the_tightest_limit_up_to_the_root_applies(cgroup) -> None:
     files = {
         "slurm/job/step/cpu.max": "max 100000\n",
@@ -53,7 +81,7 @@ def test_the_tightest_limit_up_to_the_root_applies(cgroup) -> None:
     }
     cgroup("0::/slurm/job/step\n", files)
     budget = read_host_budget()
-    assert budget.cores == 0.25
+    assert budget.cores == budget.quota_cores == 0.25
     assert budget.memory_available_bytes == 4096
 
 
@@ -94,7 +122,8 @@ def test_cached_files_count_as_available_memory(cgroup, membership: str, limit: 
 def test_without_a_quota_the_affinity_mask_counts(cgroup, files: dict[str, str]) -> None:
     cgroup("0::/\n", files)
     budget = read_host_budget(local_ranks=4)
-    assert budget.cores == len(os.sched_getaffinity(0))
+    assert budget.cores == affinity_cores() == len(os.sched_getaffinity(0))
+    assert budget.quota_cores is None
     assert budget.memory_available_bytes > 0
     assert budget.local_ranks == 4
 

@@ -40,6 +40,7 @@ from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.gpus.nvml import read_gpus
 from lightning_gpu_tools.reports.report import load_report, to_json
+from lightning_gpu_tools.runs import drawing
 from lightning_gpu_tools.training.timeline import Series
 from lightning_gpu_tools.units import printable
 
@@ -409,18 +410,20 @@ def test_a_training_shows_hostile_names_harmlessly(
 ) -> None:
     name = STEERS + "L" * 2000
     folder = tmp_path / "x\r\nFORGED\x1b[2J\u202e"
-    folder.mkdir()
+    own = folder / "gpu_report"
+    own.mkdir(parents=True)
     driver.gpus = [gpu(name=NAME, xid_events=[(0.0, 79)]), gpu(name=NAME, lost=True)]
     stop = type(name, (StopsTraining,), {})()
     module = type(name, (Model,), {})()
-    (folder / "gpu_report.json").write_text(Path(reports["report.json"]).read_text())
+    (own / "gpu_report.json").write_text(Path(reports["report.json"]).read_text())
     callbacks = [GPUUtilizationMonitor(devices="all"), GPUUtilizationAdvisor(min_steps=5, min_seconds=0.0), stop]
     trainer = quiet_trainer(folder, callbacks=callbacks, logger=False)
     with caplog.at_level(logging.INFO), pytest.raises(RuntimeError):
         trainer.fit(module, loader(Samples(60)))
-    assert json.loads((folder / "gpu_report.json").read_text())["outcome"].startswith(f"stopped by {name}")
-    assert (folder / "gpu_report.json").read_bytes().isascii()
-    assert (folder / "gpu_report.png").exists() or importlib.util.find_spec("matplotlib") is None
+    drawing.wait()
+    assert json.loads((own / "gpu_report.json").read_text())["outcome"].startswith(f"stopped by {name}")
+    assert (own / "gpu_report.json").read_bytes().isascii()
+    assert (own / "gpu_report.png").exists() or importlib.util.find_spec("matplotlib") is None
     assert load_report(folder).settings["model"] == name
     shown = capfd.readouterr()
     assert r"\x1b[2J" in shown.out

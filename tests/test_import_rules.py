@@ -17,7 +17,7 @@ PACKAGE = Path(lightning_gpu_tools.__file__).parent
 # From top to bottom: a room imports what stands below it and itself.
 ROOMS = [
     *("__init__", "__main__", "strategies", "cli", "trainer", "runs", "loaders", "reports", "selection", "advice"),
-    *("gpus", "training", "checkpoints", "host", "processes", "errors", "units", "environment"),
+    *("gpus", "training", "checkpoints", "host", "processes", "errors", "units", "environment", "simulated"),
 ]
 # What only some rooms know of; whatever is not named here may be imported everywhere. Lightning is in use already, as
 # one package or the other, where there is a Trainer: importing one would be the wrong one for half of the users.
@@ -101,6 +101,26 @@ def test_everything_but_the_demo_works_without_lightning(
     child = run_python("-c", f"{blocked}\nfor name in {names}: importlib.import_module(name)\n{loop}", cwd=tmp_path)
     assert child.returncode == 0, child.stderr
     assert child.stdout.endswith("too_short\n")
+
+
+def test_importing_the_package_imports_nothing_but_five_small_files(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    # Without site, whose .pth files may have imported anything before. `os` is what Python itself starts with.
+    code = f"import os, sys; before = {{*sys.modules}}; sys.path.insert(0, {str(PACKAGE.parent)!r}); import {NAME}"
+    child = run_python("-S", "-c", f"{code}; print(*sorted({{*sys.modules}} - before))", env={"PYTHONPATH": None})
+    assert child.returncode == 0, child.stderr
+    ours = [
+        NAME,
+        *(f"{NAME}.{name}" for name in ("environment", "trainer", "trainer.entry_points", "trainer.import_hooks")),
+    ]
+    assert set(child.stdout.split()) == {"__future__", *ours}
+
+
+def test_nothing_of_the_package_loads_the_simulated_machine() -> None:
+    """Only a program that was started on it may be on it."""
+    users = {module for module in FILES for one in imports(FILES[module]) if one.startswith(f"{NAME}/simulated")}
+    assert {module.partition("/")[0] for module in users} == {"simulated"}
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

@@ -1,6 +1,7 @@
 """The notebook, run from top to bottom as Jupyter would."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_the_notebook_runs_and_shows_the_report(tmp_path: Path, monkeypatch: pyt
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     shown = "".join(output.get("text", "") for output in outputs)
     assert shown.count("Verdict: ") == 2
-    assert "In the DataLoader set num_workers=" in shown
+    assert "Set DataLoader(..., num_workers=" in re.sub(r"\s+", " ", shown)
     assert "faster (95 % interval" in shown
     (page,) = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
     assert "&lt;!DOCTYPE html&gt;" in page

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from code_blocks import ROOT, code_blocks
@@ -77,10 +76,8 @@ def test_the_metrics_of_docs_and_docstring_are_the_logged_ones() -> None:
     from lightning_gpu_tools.gpus.metrics import GpuWindow, gpu_metrics
     from lightning_gpu_tools.gpus.readings import Sharing
 
-    def filled(kind: type[Any]) -> Any:
-        return kind(**{field.name: 1 for field in dataclasses.fields(kind)})
-
-    logged = gpu_metrics(0, filled(GpuWindow), filled(Sharing), energy_joules=1.0)
+    window = GpuWindow(**{field.name: 1 for field in dataclasses.fields(GpuWindow)})  # type: ignore[arg-type]
+    logged = gpu_metrics(0, window, Sharing(*[1] * len(Sharing._fields)), energy_joules=1.0)
     docstring = str(inspect.getdoc(GPUUtilizationMonitor)).replace("``", "`")
     page = (ROOT / "docs" / "measurements.md").read_text().partition("| metric of each GPU")[2].partition("\n\n")[0]
     for text, cells in ((page, r"^\| (`.*?`) \|"), (docstring, r"^- ((?:`[^`]+`(?:, )?)+):")):

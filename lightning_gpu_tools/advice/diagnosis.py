@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
+from lightning_gpu_tools.advice.cpu_contention import cpu_contention, without_contention
 from lightning_gpu_tools.advice.failures import Failure, OutOfMemory
 from lightning_gpu_tools.advice.findings import (
+    AT_END,
     MIN_CEILING,
     MIN_CEILING_LOWER,
     MIN_COST_S_PER_STEP,
+    MIN_SECONDS,
     MIN_STEPS,
     MIN_UTILIZATION_PERCENT,
     Diagnosis,
@@ -18,8 +22,10 @@ from lightning_gpu_tools.advice.findings import (
     Verdict,
     ceiling,
     counted,
+    gain,
+    mean_interval,
 )
-from lightning_gpu_tools.advice.host_work import data_loading, host_work, unnamed
+from lightning_gpu_tools.advice.host_work import data_loading, harmless, host_work, unnamed
 from lightning_gpu_tools.advice.inside_step import (
     few_active_sms,
     held_down,
@@ -36,14 +42,23 @@ from lightning_gpu_tools.advice.memory_causes import judge
 from lightning_gpu_tools.advice.ranks import straggler, waiting_for_ranks
 from lightning_gpu_tools.advice.uneven_steps import details, unsaid, with_uneven_steps
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
-from lightning_gpu_tools.training.phases import PHASES
-from lightning_gpu_tools.training.run_measurements import DATA_LOADING, TRAINING_STEP, RunMeasurements
+from lightning_gpu_tools.training.phases import (
+    CALLBACK,
+    CHECKPOINT,
+    EPOCH_START,
+    GARBAGE_COLLECTION,
+    LOGGING,
+    PHASES,
+)
+from lightning_gpu_tools.training.run_measurements import COPY, DATA_LOADING, TRAINING_STEP, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 # Our defaults.
 _MAX_FINDINGS = 4  # anyone with more to change starts with these
 _MIN_EPOCHS = 5  # from here on, the time to start them is not just that of the first one
 _MIN_UNEXPLAINED = 0.15  # idle time without a cause, of the wall time
+# What happens now and then, and is added up.
+_EVENTS = (CALLBACK, LOGGING, CHECKPOINT, GARBAGE_COLLECTION, EPOCH_START, COPY)
 
 
 def diagnose(
@@ -55,17 +70,22 @@ def diagnose(
     failure: Failure | None = None,
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
     min_steps: int = MIN_STEPS,
+    min_seconds: float = AT_END * MIN_SECONDS,
 ) -> Diagnosis:
     """Return the verdict and the findings, by the measurements and what else is known of the run.
 
-    ``failure`` is what ended it, where more is known than its error; steps count for ``min_steps`` if they are steady.
+    ``failure`` is what ended it, where more is known than its error. Steps count for ``min_steps``, and their seconds
+    for ``min_seconds``, if they are steady.
     """
-    steady = sum(block.steps for block in run.blocks)
-    if steady >= max(1, min_steps):
+    steady, steady_s = sum(block.steps for block in run.blocks), sum(block.wall_s for block in run.blocks)
+    if run.on_gpu and run.utilization_percent is None:  # the driver's first sample may be yet to come
+        min_seconds = max(min_seconds, AT_END * MIN_SECONDS)
+    if steady >= max(1, min_steps) and steady_s >= min_seconds:
         verdict, found = _judge(run, min_utilization_percent, searched)
     else:
         found = []
-        if run.steps >= min_steps and run.epochs >= _MIN_EPOCHS:  # which hardly have a steady step
+        # Short epochs hardly have a steady step.
+        if run.steps >= min_steps and run.wall_s >= min_seconds and run.epochs >= _MIN_EPOCHS:
             found = _worth_reporting(run, [one for one in host_work(run) if one.cause == "epoch_start"])
         verdict = "low" if found else "too_short"
     findings = tuple(sorted(found, key=_by_gain)[:_MAX_FINDINGS])
@@ -74,10 +94,12 @@ def diagnose(
         why, next_step = _why(run, verdict, findings), _next_step(verdict, findings)
     else:
         why = (
-            f"Measured {steady} steady steps; at least {min_steps} are needed. The first steps of the run and of each "
-            "epoch do not count."
+            f"Measured {steady} steady steps in {format_duration(steady_s)}; at least {min_steps} steps and "
+            f"{format_duration(min_seconds)} are needed. The first steps of the run and of each epoch do not count."
         )
-        next_step = f"Train longer, or lower min_steps of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
+        too_few = {"min_steps": steady < min_steps, "min_seconds": steady_s < min_seconds}
+        options = " and ".join(name for name, is_short in too_few.items() if is_short)
+        next_step = f"Train longer, or lower {options} of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
     if out_of_memory is not None:
         of_memory, why, next_step = judge(run, out_of_memory)
         verdict, findings = "out_of_memory", (*of_memory, *findings)[:_MAX_FINDINGS]
@@ -117,7 +139,7 @@ def _judge(
         return ("low" if found else "unknown" if run.on_gpu else "healthy"), found
     remarks = _worth_reporting(run, [low_precision(run), *held_down(run)])
     is_busy = run.utilization_percent >= min_utilization_percent and few_active_sms(run) is None
-    if is_busy and not any(finding.cause in ("straggler", "unexplained") for finding in found):
+    if is_busy and not any(finding.cause in ("straggler", "unexplained", "cpu_contention") for finding in found):
         return "healthy", remarks
     idle = 1.0 - run.utilization_percent / 100
     rest = unexplained_in_step(run, found)
@@ -129,8 +151,9 @@ def _judge(
 
 
 def _causes(run: RunMeasurements, searched: LoaderResult | None) -> list[Finding]:
+    loading = data_loading(run)
     steady = [
-        data_loading(run),
+        loading,
         straggler(run),
         waiting_for_ranks(run),
         *host_work(run),
@@ -142,16 +165,20 @@ def _causes(run: RunMeasurements, searched: LoaderResult | None) -> list[Finding
         found = [as_searched(one, searched) if one.cause == "data_loading" else one for one in found]
     named = _worth_reporting(run, found)
     slow_in = {finding.evidence["phase"] for finding in named if finding.cause == "slow_steps"}
-    return [*named, *(finding for finding in unnamed(run) if finding.evidence["phase"] not in slow_in)]
+    named += [finding for finding in unnamed(run) if finding.evidence["phase"] not in slow_in]
+    contention = cpu_contention(run, loading)
+    if contention is None:
+        return named
+    return [contention, *_worth_reporting(run, without_contention(run, named, contention))]
 
 
 def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> list[Finding]:
     # Where the GPU's own times contradict the driver's utilization, a share may be too large by the difference.
     doubt = run.idle_residual
     surer = [
-        replace(finding, ceiling_lower=min(finding.ceiling_lower, ceiling(finding.share - doubt)))
-        for finding in found
-        if finding is not None
+        replace(one, ceiling_lower=min(one.ceiling_lower, ceiling(one.share * _repeated(run, one) - doubt)))
+        for one in found
+        if one is not None
     ]
     return [
         finding
@@ -160,6 +187,18 @@ def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> l
         and finding.ceiling_lower > MIN_CEILING_LOWER
         and finding.share * run.step_s >= MIN_COST_S_PER_STEP
     ]
+
+
+def _repeated(run: RunMeasurements, finding: Finding) -> float:
+    """Return which part of a share would be there without an accident, by how it is spread over the run.
+
+    A single event, or three, may be an accident: in one of twenty other runs there would be none of them.
+    """
+    if finding.cause not in _EVENTS or (run.on_gpu and finding.cause == COPY):
+        return 1.0
+    seconds = [span.phase_s.get(finding.cause, 0.0) for span in run.spans]
+    interval = mean_interval(seconds)
+    return 1.0 if interval is None or not any(seconds) else min(1.0, interval[0] / fmean(seconds))
 
 
 def _cause_of_tiny(found: Sequence[Finding], idle: float) -> Finding:
@@ -204,6 +243,7 @@ _COSTS = {
     "callback": "The callback {name} takes",
     "logging": "The logger {name} takes",
     "slow_steps": "Slow steps take",
+    "cpu_contention": "Waiting for a CPU core takes",
     "communication": "Waiting for other ranks takes",
     "straggler": "Waiting for {who} takes",
     "thermal_throttling": "Thermal throttling costs",
@@ -225,7 +265,9 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
         return f"{_others(findings[0])}, so its utilization says nothing about this training."
     gpu = "" if run.utilization_percent is None else f"The GPU is busy {run.utilization_percent:.0f} % of the time. "
     if verdict == "healthy" or not findings:
-        but = unsaid(run, ())
+        but, longest = unsaid(run, ()), harmless(run)
+        if longest:
+            return f"{gpu}{longest}{but and f' Besides, {but}.'}"
         return f"{gpu}Nothing on the host slows training down{but and f', but {but}'}."
     first = findings[0]
     name = printable(first.evidence.get("name", ""))
@@ -262,6 +304,8 @@ def _numbers(evidence: Mapping[str, float | str]) -> str:
         return f"{ms['wait_ms_per_step']} of {ms['step_ms']} per steady step"
     if "behind_ms_per_step" in ms:
         return f"{ms['own_ms_per_step']} per step; {ms['median_ms_per_step']} on the median rank"
+    if "taken_by" in evidence:
+        return f"{ms['ms_per_step']} per step; {evidence['taken_by']}"
     if "ms_per_step" in ms:
         return f"{ms['ms_per_step']} per step"
     if "sm_active_percent" in evidence:
@@ -277,5 +321,5 @@ def _next_step(verdict: Verdict, findings: Sequence[Finding]) -> str:
     first = findings[0]
     if verdict == "shared_gpu":
         return first.advice
-    advice = f"{first.advice} Speedup: up to {first.ceiling:.3g}x."
+    advice = f"{first.advice} {gain(first)}"
     return f"No change needed. Optional: {advice}" if verdict == "healthy" else advice

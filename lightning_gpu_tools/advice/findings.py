@@ -26,6 +26,7 @@ Cause = Literal[
     "epoch_start",
     "garbage_collection",
     "slow_steps",
+    "cpu_contention",
     "communication",
     "straggler",
     "thermal_throttling",
@@ -57,6 +58,8 @@ MIN_UTILIZATION_PERCENT = 70.0  # SageMaker's LowGPUUtilization rule
 # Our defaults.
 MIN_STEPS = 50  # steady ones, before a verdict
 MIN_SECONDS = 20.0  # of them, before a warning
+# Of that, before the verdict on a run that has ended: it cannot be measured for longer, and its report is read later.
+AT_END = 0.25
 BUSY_PERCENT = 80.0  # a GPU that runs a kernel for this much of the time looks well used
 FIND_FUNCTION = (
     "Find the function that takes it: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
@@ -70,9 +73,12 @@ class Finding:
     Attributes:
         cause: What it is.
         share: Fraction of the wall time lost to it, on a GPU at most its idle time; 0 for memory.
-        ceiling: The most that removing it can speed training up: 1.31 = +31 %.
+        ceiling: The most that removing it can speed training up: 1.31 = +31 %. Where more workers are advised, at most
+            the upper end of the range that is predicted for them.
         ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it where the share was counted and not sampled.
-        evidence: Numbers with the unit in the name, and text; ``"kind"`` divides ``data_loading`` and ``slow_steps``.
+        evidence: Numbers with the unit in the name, and text; ``"kind"`` divides ``data_loading``, ``slow_steps`` and
+            ``cpu_contention``. Of a torch DataLoader, ``"speedup"`` is the estimate for ``"predicted_num_workers"``
+            workers, and its range is from ``"speedup_lower"`` to ``"speedup_upper"``.
         advice: The exact change to make.
         basis: ``measured``, or ``heuristic`` where a rule of thumb was needed.
     """
@@ -135,6 +141,21 @@ class Diagnosis:
 def ceiling(share: float) -> float:
     """Return the greatest possible speedup from removing what takes this share of the wall time."""
     return math.inf if share >= 1 else 1 / (1 - max(0.0, share))
+
+
+def as_times(speedup: float) -> str:
+    """Return a speedup with as many digits as an estimate has: ``"1.9x"``, and below 1.2 ``"1.08x"``."""
+    return f"{speedup:.2f}x" if speedup < 1.2 else f"{speedup:.1f}x" if speedup < 10 else f"{speedup:.0f}x"
+
+
+def gain(finding: Finding) -> str:
+    """Return a sentence on the speedup that following the advice brings."""
+    if "advised_num_workers" in finding.evidence:
+        ends = (as_times(float(finding.evidence[name])) for name in ("speedup", "speedup_lower", "speedup_upper"))
+        return "Speedup: about {} ({} to {}).".format(*ends)
+    if finding.cause == "data_loading":
+        return f"Without this wait: {as_times(finding.ceiling)}."
+    return f"Speedup: up to {finding.ceiling:.3g}x."
 
 
 def counted(

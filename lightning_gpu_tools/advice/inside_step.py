@@ -259,7 +259,8 @@ def _communication(run: RunMeasurements) -> Finding | None:
 
 def unexplained_in_step(run: RunMeasurements, found: Sequence[Finding]) -> float:
     """Return the fraction of the wall time that the GPU idles inside the step without a cause."""
-    named = sum(finding.share for finding in found if finding.cause in ("device_sync", "launch_bound", "slow_steps"))
+    of_step = ("device_sync", "launch_bound", "slow_steps", "cpu_contention")
+    named = sum(finding.share for finding in found if finding.cause in of_step)
     return max(0.0, (run.idle_in_step_share or 0.0) - named - (_part_of_idle(run, "copy") or 0.0))
 
 

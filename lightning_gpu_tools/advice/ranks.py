@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median, median_low
 
+from lightning_gpu_tools.advice.cpu_contention import waits_for_cores_of_others_s
 from lightning_gpu_tools.advice.findings import MIN_COMMUNICATION, Evidence, Finding, counted
 from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, PHASES, base_phase
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
@@ -17,7 +18,7 @@ _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
 _SIGMA_PER_MAD = 1.4826  # standard deviation of normal noise by its median absolute deviation (Hampel's identifier)
 # Our defaults from here on.
-_MIN_WAITED = 0.50  # of its excess, that the others wait longer than a rank that is blamed
+_MIN_WAITED = 0.50  # of its excess, that the others wait longer than a rank that is blamed, or that it waits for a core
 _ALWAYS = 0.90  # of the parts of a run
 _MIN_LATE_PARTS = 3  # fewer are an accident, unless there are few
 # From here on, and from twice the median rank, slow storage or throttled clocks explain a slow rank.
@@ -182,6 +183,13 @@ def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
 
 
 def _hardware_behind(ranks: Iterable[RankStep], slow: RankStep, phase: str | None, evidence: Evidence) -> str:
+    usual_s = median_low(rank.core_wait_s for rank in ranks)
+    if 1e3 * (slow.core_wait_s - usual_s) >= _MIN_WAITED * float(evidence["behind_ms_per_step"] or 0.0):
+        evidence["core_wait_ms_per_step"] = 1e3 * slow.core_wait_s
+        return (
+            f"Its training thread waits {format_duration(slow.core_wait_s)} per step for a core, that of the median "
+            f"rank {format_duration(usual_s)}: free cores on that machine."
+        )
     if phase in (DATA_LOADING, EPOCH_START):
         name, least, what, those = "storage_wait_percent", _MIN_STORAGE_PERCENT, "workers wait for storage", "those"
     elif phase is None or phase in _IN_STEP:
@@ -197,15 +205,13 @@ def _hardware_behind(ranks: Iterable[RankStep], slow: RankStep, phase: str | Non
 
 
 def waiting_for_ranks(run: RunMeasurements) -> Finding | None:
-    """Return that ranks wait for one another where none can be blamed for it."""
-    waits = mean_wait_s(run.ranks)
+    """Return that ranks wait for one another where neither one of them nor a lack of cores can be blamed for it."""
+    mean_s = mean_wait_s(run.ranks)
+    waits = None if mean_s is None else mean_s - fmean(waits_for_cores_of_others_s(run.ranks))
     if waits is None or waits < MIN_COMMUNICATION * run.step_s or straggler(run) is not None:
         return None
     if all("backward" in rank.phase_s for rank in run.ranks):
-        why = (
-            "No rank always works longer than the others: the network is slow, or cores are few and another rank is "
-            "late each time."
-        )
+        why = "No rank always works longer than the others: the network is slow, or another rank is late each time."
     else:
         why = "Which rank is slow is unknown: with this strategy ranks also wait in forward, backward and optimizer."
     change = "Set Trainer(accumulate_grad_batches=...)"

@@ -12,7 +12,7 @@ import importlib
 import io
 import os
 import sys
-import traceback
+import types
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
@@ -63,12 +63,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every character
+    _import_dataclasses()
     arguments = sys.argv[1:] if argv is None else list(argv)
     args = parser(arguments[:1]).parse_args(arguments)  # only --help and --version can precede the command
     stdout: Any = _PrintableStream(sys.stdout)
     stderr: Any = _PrintableStream(sys.stderr)
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         return _run(args)
+
+
+def _import_dataclasses() -> None:
+    """Import `dataclasses` without `inspect`, a tenth of a pick, which it hardly ever uses: it gets it when it does."""
+    if "dataclasses" not in sys.modules and "inspect" not in sys.modules:
+        stand_in: Any = types.ModuleType("inspect")
+        stand_in.__getattr__ = lambda name: getattr(importlib.import_module("inspect"), name)
+        sys.modules["inspect"] = stand_in
+        importlib.import_module("dataclasses")
+        del sys.modules["inspect"]
 
 
 def parser(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
@@ -99,6 +110,8 @@ def _run(args: argparse.Namespace) -> int:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return _EXIT_CODES.get(type(error), 1)
     except Exception as error:  # noqa: BLE001 - the line below has what a report of any error needs
+        import traceback
+
         calls = traceback.extract_tb(error.__traceback__)
         way = " > ".join(f"{os.path.basename(call.filename)}:{call.lineno}" for call in calls)
         print(

@@ -24,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, apply the advice, and train again."""
     for name in ("LIGHTNING_GPU_TOOLS", "LIGHTNING_GPU_TOOLS_DISABLE"):  # the demo adds the callbacks itself
         os.environ.pop(name, None)
+    from lightning_gpu_tools.runs import drawing
     from lightning_gpu_tools.trainer.demo import STEPS, train
 
     with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-demo-") as temporary:
@@ -33,10 +34,11 @@ def run(args: argparse.Namespace) -> int:
         before = train(folder, num_workers=0)
         workers = max((int(one.evidence.get("advised_num_workers", 0)) for one in before.findings), default=0)
         if not workers:
-            say("More workers would not help: this machine is busy with something else.")
+            say("The report advises no workers: this machine is busy with something else.")
             return 1
         say(f"\n2. The same training with num_workers={workers}, as advised.")
         after = train(folder, num_workers=workers)
+        drawing.wait()  # before the folder is removed
         say("\nIn your own script: Trainer(callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()]).")
         if not args.folder:
             say("The reports were removed; --folder FOLDER keeps them.")

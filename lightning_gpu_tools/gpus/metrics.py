@@ -181,7 +181,7 @@ def gpu_metrics(
     """Return what to log of one GPU, by name; the energy is that since training started."""
     prefix = f"node{node}/gpu/{index}/" if node else f"gpu/{index}/"
     values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.logged}
-    values |= {**dataclasses.asdict(sharing), "energy_joules": energy_joules}
+    values |= {**sharing._asdict(), "energy_joules": energy_joules}
     return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
 
 

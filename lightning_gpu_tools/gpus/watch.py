@@ -37,6 +37,7 @@ class GpuWatch(Sampler):
         self._energy_joules: dict[str, float] = {}
         self._others_peak_bytes: dict[str, int | None] = {}
         self._noted: dict[str, GpuSample] = {}
+        self._taken_polls = 0  # those whose metrics were taken
         super().__init__(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
         from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
@@ -70,7 +71,11 @@ class GpuWatch(Sampler):
         return [(gpu, self._noted[uuid]) for uuid, gpu in self._gpus.items() if uuid in uuids]
 
     def take_metrics(self) -> tuple[dict[str, float], list[str]]:
-        """Return the metrics since the last call, and what went wrong, in words."""
+        """Return the metrics since the last call, and what went wrong, in words: nothing between two polls."""
+        polls = self._polls_done
+        if polls == self._taken_polls and self.failure is None:
+            return {}, []
+        self._taken_polls = polls
         windows, validation = self.take(), self.take("validation")
         metrics: dict[str, float] = {}
         troubles: list[str] = []

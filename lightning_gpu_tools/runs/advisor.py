@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT
+from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -47,6 +47,7 @@ class Advisor:
         session.thresholds = {
             "min_utilization_percent": thresholds.min_utilization_percent,
             "min_steps": thresholds.min_steps,
+            "min_seconds": AT_END * thresholds.min_seconds,
         }
         self._session = session
         self._min_seconds = thresholds.min_seconds

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_gpu_tools.advice.memory_account import DriverMemory, MemoryAccount, account_for
 from lightning_gpu_tools.gpus.metrics import MAX_NAMED_GPUS, GpuSummary, count_gpus, job_metrics
@@ -19,6 +20,8 @@ from lightning_gpu_tools.training.memory_readings import RankMemory
 from lightning_gpu_tools.training.rank_exchange import MAX_ENTRY_BYTES, Entry, RankExchange
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, number_ranges, printable
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,15 +179,20 @@ class Ranks:
 
     def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
         """Return the GPUs that other nodes have published last."""
-        return tuple(read(GpuSummary, gpu, {}) for entry in self.exchange.entries() for gpu in entry.get("gpus", ()))
+        return tuple(self._read(GpuSummary, gpu) for entry in self.exchange.entries() for gpu in entry.get("gpus", ()))
 
-    def memory_accounts(self, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
+    @staticmethod
+    def _read(kind: type[_T], facts: Any) -> _T:
+        time.sleep(0)  # lets the training thread have Python's lock, if this is another one
+        found: _T = read(kind, facts, {})
+        return found
+
+    def memory_accounts(self, own: MemoryShare | None, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
         """Return what the memory of each GPU was used for, by all ranks or, faster, by this one alone."""
-        share = own_share(self._recorder)
-        shares = [] if share is None else [share]
+        shares = [] if own is None else [own]
         if all_ranks:
             others = (entry for entry in self.exchange.entries() if entry["rank"] != self._place.rank)
-            shares += (read(MemoryShare, entry["memory"], {}) for entry in others if entry.get("memory"))
+            shares += (self._read(MemoryShare, entry["memory"]) for entry in others if entry.get("memory"))
         return accounts(shares)
 
     def are_missing(self, measured: RunMeasurements) -> bool:

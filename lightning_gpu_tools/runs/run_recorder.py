@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,14 +15,25 @@ from lightning_gpu_tools.advice.batch_size import largest_batch, step_peak
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import known, weighted_mean
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.host import HostBudget, children_cpu_s, cores_in_reach, idle_cpu_s, read_host_budget
+from lightning_gpu_tools.host import (
+    HostBudget,
+    affinity_cores,
+    children_cpu_s,
+    cores_in_reach,
+    idle_cpu_s,
+    read_host_budget,
+    throttled_periods,
+)
 from lightning_gpu_tools.loaders.settings import batch_bytes, first_tensor, settings_of
 from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.cores import CoreUsers, added_s, pressure_s, runnable_s
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import BACKWARD, EPOCH_START, FORWARD, OPTIMIZER, is_beside_step
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import (
+    CoreFacts,
     GpuFacts,
     LoaderSettings,
     ProfiledSteps,
@@ -53,19 +65,29 @@ class HostReading(NamedTuple):
     own_cpu_s: float
     children_cpu_s: float
     idle_cpu_s: float  # for which its cores were idle
+    runnable_s: dict[int, float]  # of this process's threads
+    throttled_periods: tuple[int, int]
+    pressure_s: float | None
 
 
 class RunRecorder:
     """Keeps what is needed to describe a training at any moment; made when it starts and the loader is known."""
 
     def __init__(
-        self, run: Run, clock: StepClock, rank_waits: RankWaits, gpus: GpuWatch | None, memory: MemoryCounters | None
+        self,
+        run: Run,
+        clock: StepClock,
+        rank_waits: RankWaits,
+        gpus: GpuWatch | None,
+        memory: MemoryCounters | None,
+        core_users: CoreUsers,
     ) -> None:
         self.run = run
         self.gpus = gpus
         self.memory = memory  # of this rank's GPU
         self.batch_bytes: int | None = None  # of the first batch
         self.profile: ProfiledSteps | None = None  # until an advisor sets it
+        self.core_users = core_users
         self._clock = clock
         self._rank_waits = rank_waits
         self._ranks: tuple[RankStep, ...] = ()
@@ -88,7 +110,7 @@ class RunRecorder:
 
     def note_batch(self, batch: Any) -> None:
         """Note how large the batch of this step is."""
-        first = first_tensor(batch)
+        first = batch if isinstance(batch, torch.Tensor) else first_tensor(batch)
         self._clock.times.batch_items = None if first is None else first.numel()
         if self.memory is not None and self.memory.wants_batch:
             self.memory.note_batch(None if first is None else tuple(first.shape))
@@ -147,6 +169,7 @@ class RunRecorder:
             "own_s_over_time": [round(own_s(block), 6) for block in blocks],
             "steps_over_time": blocks[0].steps,
             "wait_s": None if self._on_gpu else total.rank_wait_s / total.steps,
+            "core_wait_s": round(total.core_wait_s / total.steps, 9),
             "gpu": None if run.gpu is None else run.gpu.index,
             "storage_wait_percent": None if waiting is None else round(100 * waiting, 1),
         }
@@ -192,15 +215,17 @@ class RunRecorder:
             time.process_time(),
             children_cpu_s(),
             idle_cpu_s(),
+            runnable_s(),
+            throttled_periods(),
+            pressure_s(),
         )
 
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
         """Return everything measured so far, in the training thread; ``now`` may come from another one."""
-        clock, run, gpus, began = self._clock, self.run, self.gpus, self._began
+        clock, run, gpus = self._clock, self.run, self.gpus
         now = now or self.read_host()
         host, children_s = now.budget, now.children_cpu_s
-        used_s = now.own_cpu_s - began.own_cpu_s + children_s - began.children_cpu_s
-        used_or_idle = (self._local_ranks * used_s + now.idle_cpu_s - began.idle_cpu_s) / (now.at_s - began.at_s)
+        used, idle = self._used_and_idle(now)
         worker_s = None
         if self._loader is not None and self._loader.num_workers:
             children_s_before, steps_before = self._loader_since
@@ -210,10 +235,11 @@ class RunRecorder:
             wall_s=sum(phase_s.values()),
             steps=max(1, clock.steps),
             epochs=max(1, clock.epochs),
+            validations=clock.validations,
             phase_s=phase_s,
             blocks=tuple(clock.blocks),
             step_times=clock.times.facts(),
-            host=replace(host, cores_in_reach=cores_in_reach(host.cores, used_or_idle)),
+            host=replace(host, cores_in_reach=cores_in_reach(host.cores, used + idle)),
             on_gpu=self._on_gpu,
             utilization_percent=_utilization(gpus.trained_on() if gpus else ()),
             validation_utilization_percent=_utilization(gpus.trained_on("validation") if gpus else ()),
@@ -221,13 +247,14 @@ class RunRecorder:
             worker_cpu_s_per_batch=worker_s,
             batch_bytes=self.batch_bytes,
             loading=self._workers.facts(),
+            cores=self._core_facts(now),
             gpu=self._gpu_facts() if self._on_gpu else None,
             gpu_idle=clock.gpu_idle(),
             memory=None if self.memory is None else self.memory.facts(),
             profile=self.profile,
             ranks=self._ranks,
             precision=run.precision,
-            matmul_precision=torch.get_float32_matmul_precision(),
+            matmul_precision=compat.matmul_precision(),
             spans=clock.timeline.spans(),
             log_every_n_steps=run.log_every_n_steps,
             optimizers=optimizers_on_cpu(run.device, run.optimizers),
@@ -236,6 +263,38 @@ class RunRecorder:
             left_on_cpu=left_on_cpu(run.module) if self._on_gpu and run.module is not None else (),
             largest_batch_size=self._largest_on_all_ranks() if self._on_gpu else None,
             has_trainer=run.has_trainer,
+        )
+
+    def _used_and_idle(self, now: HostReading) -> tuple[float, float]:
+        """Return how many of its cores this job has used on average, and how many were idle."""
+        began, elapsed_s = self._began, now.at_s - self._began.at_s
+        used_s = now.own_cpu_s - began.own_cpu_s + now.children_cpu_s - began.children_cpu_s
+        return self._local_ranks * used_s / elapsed_s, (now.idle_cpu_s - began.idle_cpu_s) / elapsed_s
+
+    def _core_facts(self, now: HostReading) -> CoreFacts:
+        began, elapsed_s, is_known = self._began, now.at_s - self._began.at_s, self._clock.knows_core_wait
+        used, idle = self._used_and_idle(now)
+        affinity, steady = affinity_cores(), sum(self._clock.blocks, StepBlock())
+        counts = zip(began.throttled_periods, now.throttled_periods, strict=True)
+        throttled, periods = (after - before for before, after in counts)
+        pressure = None
+        if began.pressure_s is not None and now.pressure_s is not None:
+            pressure = (now.pressure_s - began.pressure_s) / elapsed_s
+        loading, workers = self._workers.facts(), 0 if self._loader is None else self._loader.num_workers
+        runnable = added_s(began.runnable_s, now.runnable_s) / elapsed_s + workers * (loading.runnable_share or 0.0)
+        return CoreFacts(
+            wait_share=steady.core_wait_s / steady.wall_s if steady.steps and is_known else None,
+            own_cores=used,
+            others_cores=max(0.0, affinity - used - idle),
+            runnable_threads=self._local_ranks * runnable,
+            machine_cores=os.cpu_count() or 0,
+            affinity_cores=affinity,
+            throttled_share=throttled / periods if periods else 0.0,
+            pressure_share=pressure,
+            torch_threads=torch.get_num_threads(),
+            niceness=os.getpriority(os.PRIO_PROCESS, 0) if hasattr(os, "getpriority") else 0,
+            in_slurm="SLURM_JOB_ID" in os.environ,
+            users=self.core_users.found,
         )
 
     def largest_batch_size(self) -> int | None:

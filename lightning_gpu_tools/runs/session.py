@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -26,8 +27,10 @@ from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.stall_watch import StallAfter, StallWatch
 from lightning_gpu_tools.runs.surroundings import read_surroundings
+from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
+from lightning_gpu_tools.training.cores import CoreUsers
 from lightning_gpu_tools.training.memory_counters import MemoryCounters, MemoryHistory
 from lightning_gpu_tools.training.phases import VALIDATION, base_phase
 from lightning_gpu_tools.training.rank_exchange import Board, RankExchange
@@ -91,10 +94,11 @@ class Session:
         # Set by whoever advises, or searches for settings:
         self.thresholds: Mapping[str, Any] = {}
         self.loader_result: LoaderResult | None = None
+        self._process = os.getpid()
         self._is_monitored = False
         self._sampling: dict[str, Any] = {"devices": "trainer", "interval_s": 1.0, "gpm": True}
         self._threads: list[BackgroundJobs | RankExchange] = [self.background]
-        self._last_step = -1
+        self.last_step = -1  # of the clock, after which was sampled
         self._logs: int | None = None
         self._warned: set[str] = set()
         self._finished = False
@@ -103,8 +107,16 @@ class Session:
         self._name = f"training {next(_trainings) % 2 if run.place.world_size > 1 else 0}"
         self.timer = timer(self.clock, self._enter)
 
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked in the training, and so has none of its threads."""
+        return os.getpid() != self._process
+
     def close(self) -> None:
         """End everything. What was measured stays readable."""
+        if self.is_of_parent:
+            self.timer.stop()
+            return
         if self.stall_watch is not None:
             self.stall_watch.close()
         for thread in self._threads:
@@ -142,10 +154,15 @@ class Session:
             )
             if self._is_monitored and place.rank == 0:
                 self.background.add("Sampling the memory", self._poll_memory)
+            if self._is_monitored and claims.holds_claims():
+                self.background.add("Keeping the claim", self._keep_claims)
             if place.local_rank == 0:  # one process of a node is enough to sample its GPUs
                 self._open_gpus(**self._sampling)
-            recorder = RunRecorder(self.run, self.clock, self.timer.rank_waits, self.gpus, memory)
+            core_users = CoreUsers(lambda: self.clock.core_wait_s, lambda: self.ranks.pids_on_node() or ())
+            recorder = RunRecorder(self.run, self.clock, self.timer.rank_waits, self.gpus, memory, core_users)
             self.ranks = Ranks(f"{self._name}/measured", self._store, recorder, is_monitored=self._is_monitored)
+            if place.rank == 0:
+                self.background.add("Sampling who uses the cores", recorder.core_users.poll)
             self._threads.append(self.ranks.exchange)
             if memory is not None and self.gpus is not None:
                 memory.when_read = self.gpus.note_memory
@@ -187,6 +204,8 @@ class Session:
     # Stepping
 
     def _enter(self, phase: sampler.Phase) -> None:
+        if phase == "validation" and self.clock.running:
+            self.clock.validations += 1
         if self.gpus is not None:
             self.gpus.enter(phase)
         if self.timer.memory is not None:
@@ -200,8 +219,8 @@ class Session:
 
     def after_step(self, batch: Any = None) -> None:
         """Sample what is due after a step; ``batch`` is its batch, unless that was noted when it began."""
-        if self.clock.steps != self._last_step and self.recorder is not None:
-            is_first, self._last_step = self._last_step < 0, self.clock.steps
+        if self.clock.steps != self.last_step and self.recorder is not None:
+            is_first, self.last_step = self.last_step < 0, self.clock.steps
             if batch is not None:
                 self.recorder.note_batch(batch)
             self.recorder.after_step()
@@ -219,6 +238,10 @@ class Session:
     def _poll_memory(self) -> float:
         # What the first steps fill does not count, such as caches.
         return self.memory.poll() if self.clock.steps > WARM_UP_STEPS else _WARM_UP_POLL_S
+
+    def _keep_claims(self) -> float:
+        self.background.faults += claims.keep_claims()
+        return claims.KEEP_EVERY_S
 
     def log_if_due(self) -> float:
         """Log the GPUs when loggers get metrics; return the step of the clock after which to ask again."""
@@ -244,8 +267,9 @@ class Session:
         metrics, troubles = source.take_metrics()
         self.warn(*troubles)
         for logger in self.run.loggers if metrics else ():
-            separator = logger.group_separator
-            logger.log_metrics({name.replace("/", separator): value for name, value in metrics.items()}, step=step)
+            separator = getattr(logger, "group_separator", "/")
+            named = {name.replace("/", separator): value for name, value in metrics.items()}
+            logger.log_metrics(metrics=named, step=step)  # by keyword, as Lightning does
 
     def warn(self, *messages: str, category: type[Warning] = UserWarning) -> None:
         """Warn of each once, on rank zero, and have the report written, to read more."""
@@ -320,6 +344,8 @@ class Session:
             found += self.recorder.unseen
             if self.ranks.exchange.ranks < self.run.place.world_size:
                 found.append("torch.distributed's store")
+        if self.clock.knows_core_wait is False:
+            found.append("waiting for a CPU core (schedstat)")
         if self.timer.memory is not None and self.timer.memory.failure is not None:
             found.append(f"torch's counters of memory ({self.timer.memory.failure!r})")
         return found

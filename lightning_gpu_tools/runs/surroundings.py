@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lightning_gpu_tools.advice.failures import Surroundings
 from lightning_gpu_tools.errors import ClaimsError
+from lightning_gpu_tools.gpus.readings import GpuClaim
 from lightning_gpu_tools.host import read_host_budget, shared_memory_bytes
 from lightning_gpu_tools.runs.ending import copies_per_weight
 from lightning_gpu_tools.runs.run import Run, gpu_readings
@@ -65,10 +66,16 @@ def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
             found = ledger.claims()
     except ClaimsError:  # nobody can claim anything then
         return ()
+    of_users: dict[tuple[str, str], list[GpuClaim]] = {}  # so that nobody can fill the log with his claims
+    for claim in found:
+        if not claims.is_of_own_job(claim) and claim.pid != os.getpid():
+            for uuid in filter(claim.is_on, gpus):
+                of_users.setdefault((gpus[uuid], claim.user), []).append(claim)
     return [
-        (gpus[uuid], f"{claim.user} (PID {claim.pid})", claim.memory_bytes or 0)
-        for claim in found
-        if not claims.is_of_own_job(claim) and claim.pid != os.getpid()
-        for uuid in claim.uuids
-        if uuid in gpus
+        (
+            gpu,
+            f"{user} ({f'PID {those[0].pid}' if len(those) == 1 else f'{len(those)} claims'})",
+            0 if None in (sizes := [claim.memory_bytes for claim in those]) else sum(filter(None, sizes)),
+        )
+        for (gpu, user), those in of_users.items()
     ]

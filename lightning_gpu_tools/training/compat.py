@@ -13,6 +13,18 @@ from typing import Any
 import torch
 
 
+def matmul_precision() -> str | None:
+    """Return how exact products of float32 matrices are, as ``torch.set_float32_matmul_precision`` names it.
+
+    torch refuses to answer where ``torch.backends.cuda.matmul.fp32_precision`` alone was set, its own way since 2.9.
+    ``None``: it is neither.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else None
+
+
 def default_store() -> Any:
     """Return the store in which ``torch.distributed`` met the other ranks. Without it no rank hears of another."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -72,11 +72,12 @@ class MemoryFailures:
     def record_history(self, snapshot: Path) -> None:
         """Have torch record allocations with their stacks, and write them to a file when memory runs out."""
         if torch.cuda.is_initialized() and (record := compat.memory_recorder()) is not None:  # type: ignore[no-untyped-call]
-            snapshot.unlink(missing_ok=True)  # of an earlier run
             try:
+                snapshot.parent.mkdir(parents=True, exist_ok=True)
+                snapshot.unlink(missing_ok=True)  # of an earlier run
                 record(max_entries=_MAX_EVENTS)
                 self.snapshot = snapshot
-            except RuntimeError as error:  # cudaMallocAsync has no history
+            except (RuntimeError, OSError) as error:  # cudaMallocAsync has no history; the folder is not writable
                 warnings.warn(f"memory_history=True has no effect: {printable(error, 300)}", stacklevel=2)
 
     def close(self) -> None:

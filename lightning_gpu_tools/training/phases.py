@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 DATA_LOADING = "data_loading"
@@ -57,19 +58,26 @@ PHASES = {
         Phase(TRAINING_STEP, "training step", "#009E73", "step"),
     )
 }
+_MAX_PHASES = 1000  # our default: names of a user's own may have numbers in them
 PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause")
 
 
+# In the training thread these three are asked of each phase again and again.
+
+
+@functools.lru_cache(_MAX_PHASES)
 def base_phase(phase: str) -> str:
     """Return a phase without its slash and what follows: ``"callback"`` for ``"callback/EarlyStopping"``."""
     return phase.partition("/")[0]
 
 
+@functools.lru_cache(_MAX_PHASES)
 def is_backward(phase: str) -> bool:
     """Return whether a part of a training step is backward: Lightning's, or ``"training_step/LitModel.backward"``."""
     return phase.startswith(TRAINING_STEP) and phase.endswith("backward")
 
 
+@functools.lru_cache(_MAX_PHASES)
 def is_beside_step(phase: str) -> bool:
     """Return whether a phase is a rank's own work beside its steps, unlike ``self.log``, which may wait for others."""
     return base_phase(phase) in (CALLBACK, LOGGING, CHECKPOINT, VALIDATION) and phase != f"{LOGGING}/{SELF_LOG}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -22,7 +23,7 @@ _UNSETTLED = 1.10  # first blocks that are slower than the rest by this: monitor
 _MAX_UNSETTLED_SHARE = 0.25  # of all blocks
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepBlock:
     """Consecutive steady training steps, added up. A step lasts from the start of its fetch to that of the next one."""
 
@@ -37,6 +38,7 @@ class StepBlock:
     optimizer_s: float = 0.0  # with zeroing, scaling and clipping gradients
     paused_s: float = 0.0  # validation and checkpoints
     rank_wait_s: float = 0.0  # also within pauses
+    core_wait_s: float = 0.0  # the training thread could run and had no core; 0 if it was not measured
     beside_s: float = 0.0  # callbacks, loggers, checkpoints and validation, without waiting for other ranks
     gpu_steps: int = 0  # sampled by the GPU's own times
     gpu_step_s: float = 0.0  # of these, in forward, backward and optimizer
@@ -47,10 +49,13 @@ class StepBlock:
         return (self.wall_s - self.paused_s) / self.steps
 
     def __add__(self, other: StepBlock) -> StepBlock:
-        return StepBlock(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
+        return StepBlock(*map(operator.add, _parts(self), _parts(other)))
 
     def __sub__(self, other: StepBlock) -> StepBlock:
-        return StepBlock(**{name: getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__})
+        return StepBlock(*map(operator.sub, _parts(self), _parts(other)))
+
+
+_parts = operator.attrgetter(*StepBlock.__dataclass_fields__)  # in C: the training thread adds blocks up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +140,39 @@ class LoadingFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CoreUser:
+    """A program that used this job's cores while its training thread waited for one.
+
+    Attributes:
+        user: Who runs it.
+        name: Its name.
+        cores: How many cores all its processes together kept busy meanwhile.
+    """
+
+    user: str
+    name: str
+    cores: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreFacts:
+    """Who got the cores that this job may use."""
+
+    wait_share: float | None  # of the steady steps: the training thread could run and had no core
+    own_cores: float  # that this job kept busy
+    others_cores: float  # that other programs kept busy
+    runnable_threads: float | None = None  # of this job, on average: they ran or waited for a core
+    machine_cores: int = 0  # of the machine; 0: unknown
+    affinity_cores: int = 0  # on which this process may run
+    throttled_share: float = 0.0  # of the periods of a cgroup's quota: it was used up
+    pressure_share: float | None = None  # some thread of the machine waited for a core
+    torch_threads: int = 1  # of the training process, for one operator
+    niceness: int = 0  # from -20, first, to 19, last
+    in_slurm: bool = False
+    users: tuple[CoreUser, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
     """A step of one rank: its own work, and how long it waits for other ranks.
 
@@ -148,6 +186,7 @@ class RankStep:
         own_s_over_time: The mean in each of at most 16 consecutive parts of the steady steps.
         steps_over_time: How many steps each part has; 0 if there are none.
         wait_s: Mean wait for other ranks on a steady step; ``None`` on a GPU, where the host does not see it.
+        core_wait_s: Mean time of a steady step in which its training thread could run and had no core; 0 if unknown.
         gpu: Device index of its GPU on the node; ``None`` without one.
         throttled_percent: Share of the time in which power or heat held its clocks down; ``None`` if unknown.
         storage_wait_percent: Share of the time in which a worker of its loader waited for a disk; likewise.
@@ -160,6 +199,7 @@ class RankStep:
     own_s_over_time: tuple[float, ...] = ()
     steps_over_time: int = 0
     wait_s: float | None = None
+    core_wait_s: float = 0.0
     gpu: int | None = None
     throttled_percent: float | None = None
     storage_wait_percent: float | None = None
@@ -200,6 +240,7 @@ class RunMeasurements:
     blocks: Sequence[StepBlock]  # the steady steps
     host: HostBudget
     epochs: int = 1  # begun
+    validations: int = 0  # begun
     step_times: StepTimes | None = None
     on_gpu: bool = False
     utilization_percent: float | None = None  # mean of the trainer's GPUs, outside of validation
@@ -208,6 +249,7 @@ class RunMeasurements:
     worker_cpu_s_per_batch: float | None = None
     batch_bytes: int | None = None
     loading: LoadingFacts | None = None
+    cores: CoreFacts | None = None
     gpu: GpuFacts | None = None
     gpu_idle: GpuIdle | None = None
     memory: RankMemory | None = None

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from lightning_gpu_tools.training.cores import ThreadWait
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import (
     CHECKPOINT,
@@ -61,6 +62,8 @@ class StepClock(Stopwatch):
         self.steps = self.epochs = 0  # begun
         self.last_fetch_s = 0.0
         self.timeline = PhaseTimeline()
+        self.validations = 0  # begun
+        self._core_wait: ThreadWait | None = None  # None before the training, or by another clock than the kernel's
         self.running = False
         self._data_loading, self._epoch_start = self.account(DATA_LOADING), self.account(EPOCH_START)
         self._around_fetch = self._around_collection = self.current
@@ -87,6 +90,8 @@ class StepClock(Stopwatch):
         super().start()
         self.running = True
         self._thread = threading.get_ident()
+        if self._clock is time.perf_counter:  # the kernel's seconds are no others
+            self._core_wait = ThreadWait()
         gc.callbacks.append(self._book_collection)
         self._started_s = self.since_s
         self.timeline.start(self._started_s)
@@ -98,6 +103,8 @@ class StepClock(Stopwatch):
             self.switch(self.account(UNEXPLAINED))
             self._stopped_s = self.since_s
             self.running = False
+            if self._core_wait is not None:
+                self._core_wait.close()
             self.timeline.cut(self._stopped_s, self.seconds, self.steps)
 
     def _book_collection(self, stage: str, info: dict[str, int]) -> None:
@@ -113,6 +120,16 @@ class StepClock(Stopwatch):
     def ran(self) -> bool:
         """Whether training has begun."""
         return self._started_s > 0
+
+    @property
+    def core_wait_s(self) -> float:
+        """For how long the training thread could run and had no core, while it trains. From any thread."""
+        return 0.0 if self._core_wait is None else self._core_wait.seconds()
+
+    @property
+    def knows_core_wait(self) -> bool | None:
+        """Whether the kernel counts that; ``None`` if it was not asked."""
+        return None if self._core_wait is None else self._core_wait.is_known
 
     @property
     def wall_s(self) -> float:
@@ -300,6 +317,7 @@ class StepClock(Stopwatch):
             backward_s=backward_s,
             optimizer_s=sum(parts_s.values()) - forward_s - backward_s,
             paused_s=sum(seconds.get(phase, 0.0) for phase in _PAUSED),
+            core_wait_s=self.core_wait_s,
             rank_wait_s=sum(s for phase, s in seconds.items() if base_phase(phase) == RANK_WAIT),
             beside_s=sum(s for phase, s in seconds.items() if is_beside_step(phase)),
             gpu_steps=0 if self._gpu is None else self._gpu.samples,

@@ -17,18 +17,21 @@ _BINS_PER_OCTAVE = 64  # each 1 to 2 % wide
 _FIRST_MEDIAN = 8  # steps after which it is taken
 _MAX_KEPT = 64  # slow steps of a phase
 _SEE_BATCH_EVERY = 8  # steps, to know the usual size
+_WORK_OUT_EVERY = 32  # steps
 
 
 class StepTimeRecord:
     """Keeps how long steps took: all of them in bins, and by phase those that took more than twice the median.
 
-    Its memory is bounded, and a step costs one to two microseconds. ``accounts`` may grow; the ``pauses`` among them
-    are no part of a step's time.
+    Its memory is bounded. A step only notes the time; what it took is worked out for many steps at once, while the code
+    for it is in the processor's caches. ``accounts`` may grow; the ``pauses`` among them are no part of a step's time.
     """
 
     def __init__(self, accounts: Collection[Account], pauses: Collection[Account]) -> None:
         self.batch_items: int | None = None  # numbers in the first tensor of the current batch
-        self._accounts, self._pauses = accounts, pauses
+        self._accounts = accounts
+        self._pauses = [place for place, account in enumerate(accounts) if account in pauses]
+        self._begun: list[tuple[int, float, int | None, list[float]]] = []
         self._bins: dict[int, tuple[int, float]] = {}  # number of the bin -> steps, seconds
         self._count = 0
         self._longest_s = 0.0
@@ -45,11 +48,21 @@ class StepTimeRecord:
 
     def begin_step(self, step: int, now_s: float) -> None:
         """Begin a step, which ends the one before; its number is the same again if that had no batch."""
-        before, self._before = self._before, [account.seconds for account in self._accounts]
+        self._begun.append((step, now_s, self.batch_items, [account.seconds for account in self._accounts]))
+        if len(self._begun) == _WORK_OUT_EVERY:
+            self._work_out()
+
+    def _work_out(self) -> None:
+        begun, self._begun = self._begun, []
+        for step in begun:
+            self._add(*step)
+
+    def _add(self, step: int, now_s: float, items: int | None, spent_s: list[float]) -> None:
+        before, self._before = self._before, spent_s
         began_s, self._began_s = self._began_s, now_s
         paused_before_s, self._paused_s = self._paused_s, 0.0
-        for account in self._pauses:
-            self._paused_s += account.seconds
+        for place in self._pauses:
+            self._paused_s += spent_s[place]
         had_no_batch, self._step = step == self._step, step
         if not self._first:
             self._first = self._before
@@ -66,14 +79,14 @@ class StepTimeRecord:
         self._bins[number] = steps + 1, seconds + step_s
         self._count += 1
         if whole_s > self._slow_from_s:
-            self._add_slow(step - 1, whole_s, before)
-        elif step % _SEE_BATCH_EVERY == 0 and self.batch_items is not None:
-            self._items.append(self.batch_items)
+            self._add_slow(step - 1, whole_s, before, items)
+        elif step % _SEE_BATCH_EVERY == 0 and items is not None:
+            self._items.append(items)
         if self._count == self._next_median:
             self._next_median += 1 + self._count // 4
             self._slow_from_s = _SLOW_TIMES_MEDIAN * _percentile(self._bins, 0.5)
 
-    def _add_slow(self, step: int, whole_s: float, before: list[float]) -> None:
+    def _add_slow(self, step: int, whole_s: float, before: list[float], items: int | None) -> None:
         phase, most_s, in_phase_s = "", -math.inf, 0.0
         times = zip(self._accounts, self._before, _padded(before), _padded(self._first), strict=False)
         for account, now_s, before_s, first_s in times:
@@ -88,13 +101,14 @@ class StepTimeRecord:
         slow.seconds += whole_s
         slow.in_phase_s += in_phase_s
         slow.steps.append(step)
-        if self.batch_items is not None:
-            slow.items.append(self.batch_items)
+        if items is not None:
+            slow.items.append(items)
         self._slow[phase] = slow
 
     def facts(self) -> StepTimes | None:
-        """Return what is known so far; ``None`` before the second step. From any thread."""
-        bins, slow_steps, in_slow_s = dict(self._bins), dict(self._slow), dict(self._in_slow_s)
+        """Return what is known so far, in the training thread; ``None`` before the second step."""
+        self._work_out()
+        bins, slow_steps, in_slow_s = self._bins, self._slow, self._in_slow_s
         if not bins:
             return None
         count = sum(steps for steps, _ in bins.values())

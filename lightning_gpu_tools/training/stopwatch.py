@@ -17,7 +17,7 @@ class PhaseSpan(NamedTuple):
     begin_s: float  # since the start of the run
     end_s: float
     phase_s: Mapping[str, float]  # by phase without what follows a slash; adds up to the span
-    steps: int  # begun in it
+    steps: int = 0  # begun in it
 
 
 @dataclass(slots=True, eq=False)

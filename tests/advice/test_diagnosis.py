@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,17 +13,79 @@ from measured_runs import NO_WORKERS, a_block, cpu_run, gpu_run, sampled_idle
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import MIN_CEILING
-from lightning_gpu_tools.training.run_measurements import LoaderSettings, StepBlock, settled
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, RunMeasurements, StepBlock, settled
+from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 
 def waiting(wait_ms: float, rest_ms: float = 10.0) -> dict[str, float]:
     return {"data_loading": wait_ms, "training_step": rest_ms}
 
 
-@pytest.mark.parametrize(("steps", "verdict"), [(49, "too_short"), (50, "healthy")])
-def test_fewer_steady_steps_than_asked_for_are_not_judged(steps: int, verdict: str) -> None:
-    run = dataclasses.replace(cpu_run(waiting(0)), blocks=[a_block(waiting(0), steps)])
-    assert diagnose(run, min_steps=50).verdict == verdict
+@pytest.mark.parametrize(
+    ("steps", "step_ms", "verdict", "options"),
+    [
+        (49, 200, "too_short", "lower min_steps of"),
+        (50, 99, "too_short", "lower min_seconds of"),
+        (49, 99, "too_short", "lower min_steps and min_seconds of"),
+        (50, 101, "healthy", "No change"),
+    ],
+)
+def test_too_few_steady_steps_or_seconds_are_not_judged(steps: int, step_ms: float, verdict: str, options: str) -> None:
+    run = dataclasses.replace(cpu_run(waiting(0)), blocks=[a_block(waiting(0, step_ms), steps)])
+    diagnosis = diagnose(run, min_steps=50, min_seconds=5)
+    assert diagnosis.verdict == verdict
+    assert options in diagnosis.next_step
+
+
+def test_a_gpu_that_has_not_reported_yet_is_not_called_silent() -> None:
+    """The driver's first sample may come after the end of a short run, however little is asked for."""
+    run = gpu_run(waiting(0), None)
+    assert diagnose(run, min_seconds=0).verdict == "unknown"
+    assert diagnose(dataclasses.replace(run, blocks=run.blocks[:10]), min_seconds=0).verdict == "too_short"
+
+
+def spans(*seconds: float, phase: str) -> dict[str, Any]:
+    """Return the timeline of a run of 20 s in which a phase takes these seconds, each time by itself."""
+    parts = [{"training_step": (20 - sum(seconds)) / 40} for _ in range(40)]
+    for number, one_s in enumerate(seconds):
+        parts[number * 40 // len(seconds)][phase] = one_s
+    ends = list(itertools.accumulate(sum(part.values()) for part in parts))
+    return {"spans": [PhaseSpan(end_s, end_s, part, 10) for end_s, part in zip(ends, parts, strict=True)]}
+
+
+@pytest.mark.parametrize("phase", ["garbage_collection", "callback", "logging", "checkpoint", "epoch_start"])
+@pytest.mark.parametrize(("events", "verdict"), [(1, "healthy"), (3, "healthy"), (8, "low")])
+def test_an_accident_decides_no_verdict(phase: str, events: int, verdict: str) -> None:
+    run = cpu_run({"training_step": 80, phase: 20}, **spans(*[4 / events] * events, phase=phase))
+    diagnosis = diagnose(run)
+    assert diagnosis.verdict == verdict
+    assert ("too rarely" in diagnosis.why) == (verdict == "healthy")
+
+
+def test_one_validation_cannot_be_made_rarer() -> None:
+    run = cpu_run({"training_step": 20, "validation": 20}, validations=1)
+    assert diagnose(run).verdict == "healthy"
+    assert diagnose(dataclasses.replace(run, validations=2)).verdict == "low"
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (
+            cpu_run(waiting(0.9, 1.0)),
+            "Waiting for data takes 47 % of the wall time, but it is 900 us per step, about what",
+        ),
+        (cpu_run({"training_step": 20, "validation": 5}), "Validation takes 20 % of the wall time, but less than 25 %"),
+        (cpu_run({"training_step": 2, "trainer": 0.9}), "Trainer overhead takes 31 %"),
+        (cpu_run({"training_step": 2, "logging/A": 0.9}), "per step, too little to gain from"),
+        (dataclasses.replace(cpu_run(waiting(9)), blocks=[a_block(waiting(0.1), 1000)] * 6), "waits only 100 us"),
+        (cpu_run(waiting(0)), "Nothing on the host slows training down."),
+    ],
+)
+def test_a_healthy_run_says_why_its_longest_line_is_no_cause(run: RunMeasurements, words: str) -> None:
+    diagnosis = diagnose(run)
+    assert diagnosis.verdict == "healthy"
+    assert words in diagnosis.why
 
 
 @pytest.mark.parametrize(("wait_ms", "rest_ms", "verdict"), [(0.9, 1, "healthy"), (1.1, 1, "low")])
@@ -44,7 +108,7 @@ def test_the_threshold_decides_what_is_low(threshold: float, verdict: str) -> No
 def test_waits_in_bursts_count_by_their_sum() -> None:
     """With several workers every n-th batch waits for all: the median step waits for nothing."""
     steps = [a_block(waiting(0), 1)] * 7 + [a_block(waiting(80), 1)]
-    run = dataclasses.replace(cpu_run(waiting(10)), blocks=[sum(steps[1:], steps[0])] * 10)
+    run = dataclasses.replace(cpu_run(waiting(10)), blocks=[sum(steps[1:], steps[0])] * 50)
     assert diagnose(run).findings[0].share == pytest.approx(0.5)
 
 
@@ -127,7 +191,7 @@ def test_the_trainers_own_work_behind_a_gpu_counts_as_far_as_the_gpu_feels_it() 
 def test_a_wait_costs_at_most_the_gpus_idle_time() -> None:
     finding = diagnose(gpu_run(waiting(30), 60.0, loader=NO_WORKERS)).findings[0]
     assert finding.share == pytest.approx(0.4)
-    assert "pin_memory=True (now False)" in finding.advice
+    assert "pin_memory=True) (now 0, None, False, False)" in finding.advice
 
 
 def test_a_wait_behind_gpu_work_is_no_cause() -> None:
@@ -209,7 +273,7 @@ def test_the_laws_of_every_diagnosis(
             gpu_idle=None,
             optimizers={"Adam": "fusible" if workers > 8 else "own"},
         )
-    diagnosis = diagnose(run, min_steps=1)
+    diagnosis = diagnose(run, min_steps=1, min_seconds=0)
     assert len(diagnosis.findings) <= 4
     ceilings = [finding.ceiling for finding in diagnosis.findings]
     assert ceilings == sorted(ceilings, reverse=True)
@@ -218,7 +282,9 @@ def test_the_laws_of_every_diagnosis(
         assert finding.ceiling_lower <= finding.ceiling
         assert 1 - 1 / finding.ceiling <= finding.share + 1e-9  # without the cause at all
         assert finding.advice
-        if on_gpu and utilization is not None:
+        if (
+            on_gpu and utilization is not None and finding.cause != "validation"
+        ):  # it is the utilization outside of that
             assert finding.share <= 1 - utilization / 100 + 1e-9
         if finding.cause != "unexplained":
             assert finding.ceiling >= MIN_CEILING
@@ -228,4 +294,4 @@ def test_the_laws_of_every_diagnosis(
     later_first = dataclasses.replace(run, blocks=run.blocks[::-1])
     if settled(run.blocks) == run.blocks and settled(later_first.blocks) == later_first.blocks:
         # Otherwise what counts as warm-up depends on the order.
-        assert diagnose(later_first, min_steps=1).verdict == diagnosis.verdict
+        assert diagnose(later_first, min_steps=1, min_seconds=0).verdict == diagnosis.verdict

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from measured_runs import COPIES, GIB, LOADER, cpu_run, gpu_run, run_of, waiting_ranks
+from measured_runs import COPIES, GIB, LOADER, contended, cpu_run, gpu_run, run_of, waiting_ranks
 from out_of_memory_texts import an_error, counted
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -20,7 +20,7 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Cause, Diagnosis
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, SELF_LOG, TRAINER
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasurements
 
 OF_A_TRAINER = (
     r"Trainer|NumWorkersFinder|GPUUtilization|ModelCheckpoint|CheckpointIO|FreeMemoryCUDA|DDPStrategy|self\.log|"
@@ -63,6 +63,10 @@ RUNS = [
     gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 5))),
     *map(late_rank, ("data_loading", "backward", "callback/A", "logging/A", "checkpoint", "validation", "epoch_start")),
     *map(waiting_ranks, ("backward", "data_loading")),
+    contended(),
+    contended(others=1.0, niceness=5, users=(CoreUser(user="eve", name="job", cores=1.0),)),
+    contended(throttled=0.4, quota_cores=1.5),
+    contended(machine_cores=64),
     *(uneven(phase, 50, 1.0) for phase in ("training_step", "data_loading", "callback/A", "logging/A", "checkpoint")),
     uneven("training_step", 4, 0.05, accumulate_grad_batches=4),
     dataclasses.replace(cpu_run(STEP), blocks=[]),
@@ -123,7 +127,7 @@ def test_advice_names_only_what_the_user_has(has_trainer: bool, foreign: str, im
     [
         (work("callback/code after optimizer.step()"), 'The phase "code after optimizer.step()" takes 80 %'),
         (work("logging"), "Logging takes 80 %"),
-        (work("callback/my.step"), "Run my.step 197 times less often"),
+        (work("callback/my.step"), "Run my.step 200 times less often"),
         (cpu_run(WAITS), "find_loader_settings(loader, step_time_s=...) finds them."),
     ],
 )

@@ -16,7 +16,9 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.metrics import GpuSample
 from lightning_gpu_tools.gpus.nvml import probe
+from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.sampler import Sampler
+from lightning_gpu_tools.gpus.watch import GpuWatch
 
 TIMEOUT_S = 30.0
 
@@ -180,7 +182,9 @@ def test_a_forked_child_is_not_held_up_and_can_sample(driver, run_python):
     code = """
 import os, threading
 from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.sampler import Sampler
+from lightning_gpu_tools.gpus.watch import GpuWatch
 uuid = nvml.read_gpus()[0].uuid
 reader = Sampler([uuid], interval_s=0.001)
 reader.whole(wait_s=30)
@@ -214,3 +218,17 @@ def test_importing_the_sampler_loads_no_driver(run_python):
     code = "import sys, lightning_gpu_tools.gpus.sampler\nassert not {'pynvml', 'torch'} & set(sys.modules)"
     result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
+
+
+def test_metrics_are_made_once_for_each_poll(clock):
+    """A Trainer that logs at every step asks a thousand times a second."""
+    clock.gpus = [gpu(utilization=50)]
+    gpus = [GpuReading(index=0, uuid=clock.gpus[0].uuid)]
+    watch = GpuWatch(gpus, lambda: None, trained_on=gpus, interval_s=3600.0, gpm=False, node=0)
+    with contextlib.closing(watch):
+        for _ in range(2):
+            watch.whole(wait_s=TIMEOUT_S)
+            metrics, _ = watch.take_metrics()
+            assert "gpu/0/memory_used_bytes" in metrics
+            assert watch.take_metrics() == ({}, [])
+            assert watch.metrics == metrics

@@ -103,7 +103,7 @@ def session() -> Iterator[None]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise NvmlUnavailableError(why_unavailable(error)) from error
+        raise NvmlUnavailableError(why_unavailable(error)) from None  # it says nothing more
     pid = os.getpid()
     try:
         yield
@@ -168,7 +168,7 @@ def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
         try:
             count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError as error:
-            raise NvmlUnavailableError(why_unavailable(error)) from error
+            raise NvmlUnavailableError(why_unavailable(error)) from None  # it says nothing more
         found = [_read_gpu(nvml_index, with_loads) for nvml_index in range(count)]
     # NVML promises no order. A GPU without an address keeps its place.
     in_pci_order = iter(sorted((gpu for gpu in found if gpu.pci_bus_id), key=lambda gpu: str(gpu.pci_bus_id)))

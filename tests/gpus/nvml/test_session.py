@@ -52,6 +52,17 @@ def test_a_driver_that_fails_later_is_unavailable_too(driver):
         nvml.read_gpus()
 
 
+@pytest.mark.parametrize(
+    "state", [{"library_missing": True}, {"errors": {"nvmlDeviceGetCount_v2": "DRIVER_NOT_LOADED"}}], ids=str
+)
+def test_without_a_driver_there_is_one_traceback(driver, run_python, state):
+    with driver.change():
+        vars(driver).update(state)
+    said = run_python("-c", "import lightning_gpu_tools as l; l.select_gpus(claim=False)").stderr
+    assert said.count("Traceback") == 1
+    assert "\nlightning_gpu_tools.errors.NvmlUnavailableError: " in said
+
+
 def test_a_session_survives_an_error_inside_and_closes(driver):
     with pytest.raises(KeyError), nvml.session():
         raise KeyError

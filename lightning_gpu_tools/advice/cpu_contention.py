@@ -1,0 +1,166 @@
+"""cpu_contention: threads of this training could run and had no core. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_gpu_tools.advice.findings import Evidence, Finding, ceiling, counted
+from lightning_gpu_tools.training.run_measurements import CoreFacts, RankStep, RunMeasurements, StepBlock
+from lightning_gpu_tools.units import printable
+
+# Our defaults.
+MIN_WAITING = 0.10  # of the wall time: from here on no run is healthy
+_MIN_THROTTLED = 0.10  # of the quota's periods: then the quota is what the job waits for
+_MIN_OTHERS = 0.20  # of the cores; with less, this job's own threads are in each other's way,
+_FEW_OTHERS = 0.05  # unless they are fewer than the cores, and there are some others
+_FULL = 1.1  # runnable threads for each core: more than measuring adds
+_MIN_NAMED = 0.10  # of what all other programs use, for one of them
+
+
+def cpu_contention(run: RunMeasurements, loading: Finding | None) -> Finding | None:
+    """Return how long the training waited for a core, and who had it; ``None`` if that is short or unknown.
+
+    It waits itself, for workers that have none (a part of ``loading``, what waiting for data costs), or for ranks.
+    """
+    cores = run.cores
+    if cores is None or cores.wait_share is None:
+        return None
+    of_workers = 0.0 if loading is None else loading.share * _delayed_by_others(run)
+    of_ranks = next(iter(waits_for_cores_of_others_s(run.ranks)), 0.0) / run.step_s
+    share = min(cores.wait_share + of_workers + of_ranks, run.idle_share, 1.0)
+    if share < MIN_WAITING:
+        return None
+    kind, taken_by, advice = _taken(run, cores)
+    evidence: Evidence = {
+        "kind": kind,
+        "ms_per_step": share * run.step_s * 1e3,
+        "taken_by": taken_by,
+        "thread_percent": 100 * cores.wait_share,
+        "workers_percent": 100 * of_workers,
+        "ranks_percent": 100 * of_ranks,
+        "cores": run.host.cores,
+        "machine_cores": cores.machine_cores or None,
+        "own_cores": cores.own_cores,
+        "others_cores": cores.others_cores,
+        "runnable_threads": cores.runnable_threads,
+        "throttled_percent": None if run.host.quota_cores is None else 100 * cores.throttled_share,
+        "pressure_percent": None if cores.pressure_share is None else 100 * cores.pressure_share,
+        "niceness": cores.niceness or None,
+    }
+    # How much of a wait for ranks is due to their cores is only bounded.
+    return counted("cpu_contention", share, evidence, advice, "heuristic" if of_ranks > 0 else "measured")
+
+
+def without_contention(run: RunMeasurements, found: Sequence[Finding], contention: Finding) -> list[Finding]:
+    """Return the findings without what the missing cores explain.
+
+    That is the part of waiting for data in which workers had no core, slow steps without a rule, and long work without
+    a name, which has no other reason.
+    """
+    kept = []
+    for one in found:
+        if one.cause == "data_loading":
+            share = one.share * (1 - _delayed_by_others(run)) - _delayed_in_loading(run, one.share)
+            bounds = {name: min(getattr(one, name), ceiling(share)) for name in ("ceiling", "ceiling_lower")}
+            kept.append(replace(one, share=share, **bounds))
+        elif not _has_no_reason(one) or one.share > contention.share:
+            kept.append(one)
+    return kept
+
+
+def waits_for_cores_of_others_s(ranks: Sequence[RankStep]) -> list[float]:
+    """Return for how long each rank waits on a step for others that have no core: at most as long as these wait.
+
+    0 where it is unknown how long it waits, as on a GPU.
+    """
+    total_s = sum(rank.core_wait_s for rank in ranks)
+    return [min(rank.wait_s or 0.0, total_s - rank.core_wait_s) for rank in ranks]
+
+
+def _has_no_reason(finding: Finding) -> bool:
+    if finding.cause == "slow_steps":
+        return finding.evidence["kind"] == "irregular"
+    return finding.cause == "unexplained" and "idle_percent" not in finding.evidence
+
+
+def _delayed_by_others(run: RunMeasurements) -> float:
+    """Return in which part of the wait for data a worker had no core because of other programs or a quota."""
+    cores, delayed = run.cores, None if run.loading is None else run.loading.delayed_share
+    if cores is None or not delayed:
+        return 0.0
+    if cores.throttled_share >= _MIN_THROTTLED:
+        return min(1.0, delayed)
+    # Whom a thread waits for is unknown, so all that compute count by how much.
+    busy = cores.own_cores + cores.others_cores
+    return min(1.0, delayed) * cores.others_cores / busy if busy > 0 else 0.0
+
+
+def _delayed_in_loading(run: RunMeasurements, share: float) -> float:
+    """Return for which part of the wall time the training thread at most had no core while it loaded by itself."""
+    if run.cores is None or run.cores.wait_share is None or run.loader is None or run.loader.num_workers:
+        return 0.0
+    steady = sum(run.blocks, StepBlock())
+    return min(max(0.0, share - steady.data_loading_cpu_s / steady.wall_s), run.cores.wait_share)
+
+
+def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
+    """Return who has the cores, in one word and in some, and what to do."""
+    allowed, quota = run.host.cores, run.host.quota_cores
+    own = f"this job has {cores.runnable_threads:.1f} runnable threads" if cores.runnable_threads else "this job"
+    more = _more_cores(run, cores)
+    if quota is not None and cores.throttled_share >= _MIN_THROTTLED:
+        stopped = f"{100 * cores.throttled_share:.0f} % of its periods"
+        taken_by = f"a quota allows {_cores(quota)}, and stopped this job in {stopped}"
+        raised = more or f"Raise the quota (cpu.max; docker run --cpus, resources.limits.cpu), now {_cores(quota)}."
+        return "quota", taken_by, f"{raised}{_fewer_threads(run, cores)}"
+    runnable, others = cores.runnable_threads or 0.0, cores.others_cores / max(1, cores.affinity_cores)
+    if others >= _MIN_OTHERS or (others >= _FEW_OTHERS and runnable <= _FULL * allowed):
+        named = [one for one in cores.users if one.cores >= _MIN_NAMED * cores.others_cores]
+        users = ", ".join(f"{printable(one.user)}'s {printable(one.name)} {one.cores:.1f}" for one in named)
+        taken_by = f"other programs keep {cores.others_cores:.1f} of {_cores(cores.affinity_cores)} busy"
+        advice = "Stop the other programs, or train where cores are free."
+        if cores.niceness > 0:
+            advice += f" This job runs at nice {cores.niceness}, so that others go first: start it without nice."
+        if runnable > _FULL * allowed:
+            advice += _fewer_threads(run, cores)
+        return "other_programs", taken_by + (f": {users}" if users else ""), advice
+    if 0 < cores.affinity_cores < cores.machine_cores and runnable > _FULL * allowed:
+        taken_by = f"{own} and may use {cores.affinity_cores} of {_cores(cores.machine_cores)}"
+        widened = more or "Let it use more cores (taskset, docker run --cpuset-cpus)."
+        return "affinity", taken_by, f"{widened}{_fewer_threads(run, cores)}"
+    advice = (
+        _fewer_threads(run, cores).strip() or "Find which threads compute: top -H -p PID, or py-spy dump --pid PID."
+    )
+    return "own_threads", f"{own} on {_cores(allowed)}", advice
+
+
+def _more_cores(run: RunMeasurements, cores: CoreFacts) -> str:
+    """Return what to ask SLURM for; empty without SLURM, or where the need is unknown."""
+    if not cores.in_slurm or cores.runnable_threads is None:
+        return ""
+    needed = max(math.ceil(cores.runnable_threads), math.floor(run.host.cores) + 1)
+    if cores.machine_cores:
+        needed = min(needed, cores.machine_cores)
+    return f"Add --cpus-per-task={math.ceil(needed / run.host.local_ranks)} to sbatch or srun."
+
+
+def _fewer_threads(run: RunMeasurements, cores: CoreFacts) -> str:
+    """Return how to have no more runnable threads than cores, behind a space; empty if there is no way."""
+    own_cores = math.floor(run.host.cores / run.host.local_ranks)
+    workers = 0 if run.loader is None else run.loader.num_workers
+    threads = max(1, own_cores - (workers > 0))  # leaves a core to the workers
+    change = []
+    if cores.torch_threads > threads:
+        change.append(f"torch.set_num_threads({threads}) (now {cores.torch_threads})")
+    if workers > max(1, own_cores - 1):
+        change.append(f"num_workers={max(1, own_cores - 1)} (now {workers})")
+    if run.host.local_ranks > max(1.0, run.host.cores):
+        most = max(1, math.floor(run.host.cores))
+        change.append(f"at most {most} rank{'s' * (most > 1)} on this machine (now {run.host.local_ranks})")
+    return f" Have fewer threads compute: {', '.join(change)}." if change else ""
+
+
+def _cores(count: float) -> str:
+    return f"{count:g} core{'s' * (count != 1)}"
