@@ -42,7 +42,7 @@ class Explained(Callback):
     """Holds the step clock of a training, to see how much of the wall time it explains."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.clock = FitSession.of(trainer).clock
+        self.clock = FitSession.of(trainer, self).clock
 
     @property
     def share(self) -> float:

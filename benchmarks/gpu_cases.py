@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import fake_driver
-from measured_runs import GIB, gpu_run, sampled_idle
+from measured_runs import GIB, contended, gpu_run, sampled_idle
 from simulated_gpu import train_on_simulated_gpu
 from trainings import Spending
 
@@ -141,6 +141,14 @@ MEASURED = {
     "the power limit at full load": Measured(
         "healthy", gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, held_clock_percent=95.0))
     ),
+    "a quota of two cores": Measured(
+        "cpu_contention quota", contended(throttled=0.4, quota_cores=2.0), 0.4, "Raise the quota"
+    ),
+    "two of 64 cores by SLURM": Measured(
+        "cpu_contention affinity", contended(machine_cores=64, runnable_threads=16.0, in_slurm=True), 0.4,
+        "--cpus-per-task=16",
+    ),
+    "threads that hardly wait for a core": Measured("healthy", contended(0.05)),
     "someone else's job": Measured(
         "shared_gpu", gpu_run(WAITS, 30.0, gpu=_OTHERS), 0.4, "FreeMemoryCUDAAccelerator(exclusive=True)"
     ),

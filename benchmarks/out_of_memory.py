@@ -370,13 +370,13 @@ class Predict(Callback):
     size: int | None = None
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        self.session = FitSession.of(trainer)
+        self.session = FitSession.of(trainer, self)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.size = self.session.begin().largest_batch_size()
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        self.session.release()
+        self.session.release(self)
 
 
 def trains(name: str, size: int, *callbacks: Callback) -> bool:

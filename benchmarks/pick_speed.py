@@ -1,4 +1,4 @@
-"""How long does it take to pick a GPU, from the start of the process to its end?
+"""How long does it take to pick a GPU, and to import the package, from the start of the process to its end?
 
     python benchmarks/pick_speed.py [--gpus 8] [--repeat 15] [--real] [--output results.json]
 
@@ -6,7 +6,8 @@
 the most free memory, and beside nvisel (nvitop) and gpu-gate where these are on the PATH. The processes take turns, so
 that other load on the machine hits all alike. nvisel reads more than it needs, and says at length which functions the
 fake driver lacks; that is in its time. Without --real the GPUs are those of the tests' fake driver, whose own
-start is in every figure; "Python alone" has it, too.
+start is in every figure of a pick; "Python alone" has it, too. The import is measured without them, next to
+`python -c pass`.
 """
 
 import argparse
@@ -47,6 +48,12 @@ print(max(free, key=free.get))
 """
 
 
+IMPORTS = {
+    "python -c pass": [sys.executable, "-c", "pass"],
+    "import lightning_gpu_tools": [sys.executable, "-c", "import lightning_gpu_tools"],
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=8, help="GPUs of the fake driver")
@@ -68,7 +75,11 @@ def main() -> None:
             machine = fake_driver.Driver(Path(folder))
             machine.gpus = [fake_driver.gpu(memory_free=f"{10 + i}GiB") for i in range(options.gpus)]
             environment.update(machine.variables())
-        times_s = measure(commands(), environment, options.repeat)
+        plain = {**os.environ, "PYTHONPYCACHEPREFIX": environment["PYTHONPYCACHEPREFIX"]}
+        plain.pop("PYTHONDONTWRITEBYTECODE", None)
+        runs = {name: (command, environment) for name, command in commands().items()}
+        runs |= {name: (command, plain) for name, command in IMPORTS.items()}
+        times_s = measure(runs, options.repeat)
     show(times_s)
     if options.output:
         result = {
@@ -94,10 +105,10 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
-def measure(found: dict[str, list[str]], environment: dict[str, str], repeat: int) -> dict[str, list[float]]:
-    times_s: dict[str, list[float]] = {name: [] for name in found}
+def measure(runs: dict[str, tuple[list[str], dict[str, str]]], repeat: int) -> dict[str, list[float]]:
+    times_s: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeat + 1):
-        for name, command in found.items():
+        for name, (command, environment) in runs.items():
             start = time.perf_counter()
             answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if answer.returncode != 0:
@@ -108,11 +119,11 @@ def measure(found: dict[str, list[str]], environment: dict[str, str], repeat: in
 
 
 def show(times_s: dict[str, list[float]]) -> None:
-    bare_s = statistics.median(times_s["bare nvidia-ml-py"])
-    table = Table("", "median", "fastest", "against bare")
+    table = Table("", "median", "fastest", "slowest", "against the bare script, or Python")
     for name, values in times_s.items():
-        median_s = statistics.median(values)
-        table.add_row(name, f"{median_s * 1e3:.0f} ms", f"{min(values) * 1e3:.0f} ms", f"{median_s / bare_s:.2f}")
+        base_s = statistics.median(times_s["python -c pass" if name in IMPORTS else "bare nvidia-ml-py"])
+        times = (f"{seconds * 1e3:.0f} ms" for seconds in (statistics.median(values), min(values), max(values)))
+        table.add_row(name, *times, f"{statistics.median(values) / base_s:.2f}")
     Console().print(table)
 
 

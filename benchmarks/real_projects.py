@@ -201,8 +201,9 @@ def loader_variants(run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the DataLoader settings to try: those that the advice names, or without advice some that it could have."""
     found = run["report"]["findings"] if "report" in run else []
     text = " ".join(finding["advice"] or "" for finding in found if finding["cause"] == "data_loading")
-    # As the advice words it: "num_workers=2 (now 0), prefetch_factor=2 (now None)".
-    advised = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=(\w+) \(now", text)}
+    # As the advice words it: "DataLoader(..., num_workers=2, prefetch_factor=2) (now 0, None)".
+    code = next(iter(re.findall(r"DataLoader\(\.\.\., (.*?)\)", text)), "")
+    advised = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=(\w+)", code)}
     tries = [advised] if advised else [{"num_workers": count} for count in sorted({1, os.cpu_count() or 1})]
     kind = "advised" if advised else "not advised"
     return {

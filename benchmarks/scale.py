@@ -29,20 +29,25 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from machine import describe_machine
 from torch.distributed import TCPStore
+from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from measured_runs import gpu_run
 from simulated_report import simulated_report
 
+from lightning_gpu_tools import GPUUtilizationMonitor
 from lightning_gpu_tools.advice.ranks import straggler
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSummary
 from lightning_gpu_tools.reports.plot import save_plot
-from lightning_gpu_tools.reports.report import load_report, to_json
+from lightning_gpu_tools.reports.report import RUNNING, load_report, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
+from lightning_gpu_tools.runs.run_report import describe
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, Board, Place, RankExchange
 
 LOCAL_RANKS = 8
@@ -251,6 +256,7 @@ def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
         "judge_s": judging_s,
         "end_s": end_s,
         "end_dead_s": ends_s,
+        **of_running_report([entry for entry in entries if entry["rank"]]),
         **of_report(ranks),
     }
 
@@ -260,6 +266,60 @@ def read_alone(board: Board, store: TCPStore, rank: int) -> None:
     key = board._key(f"rank {rank}")
     if store.check([key]):
         json.loads(store.get(key))
+
+
+class AskForReports(Callback):
+    """Has the running report measured some times, as on rank 0 when these entries of other ranks have come in."""
+
+    def __init__(self, entries: list[dict[str, Any]]) -> None:
+        self.entries = entries
+        self.monitor = GPUUtilizationMonitor()
+        self.found: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        session, running = self.monitor._session, self.monitor._running
+        if trainer.global_step != 150 or session is None or running is None:
+            return
+        session.ranks.exchange._board.entries |= {entry["rank"]: entry for entry in self.entries}
+        session.begin().hear(session.ranks.exchange.entries())
+        report_file = running.file.path
+        took_s, pauses_s, cpus_s = [], [], []
+        for _ in range(REPEATS):
+            before = report_file.stat().st_mtime_ns
+            began_cpu_s = session.background.cpu_s
+            took_s.append(timed_s(running.measure))
+            pause_s, seen_s = 0.0, time.perf_counter()
+            while report_file.stat().st_mtime_ns == before:  # it works on, and sees how long it is kept from it
+                now_s = time.perf_counter()
+                pause_s, seen_s = max(pause_s, now_s - seen_s), now_s
+            pauses_s.append(pause_s)
+            time.sleep(0.05)
+            cpus_s.append(session.background.cpu_s - began_cpu_s)
+        self.found = {
+            "running_report_s": median(took_s),
+            "running_report_max_s": max(took_s),
+            "running_report_pause_s": median(pauses_s),
+            "running_report_thread_cpu_s": median(cpus_s),
+            "running_report_all_here_s": timed_s(lambda: describe(session, RUNNING)),
+        }
+
+
+def of_running_report(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the running report takes of the training thread and of the one that writes it."""
+    asked = AskForReports(entries)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+        trainer = Trainer(
+            max_steps=151,
+            accelerator="cpu",
+            logger=False,
+            default_root_dir=folder,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[asked.monitor, asked],
+        )
+        trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 200)))
+    return asked.found
 
 
 def of_report(ranks: int) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What monitor and advisor, and other tools, add to a training step: all at their defaults, in turn, in one run.
 
-    python benchmarks/step_overhead.py [--rounds 60] [--fake-gpus 8] [--output results.json]
+    python benchmarks/step_overhead.py [--rounds 60] [--fake-gpus 8] [--tool NAME] [--output results.json]
 
-Each tool has a training of its own measured beside one without callbacks and one with two callbacks that do nothing.
+Each tool has a training of its own measured next to one without callbacks and one with two callbacks that do nothing,
+which log as often. With --tool the file keeps what it has of other tools.
 Each of the three trains in three processes, because where code and data happen to lie in one makes some 10 us a step,
 but only one process trains at a time: in each round each has one turn, in random order, of 499 whole steps. A turn
 begins with caches full of what other processes did, which would count for too much in a short one. No step is left out,
@@ -124,23 +125,26 @@ class NvitopCollector(Callback):
 
 NONE, EMPTY, OURS = "no callbacks", "two empty callbacks", "monitor + advisor"
 NVITOP, TRACEML = "nvitop's collector", "TraceML"
-# The interval of logging, and what makes the callbacks.
-VARIANTS: dict[str, tuple[int, Callable[[], list[Callback]]]] = {
-    NONE: (50, list),
-    EMPTY: (50, lambda: [EmptyCallback(), EmptyCallback()]),
-    OURS: (50, lambda: [GPUUtilizationMonitor(devices="all"), GPUUtilizationAdvisor()]),
-    "DeviceStatsMonitor, log_every_n_steps=50": (50, lambda: [DeviceStatsMonitor(cpu_stats=True)]),
-    "DeviceStatsMonitor, log_every_n_steps=1": (1, lambda: [DeviceStatsMonitor(cpu_stats=True)]),
-    NVITOP: (50, lambda: [NvitopCollector()]),
-    TRACEML: (50, list),
+OFTEN = ", log_every_n_steps=1"
+VARIANTS: dict[str, Callable[[], list[Callback]]] = {
+    NONE: list,
+    EMPTY: lambda: [EmptyCallback(), EmptyCallback()],
+    OURS: lambda: [GPUUtilizationMonitor(devices="all"), GPUUtilizationAdvisor()],
+    "DeviceStatsMonitor": lambda: [DeviceStatsMonitor(cpu_stats=True)],
+    NVITOP: lambda: [NvitopCollector()],
+    TRACEML: list,
 }
+DEVICE_STATS = "DeviceStatsMonitor"
+# Each at the default of 50, and what logs by itself also at 1. What it is compared with logs as often.
+TOOLS = [OURS, OURS + OFTEN, f"{DEVICE_STATS}, log_every_n_steps=50", DEVICE_STATS + OFTEN, NVITOP, TRACEML]
 
 
 def train(name: str, folder: Path) -> None:
     """Train one variant, whenever it is its turn."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    log_every_n_steps, callbacks = VARIANTS[name]
+    callbacks = VARIANTS[name.partition(", ")[0]]
+    log_every_n_steps = 1 if name.endswith(OFTEN) else 50
     trainer = Trainer(
         max_epochs=-1,
         devices=1,
@@ -158,17 +162,18 @@ class Runner:
     """The process that trains a variant.
 
     Args:
-        name: The variant.
+        name: What its times are listed as.
+        variant: What trains.
         folder: For its files.
     """
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, variant: str, folder: Path) -> None:
         self.name = name
         self.folder = folder
         folder.mkdir()
         for pipe in ("turns", "times"):
             os.mkfifo(folder / pipe)
-        command = [sys.executable, __file__, "--train", name, "--folder", str(folder)]
+        command = [sys.executable, __file__, "--train", variant, "--folder", str(folder)]
         if name == TRACEML:
             # Its processes on one machine would otherwise all take the same ports.
             ports = ["--aggregator-port", str(free_port()), "--master-port", str(free_port())]
@@ -208,14 +213,19 @@ Turns = list[tuple[float, float]]
 def measure(tool: str, rounds: int) -> tuple[dict[str, Turns], Report | None]:
     """Train with a tool and without in turn; return what the turns took by variant, and a report of the tool's."""
     with tempfile.TemporaryDirectory() as folder:
-        names = (NONE, EMPTY, tool)
-        runners = [Runner(name, Path(folder) / f"{i} {k}") for i, name in enumerate(names) for k in range(PROCESSES)]
+        often = OFTEN if tool.endswith(OFTEN) else ""
+        variants = {NONE: NONE + often, EMPTY: EMPTY + often, tool: tool}
+        runners = [
+            Runner(name, variant, Path(folder) / f"{i} {k}")
+            for i, (name, variant) in enumerate(variants.items())
+            for k in range(PROCESSES)
+        ]
         for runner in runners:
             runner.connect()
-        measured: dict[str, Turns] = {name: [] for name in names}
+        measured: dict[str, Turns] = {name: [] for name in variants}
         for number in range(WARM_UP_TURNS + rounds):
             times = {runner: runner.turn() for runner in random.sample(runners, len(runners))}
-            for name in names if number >= WARM_UP_TURNS else ():
+            for name in variants if number >= WARM_UP_TURNS else ():
                 wall_us, cpu_us = zip(*(times[runner] for runner in runners if runner.name == name), strict=True)
                 measured[name].append((mean(wall_us), mean(cpu_us)))
         for runner in runners:
@@ -266,22 +276,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60, help="turns of each variant (default: %(default)s)")
     parser.add_argument("--fake-gpus", type=int, default=0, metavar="N", help="sample N GPUs of the fake driver")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
-    parser.add_argument("--train", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="measure only this one; may be repeated")
+    parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
         train(args.train, args.folder)
         return
-    tools = [name for name in VARIANTS if name not in (NONE, EMPTY)]
-    if importlib.util.find_spec("nvitop") is None or not (args.fake_gpus or torch.cuda.is_available()):
+    tools = args.tool or [*TOOLS]
+    if (NVITOP in tools and importlib.util.find_spec("nvitop") is None) or not (
+        args.fake_gpus or torch.cuda.is_available()
+    ):
         tools.remove(NVITOP)
-    if traceml() is None:
+    if TRACEML in tools and traceml() is None:
         tools.remove(TRACEML)
     load = os.getloadavg()[0]
     with fake_gpus(args.fake_gpus):
         measured = {tool: measure(tool, args.rounds) for tool in tools}
-    report = measured[OURS][1]
-    assert report is not None
+    report = next((found for tool, (_, found) in measured.items() if tool == OURS), None)
 
     console = Console(width=120)
     for kind, title in enumerate(("wall time", "CPU time of the training thread")):
@@ -294,10 +306,12 @@ def main() -> None:
                 table.add_row(name, f"{median(one[kind] for one in turns[name]):.0f}", *map(in_words, beyond))
             table.add_section()
         console.print(table)
-    console.print(f"By their own count, monitor and advisor add {report.monitor_us_per_step:.0f} us per step.")
-    if report.monitor_thread_us_per_step is not None:
-        console.print(f"Their thread takes {report.monitor_thread_us_per_step:.0f} us of CPU time per step beside it.")
+    own = {}
+    if report is not None:
+        own = {"own_count_us": report.monitor_us_per_step, "sampling_thread_us": report.monitor_thread_us_per_step}
+        console.print("By their own count, monitor and advisor add us per step, there and in their threads:", own)
     if args.output:
+        known = json.loads(args.output.read_text()) if args.tool and args.output.exists() else {}
         result = {
             "benchmark": "step_overhead",
             "machine": describe_machine(),
@@ -306,14 +320,17 @@ def main() -> None:
             "steps_per_turn": STEPS,
             "processes": PROCESSES,
             "fake_gpus": args.fake_gpus,
-            "own_count_us": report.monitor_us_per_step,
-            "sampling_thread_us": report.monitor_thread_us_per_step,
+            **{name: known[name] for name in ("own_count_us", "sampling_thread_us") if name in known},
+            **own,
             "measured_us": {
-                tool: {
-                    name: {kind: [round(one[i], 1) for one in turns[name]] for i, kind in enumerate(("wall", "cpu"))}
-                    for name in turns
-                }
-                for tool, (turns, _) in measured.items()
+                **known.get("measured_us", {}),
+                **{
+                    tool: {
+                        name: {kind: [round(one[i], 1) for one in times] for i, kind in enumerate(("wall", "cpu"))}
+                        for name, times in turns.items()
+                    }
+                    for tool, (turns, _) in measured.items()
+                },
             },
         }
         args.output.write_text(json.dumps(result) + "\n")

@@ -57,6 +57,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REPOSITORY = "https://github.com/lightning-gpu-tools/lightning_gpu_tools/blob/main"
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
+MAX_WIDTH = 1.25  # of a range, the upper end over the lower one: our aim
 QUIET = 1.2  # load average from which a reader should know of it
 
 Results = dict[str, Any]
@@ -100,16 +101,26 @@ def pick_speed() -> str:
     found = results("pick_speed")
     bare_s = found["median_s"]["bare nvidia-ml-py"]
     repeats = len(found["all_s"]["bare nvidia-ml-py"])
+    plain, imported = "python -c pass", "import lightning_gpu_tools"
     rows = [
-        (name, f"{1e3 * seconds:.0f} ms", f"{seconds / bare_s:.1f}")
+        (name, _ms(found["all_s"][name]), f"{seconds / bare_s:.2f}")
         for name, seconds in found["median_s"].items()
-        if name != "Python alone"
+        if name not in ("Python alone", plain, imported)
     ]
+    of_import = ""
+    if imported in found["median_s"]:
+        ratio = found["median_s"][imported] / found["median_s"][plain]
+        of_import = f"Without GPUs, `{imported}` takes {_ms(found['all_s'][imported])}, {ratio:.2f} times `{plain}`. "
     return block(
-        table(("a new process each", f"median of {repeats}", "/ bare script"), *rows),
+        table(("a new process each", f"median of {repeats} (range)", "/ bare script"), *rows),
         f"Over {found['gpus']} GPUs, which are Python and slower than a driver. The bare script and `pick` make "
-        "the same ten kinds of calls per GPU. " + source("pick_speed.py", "pick_speed"),
+        f"the same ten kinds of calls per GPU. {of_import}" + source("pick_speed.py", "pick_speed"),
     )
+
+
+def _ms(times_s: Sequence[float]) -> str:
+    """Return the median and the range in words."""
+    return f"{1e3 * median(times_s):.0f} ms ({1e3 * min(times_s):.0f} to {1e3 * max(times_s):.0f})"
 
 
 def _prediction(sizes: list[dict[str, Any]], measured_at: int) -> str:
@@ -228,6 +239,45 @@ def loader_settings() -> str:
         f"Batches a second, beside the best of an exhaustive grid; the step sleeps. `examples/train.py`, which "
         f"computes on the same cores that it loads with, went from {before:.1f} to {after:.1f} steps a second. "
         + source("loader_settings.py", "loader_settings"),
+    )
+
+
+def ceilings() -> str:
+    """Return what more workers were predicted to bring, and what they brought."""
+    pairs = results("ceilings")["pairs"]
+    rows, held, narrow = [], 0, 0
+    for name, runs in pairs.items():
+        ranges = [one["predicted"] for one in runs]
+        inside = sum(lower <= one["reached"] <= upper for one, (lower, _, upper) in zip(runs, ranges, strict=True))
+        held, narrow = held + inside, narrow + (median(upper / lower for lower, _, upper in ranges) <= MAX_WIDTH)
+        lower, expected, upper = (f"{median(ends):.2f}" for ends in zip(*ranges, strict=True))
+        workers = ", ".join(sorted({str(one["num_workers"]) for one in runs}))
+        said = f"{expected}x ({lower}x to {upper}x)"
+        reached = ", ".join(f"{one['reached']:.2f}x" for one in runs)
+        rows.append((name, workers, said, reached, f"{inside} of {len(runs)}"))
+    every, aim = sum(map(len, pairs.values())), f"{MAX_WIDTH:g}x"
+    return block(
+        table(("training on the CPU", "workers", "predicted (median run)", "reached", "held"), *rows),
+        f"The range held what was reached in {held} of {every} runs, and was no wider than {aim} in {narrow} of "
+        f"{len(pairs)} pairs of loader and step. " + source("ceilings.py", "ceilings"),
+    )
+
+
+def loader_searches() -> str:
+    rows = [
+        (
+            name,
+            ", ".join(f"{workers}x{prefetch}" if workers else "0" for workers, prefetch in one["choices"]),
+            ", ".join(f"{cell}: {median(speeds):.0f}/s" for cell, speeds in one["batches_per_s"].items()),
+            f"{100 * one['slowest_choice']:.0f} %",
+        )
+        for name, one in results("loader_searches")["loaders"].items()
+    ]
+    return block(
+        table(
+            ("loader", "chosen by five searches (workers x prefetch)", "batches/s", "slowest / fastest choice"), *rows
+        ),
+        source("loader_settings.py --searches 5", "loader_searches"),
     )
 
 
@@ -418,6 +468,13 @@ def scale() -> str:
         row("`gpu_report.json`", lambda one: f"{format_bytes(one['json_bytes'])}, {format_duration(one['json_s'])}"),
         row("picture", lambda one: f"{format_bytes(one['picture_bytes'])}, {format_duration(one['picture_s'])}"),
     ]
+    if "running_report_s" in sizes[0]:
+        rows[6:6] = [
+            row("the running report, in the training thread", lambda one: format_duration(one["running_report_s"])),
+            row("the same in a thread, CPU time", lambda one: format_duration(one["running_report_thread_cpu_s"])),
+            row("longest pause of the training meanwhile", lambda one: format_duration(one["running_report_pause_s"])),
+            row("all of it in the training thread", lambda one: format_duration(one["running_report_all_here_s"])),
+        ]
     named = [one["named"] or "nobody" for one in found["real"]]
     ranks = len(found["real"][0]["ranks"])
     return block(
@@ -541,8 +598,10 @@ def figures() -> str:
     large = next(one for one in results("scale")["sizes"] if one["ranks"] == 1024)
 
     def beyond_us(name: str) -> str:
-        pairs = zip(overhead[name][name]["wall"], overhead[name]["no callbacks"]["wall"], strict=True)
-        return f"{median(a - b for a, b in pairs):.0f} us"
+        of_tool = overhead["monitor + advisor" if name == "two empty callbacks" else name]
+        beyond = [a - b for a, b in zip(of_tool[name]["wall"], of_tool["no callbacks"]["wall"], strict=True)]
+        low, high = median_interval(beyond) or (min(beyond), max(beyond))
+        return f"{median(beyond):.0f} us ({low:.0f} to {high:.0f})"
 
     def saved_s(who: str) -> str:
         return f"{saves['results']['memory'][f'save, {who}']['seconds_median']:.1f} s"
@@ -554,7 +613,8 @@ def figures() -> str:
         seconds = [one[key] for one in searches["loaders"].values()]
         return f"{min(seconds):.1f} to {max(seconds):.1f} s"
 
-    ms = {name: f"{1e3 * seconds:.0f} ms" for name, seconds in picks["median_s"].items()}
+    ms = {name: _ms(times_s) for name, times_s in picks["all_s"].items()}
+    peers_of_pick = ("nvisel", "gpu-gate")
     device_stats = "DeviceStatsMonitor, log_every_n_steps=50"
     step_ms = median(overhead["monitor + advisor"]["no callbacks"]["wall"]) / 1e3
     rows = [
@@ -573,7 +633,8 @@ def figures() -> str:
         (
             f"added to a step of {step_ms:.1f} ms, everything at its defaults",
             beyond_us("monitor + advisor"),
-            f"DeviceStatsMonitor {beyond_us(device_stats)}, TraceML {beyond_us('TraceML')}",
+            f"two empty callbacks {beyond_us('two empty callbacks')}, DeviceStatsMonitor {beyond_us(device_stats)}"
+            + (f", TraceML {beyond_us('TraceML')}" if "TraceML" in overhead else ""),
             "step_overhead",
         ),
         (
@@ -585,7 +646,7 @@ def figures() -> str:
         (
             f"a cold `pick` on {picks['gpus']} GPUs",
             ms["lightning-gpu-tools pick"],
-            f"bare nvidia-ml-py {ms['bare nvidia-ml-py']}, nvisel {ms['nvisel']}, gpu-gate {ms['gpu-gate']}",
+            ", ".join(f"{name} {ms[name]}" for name in ("bare nvidia-ml-py", *peers_of_pick) if name in ms),
             "pick_speed",
         ),
         ("search for DataLoader settings", took_s("finder_s"), f"the whole grid {took_s('grid_s')}", "loader_settings"),
@@ -602,6 +663,9 @@ def figures() -> str:
             "checkpoint_io",
         ),
     ]
+    if "import lightning_gpu_tools" in ms:
+        python = f"Python alone {ms['python -c pass']}"
+        rows.insert(5, ("`import lightning_gpu_tools`", ms["import lightning_gpu_tools"], python, "pick_speed"))
     measured = [(*row[:3], f"`{row[3]}.py`, {results(row[3])['machine']['date']}") for row in rows]
     machines = sorted({hardware(results(row[3])["machine"]) for row in rows})
     return block(
@@ -616,6 +680,7 @@ TABLES: dict[str, Callable[[], str]] = {
         one.__name__: one
         for one in (
             pick_speed,
+            ceilings,
             diagnosis,
             step_overhead,
             loader_settings,

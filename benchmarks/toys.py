@@ -13,10 +13,13 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -67,6 +70,24 @@ class Slow(Dataset):
         if self.seconds and is_slow_worker and self.slow_rank in (None, int(os.environ.get("LOCAL_RANK", "0"))):
             self.spend(self.seconds)
         return torch.full((4,), float(index))
+
+
+@contextmanager
+def computing_on_one_core(programs: int) -> Iterator[None]:
+    """Put this process on one core, with so many other programs that compute all the time."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    # Each ends with this process. The first child ends at once, so that they are nobody's.
+    compute_with_me = f"import os\nwhile os.path.exists('/proc/{os.getpid()}'): sum(range(100_000))"
+    detach = f"import subprocess, sys\nprint(*[subprocess.Popen([sys.executable, '-c', {compute_with_me!r}], "
+    detach += f"stdout=subprocess.DEVNULL).pid for _ in range({programs})])"
+    found = subprocess.run([sys.executable, "-c", detach], stdout=subprocess.PIPE, check=True)
+    try:
+        yield
+    finally:
+        for pid in found.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+        os.sched_setaffinity(0, before)
 
 
 class CostlyToUnpack:
@@ -136,6 +157,12 @@ class ToyModel(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+class ComputingModel(ToyModel):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        compute(0.005)
+        return super().training_step(batch, batch_idx)
 
 
 class SlowHookModel(ToyModel):
@@ -344,6 +371,7 @@ class Toy:
         validate: Whether there is something to validate on.
         last: Whether the watching callbacks come after the others; ``None`` = it does not matter and is shuffled.
         is_killed: Whether the process is killed, so that only the report that was written meanwhile can answer.
+        others: How many other programs compute on the one core that it has then; ``None`` = it has every core.
     """
 
     known: str
@@ -354,6 +382,7 @@ class Toy:
     validate: bool = False
     last: bool | None = None
     is_killed: bool = False
+    others: int | None = None
 
     @property
     def needs_a_process(self) -> bool:
@@ -429,6 +458,8 @@ TOYS = {
     "slow batches": Toy(
         "data_loading slow_batches", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(SlowShard(0.5))
     ),
+    "others on its core": Toy("cpu_contention other_programs", model=ComputingModel, others=2),
+    "alone on its core": Toy("healthy", model=ComputingModel, others=0),
     "slow beginning": Toy(
         "data_loading cold_cache", model=lambda: ToyModel(0.005), loader=lambda: DataLoader(ColdCache(0.03))
     ),
@@ -466,7 +497,8 @@ def train(toy: Toy, seconds: float, folder: str, watching: Sequence[Callback] = 
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    trainer.fit(toy.model(), toy.loader(), DataLoader(Slow(length=4)) if toy.validate else None)
+    with nullcontext() if toy.others is None else computing_on_one_core(toy.others):
+        trainer.fit(toy.model(), toy.loader(), DataLoader(Slow(length=4)) if toy.validate else None)
 
 
 def main() -> None:
