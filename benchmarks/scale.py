@@ -282,7 +282,7 @@ class AskForReports(Callback):
             return
         session.ranks.exchange._board.entries |= {entry["rank"]: entry for entry in self.entries}
         session.begin().hear(session.ranks.exchange.entries())
-        report_file = running.file.path
+        report_file = Path(running.file.path)
         took_s, pauses_s, cpus_s = [], [], []
         for _ in range(REPEATS):
             before = report_file.stat().st_mtime_ns

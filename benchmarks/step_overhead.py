@@ -284,12 +284,12 @@ def main() -> None:
         train(args.train, args.folder)
         return
     tools = args.tool or [*TOOLS]
-    if (NVITOP in tools and importlib.util.find_spec("nvitop") is None) or not (
-        args.fake_gpus or torch.cuda.is_available()
-    ):
-        tools.remove(NVITOP)
-    if TRACEML in tools and traceml() is None:
-        tools.remove(TRACEML)
+    has_gpus = args.fake_gpus or torch.cuda.is_available()
+    missing = {
+        NVITOP: not has_gpus or importlib.util.find_spec("nvitop") is None,
+        TRACEML: traceml() is None,
+    }
+    tools = [tool for tool in tools if not missing.get(tool)]
     load = os.getloadavg()[0]
     with fake_gpus(args.fake_gpus):
         measured = {tool: measure(tool, args.rounds) for tool in tools}

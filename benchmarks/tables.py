@@ -244,22 +244,26 @@ def loader_settings() -> str:
 
 def ceilings() -> str:
     """Return what more workers were predicted to bring, and what they brought."""
-    pairs = results("ceilings")["pairs"]
-    rows, held, narrow = [], 0, 0
-    for name, runs in pairs.items():
-        ranges = [one["predicted"] for one in runs]
-        inside = sum(lower <= one["reached"] <= upper for one, (lower, _, upper) in zip(runs, ranges, strict=True))
-        held, narrow = held + inside, narrow + (median(upper / lower for lower, _, upper in ranges) <= MAX_WIDTH)
-        lower, expected, upper = (f"{median(ends):.2f}" for ends in zip(*ranges, strict=True))
-        workers = ", ".join(sorted({str(one["num_workers"]) for one in runs}))
-        said = f"{expected}x ({lower}x to {upper}x)"
-        reached = ", ".join(f"{one['reached']:.2f}x" for one in runs)
-        rows.append((name, workers, said, reached, f"{inside} of {len(runs)}"))
-    every, aim = sum(map(len, pairs.values())), f"{MAX_WIDTH:g}x"
+    found = results("ceilings")
+    rows, verdicts = [], []
+    for says, is_light in (("as on a GPU", True), ("that compute on the CPU", False)):
+        pairs = {name: runs for name, runs in found["pairs"].items() if (name in found["as_on_a_gpu"]) is is_light}
+        held = narrow = 0
+        for name, runs in pairs.items():
+            ranges = [one["predicted"] for one in runs]
+            inside = sum(lower <= one["reached"] <= upper for one, (lower, _, upper) in zip(runs, ranges, strict=True))
+            held, narrow = held + inside, narrow + (median(upper / lower for lower, _, upper in ranges) <= MAX_WIDTH)
+            lower, expected, upper = (f"{median(ends):.2f}" for ends in zip(*ranges, strict=True))
+            workers = ", ".join(sorted({str(one["num_workers"]) for one in runs}))
+            reached = ", ".join(f"{one['reached']:.2f}x" for one in runs)
+            rows.append((name, workers, f"{expected}x ({lower}x to {upper}x)", reached, f"{inside} of {len(runs)}"))
+        verdicts.append(
+            f"With steps {says}, the range held what was reached in {held} of {sum(map(len, pairs.values()))} runs, "
+            f"and was no wider than {MAX_WIDTH:g}x in {narrow} of {len(pairs)} pairs of loader and step."
+        )
     return block(
         table(("training on the CPU", "workers", "predicted (median run)", "reached", "held"), *rows),
-        f"The range held what was reached in {held} of {every} runs, and was no wider than {aim} in {narrow} of "
-        f"{len(pairs)} pairs of loader and step. " + source("ceilings.py", "ceilings"),
+        " ".join(verdicts) + " " + source("ceilings.py", "ceilings"),
     )
 
 

@@ -23,6 +23,7 @@ from lightning_gpu_tools.advice.findings import (
     median_interval,
 )
 from lightning_gpu_tools.advice.loader_plan import (
+    BETWEEN_RUNS,
     BY_THE_FINDER,
     LoadCost,
     LoaderPlan,
@@ -287,12 +288,16 @@ def _of_torch_loader(
     step_cpu_s = min(run.busy_cores, run.host.cores) * own_s
     plan = plan_loader(loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
     tried = max(plan.settings.num_workers, loader.num_workers + 1)
-    after = predict_step(loader, cost, tried, step_s=own_s, host=run.host, step_cores=run.busy_cores)
+    after = predict_step(
+        loader, cost, tried, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores
+    )
     # The part of the wall time that is saved; of a wait that overlaps GPU work, only what the GPU feels.
     saved = [found.share * (step_s - one_s) / wait_s for one_s in after]
     upper, expected, lower = (1 / (1 - one) for one in saved)
     if _has_no_free_core(seen):
         lower, expected, upper = (min(1.0, one) for one in (lower, expected, upper))
+    if upper >= MIN_CEILING_LOWER:  # else there is nothing to predict
+        lower, upper = lower / (1 + BETWEEN_RUNS), upper * (1 + BETWEEN_RUNS)
     speedup = (lower, expected, upper)
     computes = cpu_s is None or cpu_s >= _COMPUTING * wall_s
     cpu_times = _cpu_times(run, cpu_s or 0.0, step_cpu_s)

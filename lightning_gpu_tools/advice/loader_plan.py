@@ -28,11 +28,15 @@ _PREFETCH_FROM_SPREAD = ((1.25, 8), (1.03, 4))
 _LOST_OF_EXCESS = (0.45, 0.65, 0.90)
 _LOST_OF_STEP = (0.50, 1.00, 2.40)
 _LOST_BESIDE_ONE = (0.05, 0.35, 0.75)  # of the excess: a single worker takes one core only
-# Likewise, what a step loses where another process loads: this many times its time, and the time to receive the batch.
+# Likewise, what a step loses where another process loads: this many times its time, the time to receive the batch, and,
+# where both compute, this part of what the step computes itself.
 _BESIDE_COMPUTING = ((1.00, 1.02, 1.06), (0.0003, 0.0010, 0.0018))
 _BESIDE_WAITING = ((1.00, 1.00, 1.04), (0.0, 0.0002, 0.0010))
-# One that no longer follows a sleep, in which caches go cold, wins as much, but no more than a tenth.
-_WON_S, _WON = 0.001, 0.10
+_LOST_OF_COMPUTING = (0.0, 0.0, 0.2)
+# A core that no longer sleeps between two steps is faster: its caches are warm, and its clock is up. A step that
+# computes on it wins up to this part of its time.
+_WON = 0.40
+BETWEEN_RUNS = 0.03  # two runs of the same training differ by so much, in their median steps
 Limit = Literal["cores", "shm", "memory"]
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
@@ -126,22 +130,32 @@ def plan_loader(
 
 
 def predict_step(
-    current: LoaderSettings, cost: LoadCost, workers: int, *, step_s: float, host: HostBudget, step_cores: float
+    current: LoaderSettings,
+    cost: LoadCost,
+    workers: int,
+    *,
+    step_s: float,
+    host: HostBudget,
+    cuda: bool,
+    step_cores: float,
 ) -> StepRange:
     """Return how long a step will take with some workers; arguments as of :func:`plan_loader`."""
     cores = _cores(host)
     beside = _beside_workers(current, cost, step_s, min(step_cores, cores), cores, workers)
     computes = 2 * (cost.cpu_s or 0.0) >= cost.wall_s
+    own_cores = 0.0 if cuda else min(1.0, step_cores)  # a GPU's step is not faster for a warm core
     slower, receive_s = _BESIDE_COMPUTING if computes else _BESIDE_WAITING
-    won_s = 0.0 if computes else min(_WON_S, _WON * step_s)
+    lost = tuple(part * own_cores for part in _LOST_OF_COMPUTING) if computes else (0.0, 0.0, 0.0)
+    won = 0.0 if computes else _WON * own_cores
     if current.num_workers:  # then the step was measured beside workers and has all that already
-        receive_s, won_s = (0.0, 0.0, 0.0), 0.0
+        receive_s = lost = (0.0, 0.0, 0.0)
+        won = 0.0
     # Where other programs take cores, workers may have to wait for one as the training process does.
     crowded = max(1.0, host.cores / host.cores_in_reach) if host.cores_in_reach else 1.0
     slower = (*slower[:2], slower[2] * crowded)
-    ranges = zip(beside, slower, receive_s, (won_s, 0.0, 0.0), strict=True)
+    ranges = zip(beside, slower, lost, receive_s, (won, 0.0, 0.0), strict=True)
     return StepRange(
-        *(max(by * one_s + more_s - less_s, cost.wall_s / workers) for one_s, by, more_s, less_s in ranges)
+        *(max((by + more - less) * one_s + more_s, cost.wall_s / workers) for one_s, by, more, more_s, less in ranges)
     )
 
 

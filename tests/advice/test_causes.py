@@ -193,7 +193,7 @@ def test_a_wait_for_data_has_share_range_and_settings() -> None:
     assert finding.advice.startswith(f"Set {code}.")
     assert "NumWorkersFinder()" in finding.advice
     assert "warns" not in finding.advice
-    assert diagnose(run).next_step.endswith("Speedup: about 3.9x (3.5x to 4.4x).")
+    assert diagnose(run).next_step.endswith("Speedup: about 3.9x (3.4x to 5.5x).")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_prediction_is_what_the_cores_allow(cores: float, step_cores: float, a
         assert finding.evidence["kind"] == "too_few_workers"
         lower, expected, upper = (float(finding.evidence[f"speedup{end}"]) for end in ("_lower", "", "_upper"))
         assert expected == pytest.approx(40 / (1.02 * after_ms + 1))
-        assert lower < expected < upper == pytest.approx(40 / (after_ms + 0.3))
+        assert lower < expected < upper == pytest.approx(1.03 * 40 / (after_ms + 0.3))
         assert ("Then the cores are the limit: a batch takes 30 ms of CPU time" in finding.advice) == (cores < 8)
 
 
@@ -231,7 +231,7 @@ def test_a_prediction_is_what_the_cores_allow(cores: float, step_cores: float, a
             1,
             "More workers will not help: a batch takes 30 ms of CPU time and a step 10 ms, and this job has 1 core.",
         ),
-        (2, 1.8, "Speedup with num_workers=2: 0.84x to 1.4x; NumWorkersFinder() measures it."),
+        (2, 1.8, "Speedup with num_workers=2: 0.69x to 1.5x; NumWorkersFinder() measures it."),
     ],
 )
 def test_workers_that_may_help_have_a_range(cores: float, step_cores: float, said: str) -> None:
