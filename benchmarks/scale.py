@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import queue
 import random
@@ -283,6 +284,7 @@ class AskForReports(Callback):
         session.ranks.exchange._board.entries |= {entry["rank"]: entry for entry in self.entries}
         session.begin().hear(session.ranks.exchange.entries())
         report_file = Path(running.file.path)
+        running._host = session.begin().read_host()  # as the background thread does before it asks
         took_s, pauses_s, cpus_s = [], [], []
         for _ in range(REPEATS):
             before = report_file.stat().st_mtime_ns
@@ -307,7 +309,7 @@ class AskForReports(Callback):
 def of_running_report(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the running report takes of the training thread and of the one that writes it."""
     asked = AskForReports(entries)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         trainer = Trainer(
             max_steps=151,
             accelerator="cpu",

@@ -272,7 +272,9 @@ def loader_searches() -> str:
         (
             name,
             ", ".join(f"{workers}x{prefetch}" if workers else "0" for workers, prefetch in one["choices"]),
-            ", ".join(f"{cell}: {median(speeds):.0f}/s" for cell, speeds in one["batches_per_s"].items()),
+            ", ".join(
+                f"{cell.removesuffix('xNone')}: {median(speeds):.0f}/s" for cell, speeds in one["batches_per_s"].items()
+            ),
             f"{100 * one['slowest_choice']:.0f} %",
         )
         for name, one in results("loader_searches")["loaders"].items()
@@ -688,6 +690,7 @@ TABLES: dict[str, Callable[[], str]] = {
             diagnosis,
             step_overhead,
             loader_settings,
+            loader_searches,
             checkpoint_keys,
             checkpoint_io,
             versions,
