@@ -22,6 +22,7 @@ from statistics import median
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding, median_interval
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
 from lightning_gpu_tools.advice.stalls import Stall
@@ -561,6 +562,21 @@ def phases() -> str:
     return table(("phase", "the training thread is"), *rows)
 
 
+def causes() -> str:
+    """Return what slows training down, what the report says of it, what to change, and where it was seen."""
+    rows = [
+        (
+            f"`{cause.name}`" + (f", `{shape.kind}`" if shape.kind else ""),
+            shape.says,
+            shape.change,
+            cause.verified_on,
+        )
+        for cause in CAUSES.values()
+        for shape in cause.shapes
+    ]
+    return table(("cause", "the report says", "what to change", "seen on"), *sorted(rows))
+
+
 def memory_parts() -> str:
     return table(("part", "what it is"), *((f"`{part.name}`", part.meaning) for part in PARTS.values()))
 
@@ -692,6 +708,7 @@ TABLES: dict[str, Callable[[], str]] = {
             checkpoint_io,
             versions,
             phases,
+            causes,
             memory_parts,
             real_projects,
             scale,

@@ -34,6 +34,7 @@ HOMES: dict[str, set[str]] = {
 # What decides on data: nothing but the standard library, and nothing of it that asks the world outside.
 PURE = [
     "advice/*",
+    "advice/causes/*",
     "selection/ranking",
     "selection/visibility",
     "checkpoints/key_*",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from lightning_gpu_tools.advice.failures import LOADING_CHECKPOINT, SETUP, OutOfMemory
-from lightning_gpu_tools.advice.findings import Cause, Evidence, Finding, counted
+from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.memory_account import KEPT, growing_memory
 from lightning_gpu_tools.advice.memory_remedies import (
     another_gpu,
@@ -63,7 +63,7 @@ def _what(oom: OutOfMemory) -> str:
     return f"Out of memory in {oom.place} at step {oom.step}{': ' if parts else ''}{' and '.join(parts)}."
 
 
-def _ruling(oom: OutOfMemory, cause: Cause, why: str, *advice: str, **evidence: float | str | None) -> Ruling:
+def _ruling(oom: OutOfMemory, cause: str, why: str, *advice: str, **evidence: float | str | None) -> Ruling:
     """Return a ruling of which the evidence also has what is known of every error. Empty sentences are left out."""
     reserved, allocated, model = oom.reserved_bytes, oom.allocated_bytes, oom.model
     common: Evidence = {
@@ -176,7 +176,7 @@ def _evaluation(run: RunMeasurements, oom: OutOfMemory) -> Ruling | None:
     if grown is None:
         return None
     per_batch, _, total = grown
-    cause: Cause = "evaluation_graph" if oom.grad_enabled else "memory_growth"
+    cause: str = "evaluation_graph" if oom.grad_enabled else "memory_growth"
     if oom.grad_enabled:
         reason = "with its graph: gradients are enabled in validation."
         advice = (

@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import measured_runs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measured_runs import cpu_run, gpu_run
 from out_of_memory_texts import GIB, MIB, an_error, counted, torch_text
 
+from lightning_gpu_tools.advice import examples
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import cpu_run, gpu_run
 from lightning_gpu_tools.advice.failures import OutOfMemory, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
-LOADER = dataclasses.replace(measured_runs.LOADER, batch_size=64)
+LOADER = dataclasses.replace(examples.LOADER, batch_size=64)
 RUN = gpu_run({"training_step": 50.0}, 95.0, loader=LOADER)
 FREE_GPU = GpuReading(index=3, uuid="GPU-3", memory_total_bytes=80 * GIB, memory_free_bytes=79 * GIB)
 

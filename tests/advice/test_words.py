@@ -6,18 +6,31 @@ import dataclasses
 import re
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from measured_runs import COPIES, GIB, LOADER, contended, cpu_run, gpu_run, run_of, waiting_ranks
+from measured_runs import COPIES, run_of, waiting_ranks
 from out_of_memory_texts import an_error, counted
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_cases import MEASURED, PROFILE, STEP, WAITS, on_hopper, ranks
+from gpu_cases import MEASURED
 
+from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.findings import Cause, Diagnosis
+from lightning_gpu_tools.advice.examples import (
+    GIB,
+    LOADER,
+    PROFILE,
+    STEP,
+    WAITS,
+    contended,
+    cpu_run,
+    gpu_run,
+    on_hopper,
+    ranks,
+)
+from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, SELF_LOG, TRAINER
 from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasurements
@@ -65,7 +78,7 @@ RUNS = [
     *map(waiting_ranks, ("backward", "data_loading")),
     contended(),
     contended(others=1.0, niceness=5, users=(CoreUser(user="eve", name="job", cores=1.0),)),
-    contended(throttled=0.4, quota_cores=1.5),
+    contended(throttled_share=0.4, quota_cores=1.5),
     contended(machine_cores=64),
     *(uneven(phase, 50, 1.0) for phase in ("training_step", "data_loading", "callback/A", "logging/A", "checkpoint")),
     uneven("training_step", 4, 0.05, accumulate_grad_batches=4),
@@ -73,6 +86,10 @@ RUNS = [
 ]
 
 
+OF_MEMORY = (
+    *("memory_growth", "batch_too_large", "model_too_large", "optimizer_too_large", "fragmentation", "other_processes"),
+    *("evaluation_graph", "spike", "leftover_process", "loading_checkpoint"),
+)
 FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
 GROWING = [(step, (8 + 0.1 * step) * GIB) for step in range(1, 100)]
 OTHERS: dict[str, Any] = {"others": {9: 6 * GIB}, "own_pids": frozenset({1})}
@@ -105,7 +122,7 @@ def texts(diagnosis: Diagnosis) -> list[str]:
 
 def test_every_cause_is_among_the_runs() -> None:
     found = {finding.cause for run, more in DIAGNOSES for finding in diagnose(run, **more).findings}
-    assert found == {*get_args(Cause)}
+    assert found == {*CAUSES, *OF_MEMORY}
 
 
 @pytest.mark.parametrize(
