@@ -22,9 +22,11 @@ from statistics import median
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lightning_gpu_tools.advice.cause import AnyCause
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding, median_interval
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -562,8 +564,8 @@ def phases() -> str:
     return table(("phase", "the training thread is"), *rows)
 
 
-def causes() -> str:
-    """Return what slows training down, what the report says of it, what to change, and where it was seen."""
+def causes(known: Mapping[str, AnyCause]) -> str:
+    """Return the causes of a folder, what the report says of each, what to change, and where it was seen."""
     rows = [
         (
             f"`{cause.name}`" + (f", `{shape.kind}`" if shape.kind else ""),
@@ -571,7 +573,7 @@ def causes() -> str:
             shape.change,
             cause.verified_on,
         )
-        for cause in CAUSES.values()
+        for cause in known.values()
         for shape in cause.shapes
     ]
     return table(("cause", "the report says", "what to change", "seen on"), *sorted(rows))
@@ -708,7 +710,6 @@ TABLES: dict[str, Callable[[], str]] = {
             checkpoint_io,
             versions,
             phases,
-            causes,
             memory_parts,
             real_projects,
             scale,
@@ -718,6 +719,8 @@ TABLES: dict[str, Callable[[], str]] = {
             figures,
         )
     },
+    "causes": functools.partial(causes, CAUSES),
+    "memory_causes": functools.partial(causes, MEMORY_CAUSES),
     **{f"case_{name.replace('-', '_')}": functools.partial(case, name) for name in CASES},
     **{
         kind.__name__: functools.partial(fields, kind)

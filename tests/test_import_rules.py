@@ -36,6 +36,7 @@ HOMES: dict[str, set[str]] = {
 PURE = [
     "advice/*",
     "advice/causes/*",
+    "advice/memory_causes/*",
     "selection/ranking",
     "selection/visibility",
     "checkpoints/key_*",

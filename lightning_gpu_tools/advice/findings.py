@@ -34,7 +34,7 @@ class Finding:
     """One thing that slows training down, or fills the memory.
 
     Attributes:
-        cause: What it is: the name of a file in ``advice/causes``, or a cause of an error of memory.
+        cause: What it is: the name of a file in ``advice/causes`` or ``advice/memory_causes``.
         share: Fraction of the wall time lost to it, on a GPU at most its idle time; 0 for memory.
         ceiling: The most that removing it can speed training up: 1.31 = +31 %. Where more workers are advised, at most
             the upper end of the range that is predicted for them.

@@ -1,19 +1,25 @@
-"""Each file of ``advice/causes``: its sick and its healthy example, and what it says of itself."""
+"""Each file of ``advice/causes`` and ``advice/memory_causes``: its two examples, and what it says of itself."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from lightning_gpu_tools.advice import causes
-from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice import causes, memory_causes
+from lightning_gpu_tools.advice.cause import AnyCause, Cause
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import STEP, gpu_run
+from lightning_gpu_tools.advice.memory_cause import MemoryCause
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 
 EVERY = pytest.mark.parametrize("cause", CAUSES.values(), ids=CAUSES)
+EVERY_OF_MEMORY = pytest.mark.parametrize("cause", MEMORY_CAUSES.values(), ids=MEMORY_CAUSES)
+TRAINING = gpu_run(STEP, 95.0)
 
 
 @EVERY
@@ -34,13 +40,18 @@ def test_it_is_not_judged_without_what_it_needs(cause: Cause) -> None:
         assert cause.name not in {finding.cause for finding in found}
 
 
-@EVERY
-def test_a_file_is_named_as_its_cause(cause: Cause) -> None:
-    file: ModuleType = getattr(causes, cause.name)
-    assert file.CAUSE is cause
-    assert (file.__doc__ or "").startswith(f"{cause.name}: ")
-    assert set(cause.after) <= {*CAUSES}
+@EVERY_OF_MEMORY
+def test_the_sick_error_has_it_first_and_the_healthy_one_has_not(cause: MemoryCause) -> None:
+    first = diagnose(TRAINING, out_of_memory=cause.sick).findings[0]
+    assert first.cause == cause.name
+    assert cause.name not in {finding.cause for finding in diagnose(TRAINING, out_of_memory=cause.healthy).findings}
 
 
-def test_every_file_is_a_cause() -> None:
-    assert {path.stem for path in Path(causes.__path__[0]).glob("*.py")} == {*CAUSES, "__init__"}
+@pytest.mark.parametrize(("folder", "known"), [(causes, CAUSES), (memory_causes, MEMORY_CAUSES)])
+def test_a_file_is_named_as_its_cause(folder: ModuleType, known: Mapping[str, AnyCause]) -> None:
+    assert {path.stem for path in Path(folder.__path__[0]).glob("*.py")} == {*known, "__init__"}
+    for name, cause in known.items():
+        file = getattr(folder, name)
+        assert file.CAUSE is cause
+        assert file.__doc__.startswith(f"{name}: ")
+        assert set(cause.after) <= {*known}

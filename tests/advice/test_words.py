@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from measured_runs import COPIES, run_of, waiting_ranks
-from out_of_memory_texts import an_error, counted
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -19,7 +18,6 @@ from gpu_cases import MEASURED
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import (
-    GIB,
     LOADER,
     PROFILE,
     STEP,
@@ -31,6 +29,8 @@ from lightning_gpu_tools.advice.examples import (
     ranks,
 )
 from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.memory_examples import GROWING, an_error
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, SELF_LOG, TRAINER
 from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasurements
@@ -86,25 +86,9 @@ RUNS = [
 ]
 
 
-OF_MEMORY = (
-    *("memory_growth", "batch_too_large", "model_too_large", "optimizer_too_large", "fragmentation", "other_processes"),
-    *("evaluation_graph", "spike", "leftover_process", "loading_checkpoint"),
-)
-FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
-GROWING = [(step, (8 + 0.1 * step) * GIB) for step in range(1, 100)]
-OTHERS: dict[str, Any] = {"others": {9: 6 * GIB}, "own_pids": frozenset({1})}
 OUT_OF_MEMORY = [
-    an_error(begins=FLAT, batch_shape=(32, 8), memory=counted(16, 8 * GIB, 18 * GIB)),
-    an_error(begins=FLAT, batch_shape=(32, 8), memory=counted(16, 8 * GIB, 18 * GIB), usual_items=16.0),
-    an_error(begins=GROWING),
-    *(an_error(validation_begins=GROWING, phase="validation", grad_enabled=enabled) for enabled in (True, False)),
-    an_error(allocated=18 * GIB, cached=5 * GIB),
-    an_error(phase="training_step/optimizer"),
-    an_error(phase="setup"),
-    an_error(phase="loading_checkpoint"),
-    an_error(phase="callback/A"),
-    an_error(**OTHERS),
-    an_error(**OTHERS, orphans=(9,)),
+    *(cause.sick for cause in MEMORY_CAUSES.values()),
+    an_error(validation_begins=GROWING, phase="validation", grad_enabled=False),
 ]
 DIAGNOSES = [
     *((run, {}) for run in RUNS),
@@ -122,7 +106,7 @@ def texts(diagnosis: Diagnosis) -> list[str]:
 
 def test_every_cause_is_among_the_runs() -> None:
     found = {finding.cause for run, more in DIAGNOSES for finding in diagnose(run, **more).findings}
-    assert found == {*CAUSES, *OF_MEMORY}
+    assert found == {*CAUSES, *MEMORY_CAUSES}
 
 
 @pytest.mark.parametrize(

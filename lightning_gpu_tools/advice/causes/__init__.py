@@ -6,13 +6,6 @@ from there.
 
 from __future__ import annotations
 
-from graphlib import TopologicalSorter
-from importlib import import_module
-from pkgutil import iter_modules
+from lightning_gpu_tools.advice.cause import Cause, in_folder
 
-from lightning_gpu_tools.advice.cause import Cause
-
-_FILES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
-_NAMED: dict[str, Cause] = {file.CAUSE.name: file.CAUSE for file in _FILES}
-# By name, each behind those after which it is judged.
-CAUSES = {name: _NAMED[name] for name in TopologicalSorter({c.name: c.after for c in _NAMED.values()}).static_order()}
+CAUSES: dict[str, Cause] = in_folder(__name__, __path__)  # by name, in the order in which they are judged
