@@ -35,6 +35,7 @@ HOMES: dict[str, set[str]] = {
 PURE = [
     "advice/*",
     "advice/causes/*",
+    "advice/stall_causes/*",
     "selection/ranking",
     "selection/visibility",
     "checkpoints/key_*",

@@ -9,6 +9,9 @@ from typing import Literal, NamedTuple
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
+# Where a training that has a cause was found to have it; "measurements": nowhere yet, only in made-up ones.
+Machine = Literal["measurements", "cpu", "simulated GPU", "hardware"]
+
 
 class Shape(NamedTuple):
     """One way in which a cause shows, as a row of the table in docs/low_gpu_utilization.md.
@@ -51,6 +54,6 @@ class Cause:
     after: Sequence[str] = ()
     is_remark: bool = False
     counts_while_busy: bool = False
-    verified_on: Literal["measurements", "cpu", "simulated GPU", "hardware"]
+    verified_on: Machine
     sick: RunMeasurements
     healthy: RunMeasurements
