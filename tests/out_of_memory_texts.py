@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_gpu_tools.advice.failures import ModelSize, OutOfMemory, parse
+from lightning_gpu_tools.advice.out_of_memory import ModelSize, OutOfMemory, parse
 from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory
 
 MIB, GIB = 2**20, 2**30

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from lightning_gpu_tools.advice.failures import LOADING_CHECKPOINT, SETUP, OutOfMemory
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.memory_account import KEPT, growing_memory
 from lightning_gpu_tools.advice.memory_remedies import (
@@ -23,6 +22,7 @@ from lightning_gpu_tools.advice.memory_remedies import (
     sharded,
     smaller_batch,
 )
+from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, SETUP, OutOfMemory
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.training.phases import OPTIMIZER, TRAINING_STEP, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements

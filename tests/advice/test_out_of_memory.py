@@ -13,7 +13,7 @@ from out_of_memory_texts import GIB, MIB, an_error, counted, torch_text
 from lightning_gpu_tools.advice import examples
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import cpu_run, gpu_run
-from lightning_gpu_tools.advice.failures import OutOfMemory, is_out_of_memory, parse
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
