@@ -27,6 +27,7 @@ from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding, median_interval
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -579,6 +580,12 @@ def causes(known: Mapping[str, AnyCause]) -> str:
     return table(("cause", "the report says", "what to change", "seen on"), *sorted(rows))
 
 
+def stall_causes() -> str:
+    """Return what makes a training stand still, how that looks, what to change, and where it was seen."""
+    rows = [(f"`{one.name}`", one.seen_as, one.change, one.verified_on) for one in STALL_CAUSES.values()]
+    return table(("cause", "what you see", "what to change", "seen on"), *sorted(rows))
+
+
 def memory_parts() -> str:
     return table(("part", "what it is"), *((f"`{part.name}`", part.meaning) for part in PARTS.values()))
 
@@ -714,6 +721,7 @@ TABLES: dict[str, Callable[[], str]] = {
             real_projects,
             scale,
             stalls,
+            stall_causes,
             options,
             commands,
             figures,

@@ -14,7 +14,7 @@ import lightning_gpu_tools
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.findings import Verdict
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
-from lightning_gpu_tools.advice.stalls import StallCause
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.reports.report import SCHEMA_VERSION
 from lightning_gpu_tools.reports.text import render_text
 
@@ -34,7 +34,7 @@ READ = (DOCS / "how_to_read_the_report.md").read_text()
 
 def test_every_cause_is_explained() -> None:
     first_column = "".join(re.findall(r"^\| ([^|]+) \|", LOW + FULL + HANGS, re.MULTILINE))
-    for cause in (*CAUSES, *MEMORY_CAUSES, *get_args(StallCause)):
+    for cause in (*CAUSES, *MEMORY_CAUSES, *STALL_CAUSES):
         assert f"`{cause}`" in first_column, cause
 
 

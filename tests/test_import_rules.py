@@ -37,6 +37,7 @@ PURE = [
     "advice/*",
     "advice/causes/*",
     "advice/memory_causes/*",
+    "advice/stall_causes/*",
     "selection/ranking",
     "selection/visibility",
     "checkpoints/key_*",

@@ -1,4 +1,4 @@
-"""What the package knows of one cause. The folders ``causes``, of lost time, and ``memory_causes`` have its file."""
+"""The form of a cause. The folders ``causes``, ``memory_causes`` and ``stall_causes`` have a file for each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+# Where a training that has a cause was found to have it; "measurements": nowhere yet, only in made-up ones.
+Machine = Literal["measurements", "cpu", "simulated allocator", "simulated GPU", "hardware"]
 
 
 class Shape(NamedTuple):
@@ -41,7 +44,7 @@ class AnyCause:
     name: str
     shapes: Sequence[Shape]
     after: Sequence[str] = ()
-    verified_on: Literal["measurements", "cpu", "simulated allocator", "simulated GPU", "hardware"]
+    verified_on: Machine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from lightning_gpu_tools.advice.causes import CAUSES, cpu_contention, epoch_star
 from lightning_gpu_tools.advice.causes.shared_gpu import what_others_do
 from lightning_gpu_tools.advice.causes.unexplained import MAX_UNNAMED
 from lightning_gpu_tools.advice.causes.validation import MAX_USUAL as MAX_USUAL_VALIDATION
-from lightning_gpu_tools.advice.failures import Failure, OutOfMemory
+from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import (
     AT_END,
     MIN_CEILING,
@@ -33,6 +33,7 @@ from lightning_gpu_tools.advice.idle_in_step import few_active_sms, is_tiny, wit
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, as_searched
 from lightning_gpu_tools.advice.memory_account import growing_memory
 from lightning_gpu_tools.advice.memory_causes import judge
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
 from lightning_gpu_tools.advice.uneven_steps import details
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth

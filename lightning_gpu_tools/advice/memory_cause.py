@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.cause import AnyCause
-from lightning_gpu_tools.advice.failures import OutOfMemory
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 MIN_SHARE = 0.10  # our default for the share of the memory from which on something in it can be a cause

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.failures import ModelSize, OutOfMemory, OutOfMemoryMessage
+from lightning_gpu_tools.advice.out_of_memory import ModelSize, OutOfMemory, OutOfMemoryMessage
 from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory
 
 MIB = 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lightning_gpu_tools.advice.batch_size import MARGIN, LargestBatch, StepPeak, largest_batch, split, step_peak
-from lightning_gpu_tools.advice.failures import OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.phases import FORWARD, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes

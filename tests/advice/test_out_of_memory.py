@@ -13,8 +13,8 @@ from out_of_memory_texts import torch_text
 from lightning_gpu_tools.advice import examples
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import GIB, cpu_run, gpu_run
-from lightning_gpu_tools.advice.failures import OutOfMemory, is_out_of_memory, parse
 from lightning_gpu_tools.advice.memory_examples import FLAT, GROWING, MIB, an_error, counted_steps
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RunMeasurements

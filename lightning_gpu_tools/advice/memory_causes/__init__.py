@@ -7,9 +7,9 @@ there. Bytes throughout.
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import in_folder
-from lightning_gpu_tools.advice.failures import OutOfMemory
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.failures import OutOfMemory
 from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, an_error, counted_steps
 from lightning_gpu_tools.advice.memory_remedies import (
@@ -18,6 +17,7 @@ from lightning_gpu_tools.advice.memory_remedies import (
     samples,
     smaller_batch,
 )
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.phases import TRAINING_STEP, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 from lightning_gpu_tools.units import format_bytes

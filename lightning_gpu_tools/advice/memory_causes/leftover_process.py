@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.failures import OutOfMemory
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_causes.other_processes import left_over, named, others_are_the_cause
 from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Shape
-from lightning_gpu_tools.advice.failures import LOADING_CHECKPOINT, SETUP, OutOfMemory
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import an_error
 from lightning_gpu_tools.advice.memory_remedies import another_gpu
+from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, SETUP, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 

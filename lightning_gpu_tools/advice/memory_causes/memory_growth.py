@@ -8,11 +8,11 @@ from statistics import median
 
 from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.failures import OutOfMemory
 from lightning_gpu_tools.advice.memory_account import KEPT, growing_memory
 from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, GROWING, an_error
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, record, why_host_is_full
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.failures import SETUP, ModelSize, OutOfMemory
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
 from lightning_gpu_tools.advice.memory_remedies import another_gpu, is_32, needed, sharded
+from lightning_gpu_tools.advice.out_of_memory import SETUP, ModelSize, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 

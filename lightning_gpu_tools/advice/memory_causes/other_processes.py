@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.failures import OutOfMemory
 from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, an_error, counted_steps
 from lightning_gpu_tools.advice.memory_remedies import another_gpu, needed, needed_bytes
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.failures import OutOfMemory
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import an_error, counted_steps
 from lightning_gpu_tools.advice.memory_remedies import in_validation, largest_that_fits, levers
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 _MIN_TIMES = 1.5  # our default: times as many numbers as the median batch
