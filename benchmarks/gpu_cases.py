@@ -13,30 +13,31 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import fake_driver
-from measured_runs import GIB, contended, gpu_run, sampled_idle
 from simulated_gpu import train_on_simulated_gpu
 from trainings import Spending
 
+from lightning_gpu_tools.advice.examples import (
+    GIB,
+    HOPPER,
+    STEP,
+    WAITS,
+    contended,
+    gpu_run,
+    on_hopper,
+    profiled,
+    ranks,
+    sampled_idle,
+)
 from lightning_gpu_tools.training.run_measurements import (
     GpuFacts,
     LoadingFacts,
-    ProfiledSteps,
-    RankStep,
     RunMeasurements,
 )
-
-HOPPER = GpuFacts(
-    compute_capability=(9, 0),
-    memory_total_bytes=80 * GIB,
-    sm_active_percent=90.0,
-    tensor_active_percent=30.0,
-)
-PROFILE = ProfiledSteps(steps=3, wall_s=0.15, kernels_per_step=400, kernel_median_us=80.0)
 
 
 def _slow(hook: str) -> Spending:
@@ -64,9 +65,6 @@ SIMULATED: dict[str, tuple[str, Callable[[], list[Spending]], dict[str, float | 
     "pageable copies that nothing hides": ("host_to_device_copy", list, {"copy_s": 0.015, "pageable": True}),
 }
 
-STEP = {"training_step": 50.0}
-WAITS = {"data_loading": 30.0, "training_step": 10.0}
-
 
 class Measured(NamedTuple):
     """Measurements, what must be said of them, and where it matters the share of the first finding, and its words."""
@@ -75,23 +73,6 @@ class Measured(NamedTuple):
     run: RunMeasurements
     share: float | None = None
     words: str = ""
-
-
-def profiled(**changes: Any) -> dict[str, Any]:
-    return {"profile": dataclasses.replace(PROFILE, **changes)}
-
-
-def on_hopper(**changes: Any) -> dict[str, Any]:
-    return {"gpu": dataclasses.replace(HOPPER, **changes)}
-
-
-def ranks(*phase_s: dict[str, float]) -> dict[str, Any]:
-    """Return ranks, two on each node, with the seconds of each one's own work on a step."""
-    return {
-        "ranks": tuple(
-            RankStep(rank=i, node=i // 2, own_step_s=sum(s.values()), phase_s=s) for i, s in enumerate(phase_s)
-        )
-    }
 
 
 def cold_cache() -> RunMeasurements:
@@ -142,7 +123,7 @@ MEASURED = {
         "healthy", gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, held_clock_percent=95.0))
     ),
     "a quota of two cores": Measured(
-        "cpu_contention quota", contended(throttled=0.4, quota_cores=2.0), 0.4, "Raise the quota"
+        "cpu_contention quota", contended(throttled_share=0.4, quota_cores=2.0), 0.4, "Raise the quota"
     ),
     "two of 64 cores by SLURM": Measured(
         "cpu_contention affinity", contended(machine_cores=64, runnable_threads=16.0, in_slurm=True), 0.4,

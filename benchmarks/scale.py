@@ -38,11 +38,11 @@ from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from measured_runs import gpu_run
 from simulated_report import simulated_report
 
 from lightning_gpu_tools import GPUUtilizationMonitor
-from lightning_gpu_tools.advice.ranks import straggler
+from lightning_gpu_tools.advice.causes import straggler
+from lightning_gpu_tools.advice.examples import gpu_run
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSummary
 from lightning_gpu_tools.reports.plot import save_plot
 from lightning_gpu_tools.reports.report import RUNNING, load_report, to_json
@@ -230,8 +230,8 @@ def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
     recorder: Any = SimpleNamespace()  # of which that needs nothing
     listing_s = median(timed_s(lambda: RunRecorder.hear(recorder, entries)) for _ in range(REPEATS))
     run = gpu_run({"training_step": 100}, 99.0, ranks=recorder._ranks)
-    judging_s = median(timed_s(lambda: straggler(run)) for _ in range(REPEATS))
-    found = straggler(run)
+    judging_s = median(timed_s(lambda: list(straggler.find(run))) for _ in range(REPEATS))
+    found = next(straggler.find(run), None)
     assert ranks < 10 or (found is not None and found.evidence["who"] == "rank 9"), found
     job.fill("measured", is_last=True)
     end_s = timed_s(lambda: job.exchange.finish(TIMEOUT_S))

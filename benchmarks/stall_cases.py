@@ -234,9 +234,9 @@ MIN_S, UNKNOWN_S = 1.5, 6.0
 
 def scale() -> None:
     """Make a minute 1.5 s and ten minutes 6 s, where a training is judged by itself."""
-    from lightning_gpu_tools.advice import stalls
+    from lightning_gpu_tools.advice import stall_patience
 
-    stalls.MIN_S, stalls.UNKNOWN_S = MIN_S, UNKNOWN_S
+    stall_patience.MIN_S, stall_patience.UNKNOWN_S = MIN_S, UNKNOWN_S
 
 
 LONG_S = 2 * MIN_S

@@ -22,8 +22,12 @@ from statistics import median
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lightning_gpu_tools.advice.cause import AnyCause
+from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding, median_interval
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -563,6 +567,27 @@ def phases() -> str:
     return table(("phase", "the training thread is"), *rows)
 
 
+def causes(known: Mapping[str, AnyCause]) -> str:
+    """Return the causes of a folder, what the report says of each, what to change, and where it was seen."""
+    rows = [
+        (
+            f"`{cause.name}`" + (f", `{shape.kind}`" if shape.kind else ""),
+            shape.says,
+            shape.change,
+            cause.verified_on,
+        )
+        for cause in known.values()
+        for shape in cause.shapes
+    ]
+    return table(("cause", "the report says", "what to change", "seen on"), *sorted(rows))
+
+
+def stall_causes() -> str:
+    """Return what makes a training stand still, how that looks, what to change, and where it was seen."""
+    rows = [(f"`{one.name}`", one.seen_as, one.change, one.verified_on) for one in STALL_CAUSES.values()]
+    return table(("cause", "what you see", "what to change", "seen on"), *sorted(rows))
+
+
 def memory_parts() -> str:
     return table(("part", "what it is"), *((f"`{part.name}`", part.meaning) for part in PARTS.values()))
 
@@ -699,11 +724,14 @@ TABLES: dict[str, Callable[[], str]] = {
             real_projects,
             scale,
             stalls,
+            stall_causes,
             options,
             commands,
             figures,
         )
     },
+    "causes": functools.partial(causes, CAUSES),
+    "memory_causes": functools.partial(causes, MEMORY_CAUSES),
     **{f"case_{name.replace('-', '_')}": functools.partial(case, name) for name in CASES},
     **{
         kind.__name__: functools.partial(fields, kind)

@@ -1,12 +1,8 @@
-"""Out-of-memory errors: messages as torch's c10/cuda/CUDACachingAllocator.cpp writes them, and what is known then."""
+"""Messages of out-of-memory errors, as torch's c10/cuda/CUDACachingAllocator.cpp writes them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from lightning_gpu_tools.advice.failures import ModelSize, OutOfMemory, parse
-from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory
 
 MIB, GIB = 2**20, 2**30
 
@@ -46,43 +42,4 @@ def torch_text(
         "reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory "
         "Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
-    )
-
-
-def counted(batch_size: int, begin: int, peak: int) -> RankMemory:
-    """Return what a rank has counted: steps of one size, with 2 GiB each of parameters and gradients, 3 of states."""
-
-    def reading(allocated: int) -> MemoryReading:
-        return MemoryReading(
-            allocated_bytes=allocated, peak_allocated_bytes=peak, reserved_bytes=peak, peak_reserved_bytes=peak
-        )
-
-    first = StepMemory(step=1, batch_shape=(batch_size, 512), begin=reading(2 * GIB))
-    return RankMemory(
-        latest=reading(begin),
-        holdings=MemoryHoldings(
-            parameters_bytes=2 * GIB, gradients_bytes=2 * GIB, gradients_kept_bytes=2 * GIB, optimizer_bytes=3 * GIB
-        ),
-        first_step=first,
-        last_step=StepMemory(step=9, batch_shape=(batch_size, 512), begin=reading(begin), after_forward=reading(peak)),
-        peaks_bytes={"forward": peak},
-    )
-
-
-def an_error(
-    *,
-    allocated: int = 22 * GIB,
-    cached: int = 0,
-    free: int = 10 * MIB,
-    others: Mapping[int, int] = {},
-    allowed: int | None = None,
-    **known: Any,
-) -> OutOfMemory:
-    """Return an error of torch on a GPU of 24 GiB, where 200 MiB could not be had in forward."""
-    process = allocated + cached + GIB // 2
-    message = parse(torch_text(200 * MIB, 24 * GIB, free, allocated, cached, process, others, allowed))
-    assert message is not None
-    model = ModelSize(parameters_bytes=2 * GIB, gradients_bytes=2 * GIB, optimizer_bytes=3 * GIB, fusible=("AdamW",))
-    return OutOfMemory(
-        **{"message": message, "phase": "training_step/forward", "step": 12, "uuid": "GPU-0", "model": model, **known}
     )

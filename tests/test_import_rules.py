@@ -1,6 +1,7 @@
 """The order of the house: who may import whom, and what each room may know of the world outside."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -34,6 +35,9 @@ HOMES: dict[str, set[str]] = {
 # What decides on data: nothing but the standard library, and nothing of it that asks the world outside.
 PURE = [
     "advice/*",
+    "advice/causes/*",
+    "advice/memory_causes/*",
+    "advice/stall_causes/*",
     "selection/ranking",
     "selection/visibility",
     "checkpoints/key_*",
@@ -67,6 +71,17 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 def room(module: str) -> int:
     return ROOMS.index(module.partition("/")[0])
+
+
+def test_the_architecture_is_what_it_says() -> None:
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    assert len(text.splitlines()) <= 60
+    rooms = [name.removesuffix(".py").removesuffix("/") for name in re.findall(r"^\| `(.+?)` \|", text, re.MULTILINE)]
+    assert rooms == [name for name in ROOMS if name != "__main__"]
+    named = set(re.findall(r"`(\w+/[\w/.]*)`", text.partition("`tests/` mirrors it")[2]))
+    assert len(named) > 20
+    for name in named:
+        assert (PACKAGE / name).exists() or (PACKAGE.parent / name).exists(), name
 
 
 @pytest.mark.parametrize("module", FILES)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
+from operator import attrgetter
+from statistics import fmean, median
 
-from lightning_gpu_tools.advice.cpu_contention import cpu_contention, without_contention
-from lightning_gpu_tools.advice.failures import Failure, OutOfMemory
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.causes import CAUSES, cpu_contention, epoch_start, slow_steps, unexplained
+from lightning_gpu_tools.advice.causes.shared_gpu import what_others_do
+from lightning_gpu_tools.advice.causes.unexplained import MAX_UNNAMED
+from lightning_gpu_tools.advice.causes.validation import MAX_USUAL as MAX_USUAL_VALIDATION
+from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import (
     AT_END,
     MIN_CEILING,
@@ -17,30 +23,19 @@ from lightning_gpu_tools.advice.findings import (
     MIN_STEPS,
     MIN_UTILIZATION_PERCENT,
     Diagnosis,
-    Evidence,
     Finding,
     Verdict,
     ceiling,
-    counted,
     gain,
     mean_interval,
 )
-from lightning_gpu_tools.advice.host_work import data_loading, harmless, host_work, unnamed
-from lightning_gpu_tools.advice.inside_step import (
-    few_active_sms,
-    held_down,
-    inside_step,
-    is_tiny,
-    low_precision,
-    out_of_proportion,
-    shared_gpu,
-    unexplained_in_step,
-)
+from lightning_gpu_tools.advice.idle_in_step import few_active_sms, is_tiny, without_cause
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, as_searched
 from lightning_gpu_tools.advice.memory_account import growing_memory
 from lightning_gpu_tools.advice.memory_causes import judge
-from lightning_gpu_tools.advice.ranks import straggler, waiting_for_ranks
-from lightning_gpu_tools.advice.uneven_steps import details, unsaid, with_uneven_steps
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
+from lightning_gpu_tools.advice.uneven_steps import details
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import (
     CALLBACK,
@@ -49,9 +44,13 @@ from lightning_gpu_tools.training.phases import (
     GARBAGE_COLLECTION,
     LOGGING,
     PHASES,
+    RANK_WAIT,
+    TRAINER,
+    VALIDATION,
+    base_phase,
 )
 from lightning_gpu_tools.training.run_measurements import COPY, DATA_LOADING, TRAINING_STEP, RunMeasurements
-from lightning_gpu_tools.units import format_bytes, format_duration, printable
+from lightning_gpu_tools.units import format_duration, printable
 
 # Our defaults.
 _MAX_FINDINGS = 4  # anyone with more to change starts with these
@@ -86,7 +85,7 @@ def diagnose(
         found = []
         # Short epochs hardly have a steady step.
         if run.steps >= min_steps and run.wall_s >= min_seconds and run.epochs >= _MIN_EPOCHS:
-            found = _worth_reporting(run, [one for one in host_work(run) if one.cause == "epoch_start"])
+            found = _worth_reporting(run, epoch_start.find(run))
         verdict = "low" if found else "too_short"
     findings = tuple(sorted(found, key=_by_gain)[:_MAX_FINDINGS])
     is_judged = verdict != "too_short"
@@ -131,45 +130,53 @@ def _by_gain(finding: Finding) -> tuple[float, str]:
 def _judge(
     run: RunMeasurements, min_utilization_percent: float, searched: LoaderResult | None
 ) -> tuple[Verdict, list[Finding]]:
-    others = shared_gpu(run)
-    if others is not None:
-        return "shared_gpu", [others]
+    others = _found_by(CAUSES["shared_gpu"], run)
+    if others:
+        return "shared_gpu", others
     found = _causes(run, searched)
     if not run.on_gpu or run.utilization_percent is None:
         return ("low" if found else "unknown" if run.on_gpu else "healthy"), found
-    remarks = _worth_reporting(run, [low_precision(run), *held_down(run)])
+    remarks = [one for cause in CAUSES.values() if cause.is_remark for one in _found_by(cause, run)]
+    remarks = _worth_reporting(run, remarks)
     is_busy = run.utilization_percent >= min_utilization_percent and few_active_sms(run) is None
-    if is_busy and not any(finding.cause in ("straggler", "unexplained", "cpu_contention") for finding in found):
+    if is_busy and not any(CAUSES[one.cause].counts_while_busy for one in found):
         return "healthy", remarks
     idle = 1.0 - run.utilization_percent / 100
-    rest = unexplained_in_step(run, found)
+    rest = without_cause(run, found)
     if not found or rest >= _MIN_UNEXPLAINED:
-        found.append(_unexplained(run, rest if found else idle))
+        found.append(unexplained.idle_in_step(run, rest if found else idle))
     if is_tiny(run):
         return "low", [_cause_of_tiny(sorted(found, key=_by_gain), idle)]
     return "low", [*found, *remarks]
 
 
 def _causes(run: RunMeasurements, searched: LoaderResult | None) -> list[Finding]:
-    loading = data_loading(run)
-    steady = [
-        loading,
-        straggler(run),
-        waiting_for_ranks(run),
-        *host_work(run),
-        *inside_step(run),
-        *out_of_proportion(run),
-    ]
-    found = with_uneven_steps(run, [finding for finding in steady if finding is not None])
+    found: list[Finding] = []
+    for cause in CAUSES.values():
+        is_first = not any(one.cause in cause.after for one in found)
+        if is_first and not cause.is_remark and cause.name != "shared_gpu":
+            found += _found_by(cause, run)
+    found = slow_steps.revised(run, found)
     if searched is not None:
         found = [as_searched(one, searched) if one.cause == "data_loading" else one for one in found]
     named = _worth_reporting(run, found)
     slow_in = {finding.evidence["phase"] for finding in named if finding.cause == "slow_steps"}
-    named += [finding for finding in unnamed(run) if finding.evidence["phase"] not in slow_in]
-    contention = cpu_contention(run, loading)
+    named += [finding for finding in unexplained.long_lines(run) if finding.evidence["phase"] not in slow_in]
+    loading = next(iter(_found_by(CAUSES["data_loading"], run)), None)
+    contention = cpu_contention.cpu_contention(run, loading)
     if contention is None:
         return named
-    return [contention, *_worth_reporting(run, without_contention(run, named, contention))]
+    return [contention, *_worth_reporting(run, cpu_contention.without_contention(run, named, contention))]
+
+
+def _found_by(cause: Cause, run: RunMeasurements) -> list[Finding]:
+    return list(cause.find(run)) if cause.find is not None and all(_is_known(run, name) for name in cause.needs) else []
+
+
+def _is_known(run: RunMeasurements, name: str) -> bool:
+    first, _, rest = name.partition(".")
+    value = getattr(run, first)
+    return value is not None and (not rest or attrgetter(rest)(value) is not None)
 
 
 def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> list[Finding]:
@@ -208,22 +215,6 @@ def _cause_of_tiny(found: Sequence[Finding], idle: float) -> Finding:
     return first if first.share >= idle / 2 else launch
 
 
-def _unexplained(run: RunMeasurements, idle: float) -> Finding:
-    if run.profile is None:
-        how = "GPUUtilizationAdvisor(profile=True) profiles" if run.has_trainer else "Profile"
-        torchs = "" if run.has_trainer else " with torch.profiler"
-        advice = f"{how} three steps{torchs}, which separates syncs, small kernels and copies."
-    elif run.has_trainer:
-        advice = "Profile the training step: Trainer(profiler='pytorch', max_steps=50)."
-    else:
-        advice = "Profile some steps with torch.profiler."
-    left_on_cpu = ", ".join(run.left_on_cpu) or None
-    if left_on_cpu:
-        advice += f" Start with what is left on the CPU: {left_on_cpu}."
-    evidence: Evidence = {"phase": TRAINING_STEP, "idle_percent": 100 * idle, "left_on_cpu": left_on_cpu}
-    return replace(counted("unexplained", idle, evidence, advice), ceiling_lower=1.0)
-
-
 def _idle_percent(run: RunMeasurements) -> dict[str, float]:
     if run.gpu_idle is None:
         return {}
@@ -232,70 +223,58 @@ def _idle_percent(run: RunMeasurements) -> dict[str, float]:
     return percent if in_step is None else {**percent, TRAINING_STEP: 100 * in_step}
 
 
-_COSTS = {
-    "host_to_device_copy": "Moving batches to the device takes",
-    "device_sync": "Waiting for GPU results inside the training step takes",
-    "launch_bound": "Launching many small kernels takes",
-    "small_batch": "A batch too small to fill the GPU costs",
-    "low_precision": "32-bit computing beside idle tensor cores costs",
-    "backward": "Backward takes",
-    "optimizer": "The optimizer {name} takes",
-    "callback": "The callback {name} takes",
-    "logging": "The logger {name} takes",
-    "slow_steps": "Slow steps take",
-    "cpu_contention": "Waiting for a CPU core takes",
-    "communication": "Waiting for other ranks takes",
-    "straggler": "Waiting for {who} takes",
-    "thermal_throttling": "Thermal throttling costs",
-    "power_cap": "Throttling at the power limit costs",
-}
-_IDLE_IN_STEP = "Unexplained idle time inside the training step takes"
-_COSTS_OF_UNNAMED = {
-    "trainer": "The Trainer's own work takes",
-    "training_step": "Work in the training step beside forward, backward and optimizer takes",
-    "outside_loop": "Code outside of run.batches() takes",
-    "unexplained": "Work outside of all hooks and steps takes",
-}
-
-
 def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) -> str:
     if verdict == "unknown":
         return "Nothing reports how busy the GPU is, and nothing on the host slows training down."
     if verdict == "shared_gpu":
-        return f"{_others(findings[0])}, so its utilization says nothing about this training."
+        return f"{what_others_do(findings[0].evidence)}, so its utilization says nothing about this training."
     gpu = "" if run.utilization_percent is None else f"The GPU is busy {run.utilization_percent:.0f} % of the time. "
     if verdict == "healthy" or not findings:
-        but, longest = unsaid(run, ()), harmless(run)
+        but, longest = slow_steps.unsaid(run, ()), _harmless(run)
         if longest:
             return f"{gpu}{longest}{but and f' Besides, {but}.'}"
         return f"{gpu}Nothing on the host slows training down{but and f', but {but}'}."
     first = findings[0]
-    name = printable(first.evidence.get("name", ""))
-    if first.cause == "unexplained":
-        idle = "idle_percent" in first.evidence
-        costs = _IDLE_IN_STEP if idle else _COSTS_OF_UNNAMED[str(first.evidence["phase"])]
-    elif first.cause == "callback" and not run.has_trainer:
-        costs = f'The phase "{name or first.cause}" takes'
-    elif first.cause not in _COSTS or (first.cause == "logging" and not name):  # run.phase("logging")
-        costs = f"{PHASES[first.cause].label.capitalize()} takes"
-    elif first.cause in ("callback", "logging") and "." in name:  # LitModel.on_after_backward, StepLR.step, self.log
-        costs = f"{name} takes"
-    else:
-        costs = _COSTS[first.cause].format_map({**first.evidence, "name": name})
+    begins = CAUSES[first.cause].begins
+    costs = begins if isinstance(begins, str) else begins(first.evidence, run.has_trainer)
     numbers = "; ".join(filter(None, (_numbers(first.evidence), details(first.evidence))))
-    besides = unsaid(run, findings)
+    besides = slow_steps.unsaid(run, findings)
     return (
         f"{gpu}{costs} {100 * first.share:.0f} % of the wall time{numbers and f' ({numbers})'}."
         f"{besides and f' Besides, {besides}.'}"
     )
 
 
-def _others(shared: Finding) -> str:
-    percent, size = (shared.evidence.get(name) for name in ("others_utilization_percent", "others_memory_bytes"))
-    uses = [] if percent is None else [f"keep the GPU {percent:.0f} % busy"]
-    if size is not None:
-        uses.append(f"use {format_bytes(float(size))} of the GPU's memory")
-    return f"Other jobs {' and '.join(uses)}"
+def _harmless(run: RunMeasurements) -> str:
+    """Return why the longest line of a healthy run's time tree is no cause; empty if there is no long one."""
+    if run.on_gpu:
+        return ""  # whose utilization says enough
+    groups: defaultdict[str, float] = defaultdict(float)
+    for phase, seconds in run.phase_s.items():
+        groups[base_phase(phase)] += seconds / run.wall_s
+    groups.pop(TRAINING_STEP, None)
+    group, share = max(groups.items(), key=lambda item: item[1], default=("", 0.0))
+    if share < MAX_UNNAMED:
+        return ""
+    each_s = share * run.step_s
+    if group == DATA_LOADING:
+        waits_s = median(block.data_loading_s / block.steps for block in run.blocks)
+        if waits_s < each_s / 2:
+            reason = f"a steady step waits only {format_duration(waits_s)}"
+        else:
+            reason = f"it is {format_duration(waits_s)} per step, about what handing over a ready batch takes"
+    elif group == VALIDATION:
+        reason = f"less than {100 * MAX_USUAL_VALIDATION:.0f} % is usual"
+    elif group in (TRAINER, TRAINING_STEP):
+        reason = f"it is {format_duration(each_s)} per step, which no setting changes"
+    elif group == RANK_WAIT and any(waits_for_cores_of_others_s(run.ranks)):
+        reason = "other ranks had no free core then"
+    elif each_s < MIN_COST_S_PER_STEP:
+        reason = f"it is {format_duration(each_s)} per step, too little to gain from"
+    else:
+        reason = "it came too rarely to be more than an accident"
+    label = PHASES[group].label if group in PHASES else printable(group)
+    return f"{label[0].upper()}{label[1:]} takes {100 * share:.0f} % of the wall time, but {reason}."
 
 
 def _numbers(evidence: Mapping[str, float | str]) -> str:

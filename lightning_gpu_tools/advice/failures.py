@@ -1,17 +1,13 @@
-"""What has ended a training, and what would: memory that ran out, dead workers, a full disk. Pure; bytes throughout."""
+"""Failures of a DataLoader that end a training: a worker that died, an error of the dataset."""
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryReading, RankMemory
-from lightning_gpu_tools.training.phases import OPTIMIZER, VALIDATION, base_phase
-from lightning_gpu_tools.units import MAX_BYTES, format_bytes, printable, printable_path
+from lightning_gpu_tools.units import format_bytes, printable
 
 
 class WorkerExit(NamedTuple):
@@ -23,7 +19,7 @@ class WorkerExit(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What ended a training."""
+    """The reason why a training ended."""
 
     what: str  # in words, without a period
     next_step: str
@@ -78,7 +74,7 @@ def how_it_ended(exitcode: int, oom_kills: int = 0, shm_bytes: int | None = None
     return Failure(f"crashed ({name}) in native code", _CRASH)
 
 
-def explain_exits(exits: Sequence[WorkerExit], oom_kills: int, shm_bytes: int | None) -> Failure | None:
+def failure_of_workers(exits: Sequence[WorkerExit], oom_kills: int, shm_bytes: int | None) -> Failure | None:
     """Return what ended a training of which workers have died; ``None`` without any."""
     if not exits:
         return None
@@ -88,7 +84,7 @@ def explain_exits(exits: Sequence[WorkerExit], oom_kills: int, shm_bytes: int | 
     return how._replace(what=f"worker {first.number} of the DataLoader (PID {first.pid}) {how.what}")
 
 
-def explain_error(text: str, index: str | None, shm_bytes: int | None) -> Failure | None:
+def failure_of_dataset(text: str, index: str | None, shm_bytes: int | None) -> Failure | None:
     """Return what an error says of the dataset; ``index`` is of the sample that the training process was loading."""
     caught, noted = _IN_WORKER.search(text), _INDEX.search(text)
     if caught is not None and _NO_SPACE.search(text):
@@ -111,315 +107,3 @@ def not_picklable(text: str) -> Failure:
         "Define what the dataset uses at the top of a module, without lambdas, and open files in the worker; or set "
         'multiprocessing_context="fork".',
     )
-
-
-Source = Literal["allocator", "library", "driver", "host"]
-
-_SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_ROUNDING = 0.01  # sizes have two decimals
-
-# torch's c10/cuda/CUDACachingAllocator.cpp from 2.2 to 2.15, CUDAMallocAsyncAllocator.cpp, c10/core/impl/alloc_cpu.cpp;
-# numpy's _ArrayMemoryError. Any field may be missing: torch 2.3 wrote a NUL that cut the message off.
-_FIELDS = {
-    "requested_bytes": rf"(?:[Tt]ried to allocate|Unable to allocate|[Aa]llocation of|Requested\s*:) {_SIZE}",
-    "total_bytes": rf"(?:total capacity of|Device limit\s*:) {_SIZE}",
-    "free_bytes": rf"(?:of which|Free \(according to CUDA\):) {_SIZE}",
-    "process_bytes": rf"this process has {_SIZE}",
-    "allowed_bytes": rf"(?:memory fraction\)\s*: |(?=[\d.]+ \w+ allowed;)){_SIZE}",
-    "allocated_bytes": rf"(?:Of the allocated memory|Currently allocated\s*:) {_SIZE}",
-    "graph_pool_bytes": rf"with {_SIZE} allocated in private pools",
-    "cached_bytes": rf"and {_SIZE} is reserved by PyTorch but unallocated",
-}
-_OTHER_PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
-_WORKERS = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: Killed)"
-)
-
-
-class _Kind(NamedTuple):
-    pattern: str
-    source: Source
-    name: str
-    is_certain: bool = True
-
-
-# The first that fits counts.
-_KINDS = (
-    _Kind(r"(?:CUDA|HIP) out of memory|would exceed allowed memory|preemptively rejected", "allocator", "torch"),
-    _Kind(r"CUBLAS_STATUS_ALLOC_FAILED", "library", "cuBLAS"),
-    _Kind(r"CUDNN_STATUS_ALLOC_FAILED", "library", "cuDNN"),
-    _Kind(r"(?i)nccl[\s\S]*out of memory|out of memory[\s\S]*nccl", "library", "NCCL"),
-    # Also a wrong index in an earlier kernel, or libraries that do not match.
-    _Kind(r"CUBLAS_STATUS_NOT_INITIALIZED", "library", "cuBLAS", is_certain=False),
-    _Kind(r"CUDNN_STATUS_NOT_INITIALIZED|valid cuDNN algorithm", "library", "cuDNN", is_certain=False),
-    _Kind(r"handles_\.at\(i\)", "library", "CUDA", is_certain=False),
-    _Kind(r"(?:CUDA(?: driver)?|Triton|HIP) [Ee]rror(?: \[CUDA\])?: out of memory", "driver", "CUDA"),
-    _Kind(r"DefaultCPUAllocator|Unable to allocate|Cannot allocate memory", "host", "the program"),
-    _Kind(_WORKERS.pattern, "host", "the program", is_certain=False),
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutOfMemoryMessage:
-    """What an out-of-memory error says; ``None`` where it says nothing."""
-
-    source: Source  # that ran out of the GPU's memory, or the host of its own
-    name: str  # who asked for it, in words
-    is_certain: bool = True  # the message has no other meaning
-    requested_bytes: int | None = None  # on a GPU the segment: 2 MiB for up to 1, 20 for up to 10
-    total_bytes: int | None = None
-    free_bytes: int | None = None  # as the driver reports it
-    others_bytes: Mapping[int, int] = field(default_factory=dict)  # by the driver's number of the process
-    allowed_bytes: int | None = None  # by a limit on torch
-    allocated_bytes: int | None = None  # in tensors
-    graph_pool_bytes: int | None = None  # the part of it in pools of CUDA graphs, with what is free there
-    cached_bytes: int | None = None  # what torch keeps beside it
-    workers: tuple[int, ...] = ()  # PIDs of the loader's workers that were killed
-
-
-def out_of_memory(error: BaseException) -> OutOfMemoryMessage | None:
-    """Return what an error, or one behind it, says of memory that ran out; ``None`` if nothing."""
-    for one in _chain(error):
-        text = str(one)
-        classes = {(cls.__module__.partition(".")[0], cls.__name__) for cls in type(one).__mro__}
-        if ("torch", "OutOfMemoryError") in classes:
-            return parse(text) or OutOfMemoryMessage(source="allocator", name="torch")
-        if isinstance(one, MemoryError):
-            return parse(text) or OutOfMemoryMessage(source="host", name="the program")
-        if isinstance(one, (ConnectionResetError, EOFError)):  # a worker ended while it sent a batch
-            return OutOfMemoryMessage(source="host", name="the program", is_certain=False)
-        # An error of the user's program may quote such a text.
-        if isinstance(one, (RuntimeError, OSError)) and (found := parse(text)) is not None:
-            return found
-    return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    now: BaseException | None = error
-    while now is not None and id(now) not in seen:
-        seen.add(id(now))
-        yield now
-        now = now.__cause__ or (None if now.__suppress_context__ else now.__context__)
-
-
-def parse(text: str) -> OutOfMemoryMessage | None:
-    """Return what the text of an error says of memory that ran out; ``None`` if nothing."""
-    kind = next((kind for kind in _KINDS if re.search(kind.pattern, text)), None)
-    if kind is None:
-        return None
-    sizes = {name: _size(re.search(pattern, text)) for name, pattern in _FIELDS.items()}
-    others = {int(match[1]): size for match in _OTHER_PROCESS.finditer(text) if (size := _size(match)) is not None}
-    if sizes.pop("process_bytes") is None and sizes["allocated_bytes"] is not None:
-        # In a container torch does not know which process it is.
-        reserved = sizes["allocated_bytes"] + (sizes["cached_bytes"] or 0)
-        large = [(size, pid) for pid, size in others.items() if size >= reserved * (1 - _ROUNDING)]
-        if large:
-            del others[min(large)[1]]
-    workers = _WORKERS.search(text)
-    return OutOfMemoryMessage(
-        source=kind.source,
-        name=kind.name,
-        is_certain=kind.is_certain,
-        others_bytes=others,
-        workers=() if workers is None else tuple(map(int, workers[1].split(","))),
-        **sizes,
-    )
-
-
-def _size(match: re.Match[str] | None) -> int | None:
-    """Return the size at the end of a match; ``None`` for 2^64, by which NVML says "not available"."""
-    if match is None:
-        return None
-    number, unit = match.groups()[-2:]
-    size = float(number) * _UNITS[unit]
-    return int(size) if size < MAX_BYTES / 2 else None  # the text is rounded
-
-
-LOADING_CHECKPOINT = "loading_checkpoint"
-SETUP = "setup"
-_NEARLY_FULL = 0.05  # our default for the share of free memory below which a message with two meanings counts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSize:
-    """What a model needs on one GPU beside its batch."""
-
-    parameters_bytes: int = 0  # with buffers
-    gradients_bytes: int = 0
-    optimizer_bytes: int = 0  # states, which come with the optimizer's first step
-    fusible: tuple[str, ...] = ()  # names of optimizers that need less with fused=True
-
-    @property
-    def total_bytes(self) -> int:
-        """The sum."""
-        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutOfMemory:
-    """An out-of-memory error that ended a run, and what was known when it came; ``None`` = unknown."""
-
-    message: OutOfMemoryMessage
-    phase: str  # of the training thread, as in phase_s, or SETUP or LOADING_CHECKPOINT
-    step: int  # of the Trainer, or the batch of a loop
-    rank: int = 0
-    reading: MemoryReading | None = None  # when torch's allocator failed
-    grad_enabled: bool | None = None
-    batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch
-    usual_items: float | None = None  # the median count of numbers in it
-    memory: RankMemory | None = None
-    begins: Sequence[tuple[float, float]] = ()  # (step, bytes in tensors) when steps began, oldest first
-    validation_begins: Sequence[tuple[float, float]] = ()  # the same of this validation's batches
-    model: ModelSize = ModelSize()  # with 0 for unknown sizes
-    uuid: str | None = None  # of the GPU
-    gpus: tuple[GpuReading, ...] = ()  # of the machine, read after the error
-    own_pids: frozenset[int] | None = None  # this job's processes by the driver's numbers
-    orphans: tuple[int, ...] = ()  # processes on this GPU whose parent has ended
-    is_sharded: bool = False  # over the ranks
-    growth: tuple[MemoryGrowth, ...] = ()
-    oom_kills: int = 0  # by the kernel, on this machine, during the run
-
-    @property
-    def place(self) -> str:
-        """The phase, in words."""
-        names = {SETUP: "the setup", LOADING_CHECKPOINT: "loading a checkpoint", OPTIMIZER: "the optimizer"}
-        group, _, part = self.phase.partition("/")
-        return names.get(self.phase) or printable(part or group.replace("_", " "))
-
-    @property
-    def gpu(self) -> GpuReading | None:
-        """This GPU, read after the error."""
-        return next((gpu for gpu in self.gpus if gpu.uuid is not None and gpu.uuid == self.uuid), None)
-
-    @property
-    def total_bytes(self) -> int | None:
-        """Size of the GPU's memory."""
-        return self.message.total_bytes or (None if self.gpu is None else self.gpu.memory_total_bytes)
-
-    @property
-    def free_bytes(self) -> int | None:
-        """The part of it that was free."""
-        on_gpu = None if self.gpu is None else self.gpu.memory_free_bytes
-        return on_gpu if self.message.free_bytes is None else self.message.free_bytes
-
-    @property
-    def allocated_bytes(self) -> int | None:
-        """What was in tensors."""
-        return self.message.allocated_bytes if self.reading is None else self.reading.allocated_bytes
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        """What torch had of the GPU."""
-        if self.reading is not None:
-            return self.reading.reserved_bytes
-        allocated = self.message.allocated_bytes
-        return None if allocated is None else allocated + (self.message.cached_bytes or 0)
-
-    @property
-    def requested_bytes(self) -> int:
-        """What could not be had; 0 if the message does not say."""
-        return self.message.requested_bytes or 0
-
-    @property
-    def wanted_bytes(self) -> int:
-        """What would have been in tensors."""
-        return (self.allocated_bytes or 0) + self.requested_bytes
-
-    @property
-    def room_bytes(self) -> int | None:
-        """What torch could have of the GPU."""
-        if self.reserved_bytes is None or self.free_bytes is None:
-            return self.message.allowed_bytes
-        left = self.reserved_bytes + self.free_bytes
-        return min(left, self.message.allowed_bytes or left)
-
-    @property
-    def others(self) -> tuple[GpuProcess, ...]:
-        """Other jobs' processes on the GPU, the largest first."""
-        found = [GpuProcess(pid=pid, memory_used_bytes=size) for pid, size in self.message.others_bytes.items()]
-        if self.gpu is not None and self.gpu.processes and self.own_pids is not None:
-            found = [one for one in self.gpu.processes if one.pid not in self.own_pids]
-        return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
-
-    @property
-    def others_bytes(self) -> int:
-        """Their memory, as far as the driver reports it."""
-        return sum(one.memory_used_bytes or 0 for one in self.others)
-
-    @property
-    def has_completed_steps(self) -> bool:
-        """Whether the optimizer has made a step before."""
-        return self.memory is not None and self.memory.first_step is not None
-
-    @property
-    def begin_bytes(self) -> int | None:
-        """What was in tensors when this step or validation batch began."""
-        begins = self.validation_begins if base_phase(self.phase) == VALIDATION else self.begins
-        return int(begins[-1][1]) if begins else None
-
-    @property
-    def kept_bytes(self) -> int:
-        """What was in tensors then beside the model; 0 if that is unknown."""
-        return max(0, (self.begin_bytes or 0) - self.model.total_bytes) if self.model.total_bytes else 0
-
-
-def is_out_of_memory(oom: OutOfMemory) -> bool:
-    """Return whether memory was short, also where the message has another meaning."""
-    if oom.message.is_certain:
-        return True
-    if oom.message.source == "host":
-        return oom.oom_kills > 0
-    return oom.total_bytes is not None and (oom.free_bytes or 0) < _NEARLY_FULL * oom.total_bytes
-
-
-# Where a new checkpoint is complete before the one that it replaces is removed, both are there.
-_CHECKPOINTS = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
-    """What a training needs of its machine, and what there is; ``None`` = unknown, or not needed."""
-
-    folder: str | None = None  # of checkpoints
-    is_writable: bool = True
-    disk_free_bytes: int | None = None
-    checkpoint_bytes: int | None = None
-    prefetched_bytes: int | None = None  # batches that the workers of all ranks of this machine keep ready
-    shm_bytes: int | None = None  # size of /dev/shm, through which they pass them
-    workers: int = 0  # of all ranks of this machine
-    cores: float | None = None  # that the job may use
-    claims: tuple[tuple[str, str, int], ...] = ()  # of others: the GPU, who, bytes (0 = all of it)
-
-
-def shortcomings(found: Surroundings) -> Iterator[str]:
-    """Yield what would end the training, or slow it down, each with what to do."""
-    if found.folder is not None and not found.is_writable:
-        yield (
-            f"Checkpoints cannot be written to {printable_path(found.folder)}: permission is denied. "
-            "Choose another folder: dirpath of ModelCheckpoint, or default_root_dir of the Trainer."
-        )
-    elif found.disk_free_bytes is not None and found.checkpoint_bytes is not None:
-        needed = _CHECKPOINTS * found.checkpoint_bytes
-        if found.disk_free_bytes < needed:
-            yield (
-                f"The disk of {printable_path(found.folder)} has {format_bytes(found.disk_free_bytes)} left, and two "
-                f"checkpoints need {format_bytes(needed)}. Free some, or choose another folder for checkpoints."
-            )
-    if found.shm_bytes is not None and (found.prefetched_bytes or 0) > found.shm_bytes:
-        yield (
-            f"The DataLoader's workers keep up to {format_bytes(found.prefetched_bytes or 0)} of batches ready, and "
-            f"/dev/shm has {format_bytes(found.shm_bytes)}. {SHARED_MEMORY}"
-        )
-    if found.cores is not None and found.workers > found.cores:
-        yield (
-            f"The ranks of this machine have {found.workers} DataLoader workers in all, for {found.cores:g} CPU cores. "
-            "Use fewer (num_workers), or ask for more cores."
-        )
-    for gpu, who, size in found.claims:
-        much = format_bytes(size) if size else "all"
-        yield (
-            f"{printable(who)} has claimed {much} of the memory of GPU {gpu}, and may take it at any time. "
-            "Claim it as well: choose GPUs with this package, or `lightning-gpu-tools run`."
-        )

@@ -10,42 +10,6 @@ from statistics import fmean
 from typing import Literal
 
 Verdict = Literal["healthy", "low", "too_short", "shared_gpu", "unknown", "out_of_memory"]
-Cause = Literal[
-    "data_loading",
-    "host_to_device_copy",
-    "device_sync",
-    "launch_bound",
-    "small_batch",
-    "low_precision",
-    "backward",
-    "optimizer",
-    "callback",
-    "logging",
-    "checkpoint",
-    "validation",
-    "epoch_start",
-    "garbage_collection",
-    "slow_steps",
-    "cpu_contention",
-    "communication",
-    "straggler",
-    "thermal_throttling",
-    "power_cap",
-    "shared_gpu",
-    "memory_growth",
-    # Of out-of-memory errors alone
-    "batch_too_large",
-    "model_too_large",
-    "optimizer_too_large",
-    "fragmentation",
-    "other_processes",
-    "evaluation_graph",
-    "spike",
-    "leftover_process",
-    "loading_checkpoint",
-    "unexplained",
-]
-
 Basis = Literal["measured", "heuristic"]
 Evidence = dict[str, float | str | None]  # what is None is unknown
 
@@ -53,7 +17,6 @@ Evidence = dict[str, float | str | None]  # what is None is unknown
 MIN_CEILING = 1.05
 MIN_CEILING_LOWER = 1.02
 MIN_COST_S_PER_STEP = 0.001
-MIN_COMMUNICATION = 0.10  # of the step: torch's TensorBoard plugin
 MIN_UTILIZATION_PERCENT = 70.0  # SageMaker's LowGPUUtilization rule
 # Our defaults.
 MIN_STEPS = 50  # steady ones, before a verdict
@@ -71,7 +34,7 @@ class Finding:
     """One thing that slows training down, or fills the memory.
 
     Attributes:
-        cause: What it is.
+        cause: What it is: the name of a file in ``advice/causes`` or ``advice/memory_causes``.
         share: Fraction of the wall time lost to it, on a GPU at most its idle time; 0 for memory.
         ceiling: The most that removing it can speed training up: 1.31 = +31 %. Where more workers are advised, at most
             the upper end of the range that is predicted for them.
@@ -83,7 +46,7 @@ class Finding:
         basis: ``measured``, or ``heuristic`` where a rule of thumb was needed.
     """
 
-    cause: Cause
+    cause: str
     share: float
     ceiling: float
     ceiling_lower: float
@@ -159,7 +122,7 @@ def gain(finding: Finding) -> str:
 
 
 def counted(
-    cause: Cause,
+    cause: str,
     share: float,
     evidence: Mapping[str, float | str | None],
     advice: str,

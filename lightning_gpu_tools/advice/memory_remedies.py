@@ -1,11 +1,11 @@
-"""What would have kept an out-of-memory error away, with the numbers of the run. Bytes throughout."""
+"""What the causes of out-of-memory errors share: what would have kept one away, with the numbers of the run. Bytes."""
 
 from __future__ import annotations
 
 import math
 
 from lightning_gpu_tools.advice.batch_size import MARGIN, LargestBatch, StepPeak, largest_batch, split, step_peak
-from lightning_gpu_tools.advice.failures import OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.phases import FORWARD, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
@@ -136,3 +136,25 @@ def record(run: RunMeasurements) -> str:
     if run.has_trainer:
         return "GPUUtilizationMonitor(memory_history=True) records who allocates what, for pytorch.org/memory_viz."
     return "A snapshot shows who allocates what: https://pytorch.org/blog/understanding-gpu-memory-1/."
+
+
+def why_host_is_full(run: RunMeasurements, oom: OutOfMemory) -> str:
+    """Return what is known of an error of the host's memory."""
+    message = oom.message
+    if message.workers or oom.oom_kills:
+        pids = ", ".join(map(str, message.workers))
+        who = f"worker {pids} of the DataLoader" if pids else "a process of this job"
+        return f"The kernel killed {who}, because the memory of this machine or job was full."
+    if message.requested_bytes:
+        available = format_bytes(run.host.memory_available_bytes)
+        return f"The host has {available} left, and {format_bytes(message.requested_bytes)} were asked for at once."
+    return "The memory of this machine or job is full."
+
+
+def fewer_workers(run: RunMeasurements) -> str:
+    """Return what the workers of the loader could do without; empty if there are none."""
+    loader = run.loader
+    if loader is None or not loader.num_workers:
+        return ""
+    now = f"num_workers={loader.num_workers}, prefetch_factor={loader.prefetch_factor}"
+    return f"Fewer workers or prefetched batches need less (now {now})."

@@ -22,7 +22,8 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, trial_of
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
-from lightning_gpu_tools.advice.stalls import Stall, explain_held_lock, is_excused
+from lightning_gpu_tools.advice.stall_excuses import is_excused
+from lightning_gpu_tools.advice.stalls import Stall, explain_process
 from lightning_gpu_tools.checkpoints import atomic_file as files
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -30,6 +31,7 @@ from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.training.lock_alarm import held_in
 from lightning_gpu_tools.training.phases import UNEXPLAINED
 from lightning_gpu_tools.training.run_measurements import RankStep
+from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.training.timeline import series_of
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
@@ -423,6 +425,7 @@ def _stall_at_last(report: Report, file: str | None) -> list[Stall]:
     if found is None or is_excused(found[0].stack):
         return []
     held, since_s = found
+    why = explain_process(StallFacts(phase=UNEXPLAINED, stack=held.stack, lock_is_held=True))
     return [
         Stall(
             began_at=datetime.fromtimestamp(since_s, timezone.utc).isoformat(timespec="seconds"),
@@ -431,7 +434,7 @@ def _stall_at_last(report: Report, file: str | None) -> list[Stall]:
             step=report.steps,
             phase=UNEXPLAINED,
             stack=tuple(map(str, held.stack)),
-            **explain_held_lock(held.stack)._asdict(),
+            **why._asdict(),
         )
     ]
 

@@ -15,17 +15,19 @@ import torch
 
 from lightning_gpu_tools.advice.failures import (
     INDEX_NOTE,
+    Failure,
+    WorkerExit,
+    failure_of_dataset,
+    failure_of_workers,
+    not_picklable,
+)
+from lightning_gpu_tools.advice.out_of_memory import (
     LOADING_CHECKPOINT,
     SETUP,
-    Failure,
     ModelSize,
     OutOfMemory,
     OutOfMemoryMessage,
-    WorkerExit,
-    explain_error,
-    explain_exits,
     is_out_of_memory,
-    not_picklable,
     out_of_memory,
 )
 from lightning_gpu_tools.errors import NvmlUnavailableError
@@ -63,7 +65,7 @@ def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
     return [one for one in exits if one.exitcode or "exited unexpectedly" in text]
 
 
-def explain_failure(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int) -> Failure | None:
+def failure_of(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int) -> Failure | None:
     """Return what has ended a training, where more is known than its error."""
     frames, shm_bytes = _frames(error), shared_memory_bytes()
     files = [_file(frame) for frame in frames]
@@ -71,8 +73,8 @@ def explain_failure(error: BaseException, exits: Sequence[WorkerExit], oom_kills
         "multiprocessing/reduction.py" in file for file in files
     ):
         return not_picklable(str(error))
-    dead = explain_exits(exits, oom_kills, shm_bytes)
-    return dead or explain_error(str(error), _index_of(frames), shm_bytes)
+    dead = failure_of_workers(exits, oom_kills, shm_bytes)
+    return dead or failure_of_dataset(str(error), _index_of(frames), shm_bytes)
 
 
 def noting_index(fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -121,7 +123,7 @@ _FUNCTIONS = {
 }
 
 
-def explain(
+def out_of_memory_facts(
     session: Session, error: BaseException, step: int, exits: Sequence[WorkerExit], kills: int
 ) -> OutOfMemory | None:
     """Return what is known of an out-of-memory error; ``None`` if the error is another one."""
@@ -266,8 +268,8 @@ class Ending:
             is_wanted = not isinstance(error, Exception)  # Ctrl-C, sys.exit
             exits = [] if is_wanted else worker_exits(session.run, error)
             kills = oom_kills() - self._oom_kills_before
-            self.out_of_memory = explain(session, error, step, exits, kills)
-            self.failure = None if is_wanted else explain_failure(error, exits, kills)
+            self.out_of_memory = out_of_memory_facts(session, error, step, exits, kills)
+            self.failure = None if is_wanted else failure_of(error, exits, kills)
             self.outcome = f"stopped by {type(error).__name__} at step {step}"
             if self.out_of_memory is not None:
                 self.outcome = f"out of memory in {self.out_of_memory.place} at step {step}"

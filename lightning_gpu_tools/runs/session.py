@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.failures import shortcomings
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import pace
+from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler

@@ -13,21 +13,11 @@ from datetime import datetime, timedelta, timezone
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_gpu_tools.advice.stalls import (
-    SETUP,
-    TEARDOWN,
-    Explanation,
-    Patience,
-    Stall,
-    collective_of,
-    describe_rank,
-    explain,
-    explain_held_lock,
-    explain_ranks,
-    headline,
-    is_excused,
-    limit_s,
-)
+from lightning_gpu_tools.advice.collectives import collective_of
+from lightning_gpu_tools.advice.stall_cause import Explanation
+from lightning_gpu_tools.advice.stall_excuses import is_excused
+from lightning_gpu_tools.advice.stall_patience import Patience, limit_s
+from lightning_gpu_tools.advice.stalls import Stall, describe_rank, explain_process, explain_ranks, headline
 from lightning_gpu_tools.errors import StalledTrainingWarning
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
@@ -43,7 +33,15 @@ from lightning_gpu_tools.training.stacks import (
     swapped_pages,
     written_bytes,
 )
-from lightning_gpu_tools.training.stall_facts import Activity, Frame, RankFacts, StallFacts, WorkerFacts
+from lightning_gpu_tools.training.stall_facts import (
+    SETUP,
+    TEARDOWN,
+    Activity,
+    Frame,
+    RankFacts,
+    StallFacts,
+    WorkerFacts,
+)
 from lightning_gpu_tools.units import format_duration, printable
 
 if TYPE_CHECKING:
@@ -162,7 +160,7 @@ class StallWatch:
             return
         if self._own is None or self._is_told:
             self.alarm.arm(_LOCK_GRACE_S + self._grace_s)  # what follows takes a while
-            self._own = explain(self._facts(phase, stack, frames))
+            self._own = explain_process(self._facts(phase, stack, frames))
             if (phase, mark) != (self._phase, self._mark(phase)):  # it went on meanwhile
                 self._own = None
                 return
@@ -289,7 +287,8 @@ class StallWatch:
         spent_s, step = clock.so_far(), clock.steps
         # It goes on already, so the phase is the one that most of the time has gone to.
         phase = max(spent_s, key=lambda one: spent_s[one] - before_s.get(one, 0.0), default=self._phase)
-        found, stack = explain_held_lock(held.stack), tuple(str(frame) for frame in held.stack[-_MAX_KEPT:])
+        found = explain_process(StallFacts(phase=phase, stack=held.stack, lock_is_held=True))
+        stack = tuple(str(frame) for frame in held.stack[-_MAX_KEPT:])
         self._keep(found, held.lasted_s, is_over=True, step=step, phase=phase, stack=stack)
         self.notes.append(f"{headline(phase, held.lasted_s, step)} It goes on. {found.why} {found.next_step}")
 

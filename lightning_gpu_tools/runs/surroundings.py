@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_gpu_tools.advice.failures import Surroundings
+from lightning_gpu_tools.advice.shortcomings import Surroundings
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim
 from lightning_gpu_tools.host import read_host_budget, shared_memory_bytes

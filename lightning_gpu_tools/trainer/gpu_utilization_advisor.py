@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
-from lightning_gpu_tools.advice.inside_step import wants_profile
+from lightning_gpu_tools.advice.idle_in_step import wants_profile
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of

@@ -30,7 +30,7 @@ _MAX_BATCHES = 101
 _MAX_EVENTS = 100_000  # as in https://pytorch.org/blog/understanding-gpu-memory-1/
 
 
-class Failure(NamedTuple):
+class AllocatorFailure(NamedTuple):
     """A moment at which torch's allocator has failed."""
 
     phase: str  # of the clock
@@ -46,7 +46,7 @@ class MemoryFailures:
 
     def __init__(self, gpu: torch.device, phase: Callable[[], str]) -> None:
         self.count = 0  # the program or cuDNN may have gone on after each failure
-        self.last: Failure | None = None
+        self.last: AllocatorFailure | None = None
         self.batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch in use
         self.snapshot: Path | None = None  # where to write torch's snapshot when the allocator fails
         self._gpu = gpu
@@ -120,7 +120,7 @@ class MemoryFailures:
     def note(self) -> None:
         """Note, in the thread that allocates and without the allocator's lock, that it has failed."""
         self.count += 1
-        self.last = Failure(self._phase(), torch.is_grad_enabled(), self.counted())
+        self.last = AllocatorFailure(self._phase(), torch.is_grad_enabled(), self.counted())
         if self.snapshot is not None and (dump := compat.memory_dumper()) is not None:
             dump(str(self.snapshot))
 

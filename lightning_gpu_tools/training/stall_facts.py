@@ -1,10 +1,14 @@
-"""What is seen of a training that makes no progress: stacks, processes, ranks. Pure."""
+"""Facts about a training that makes no progress: stacks, processes, ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+# Phases of a training thread beside those of the clock.
+SETUP = "setup"  # before the clock of a session runs
+TEARDOWN = "teardown"  # after it has stopped
 
 # What a thread that does not run waits for, by the system call that it is in.
 Wait = Literal["storage", "network", "lock", "pipe", "time", "events", "process"]
@@ -23,7 +27,7 @@ class Frame(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """What a process or a thread does at a moment."""
+    """The activity of a process or a thread at a moment."""
 
     pid: int
     state: str  # R runs, S waits, D waits for a device, Z has ended
@@ -67,12 +71,17 @@ class RankFacts:
     next_step: str | None = None
     stack: Sequence[str] = ()  # the innermost calls of its training thread then
 
+    @property
+    def has_completed(self) -> bool:
+        """Whether its training has come to its end, without an error."""
+        return self.ended == "completed"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StallFacts:
     """A training process that makes no progress."""
 
-    phase: str  # of the training thread, or "setup"
+    phase: str  # of the training thread, or SETUP
     stack: tuple[Frame, ...] = ()  # innermost last
     activity: Activity | None = None  # of the training thread; None if this is not Linux
     cpu_share: float = 0.0  # of a core, while it was sampled
@@ -80,6 +89,7 @@ class StallFacts:
     gpu_busy_percent: float | None = None
     swapped_pages_per_s: float = 0.0  # by the whole machine
     memory_stall_percent: float = 0.0  # of the last 10 s, for every task; 0 if unknown
+    lock_is_held: bool = False  # Python's lock (the GIL), by C code: nothing but phase and stack is known then
 
 
 def users_frame(stack: tuple[Frame, ...]) -> Frame | None:

@@ -8,15 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from measured_runs import COPIES, GIB, LOADER, a_host, cpu_run, gpu_run
+from measured_runs import COPIES
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_cases import PROFILE, STEP, WAITS, on_hopper, profiled, ranks
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import (
+    GIB,
+    LOADER,
+    PROFILE,
+    STEP,
+    WAITS,
+    a_host,
+    cpu_run,
+    gpu_run,
+    on_hopper,
+    profiled,
+    ranks,
+)
 from lightning_gpu_tools.advice.findings import Finding
-from lightning_gpu_tools.advice.inside_step import wants_profile
+from lightning_gpu_tools.advice.idle_in_step import wants_profile
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import GpuFacts, LoadingFacts, RunMeasurements
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from measured_runs import a_host, contended, cpu_run, gpu_run, run_of
+from measured_runs import run_of
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import a_host, contended, cpu_run, gpu_run
 from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RankStep, RunMeasurements
 
 EVE = (CoreUser(user="eve", name="train\x1b[31m", cores=1.1), CoreUser(user="root", name="cron", cores=0.01))
@@ -59,21 +60,21 @@ def test_a_gpu_loses_no_more_to_it_than_it_idles() -> None:
         ),
         pytest.param(contended(others=0.3, workers=0), "own_threads", "5.2", "py-spy dump", id="own"),
         pytest.param(
-            contended(throttled=0.38, quota_cores=2.0),
+            contended(throttled_share=0.38, quota_cores=2.0),
             "quota",
             "a quota allows 2 cores, and stopped this job in 38 % of its periods",
             "Raise the quota",
             id="quota",
         ),
         pytest.param(
-            contended(throttled=0.38, quota_cores=0.5, workers=0, torch_threads=2),
+            contended(throttled_share=0.38, quota_cores=0.5, workers=0, torch_threads=2),
             "quota",
             "a quota allows 0.5 cores",
             "Have fewer threads compute: torch.set_num_threads(1) (now 2). Speedup",
             id="less than a core",
         ),
         pytest.param(
-            contended(throttled=0.05, quota_cores=2.0),
+            contended(throttled_share=0.05, quota_cores=2.0),
             "own_threads",
             "5.2 runnable",
             "num_workers=1 (now 4)",
@@ -128,7 +129,7 @@ def test_a_wait_for_workers_without_a_core_is_not_blamed_on_loading() -> None:
     assert of["data_loading"].share == pytest.approx(0.75 * 3 / 4)
     alone = contended(0.02, phase_ms=WAITS, loading=loading)  # these workers are in each other's way
     assert [one.cause for one in diagnose(alone).findings] == ["data_loading"]
-    throttled = contended(0.02, throttled=0.9, quota_cores=2.0, phase_ms=WAITS, loading=loading)
+    throttled = contended(0.02, throttled_share=0.9, quota_cores=2.0, phase_ms=WAITS, loading=loading)
     assert diagnose(throttled).findings[0].cause == "cpu_contention"
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from out_of_memory_texts import GIB, MIB, torch_text
 
-from lightning_gpu_tools.advice.failures import OutOfMemoryMessage, out_of_memory, parse
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemoryMessage, out_of_memory, parse
 
 HINT = " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # The Tesla T4 of many bug reports.

@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import measured_runs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measured_runs import cpu_run, gpu_run
-from out_of_memory_texts import GIB, MIB, an_error, counted, torch_text
+from out_of_memory_texts import torch_text
 
+from lightning_gpu_tools.advice import examples
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.failures import OutOfMemory, is_out_of_memory, parse
+from lightning_gpu_tools.advice.examples import GIB, cpu_run, gpu_run
+from lightning_gpu_tools.advice.memory_examples import FLAT, GROWING, MIB, an_error, counted_steps
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
-LOADER = dataclasses.replace(measured_runs.LOADER, batch_size=64)
+LOADER = dataclasses.replace(examples.LOADER, batch_size=64)
 RUN = gpu_run({"training_step": 50.0}, 95.0, loader=LOADER)
 FREE_GPU = GpuReading(index=3, uuid="GPU-3", memory_total_bytes=80 * GIB, memory_free_bytes=79 * GIB)
 
@@ -33,16 +34,14 @@ def said(oom: OutOfMemory, run: RunMeasurements = RUN) -> tuple[str, str]:
     return diagnosis.findings[0].cause, f"{diagnosis.why} {diagnosis.next_step}"
 
 
-GROWING = [(step, (8 + 0.1 * step) * GIB) for step in range(1, 100)]
 USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
-FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
 
 
 @pytest.mark.parametrize(
     ("options", "cause", "words"),
     [
         pytest.param(
-            {"begins": FLAT, "memory": counted(64, 8 * GIB, 18 * GIB), "batch_shape": (64, 512)},
+            {"begins": FLAT, "memory": counted_steps(64, 8 * GIB, 18 * GIB), "batch_shape": (64, 512)},
             "batch_too_large",
             "batch_size=",
             id="a batch",
@@ -86,13 +85,13 @@ FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
             id="more free than asked for",
         ),
         pytest.param(
-            {"begins": FLAT, "memory": counted(64, 8 * GIB, 18 * GIB), **USUAL},
+            {"begins": FLAT, "memory": counted_steps(64, 8 * GIB, 18 * GIB), **USUAL},
             "unexplained",
             "Batches of this size fitted before, and no step took more than 18.0 GiB.",
             id="a batch that fitted before",
         ),
         pytest.param(
-            {"begins": FLAT, "memory": counted(64, 8 * GIB, 21 * GIB), **USUAL},
+            {"begins": FLAT, "memory": counted_steps(64, 8 * GIB, 21 * GIB), **USUAL},
             "batch_too_large",
             "45 fit by measured memory",
             id="a batch that hardly fitted",
@@ -112,7 +111,7 @@ FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
             id="others from the beginning",
         ),
         pytest.param(
-            {"begins": FLAT, "others": {9: 6 * GIB}, "memory": counted(64, 8 * GIB, 18 * GIB)},
+            {"begins": FLAT, "others": {9: 6 * GIB}, "memory": counted_steps(64, 8 * GIB, 18 * GIB)},
             "batch_too_large",
             "",
             id="others who were there before",
@@ -127,7 +126,7 @@ def test_causes_that_look_alike_are_told_apart(options: dict[str, Any], cause: s
 
 def test_the_batch_that_fits_keeps_the_effective_batch_size() -> None:
     # Forward needs 10 GiB for 32 samples beside 8, and backward up to 12 beside 6: of 23 without a fifth of 24, for 32.
-    memory = counted(32, 8 * GIB, 18 * GIB)
+    memory = counted_steps(32, 8 * GIB, 18 * GIB)
     oom = an_error(memory=memory, begins=FLAT, batch_shape=(128, 512), allocated=23 * GIB, cached=0, free=0)
     run = dataclasses.replace(RUN, loader=dataclasses.replace(LOADER, batch_size=128), accumulate_grad_batches=2)
     cause, text = said(oom, run)
@@ -142,7 +141,7 @@ def test_the_batch_that_fits_keeps_the_effective_batch_size() -> None:
 
 
 def test_what_frees_memory_at_the_same_batch_size_has_numbers() -> None:
-    memory = counted(32, 8 * GIB, 18 * GIB)
+    memory = counted_steps(32, 8 * GIB, 18 * GIB)
     oom = an_error(memory=memory, begins=FLAT, batch_shape=(64, 512), allocated=17 * GIB)
     _, text = said(oom)
     assert "activation checkpointing (about 2.00 GiB of 10.0 GiB are left)" in text
@@ -153,7 +152,7 @@ def test_what_frees_memory_at_the_same_batch_size_has_numbers() -> None:
 
 
 def test_a_long_batch_is_told_by_its_numbers_and_what_would_fit() -> None:
-    memory = counted(64, 8 * GIB, 18 * GIB)
+    memory = counted_steps(64, 8 * GIB, 18 * GIB)
     oom = an_error(memory=memory, begins=FLAT, batch_shape=(64, 2048), usual_items=64 * 512)
     cause, text = said(oom)
     assert cause == "spike"
@@ -264,7 +263,7 @@ def test_every_error_has_a_cause_and_sentences_that_can_be_read(
         validation_begins=sorted(begins),
         batch_shape=shape,
         usual_items=1000.0,
-        memory=counted(32, 8 * GIB, 18 * GIB) if has_memory else None,
+        memory=counted_steps(32, 8 * GIB, 18 * GIB) if has_memory else None,
     )
     diagnosis = diagnose(RUN, out_of_memory=oom)
     assert diagnosis.findings[0].cause

@@ -11,11 +11,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measured_runs import cpu_run, gpu_run, waiting_ranks
+from measured_runs import waiting_ranks
 
+from lightning_gpu_tools.advice.causes import straggler
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.ranks import straggler
+from lightning_gpu_tools.advice.examples import cpu_run, gpu_run
+from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
+
+
+def blamed(run: RunMeasurements) -> Finding | None:
+    return next(straggler.find(run), None)
 
 
 def in_lockstep(own_s: Sequence[float], phase: str = "backward", hidden: float = 0.0) -> RunMeasurements:
@@ -39,7 +45,7 @@ def in_lockstep(own_s: Sequence[float], phase: str = "backward", hidden: float =
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=2, max_size=6, unique=True), st.floats(0, 0.99))
 def test_only_the_slowest_rank_is_ever_blamed(own_s: list[float], hidden: float) -> None:
-    finding = straggler(in_lockstep(own_s, hidden=hidden))
+    finding = blamed(in_lockstep(own_s, hidden=hidden))
     if finding is not None:
         assert finding.evidence["rank"] == own_s.index(max(own_s))
         assert max(own_s) > 1.1 * min(own_s)
@@ -47,15 +53,15 @@ def test_only_the_slowest_rank_is_ever_blamed(own_s: list[float], hidden: float)
 
 def test_a_rank_that_nobody_waits_for_is_not_blamed() -> None:
     run = in_lockstep([0.010, 0.010, 0.030, 0.010])
-    assert straggler(run) is not None
+    assert blamed(run) is not None
     patient = tuple(dataclasses.replace(one, wait_s=0.0) for one in run.ranks)
-    assert straggler(dataclasses.replace(run, ranks=patient)) is None
+    assert blamed(dataclasses.replace(run, ranks=patient)) is None
 
 
 def test_what_one_rank_does_not_know_of_itself_does_not_count() -> None:
     run = in_lockstep([0.010, 0.030])
     ranks = (dataclasses.replace(run.ranks[0], own_step_s=0.0, phase_s={}), run.ranks[1])
-    assert straggler(dataclasses.replace(run, ranks=ranks)) is None
+    assert blamed(dataclasses.replace(run, ranks=ranks)) is None
 
 
 PARTS, STEPS = 16, 100
@@ -99,7 +105,7 @@ def a_job(nodes: int, local_ranks: int, more_s: Over, phase: str = "forward", **
 def test_a_slow_node_and_a_slow_rank_are_named_as_such(
     nodes: int, local_ranks: int, slow: set[int], who: str, words: str
 ) -> None:
-    finding = straggler(a_job(nodes, local_ranks, lambda rank, part: 0.03 * (rank in slow)))
+    finding = blamed(a_job(nodes, local_ranks, lambda rank, part: 0.03 * (rank in slow)))
     assert finding is not None
     assert str(finding.evidence["who"]).startswith(who)
     assert finding.evidence["rank"] in slow
@@ -110,14 +116,14 @@ def test_a_slow_node_and_a_slow_rank_are_named_as_such(
 
 @pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 1), (1, 3), (8, 8), (1024, 8)])
 def test_of_ranks_that_are_alike_none_is_named(nodes: int, local_ranks: int) -> None:
-    assert straggler(a_job(nodes, local_ranks, lambda rank, part: 0.0)) is None
+    assert blamed(a_job(nodes, local_ranks, lambda rank, part: 0.0)) is None
 
 
 def test_among_ranks_that_vary_as_much_none_is_named() -> None:
     chance = random.Random(1)
     own = [chance.gauss(0, 0.01) for _ in range(1024)]
-    assert straggler(a_job(128, 8, lambda rank, part: own[rank])) is None
-    assert straggler(a_job(128, 8, lambda rank, part: own[rank] + 0.08 * (rank == 9))) is not None
+    assert blamed(a_job(128, 8, lambda rank, part: own[rank])) is None
+    assert blamed(a_job(128, 8, lambda rank, part: own[rank] + 0.08 * (rank == 9))) is not None
 
 
 @pytest.mark.parametrize(
@@ -133,7 +139,7 @@ def test_among_ranks_that_vary_as_much_none_is_named() -> None:
     ],
 )
 def test_a_straggler_is_said_when_it_is_late(slow_in: set[int], when: str | None) -> None:
-    finding = straggler(a_job(16, 8, lambda rank, part: 0.1 * (rank == 9 and part in slow_in)))
+    finding = blamed(a_job(16, 8, lambda rank, part: 0.1 * (rank == 9 and part in slow_in)))
     if when is None:
         assert finding is None
     else:
@@ -147,7 +153,7 @@ def test_noise_in_both_directions_is_no_straggler() -> None:
     """Two ranks on busy cores: now one is late, now the other, and one of them a little more."""
     chance = random.Random(2)
     noise = {(rank, part): chance.uniform(0, 0.05) + 0.012 * rank for rank in range(2) for part in range(PARTS)}
-    assert straggler(a_job(1, 2, lambda rank, part: noise[rank, part])) is None
+    assert blamed(a_job(1, 2, lambda rank, part: noise[rank, part])) is None
 
 
 def test_ranks_that_counted_their_steps_differently_are_compared() -> None:
@@ -156,7 +162,7 @@ def test_ranks_that_counted_their_steps_differently_are_compared() -> None:
         dataclasses.replace(one, own_s_over_time=tuple(map(fmean, batched(one.own_s_over_time))), steps_over_time=200)
         for one in run.ranks[:2]
     ]
-    finding = straggler(dataclasses.replace(run, ranks=(*halved, *run.ranks[2:])))
+    finding = blamed(dataclasses.replace(run, ranks=(*halved, *run.ranks[2:])))
     assert finding is not None
     assert "since about step 800, for 1 min 20 s" in finding.advice.replace("80 s", "1 min 20 s")
 
@@ -181,7 +187,7 @@ def batched(values: Sequence[float]) -> list[tuple[float, float]]:
 )
 def test_slow_hardware_of_one_rank_is_tied_to_it(phase: str, facts: dict[str, dict[int, float]], words: str) -> None:
     options = {name: lambda rank, of=of: of.get(rank, 2.0) for name, of in facts.items()}
-    finding = straggler(a_job(8, 8, lambda rank, part: 0.03 * (rank == 24), phase, **options))
+    finding = blamed(a_job(8, 8, lambda rank, part: 0.03 * (rank == 24), phase, **options))
     assert finding is not None
     assert words in finding.advice
     assert (" % of the time" in finding.advice) == bool(words)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_gpu_tools.advice.failures import Surroundings, shortcomings
+from lightning_gpu_tools.advice.shortcomings import Surroundings, shortcomings
 
 GIB = 2**30
 ENOUGH = {

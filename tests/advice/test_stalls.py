@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.stalls import (
-    AGAIN,
-    FACTOR,
-    MIN_S,
-    UNKNOWN_S,
-    Patience,
-    collective_of,
-    describe_rank,
-    explain,
-    explain_ranks,
-    headline,
-    is_excused,
-)
+from lightning_gpu_tools.advice.collectives import collective_of
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.advice.stall_examples import a_rank, a_stack
+from lightning_gpu_tools.advice.stall_excuses import is_excused
+from lightning_gpu_tools.advice.stall_patience import AGAIN, FACTOR, MIN_S, UNKNOWN_S, Patience
+from lightning_gpu_tools.advice.stalls import describe_rank, explain_process, explain_ranks, headline
 from lightning_gpu_tools.training.phases import (
     CHECKPOINT,
     DATA_LOADING,
@@ -28,7 +23,7 @@ from lightning_gpu_tools.training.phases import (
     RANK_WAIT,
     VALIDATION,
 )
-from lightning_gpu_tools.training.stall_facts import Activity, Frame, RankFacts, StallFacts, WorkerFacts
+from lightning_gpu_tools.training.stall_facts import Frame, RankFacts, StallFacts
 
 INTERVAL_S = 5.0
 
@@ -106,61 +101,39 @@ def test_garbage_is_no_progress_and_a_stopped_process_no_stall() -> None:
     assert Run(stall_after_s=20.0).stay(OUTSIDE_LOOP, 3600) == []
 
 
-def frames(*calls: str) -> tuple[Frame, ...]:
-    """Return a stack: ``file:function``, of the user's program if the file is ``train.py``."""
-    split = [call.partition(":") for call in calls]
-    return tuple(Frame(file, 7, function, file != "train.py") for file, _, function in split)
-
-
 @pytest.mark.parametrize(
     ("stack", "excused"),
     [
-        (frames("train.py:training_step", "torch/_dynamo/convert_frame.py:__call__", "torch/fx/graph.py:run"), True),
-        (frames("torch/_dynamo/eval_frame.py:_fn", "train.py:forward", "torch/nn/linear.py:forward"), False),
-        (frames("train.py:training_step", "lib/pdb.py:interaction", "lib/cmd.py:cmdloop"), True),
-        (frames("site-packages/debugpy/server.py:run", *["train.py:fit"] * 20, "lib/queue.py:get"), False),
-        (frames("ipykernel/kernelapp.py:start", "train.py:fit", "train.py:training_step"), False),
-        (frames("train.py:on_train_start", "ipykernel/kernelbase.py:_input_request"), True),
+        (a_stack("train.py:training_step", "torch/_dynamo/convert_frame.py:__call__", "torch/fx/graph.py:run"), True),
+        (a_stack("torch/_dynamo/eval_frame.py:_fn", "train.py:forward", "torch/nn/linear.py:forward"), False),
+        (a_stack("train.py:training_step", "lib/pdb.py:interaction", "lib/cmd.py:cmdloop"), True),
+        (a_stack("site-packages/debugpy/server.py:run", *["train.py:fit"] * 20, "lib/queue.py:get"), False),
+        (a_stack("ipykernel/kernelapp.py:start", "train.py:fit", "train.py:training_step"), False),
+        (a_stack("train.py:on_train_start", "ipykernel/kernelbase.py:_input_request"), True),
     ],
 )
 def test_compilers_and_people_may_take_their_time(stack: tuple[Frame, ...], excused: bool) -> None:
     assert is_excused(stack) == excused
 
 
-def worker(number: int, waits_for: str | None, state: str = "S", *, awaited: bool = False) -> WorkerFacts:
-    return WorkerFacts(number, Activity(100 + number, state, waits_for, None, 0.0), 0.0, awaited)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("facts", "cause", "words"),
     [
-        (
-            StallFacts(phase=DATA_LOADING, workers=(worker(0, "events"), worker(1, None, "Z"))),
-            "dead_worker",
-            "Worker 1 (PID 101) of 2 has ended",
-        ),
-        (
-            StallFacts(phase=DATA_LOADING, workers=(worker(0, "lock"), worker(1, "time", awaited=True))),
-            "blocked_worker",
-            "Worker 1 (PID 101) of 2 sleeps",
-        ),
-        (StallFacts(phase=VALIDATION, activity=Activity(1, "D", "storage", "/nfs/x", 0.0)), "storage", "(/nfs/x)"),
-        (StallFacts(phase=FORWARD, gpu_busy_percent=100.0), "gpu", "100 % busy"),
-        (StallFacts(phase=FORWARD, gpu_busy_percent=0.0, cpu_share=0.9), "code", "computes (90 % of a core)"),
-        (StallFacts(phase="logging/WandbLogger"), "callback", "WandbLogger makes no progress"),
-        (StallFacts(phase="callback/\x1b[31mA", stack=frames("train.py:wait")), "callback", "\\x1b[31mA makes"),
+        (STALL_CAUSES["dead_worker"].sick, "dead_worker", "Worker 1 (PID 101) of 2 has ended"),
+        (STALL_CAUSES["blocked_worker"].sick, "blocked_worker", "Worker 1 (PID 101) of 2 sleeps"),
+        (STALL_CAUSES["storage"].sick, "storage", "(/nfs/x)"),
+        (STALL_CAUSES["gpu"].sick, "gpu", "100 % busy"),
+        (STALL_CAUSES["code"].sick, "code", "computes (90 % of a core)"),
+        (STALL_CAUSES["callback"].sick, "callback", "WandbLogger makes no progress"),
+        (StallFacts(phase="callback/\x1b[31mA", stack=a_stack("train.py:wait")), "callback", "\\x1b[31mA makes"),
+        (StallFacts(phase=f"{RANK_WAIT}/training step"), "communication", "This rank waits for others."),
     ],
 )
 def test_a_process_says_what_it_waits_for(facts: StallFacts, cause: str, words: str) -> None:
-    explanation = explain(facts)
+    explanation = explain_process(facts)
     assert explanation.cause == cause
     assert words in explanation.why
     assert explanation.next_step
-
-
-def rank(number: int, **facts: object) -> RankFacts:
-    defaults = {"node": 0, "pid": 100 + number, "epoch": 1, "step": 5, "phase": FORWARD, "stuck_s": 70.0}
-    return RankFacts(rank=number, is_over=True, **{**defaults, **facts})  # type: ignore[arg-type]
 
 
 BACKWARD = "backward"
@@ -169,17 +142,16 @@ BACKWARD = "backward"
 @pytest.mark.parametrize(
     ("ranks", "cause", "behind"),
     [
-        ([rank(0, collective=BACKWARD), rank(1, collective=BACKWARD)], "communication", None),
-        ([rank(0, collective=BACKWARD), rank(1, phase=DATA_LOADING)], "code", 1),
-        ([rank(0, collective="barrier in save"), *(rank(i, collective=BACKWARD) for i in (1, 2))],
-         "collective_on_one_rank", 0),
-        ([rank(0, collective=BACKWARD), rank(1, collective=BACKWARD, epoch=2)], "uneven_batches", 0),
-        ([rank(0, collective=BACKWARD), rank(1, ended="completed", step=3)], "uneven_batches", 1),
-        ([rank(0, collective=BACKWARD), rank(1, ended="stopped by SystemExit at step 3")], "rank_left", 1),
-        ([rank(0, collective=BACKWARD), rank(1, silent_s=30.0)], "rank_silent", 1),
+        (STALL_CAUSES["communication"].sick, "communication", None),
+        (STALL_CAUSES["communication"].healthy, "code", 1),
+        (STALL_CAUSES["collective_on_one_rank"].sick, "collective_on_one_rank", 0),
+        (STALL_CAUSES["uneven_batches"].sick, "uneven_batches", 0),
+        ((a_rank(0, collective=BACKWARD), a_rank(1, ended="completed", step=3)), "uneven_batches", 1),
+        (STALL_CAUSES["rank_left"].sick, "rank_left", 1),
+        (STALL_CAUSES["rank_silent"].sick, "rank_silent", 1),
     ],
-)  # fmt: skip
-def test_the_rank_that_all_wait_for_is_named(ranks: list[RankFacts], cause: str, behind: int | None) -> None:
+)
+def test_the_rank_that_all_wait_for_is_named(ranks: Sequence[RankFacts], cause: str, behind: int | None) -> None:
     explanation = explain_ranks(ranks)
     assert explanation is not None
     assert (explanation.cause, explanation.rank) == (cause, behind)
@@ -188,15 +160,15 @@ def test_the_rank_that_all_wait_for_is_named(ranks: list[RankFacts], cause: str,
 
 
 def test_a_collective_is_known_by_the_stack() -> None:
-    save = frames(
+    save = a_stack(
         "train.py:hook", "lightning/trainer.py:save_checkpoint", "torch/distributed/distributed_c10d.py:barrier"
     )
     assert collective_of(save, CHECKPOINT, 2) == "saving a checkpoint"
     assert collective_of(save, CHECKPOINT, 1) is None
-    own = frames("train.py:training_step", "torch/distributed/distributed_c10d.py:all_gather")
+    own = a_stack("train.py:training_step", "torch/distributed/distributed_c10d.py:all_gather")
     assert collective_of(own, FORWARD, 2) == "all_gather in training_step"
-    assert collective_of(frames("train.py:training_step"), FORWARD, 2) is None
-    assert collective_of(frames("torch/graph.py:_engine_run_backward"), f"{RANK_WAIT}/training step", 2) == "backward"
+    assert collective_of(a_stack("train.py:training_step"), FORWARD, 2) is None
+    assert collective_of(a_stack("torch/graph.py:_engine_run_backward"), f"{RANK_WAIT}/training step", 2) == "backward"
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from statistics import median
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from measured_runs import LOADER, run_of
+from measured_runs import run_of
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import LOADER
 from lightning_gpu_tools.advice.uneven_steps import MIN_UNEVEN, period, uneven
 
 Step = dict[str, float]

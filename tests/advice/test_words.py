@@ -6,18 +6,31 @@ import dataclasses
 import re
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from measured_runs import COPIES, GIB, LOADER, contended, cpu_run, gpu_run, run_of, waiting_ranks
-from out_of_memory_texts import an_error, counted
+from measured_runs import COPIES, run_of, waiting_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_cases import MEASURED, PROFILE, STEP, WAITS, on_hopper, ranks
+from gpu_cases import MEASURED
 
+from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.findings import Cause, Diagnosis
+from lightning_gpu_tools.advice.examples import (
+    LOADER,
+    PROFILE,
+    STEP,
+    WAITS,
+    contended,
+    cpu_run,
+    gpu_run,
+    on_hopper,
+    ranks,
+)
+from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.memory_examples import GROWING, an_error
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, SELF_LOG, TRAINER
 from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasurements
@@ -65,7 +78,7 @@ RUNS = [
     *map(waiting_ranks, ("backward", "data_loading")),
     contended(),
     contended(others=1.0, niceness=5, users=(CoreUser(user="eve", name="job", cores=1.0),)),
-    contended(throttled=0.4, quota_cores=1.5),
+    contended(throttled_share=0.4, quota_cores=1.5),
     contended(machine_cores=64),
     *(uneven(phase, 50, 1.0) for phase in ("training_step", "data_loading", "callback/A", "logging/A", "checkpoint")),
     uneven("training_step", 4, 0.05, accumulate_grad_batches=4),
@@ -73,21 +86,9 @@ RUNS = [
 ]
 
 
-FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
-GROWING = [(step, (8 + 0.1 * step) * GIB) for step in range(1, 100)]
-OTHERS: dict[str, Any] = {"others": {9: 6 * GIB}, "own_pids": frozenset({1})}
 OUT_OF_MEMORY = [
-    an_error(begins=FLAT, batch_shape=(32, 8), memory=counted(16, 8 * GIB, 18 * GIB)),
-    an_error(begins=FLAT, batch_shape=(32, 8), memory=counted(16, 8 * GIB, 18 * GIB), usual_items=16.0),
-    an_error(begins=GROWING),
-    *(an_error(validation_begins=GROWING, phase="validation", grad_enabled=enabled) for enabled in (True, False)),
-    an_error(allocated=18 * GIB, cached=5 * GIB),
-    an_error(phase="training_step/optimizer"),
-    an_error(phase="setup"),
-    an_error(phase="loading_checkpoint"),
-    an_error(phase="callback/A"),
-    an_error(**OTHERS),
-    an_error(**OTHERS, orphans=(9,)),
+    *(cause.sick for cause in MEMORY_CAUSES.values()),
+    an_error(validation_begins=GROWING, phase="validation", grad_enabled=False),
 ]
 DIAGNOSES = [
     *((run, {}) for run in RUNS),
@@ -105,7 +106,7 @@ def texts(diagnosis: Diagnosis) -> list[str]:
 
 def test_every_cause_is_among_the_runs() -> None:
     found = {finding.cause for run, more in DIAGNOSES for finding in diagnose(run, **more).findings}
-    assert found == {*get_args(Cause)}
+    assert found == {*CAUSES, *MEMORY_CAUSES}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
-from lightning_gpu_tools.advice.failures import WorkerExit, explain_error, explain_exits, how_it_ended
+from lightning_gpu_tools.advice.failures import WorkerExit, failure_of_dataset, failure_of_workers, how_it_ended
 
 AT = 17
 HAS_NOTES = sys.version_info >= (3, 11)
@@ -122,9 +122,9 @@ def test_errors_of_other_kinds_are_left_alone(tmp_path: Path) -> None:
 
 def test_of_several_dead_workers_the_first_cause_is_told() -> None:
     exits = [WorkerExit(0, 100, -signal.SIGTERM), WorkerExit(1, 101, -signal.SIGKILL), WorkerExit(2, 102, 1)]
-    failure = explain_exits(exits, oom_kills=1, shm_bytes=None)
+    failure = failure_of_workers(exits, oom_kills=1, shm_bytes=None)
     assert failure is not None
     assert failure.what == "worker 1 of the DataLoader (PID 101) was killed by the kernel, because memory ran out"
-    assert explain_exits([], oom_kills=1, shm_bytes=None) is None
+    assert failure_of_workers([], oom_kills=1, shm_bytes=None) is None
     assert how_it_ended(-64).what == "crashed (SIGRTMAX) in native code"
-    assert explain_error("At index 3 of a list", None, None) is None
+    assert failure_of_dataset("At index 3 of a list", None, None) is None

@@ -17,7 +17,7 @@ from limited_memory import LimitedMemory
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, select_gpus
-from lightning_gpu_tools.advice.failures import shortcomings
+from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.runs.surroundings import read_surroundings
 from lightning_gpu_tools.selection.claims import read_ledger
 from lightning_gpu_tools.trainer.facts import LoopRun

@@ -1,4 +1,4 @@
-"""cpu_contention: threads of this training could run and had no core. Pure."""
+"""cpu_contention: threads of this training could run and had no core."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import contended
 from lightning_gpu_tools.advice.findings import Evidence, Finding, ceiling, counted
-from lightning_gpu_tools.training.run_measurements import CoreFacts, RankStep, RunMeasurements, StepBlock
+from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
+from lightning_gpu_tools.training.run_measurements import CoreFacts, RunMeasurements, StepBlock
 from lightning_gpu_tools.units import printable
 
 # Our defaults.
@@ -68,15 +71,6 @@ def without_contention(run: RunMeasurements, found: Sequence[Finding], contentio
         elif not _has_no_reason(one) or one.share > contention.share:
             kept.append(one)
     return kept
-
-
-def waits_for_cores_of_others_s(ranks: Sequence[RankStep]) -> list[float]:
-    """Return for how long each rank waits on a step for others that have no core: at most as long as these wait.
-
-    0 where it is unknown how long it waits, as on a GPU.
-    """
-    total_s = sum(rank.core_wait_s for rank in ranks)
-    return [min(rank.wait_s or 0.0, total_s - rank.core_wait_s) for rank in ranks]
 
 
 def _has_no_reason(finding: Finding) -> bool:
@@ -164,3 +158,36 @@ def _fewer_threads(run: RunMeasurements, cores: CoreFacts) -> str:
 
 def _cores(count: float) -> str:
     return f"{count:g} core{'s' * (count != 1)}"
+
+
+CAUSE = Cause(
+    name="cpu_contention",
+    begins="Waiting for a CPU core takes",
+    shapes=[
+        Shape(
+            "Waiting for a CPU core takes ...; other programs keep ... of ... cores busy, by user and name",
+            "stop them, or train where cores are free; start the job without `nice`",
+            "other_programs",
+        ),
+        Shape(
+            "a quota allows ... cores, and stopped this job in ... % of its periods",
+            "`docker run --cpus`, `resources.limits.cpu`, `--cpus-per-task`; or fewer threads",
+            "quota",
+        ),
+        Shape(
+            "this job has ... runnable threads and may use ... of ... cores",
+            "`--cpus-per-task=N` under SLURM, `taskset`, `docker run --cpuset-cpus`",
+            "affinity",
+        ),
+        Shape(
+            "this job has ... runnable threads on ... cores",
+            "`torch.set_num_threads(...)`, fewer workers, fewer ranks",
+            "own_threads",
+        ),
+    ],
+    needs=("cores.wait_share",),
+    counts_while_busy=True,
+    verified_on="cpu",
+    sick=contended(throttled_share=0.4, quota_cores=2.0),
+    healthy=contended(0.05),
+)

@@ -1,0 +1,50 @@
+"""backward: on the CPU, backward takes far longer than forward accounts for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.step_parts import step_parts
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+# By forward: twice (Kaplan et al. 2020, section 2.1), three times with activation checkpointing, more on busy cores.
+_USUAL = 3.0
+_MAX = 8.0  # our default
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    parts = step_parts(run)
+    if parts is None or not 0 < parts.forward_s * _MAX < parts.backward_s:
+        return
+    advice = (
+        f"Backward takes {parts.backward_s / parts.forward_s:.0f} times as long as forward, usual is 1 to "
+        f"{_USUAL:.0f}. Look at gradient hooks, your own autograd functions, and large embeddings (sparse=True)."
+    )
+    avoidable = (parts.backward_s - parts.forward_s * _USUAL) / parts.step_s
+    evidence = {"ms_per_step": parts.backward_s * 1e3}
+    yield counted("backward", parts.backward_s / parts.step_s, evidence, advice, avoidable=avoidable)
+
+
+CAUSE = Cause(
+    name="backward",
+    begins="Backward takes",
+    shapes=[
+        Shape(
+            "Backward takes ...: on the CPU, far more than the rest of the step accounts for",
+            "gradient hooks, autograd functions, large embeddings (`sparse=True`)",
+        )
+    ],
+    find=find,
+    verified_on="cpu",
+    sick=cpu_run(
+        {"training_step/forward": 2, "training_step/backward": 18, "training_step/optimizer": 2},
+        optimizers={"Adam": "torch"},
+    ),
+    healthy=cpu_run(
+        {"training_step/forward": 2, "training_step/backward": 15, "training_step/optimizer": 1},
+        optimizers={"Adam": "torch"},
+    ),
+)

@@ -1,0 +1,65 @@
+"""callback: callbacks, hooks of the model and schedulers take the training thread's time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.host_phases import HostPhase, phases_of
+from lightning_gpu_tools.training.phases import CALLBACK
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import printable
+
+# What a Trainer calls in every step, by the name of the method.
+_IN_EVERY_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
+
+
+def _advice(one: HostPhase, has_trainer: bool) -> str:
+    name, times = one.name, one.times
+    if not has_trainer:
+        return f"Run {name} {times} times less often, or make it cheaper."
+    if one.method == "step":  # of a scheduler
+        return (
+            f'Step it less often ("interval": "epoch", or "frequency": {times}, in the scheduler\'s configuration), or '
+            "make it cheaper."
+        )
+    if one.method in _IN_EVERY_STEP:
+        return f"Make {name} cheaper: it runs in every step."
+    if "epoch" in one.method:
+        return f"Make {name} cheaper: Lightning calls it in every epoch. Do less in it, or make epochs longer."
+    if one.method:
+        return (
+            f"Make {name} cheaper: Lightning calls it in every step. Or let it return at once in all but every "
+            f"{times}th step."
+        )
+    return f"Make {name} cheaper, or have it do its work only in every {times}th step."
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    for one in phases_of(run, CALLBACK):
+        yield counted("callback", one.share, one.evidence, _advice(one, run.has_trainer))
+
+
+def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
+    name = printable(evidence.get("name") or "")
+    if not has_trainer:
+        return f'The phase "{name or CALLBACK}" takes'
+    return f"{name} takes" if "." in name else f"The callback {name} takes"
+
+
+CAUSE = Cause(
+    name="callback",
+    begins=_begins,
+    shapes=[
+        Shape(
+            "The callback ... takes ..., `LitModel.on_train_batch_start` takes ..., `StepLR.step` takes ...",
+            "less often, as advised; make a hook of each step cheaper, or let it return at once in most steps",
+        )
+    ],
+    find=find,
+    verified_on="cpu",
+    sick=cpu_run({"callback/A": 20, "training_step": 20}),
+    healthy=cpu_run({"callback/A": 0.4, "training_step": 20}),
+)

@@ -1,0 +1,33 @@
+"""checkpoint: training waits while checkpoints are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.host_phases import phases_of
+from lightning_gpu_tools.training.phases import CHECKPOINT
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    options, in_background = "", "in the background"
+    if run.has_trainer:
+        options = " (ModelCheckpoint(every_n_train_steps=... or every_n_epochs=...))"
+        in_background += " with AsyncCheckpointIO(PortableCheckpointIO())"
+    for one in phases_of(run, CHECKPOINT):
+        advice = f"Save {one.times} times less often{options}, or save {in_background}."
+        yield counted("checkpoint", one.share, one.evidence, advice)
+
+
+CAUSE = Cause(
+    name="checkpoint",
+    begins="Writing checkpoints takes",
+    shapes=[Shape("Writing checkpoints takes ...", "less often, as advised; `AsyncCheckpointIO`")],
+    find=find,
+    verified_on="cpu",
+    sick=cpu_run({"checkpoint": 30, "training_step": 70}),
+    healthy=cpu_run({"checkpoint": 1, "training_step": 70}),
+)

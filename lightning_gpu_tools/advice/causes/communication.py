@@ -1,0 +1,80 @@
+"""communication: ranks wait for one another, and neither one of them nor missing cores are the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.examples import ranks as a_job_of
+from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.ranks import mean_wait_s, waits_for_cores_of_others_s
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+_MIN_SHARE = 0.10  # of the step: torch's TensorBoard plugin
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    yield from _seen_by_host(run)
+    yield from _seen_by_profiler(run)
+
+
+def _seen_by_host(run: RunMeasurements) -> Iterator[Finding]:
+    mean_s = mean_wait_s(run.ranks)
+    waits = None if mean_s is None else mean_s - fmean(waits_for_cores_of_others_s(run.ranks))
+    if waits is None or waits < _MIN_SHARE * run.step_s:
+        return
+    if all("backward" in rank.phase_s for rank in run.ranks):
+        why = "No rank always works longer than the others: the network is slow, or another rank is late each time."
+    else:
+        why = "Which rank is slow is unknown: with this strategy ranks also wait in forward, backward and optimizer."
+    change = "Set Trainer(accumulate_grad_batches=...)"
+    if not run.has_trainer:
+        change = "Accumulate gradients over several batches (no_sync)"
+    yield counted(
+        "communication",
+        min(waits / run.step_s, 1.0),
+        {"ms_per_step": waits * 1e3, "ranks": len(run.ranks)},
+        f"{why} {change} so that they meet less often, or use fewer ranks.",
+    )
+
+
+def _seen_by_profiler(run: RunMeasurements) -> Iterator[Finding]:
+    profile = run.profile
+    if not run.on_gpu or profile is None or profile.wall_s <= 0:
+        return
+    share = profile.exposed_communication_s / profile.wall_s
+    if share < _MIN_SHARE:
+        return
+    if run.has_trainer:
+        seldom, ddp = "Trainer(accumulate_grad_batches=4)", "DDPStrategy"
+        half = "DDPStrategy(ddp_comm_hook=...bf16_compress_hook)"
+    else:
+        seldom, ddp = "no_sync() in three batches of four", "DistributedDataParallel"
+        half = "register_comm_hook(None, bf16_compress_hook)"
+    yield counted(
+        "communication",
+        min(share, 1.0),
+        {"ms_per_step": profile.exposed_communication_s / profile.steps * 1e3, "ranks": max(1, len(run.ranks))},
+        f"The GPU waits for other GPUs. Average gradients less often ({seldom}) or send half the bytes ({half}). Also "
+        f"set {ddp}(static_graph=True, gradient_as_bucket_view=True).",
+    )
+
+
+_QUICK = {"backward": 0.01}
+CAUSE = Cause(
+    name="communication",
+    begins="Waiting for other ranks takes",
+    shapes=[
+        Shape(
+            "Waiting for other ranks takes ..., and why no rank is named",
+            "`accumulate_grad_batches`, compressed gradients",
+        )
+    ],
+    find=find,
+    after=("straggler",),
+    verified_on="cpu",
+    sick=cpu_run({"training_step": 30}, **a_job_of(_QUICK, _QUICK, wait_s=0.02)),
+    healthy=cpu_run({"training_step": 30}, **a_job_of(_QUICK, _QUICK, wait_s=0.001)),
+)

@@ -1,0 +1,30 @@
+"""epoch_start: short epochs, whose start takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.host_phases import phases_of
+from lightning_gpu_tools.training.phases import EPOCH_START
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    ends_workers = run.loader is not None and run.loader.num_workers > 0 and not run.loader.persistent_workers
+    keep = ", or keep the loader's workers between epochs (persistent_workers=True)" if ends_workers else ""
+    for one in phases_of(run, EPOCH_START):
+        yield counted("epoch_start", one.share, one.evidence, f"Make epochs longer{keep}.")
+
+
+CAUSE = Cause(
+    name="epoch_start",
+    begins="Starting epochs takes",
+    shapes=[Shape("Starting epochs takes ...", "longer epochs; `persistent_workers=True`")],
+    find=find,
+    verified_on="cpu",
+    sick=cpu_run({"epoch_start": 20, "training_step": 20}),
+    healthy=cpu_run({"epoch_start": 0.4, "training_step": 20}),
+)

@@ -1,0 +1,37 @@
+"""garbage_collection: Python's garbage collector looks through all objects again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.host_phases import phases_of
+from lightning_gpu_tools.training.phases import GARBAGE_COLLECTION
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    for one in phases_of(run, GARBAGE_COLLECTION):
+        advice = (
+            "Call gc.collect() and gc.freeze() once before training: later collections then skip what exists. Where "
+            f"the program calls gc.collect() itself, call it {one.times} times less often."
+        )
+        yield counted("garbage_collection", one.share, one.evidence, advice)
+
+
+CAUSE = Cause(
+    name="garbage_collection",
+    begins="Garbage collection takes",
+    shapes=[
+        Shape(
+            "Garbage collection takes ...",
+            "`gc.collect()` and `gc.freeze()` once before training; fewer calls of `gc.collect()`",
+        )
+    ],
+    find=find,
+    verified_on="cpu",
+    sick=cpu_run({"garbage_collection": 10, "training_step": 20}),
+    healthy=cpu_run({"garbage_collection": 0.4, "training_step": 20}),
+)

@@ -1,0 +1,89 @@
+"""host_to_device_copy: the GPU waits for batches to be copied; on the CPU, transfer hooks take long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import LOADER, gpu_run, sampled_idle
+from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.host_phases import phases_of
+from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE, part_of_idle
+from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    yield from _to_gpu(run) if run.on_gpu else _on_cpu(run)
+
+
+def _on_cpu(run: RunMeasurements) -> Iterator[Finding]:
+    hooks = "the transfer hooks cheaper (transfer_batch_to_device, on_after_batch_transfer), or do their"
+    advice = f"Make {hooks if run.has_trainer else 'moving the batch cheaper, or do that'} work in the dataset, where "
+    for one in phases_of(run, COPY):
+        yield counted("host_to_device_copy", one.share, one.evidence, f"{advice}workers run it in parallel.")
+
+
+def _to_gpu(run: RunMeasurements) -> Iterator[Finding]:
+    between = 0.0 if run.gpu_idle is None else run.lost_share(COPY)
+    share = min(between + (part_of_idle(run, "copy") or 0.0), run.idle_share)
+    if share < MIN_SHARE:
+        return
+    copy_s = share * run.step_s
+    evidence = {
+        "ms_per_step": copy_s * 1e3,
+        "batch_bytes": run.batch_bytes or None,
+        "bytes_per_second": run.batch_bytes / copy_s if run.batch_bytes else None,
+        "pageable_copies_per_step": None if run.profile is None else run.profile.pageable_copies_per_step,
+        "left_on_cpu": ", ".join(run.left_on_cpu) or None,
+    }
+    yield counted("host_to_device_copy", share, evidence, _advice(run))
+
+
+def _advice(run: RunMeasurements) -> str:
+    if run.loader is not None and not run.loader.pin_memory:
+        by_itself, by_hand = (
+            ("Lightning", "transfer_batch_to_device") if run.has_trainer else ("Fabric", "batch.to(device)")
+        )
+        advice = (
+            "In the DataLoader set pin_memory=True (now False): the GPU copies page-locked memory in the background. "
+            f"{by_itself} passes non_blocking=True; your own {by_hand} must, too."
+        )
+    else:
+        hook = " in on_after_batch_transfer" if run.has_trainer else ""
+        advice = f"Copy less: send images as uint8 and convert them on the GPU{hook}."
+    if len(run.ranks) > 1 and run.has_trainer:
+        advice += (
+            " With several ranks no copy overlaps the previous step, because Lightning waits for the GPU before each "
+            "(Lightning issue 21487)."
+        )
+    if run.left_on_cpu:
+        advice += (
+            f" Still on the CPU and copied on every use: {', '.join(run.left_on_cpu)}. Lightning moves parameters, "
+            "buffers and submodules: use register_buffer, nn.ModuleList or nn.ParameterList."
+        )
+    return advice
+
+
+_COPIED = sampled_idle(host_to_device_copy=(20.0, 19.0))
+_HIDDEN = sampled_idle(host_to_device_copy=(20.0, 0.5))
+
+CAUSE = Cause(
+    name="host_to_device_copy",
+    begins="Moving batches to the device takes",
+    shapes=[
+        Shape(
+            "Moving batches to the device takes ...",
+            "`pin_memory=True`; `uint8` images; `register_buffer` for tensors left on the CPU",
+        )
+    ],
+    find=find,
+    verified_on="simulated GPU",
+    sick=gpu_run(
+        {"host_to_device_copy": 20, "training_step": 30},
+        60.0,
+        gpu_idle=_COPIED,
+        loader=replace(LOADER, pin_memory=False),
+    ),
+    healthy=gpu_run({"host_to_device_copy": 20, "training_step": 30}, 97.0, gpu_idle=_HIDDEN),
+)

@@ -1,0 +1,52 @@
+"""logging: loggers, and ``self.log``, take the training thread's time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.host_phases import HostPhase, phases_of
+from lightning_gpu_tools.training.phases import LOGGING
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import printable
+
+_USUAL_STEPS = 50  # Lightning's default of log_every_n_steps
+_MAX_STEPS = 1000  # our default: rarer metrics show too little
+
+
+def _advice(one: HostPhase, run: RunMeasurements) -> str:
+    if not run.has_trainer:
+        return f"Log {one.times} times less often. Training waits meanwhile."
+    if one.method == "log":
+        return "Pass fewer metrics to self.log, without prog_bar=True, which syncs in every step."
+    now = max(1, run.log_every_n_steps)
+    steps = min(_USUAL_STEPS * math.ceil(one.times * now / _USUAL_STEPS), max(_MAX_STEPS, 2 * now))
+    return f"Log less often: Trainer(log_every_n_steps={steps}). Training waits while {one.name} writes."
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    for one in phases_of(run, LOGGING):
+        yield counted("logging", one.share, one.evidence, _advice(one, run))
+
+
+def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
+    name = printable(evidence.get("name") or "")
+    if not name:
+        return "Logging takes"
+    return f"{name} takes" if "." in name else f"The logger {name} takes"
+
+
+CAUSE = Cause(
+    name="logging",
+    begins=_begins,
+    shapes=[
+        Shape("The logger ... takes ..., `self.log` takes ...", "`log_every_n_steps`; fewer metrics in `self.log`")
+    ],
+    find=find,
+    verified_on="cpu",
+    sick=cpu_run({"logging/CSVLogger": 20, "training_step": 20}),
+    healthy=cpu_run({"logging/CSVLogger": 0.4, "training_step": 20}),
+)

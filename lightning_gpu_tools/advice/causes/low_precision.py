@@ -1,0 +1,63 @@
+"""low_precision: 32-bit computing on a GPU whose tensor cores are idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
+from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.idle_in_step import is_tiny
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+_IDLE_PERCENT = 1.0  # torch's TensorBoard plugin: 0
+_VOLTA = (7, 0)  # has tensor cores
+_AMPERE = (8, 0)  # has bfloat16 and TF32
+_SPEEDUP = 2.0  # our default: half the bytes, where memory is the limit
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    active_percent = None if run.gpu is None else run.gpu.tensor_active_percent
+    capability = (run.gpu and run.gpu.compute_capability) or (0, 0)
+    precision = run.precision or ""
+    if active_percent is None or active_percent >= _IDLE_PERCENT or capability < _VOLTA:
+        return
+    if not precision.startswith("32") or is_tiny(run):
+        return
+    # The precision of a plain loop is unknown, so without a Trainer it is Fabric's.
+    driver = "Trainer" if run.has_trainer else "Fabric"
+    if capability >= _AMPERE:
+        advice = f"Set {driver}(precision='bf16-mixed')"
+        if run.matmul_precision == "highest":
+            advice += ", or with less change torch.set_float32_matmul_precision('high') (TF32)"
+        advice += ", and compare the validation metric."
+    else:
+        advice = (
+            f"Set {driver}(precision='16-mixed'); this GPU has no bf16. Watch for a loss of inf or nan: fp16 overflows "
+            "beyond 65504."
+        )
+    yield counted(
+        "low_precision",
+        (run.utilization_percent or 0.0) / 100 * (1 - 1 / _SPEEDUP),
+        {"tensor_active_percent": active_percent, "precision": precision},
+        f"The tensor cores are idle at precision {precision!r}. {advice}",
+        "heuristic",
+    )
+
+
+CAUSE = Cause(
+    name="low_precision",
+    begins="Computing in 32-bit leaves the tensor cores idle and costs",
+    shapes=[
+        Shape(
+            "Computing in 32-bit leaves the tensor cores idle and costs ...",
+            '`precision="bf16-mixed"` (`"16-mixed"` before Ampere, where numbers beyond 65504 overflow)',
+        )
+    ],
+    find=find,
+    needs=("gpu.tensor_active_percent",),
+    is_remark=True,
+    verified_on="measurements",
+    sick=gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0)),
+    healthy=gpu_run(STEP, 97.0, precision="bf16-mixed", **on_hopper(tensor_active_percent=0.0)),
+)

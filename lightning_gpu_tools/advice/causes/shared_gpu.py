@@ -1,0 +1,54 @@
+"""shared_gpu: other jobs compute on the same GPU, so its utilization says nothing about this training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import GIB, WAITS, gpu_run
+from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasurements
+from lightning_gpu_tools.units import format_bytes
+
+# Our defaults.
+_MIN_PERCENT = 5.0  # utilization, or where the driver does not report that:
+_MIN_BYTES = 2**30
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    gpu = run.gpu
+    if gpu is None:
+        return
+    percent, size = gpu.others_utilization_percent, gpu.others_memory_bytes
+    if (size or 0) <= _MIN_BYTES if percent is None else percent <= _MIN_PERCENT:
+        return
+    pick = "FreeMemoryCUDAAccelerator(exclusive=True)" if run.has_trainer else "select_gpus(exclusive=True)"
+    finding = counted(
+        "shared_gpu",
+        min((percent or 0.0) / 100, 1.0),
+        {"others_utilization_percent": percent, "others_memory_bytes": size},
+        f"Use a free GPU (lightning-gpu-tools pick --exclusive, or {pick}), then measure again.",
+    )
+    yield replace(finding, ceiling_lower=1.0)
+
+
+def what_others_do(evidence: Mapping[str, float | str]) -> str:
+    """Return it in words."""
+    percent, size = evidence.get("others_utilization_percent"), evidence.get("others_memory_bytes")
+    uses = [] if percent is None else [f"keep the GPU {percent:.0f} % busy"]
+    if size is not None:
+        uses.append(f"use {format_bytes(float(size))} of the GPU's memory")
+    return f"Other jobs {' and '.join(uses)}"
+
+
+CAUSE = Cause(
+    name="shared_gpu",
+    begins=lambda evidence, has_trainer: what_others_do(evidence),
+    shapes=[Shape("Other jobs keep the GPU ... busy", "use a free one: `lightning-gpu-tools pick --exclusive`")],
+    find=find,
+    needs=("gpu",),
+    verified_on="measurements",
+    sick=gpu_run(WAITS, 30.0, gpu=GpuFacts(others_utilization_percent=40.0, others_memory_bytes=3 * GIB)),
+    healthy=gpu_run(WAITS, 30.0, gpu=GpuFacts(others_utilization_percent=1.0, others_memory_bytes=3 * GIB)),
+)

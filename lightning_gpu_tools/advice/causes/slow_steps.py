@@ -1,0 +1,173 @@
+"""slow_steps: a few steps take much longer than the rest, or the first ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.findings import Basis, Finding, counted
+from lightning_gpu_tools.advice.uneven_steps import ACCUMULATION, Uneven, details, lost, quoted, rounded, uneven
+from lightning_gpu_tools.training.phases import (
+    DATA_LOADING,
+    PAUSES,
+    RANK_WAIT,
+    TRAINER,
+    TRAINING_STEP,
+    UNEXPLAINED,
+    base_phase,
+)
+from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps, StepTimes
+
+# Our defaults.
+_NEARLY_ALL = 0.90  # of the waiting
+# Four workers that are too few make every fourth step wait as long as four take. Waits twice as long have another
+# reason, and replace the steady one if they are half of all.
+_LONGER_THAN_BURSTS = 2.0
+_MOST = 0.5
+# Slow steps in these have no other finding.
+_OWN = (TRAINING_STEP, TRAINER, UNEXPLAINED)
+
+
+def revised(run: RunMeasurements, found: Sequence[Finding]) -> list[Finding]:
+    """Return what others have found with what is uneven, in the finding of its cause or in one of its own."""
+    findings = list(found)
+    for one in uneven(run):
+        if not one.lasting or one.evidence.get("period") in ACCUMULATION.values():
+            continue  # the optimizer's step is due then
+        place = next((i for i, finding in enumerate(findings) if _is_about(finding, one)), None)
+        before = None if place is None else findings.pop(place)
+        group = base_phase(one.phase)
+        if group == DATA_LOADING:
+            after = _waits(run, one, before)
+        elif before is not None:
+            after = replace(before, evidence={**one.evidence, **before.evidence})
+        else:
+            after = _slow_work(one) if group in _OWN else None
+        findings += [] if after is None else [after]
+    return findings
+
+
+def unsaid(run: RunMeasurements, findings: Sequence[Finding]) -> str:
+    """Return in words what is the most uneven beside the findings; empty if there is nothing."""
+    for one in uneven(run):
+        if one.phase not in PAUSES and not any(_is_about(finding, one) for finding in findings):
+            return f"{details({**one.evidence, 'phase': one.phase})}: {100 * one.share:.0f} % of the wall time"
+    return ""
+
+
+def _is_about(finding: Finding, one: Uneven) -> bool:
+    if finding.cause == "slow_steps":
+        return finding.evidence["phase"] == one.phase
+    group, _, name = one.phase.partition("/")
+    if finding.cause in ("straggler", "communication"):
+        return group in (RANK_WAIT, *_OWN)  # where ranks wait for one another
+    if group == TRAINING_STEP:
+        return finding.cause == name  # backward, optimizer
+    return finding.cause == group and (not name or finding.evidence.get("name", name) == name)
+
+
+def _slow_work(one: Uneven) -> Finding:
+    evidence, where = one.evidence, quoted(one.phase)
+    basis: Basis = "measured"
+    if "first_steps" in evidence:
+        kind = "beginning"
+        basis = "heuristic"
+        advice = (
+            "A longer training loses less. Pad batches to few lengths: torch.compile and cuDNN start anew for each."
+        )
+    elif "batch_items_times" in evidence:
+        kind = "longer_batches"
+        basis = "heuristic"
+        advice = (
+            f"Slow steps have {rounded(evidence['batch_items_times'])} times as many numbers in a batch. Put samples "
+            "of similar length into one batch, or limit its tokens."
+        )
+    elif "every_steps" in evidence:
+        kind = "periodic"
+        advice = (
+            f"Find what runs every {evidence['every_steps']} steps in {where}. Run it less often, or make it cheaper."
+        )
+    else:
+        kind = "irregular"
+        advice = (
+            f"Find what the slow steps have in common in {where}; the latest are {evidence['latest_steps']}. It can be "
+            "rare samples, a full disk, other programs or a slow rank."
+        )
+    return counted("slow_steps", one.share, {"kind": kind, "phase": one.phase, **evidence}, advice, basis)
+
+
+def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding | None:
+    """Return what waiting for data costs: of another kind if a few waits, or those of the beginning, are all."""
+    evidence, workers, times = one.evidence, 0 if run.loader is None else run.loader.num_workers, run.step_times
+    begins = "first_steps" in evidence
+    if begins:
+        is_all = float(evidence["first_percent"]) >= 100 * _NEARLY_ALL
+    else:
+        assert times is not None
+        burst = _LONGER_THAN_BURSTS * max(1, workers) * times.seconds / times.count / max(times.p50_s, 1e-9)
+        if float(evidence["times_median"]) <= burst:
+            return steady
+        is_all = one.share >= _MOST * lost(run, DATA_LOADING, run.phase_s[DATA_LOADING] / run.wall_s)
+    if steady is not None and (not is_all or steady.evidence.get("kind") in ("slow_worker", "cold_cache")):
+        return replace(steady, evidence={**evidence, **steady.evidence})
+    if begins:
+        kind = "cold_cache"
+        advice = (
+            "Later steps need no change: by then the data is cached. To speed up the beginning, copy it to a local "
+            "disk beforehand."
+        )
+    else:
+        kind = "slow_batches"
+        advice = (
+            f"Some batches take as long to load as {rounded(evidence['times_median'])} steps, the latest at steps "
+            f"{evidence['latest_steps']}. Find what the dataset does for them, or prefetch more batches than that "
+            "(num_workers times prefetch_factor)."
+        )
+    shown = {"kind": kind, "num_workers": workers, **evidence}
+    return counted("data_loading", one.share, shown, advice, "heuristic" if begins else "measured")
+
+
+def _with_slow_steps(times: float) -> RunMeasurements:
+    """Return 250 steps of 40 ms, of which each 50th takes some times as long."""
+    steps = (50, 100, 150, 200, 250)
+    excess_s = len(steps) * (times - 1) * 0.04
+    slow = SlowSteps(
+        phase=TRAINING_STEP, count=len(steps), seconds=len(steps) * times * 0.04, excess_s=excess_s, steps=steps
+    )
+    facts = StepTimes(count=230, seconds=9.2 + excess_s, p50_s=0.04, p95_s=0.04, max_s=times * 0.04, slow=(slow,))
+    run = cpu_run({"training_step": 40.0})
+    wall_s = run.wall_s + excess_s
+    return replace(run, wall_s=wall_s, phase_s={"training_step": wall_s}, step_times=facts)
+
+
+CAUSE = Cause(
+    name="slow_steps",
+    begins="Slow steps take",
+    shapes=[
+        Shape(
+            "Slow steps take ...: how many, how often, and in which line of the tree",
+            "what runs at that period",
+            "periodic",
+        ),
+        Shape(
+            "Slow steps take ...: how many, and in which line of the tree",
+            "what these steps have in common",
+            "irregular",
+        ),
+        Shape(
+            "Slow steps have ... times as many numbers in a batch",
+            "samples of similar length in a batch, or fewer tokens in one",
+            "longer_batches",
+        ),
+        Shape(
+            "In the first ... steps, ... took ... times as long",
+            "nothing if it is compiling; otherwise few sizes of batches",
+            "beginning",
+        ),
+    ],
+    verified_on="cpu",
+    sick=_with_slow_steps(15.0),
+    healthy=_with_slow_steps(3.0),
+)

@@ -1,0 +1,44 @@
+"""small_batch: kernels that keep few of the GPU's multiprocessors busy, where a larger batch fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
+from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.idle_in_step import CAVEAT_OF_LARGER_BATCH, few_active_sms, larger_batch
+from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    active_percent, larger = few_active_sms(run), larger_batch(run)
+    if active_percent is None or not larger:
+        return
+    idle = ((run.utilization_percent or 0.0) - active_percent) / 100
+    evidence = {
+        "sm_active_percent": active_percent,
+        "largest_batch_size": run.largest_batch_size,
+        "batch_size": None if run.loader is None else run.loader.batch_size,
+    }
+    advice = f"The kernels fill {active_percent:.0f} % of the GPU. Set {larger}.{CAVEAT_OF_LARGER_BATCH}"
+    in_training = 1 - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
+    yield counted("small_batch", idle * in_training, evidence, advice, "heuristic")
+
+
+CAUSE = Cause(
+    name="small_batch",
+    begins="A batch too small to fill the GPU costs",
+    shapes=[
+        Shape(
+            "A batch too small to fill the GPU costs ...",
+            "the `batch_size` in the advice: what fits by measured memory",
+        )
+    ],
+    find=find,
+    needs=("gpu.sm_active_percent",),
+    after=("communication",),  # which keeps few multiprocessors busy, too
+    verified_on="measurements",
+    sick=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496),
+    healthy=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=80.0), largest_batch_size=496),
+)

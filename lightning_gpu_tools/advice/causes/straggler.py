@@ -1,0 +1,210 @@
+"""straggler: one rank, or all ranks of a node, for which all others wait in every step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import fmean, median, median_low
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import STEP, gpu_run
+from lightning_gpu_tools.advice.examples import ranks as a_job_of
+from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
+from lightning_gpu_tools.advice.ranks import PARTS_OF_STEP, own_work_s, slowest_rank, unknown_parts
+from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, PHASES, base_phase
+from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
+from lightning_gpu_tools.units import format_duration, number_ranges, printable
+
+# TraceML's rule: an excess over the median rank counts from 10 % of the step on, and a phase if it is 80 % of that.
+_MIN_EXCESS = 0.10
+_MIN_COVERAGE = 0.80
+_SIGMA_PER_MAD = 1.4826  # standard deviation of normal noise by its median absolute deviation (Hampel's identifier)
+# Our defaults from here on.
+_MIN_WAITED = 0.50  # of its excess, that the others wait longer than a rank that is blamed, or that it waits for a core
+_ALWAYS = 0.90  # of the parts of a run
+_MIN_LATE_PARTS = 3  # fewer are an accident, unless there are few
+# From here on, and from twice the median rank, slow storage or throttled clocks explain a slow rank.
+_MIN_STORAGE_PERCENT = 30.0
+_MIN_THROTTLED_PERCENT = 20.0
+
+_GPU_ADVICE = "compare its clocks, its temperature and other jobs on that machine with those of the other ranks"
+_ADVICE = {
+    "data_loading": "compare its storage, its cores and its loader's settings with those of the other ranks",
+    "host_to_device_copy": "compare the size of its batches and its PCIe link with those of the other ranks",
+    "forward": "compare the size of its batches, its clocks and temperature, and other jobs on that machine",
+    "backward": _GPU_ADVICE,
+    "optimizer": _GPU_ADVICE,
+    "callback": "make it cheaper there, or call it less often",
+    "logging": "log less often: Trainer(log_every_n_steps=...)",
+    "checkpoint": "save less often, or in the background with AsyncCheckpointIO(PortableCheckpointIO())",
+    "validation": "give all ranks as many batches, and compare its storage and cores with theirs",
+    "epoch_start": "compare its storage and cores, and set persistent_workers=True",
+}
+_ADVICE_IN_OWN_LOOP = {
+    **_ADVICE,
+    "logging": "log less often",
+    "checkpoint": "save less often, or in the background",
+}
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    """Yield the rank or the node that all others wait for, if possible with the phase in which it loses its time.
+
+    The share is what the job would gain: by how much it is slower than the slowest rank that does not stand out.
+    """
+    ranks, found = run.ranks, slowest_rank(run.ranks)
+    if found is None:
+        return
+    slow, excess_s = found
+    phase = _phase_behind(ranks, slow, excess_s)
+    own_s = own_work_s(ranks)
+    behind = _standing_out(own_s if phase is None else [rank.phase_s.get(phase, 0.0) for rank in ranks], run.step_s)
+    usual_s = max((one_s for place, one_s in enumerate(own_s) if place not in behind), default=median_low(own_s))
+    share = min((max(own_s) - usual_s) / run.step_s, 1.0)
+    # Whether the others wait for it may be unknown, and what a phase holds may be a wait as well.
+    waits = [rank.wait_s for rank in ranks if rank is not slow and rank.wait_s is not None]
+    is_waited_for = slow.wait_s is None or not waits or median(waits) - slow.wait_s >= _MIN_WAITED * excess_s
+    if share < _MIN_EXCESS or not is_waited_for:
+        return
+    late = _lateness(ranks, slow, excess_s, run.step_s)
+    if late is None:
+        return
+    late_share, when = late
+    who, named, others = _names(ranks, slow, {ranks[place].rank for place in behind})
+    evidence: Evidence = {
+        "who": who,
+        "rank": slow.rank,
+        "node": slow.node,
+        "behind_ms_per_step": excess_s * 1e3,
+        "own_ms_per_step": slow.own_step_s * 1e3,
+        "median_ms_per_step": (slow.own_step_s - excess_s) * 1e3,
+        "late_percent": 100 * late_share,
+        "ranks": len(ranks),
+        "phase": phase,
+    }
+    if phase is None:
+        where = "No single phase accounts for it: compare its cores, storage and clocks with those of the others."
+    else:
+        group, _, name = phase.partition("/")
+        advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[group]
+        words = printable(name) or PARTS_OF_STEP.get(group) or PHASES[group].label
+        where = f"It loses the time in {words}: {advice}."
+    sentences = (
+        f"All ranks wait for {named}, which takes {format_duration(excess_s)} per step longer than the median of "
+        f"{len(ranks):,} ranks.",
+        when,
+        others,
+        where,
+        _hardware_behind(ranks, slow, phase, evidence),
+    )
+    yield counted("straggler", share, evidence, " ".join(filter(None, sentences)))
+
+
+def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
+    """Return the places of the values that the noise of all does not explain."""
+    typical_s = median_low(values_s)
+    sigma_s = _SIGMA_PER_MAD * median_low(abs(one_s - typical_s) for one_s in values_s)
+    # Of n values with normal noise, the highest is at some sqrt(2 ln n) standard deviations.
+    least_s = max((1 + math.sqrt(2 * math.log(len(values_s)))) * sigma_s, _MIN_EXCESS / 2 * step_s)
+    return {place for place, one_s in enumerate(values_s) if one_s - typical_s > least_s}
+
+
+def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int]) -> tuple[str, str, str]:
+    """Return what to call the slowest rank, or its node if all of that is slow; the same at length; and the others."""
+    members: defaultdict[int, set[int]] = defaultdict(set)
+    for rank in ranks:
+        members[rank.node].add(rank.rank)
+    nodes = {node for node, numbers in members.items() if len(numbers) > 1 and numbers <= behind}
+    if slow.node in nodes and len(members) > 1:
+        kind, others = "node", nodes - {slow.node}
+        who = f"node {slow.node}"
+        named = f"{who} (ranks {number_ranges(members[slow.node])})"
+    else:
+        kind, others = "rank", behind - {slow.rank}
+        who = f"rank {slow.rank}"
+        named = f"{who} (node {slow.node}{'' if slow.gpu is None else f', GPU {slow.gpu}'})"
+    return who, named, f"Also slow: {kind}{'s' * (len(others) > 1)} {number_ranges(others)}." if others else ""
+
+
+def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s: float) -> tuple[float, str] | None:
+    """Return in which share of the run a rank was late, and when; ``None`` for an accident, or noise."""
+    steps = max(rank.steps_over_time for rank in ranks)
+    parts = [_in_parts_of(steps, rank) for rank in ranks]
+    count = min(map(len, parts))
+    typical_s = map(median_low, zip(*(one[:count] for one in parts), strict=True))
+    seen_s = [own_s - median_s for own_s, median_s in zip(_in_parts_of(steps, slow), typical_s, strict=False)]
+    if count < 2 or unknown_parts(ranks) or fmean(seen_s) < excess_s / 2:  # in what is not part of a steady step
+        return 1.0, ""
+    late = [one_s > fmean(seen_s) / 2 for one_s in seen_s]
+    numbers = [number for number, is_late in enumerate(late) if is_late]
+    lasted, whole = (format_duration(number * steps * step_s) for number in (len(numbers), count))
+    if len(numbers) >= _ALWAYS * count:
+        when = "It is late throughout the run."
+    elif all(late[numbers[0] :]):
+        when = f"It has been late since about step {numbers[0] * steps:,}, for {lasted}."
+    elif all(late[: numbers[-1] + 1]):
+        when = f"It was late up to about step {(numbers[-1] + 1) * steps:,}, for {lasted}."
+    else:
+        when = f"It is late now and then, for {lasted} of {whole}."
+    # Noise goes both ways: at other times a rank is as much faster.
+    is_certain = len(numbers) >= min(_MIN_LATE_PARTS, count / 2) and excess_s > -min(seen_s)
+    return (len(numbers) / count, when) if is_certain else None
+
+
+def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
+    """Return a rank's own work over time in parts of so many steps: a power of two times as many as it has."""
+    parts, length = list(rank.own_s_over_time), rank.steps_over_time
+    while 0 < length < steps:
+        parts = [(first + second) / 2 for first, second in zip(parts[::2], parts[1::2], strict=False)]
+        length *= 2
+    return parts
+
+
+def _hardware_behind(ranks: Iterable[RankStep], slow: RankStep, phase: str | None, evidence: Evidence) -> str:
+    usual_s = median_low(rank.core_wait_s for rank in ranks)
+    if 1e3 * (slow.core_wait_s - usual_s) >= _MIN_WAITED * float(evidence["behind_ms_per_step"] or 0.0):
+        evidence["core_wait_ms_per_step"] = 1e3 * slow.core_wait_s
+        return (
+            f"Its training thread waits {format_duration(slow.core_wait_s)} per step for a core, that of the median "
+            f"rank {format_duration(usual_s)}: free cores on that machine."
+        )
+    if phase in (DATA_LOADING, EPOCH_START):
+        name, least, what, those = "storage_wait_percent", _MIN_STORAGE_PERCENT, "workers wait for storage", "those"
+    elif phase is None or phase in PARTS_OF_STEP:
+        name, least, what, those = "throttled_percent", _MIN_THROTTLED_PERCENT, "GPU is throttled", "that"
+    else:
+        return ""
+    known = [percent for rank in ranks if (percent := getattr(rank, name)) is not None]
+    own_percent = getattr(slow, name)
+    if own_percent is None or own_percent < max(least, 2 * median_low(known)):
+        return ""
+    evidence[name] = own_percent
+    return f"Its {what} {own_percent:.0f} % of the time, {those} of the median rank {median_low(known):.0f} %."
+
+
+def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) -> str | None:
+    for phase, seconds in slow.phase_s.items():
+        typical_s = median_low(rank.phase_s.get(phase, 0.0) for rank in ranks)
+        if seconds - typical_s >= _MIN_COVERAGE * excess_s and base_phase(phase) in _ADVICE:
+            return phase
+    return None
+
+
+_QUICK = {"forward": 0.01}
+CAUSE = Cause(
+    name="straggler",
+    begins=lambda evidence, has_trainer: f"Waiting for {evidence['who']} takes",
+    shapes=[
+        Shape(
+            "Waiting for rank ..., or for node ..., takes ...; in which phase that loses the time, and since when or "
+            "how often",
+            "by phase: that rank's data and storage, its clocks and temperature, a callback, a checkpoint",
+        )
+    ],
+    find=find,
+    counts_while_busy=True,  # who waits for another GPU keeps its own busy
+    verified_on="cpu",
+    sick=gpu_run(STEP, 99.0, **a_job_of(_QUICK, _QUICK, _QUICK, {"forward": 0.03})),
+    healthy=gpu_run(STEP, 99.0, **a_job_of(_QUICK, _QUICK, _QUICK, {"forward": 0.012})),
+)

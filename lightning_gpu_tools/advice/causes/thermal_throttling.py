@@ -1,0 +1,42 @@
+"""thermal_throttling: heat holds the clocks of a busy GPU down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import STEP, gpu_run
+from lightning_gpu_tools.advice.findings import Basis, Finding, counted
+from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasurements
+
+_MIN_PERCENT = 5.0  # our default: of the time
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    gpu = run.gpu
+    hot_percent = gpu.thermal_throttled_percent if gpu is not None else None
+    if gpu is None or hot_percent is None or hot_percent <= _MIN_PERCENT:
+        return
+    # A kernel takes longer in proportion to the clock. Without a clock, count all that throttling may have cost.
+    clock_percent = gpu.held_clock_percent
+    slowed = (run.utilization_percent or 0.0) / 100 * (1 - (clock_percent or 0.0) / 100)
+    advice = (
+        f"Heat throttled the clocks for {hot_percent:.0f} % of the time. Have the air flow, the fans and the "
+        "neighboring GPU checked. A lower power limit (nvidia-smi -pl) steadies the clocks."
+    )
+    evidence = {"thermal_throttled_percent": hot_percent, "held_clock_percent": clock_percent}
+    basis: Basis = "heuristic" if clock_percent is None else "measured"
+    yield counted("thermal_throttling", hot_percent / 100 * slowed, evidence, advice, basis)
+
+
+CAUSE = Cause(
+    name="thermal_throttling",
+    begins="Thermal throttling costs",
+    shapes=[Shape("Thermal throttling costs ...", "cooling. It slows a busy GPU down and never leaves it idle")],
+    find=find,
+    needs=("gpu.thermal_throttled_percent",),
+    is_remark=True,
+    verified_on="measurements",
+    sick=gpu_run(STEP, 100.0, gpu=GpuFacts(thermal_throttled_percent=60.0, held_clock_percent=70.0)),
+    healthy=gpu_run(STEP, 100.0, gpu=GpuFacts(thermal_throttled_percent=4.0)),
+)

@@ -1,0 +1,88 @@
+"""unexplained: time that has no name, and a GPU that is idle inside the step for no known reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import STEP, cpu_run, gpu_run
+from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Evidence, Finding, counted
+from lightning_gpu_tools.advice.host_phases import seconds_of
+from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
+from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
+
+MAX_UNNAMED = 0.10  # our default: from here on, no run is healthy
+# Lightning 2.6 takes 0.2 to 0.5 ms of its own around a step, and more where cores are few. No setting changes it.
+_USUAL_TRAINER_S = 0.001
+_NAME_IT = "Write `with run.phase('validation'):` around it if it is validation. "
+_LINES = {
+    TRAINER: "The Trainer's own work takes",
+    TRAINING_STEP: "Work in the training step other than forward, backward and optimizer takes",
+    OUTSIDE_LOOP: "Code outside of run.batches() takes",
+    UNEXPLAINED: "Work outside of all hooks and steps takes",
+}
+
+
+def long_lines(run: RunMeasurements) -> list[Finding]:
+    """Return a finding for each long line of the time tree that says nothing of what runs there."""
+    trainers = _USUAL_TRAINER_S / run.step_s
+    usual = {UNEXPLAINED: 0.0, OUTSIDE_LOOP: 0.0, TRAINER: trainers}
+    # The rest of the step, where its parts are known. What a GPU loses in it has findings of its own.
+    if not run.on_gpu and any(base_phase(phase) == TRAINING_STEP != phase for phase in run.phase_s):
+        usual[TRAINING_STEP] = trainers
+    shares = {phase: min(run.lost_share(phase), run.idle_share) for phase in usual}
+    return [
+        counted(
+            "unexplained",
+            share,
+            {"phase": phase, **seconds_of(run, run.phase_s[phase])},
+            (_NAME_IT if phase == OUTSIDE_LOOP else "") + FIND_FUNCTION,
+            avoidable=share - usual[phase],
+        )
+        for phase, share in shares.items()
+        if share - usual[phase] > MAX_UNNAMED
+    ]
+
+
+def idle_in_step(run: RunMeasurements, idle: float) -> Finding:
+    """Return that the GPU is idle inside the training step for so much of the wall time."""
+    if run.profile is None:
+        how = "GPUUtilizationAdvisor(profile=True) profiles" if run.has_trainer else "Profile"
+        torchs = "" if run.has_trainer else " with torch.profiler"
+        advice = f"{how} three steps{torchs}, which separates syncs, small kernels and copies."
+    elif run.has_trainer:
+        advice = "Profile the training step: Trainer(profiler='pytorch', max_steps=50)."
+    else:
+        advice = "Profile some steps with torch.profiler."
+    left_on_cpu = ", ".join(run.left_on_cpu) or None
+    if left_on_cpu:
+        advice += f" Start with what is left on the CPU: {left_on_cpu}."
+    evidence: Evidence = {"phase": TRAINING_STEP, "idle_percent": 100 * idle, "left_on_cpu": left_on_cpu}
+    return replace(counted("unexplained", idle, evidence, advice), ceiling_lower=1.0)
+
+
+def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
+    if "idle_percent" in evidence:
+        return "Unexplained idle time inside the training step takes"
+    return _LINES[str(evidence["phase"])]
+
+
+CAUSE = Cause(
+    name="unexplained",
+    begins=_begins,
+    shapes=[
+        Shape(
+            "Unexplained idle time inside the training step",
+            '`GPUUtilizationAdvisor(profile=True)`, then `Trainer(profiler="pytorch")`',
+        ),
+        Shape(
+            "The Trainer's own work, or work outside of all hooks and steps, takes ...",
+            "find the function with `py-spy` or `cProfile`",
+        ),
+    ],
+    counts_while_busy=True,
+    verified_on="simulated GPU",
+    sick=gpu_run(STEP, 40.0),
+    healthy=cpu_run({"unexplained": 3, "training_step": 50.0}),
+)

@@ -1,0 +1,143 @@
+"""Made-up measurements of trainings: the sick and the healthy examples of causes, and for tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS
+from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.training.run_measurements import (
+    CoreFacts,
+    GpuFacts,
+    GpuIdle,
+    LoaderSettings,
+    ProfiledSteps,
+    RankStep,
+    RunMeasurements,
+    StepBlock,
+)
+
+GIB = 2**30
+LOADER = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=True, pin_memory=True, batch_size=32)
+NO_WORKERS = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
+STEP = {"training_step": 50.0}
+WAITS = {"data_loading": 30.0, "training_step": 10.0}
+PROFILE = ProfiledSteps(steps=3, wall_s=0.15, kernels_per_step=400, kernel_median_us=80.0)
+HOPPER = GpuFacts(
+    compute_capability=(9, 0), memory_total_bytes=80 * GIB, sm_active_percent=90.0, tensor_active_percent=30.0
+)
+
+
+def a_host(cores: float = 64, **options: Any) -> HostBudget:
+    """Return a machine with plenty of everything."""
+    return HostBudget(**{"cores": cores, "memory_available_bytes": 64 * GIB, "shm_free_bytes": 32 * GIB, **options})
+
+
+def a_block(
+    phase_ms: Mapping[str, float], steps: int = 10, *, cpu_ms: float = 0.0, load_cpu_ms: float = 0.0
+) -> StepBlock:
+    """Return steps that take these milliseconds per phase, and of CPU time: of the step, and of the loader."""
+    parts = ("forward", "backward", "optimizer")
+    ms: dict[str, Any] = {phase: phase_ms.get(phase, 0.0) for phase in ("data_loading", "host_to_device_copy")}
+    ms |= {part: phase_ms.get(f"training_step/{part}", 0.0) for part in parts}
+    return StepBlock(
+        steps=steps,
+        wall_s=steps * sum(phase_ms.values()) / 1e3,
+        cpu_s=steps * cpu_ms / 1e3,
+        data_loading_cpu_s=steps * load_cpu_ms / 1e3,
+        paused_s=steps * (phase_ms.get("validation", 0.0) + phase_ms.get("checkpoint", 0.0)) / 1e3,
+        **{f"{phase}_s": steps * value / 1e3 for phase, value in ms.items()},
+    )
+
+
+def gpu_run(
+    phase_ms: Mapping[str, float],
+    utilization: float | None = 30.0,
+    *,
+    cpu_ms: float = 0.0,
+    load_cpu_ms: float = 0.0,
+    **options: Any,
+) -> RunMeasurements:
+    """Return 200 steps on a GPU, or as many as make a run long enough, each with these milliseconds per phase."""
+    step_s = sum(phase_ms.values()) / 1e3
+    steps = 20 * max(10, math.ceil(AT_END * MIN_SECONDS / 20 / step_s) if step_s else 0)
+    return RunMeasurements(
+        **{
+            "wall_s": steps * step_s,
+            "steps": steps,
+            "phase_s": {phase: steps * ms / 1e3 for phase, ms in phase_ms.items()},
+            "blocks": [a_block(phase_ms, steps // 20, cpu_ms=cpu_ms, load_cpu_ms=load_cpu_ms)] * 20,
+            "host": a_host(),
+            "on_gpu": True,
+            "utilization_percent": utilization,
+            "loader": LOADER,
+            "precision": "32-true",
+            "matmul_precision": "highest",
+            **options,
+        }
+    )
+
+
+def cpu_run(phase_ms: Mapping[str, float], **options: Any) -> RunMeasurements:
+    """Return the same on the CPU, without workers."""
+    return gpu_run(phase_ms, None, **{"on_gpu": False, "loader": NO_WORKERS, **options})
+
+
+def profiled(**changes: Any) -> dict[str, Any]:
+    """Return the options of a run whose steps were profiled."""
+    return {"profile": replace(PROFILE, **changes)}
+
+
+def on_hopper(**changes: Any) -> dict[str, Any]:
+    """Return the options of a run on a GPU that reports how much of it works."""
+    return {"gpu": replace(HOPPER, **changes)}
+
+
+def ranks(*phase_s: Mapping[str, float], **facts: Any) -> dict[str, Any]:
+    """Return the options of a run of ranks, two on each node, with the seconds of each one's own work on a step."""
+    return {
+        "ranks": tuple(
+            RankStep(rank=i, node=i // 2, own_step_s=sum(s.values()), phase_s=s, **facts) for i, s in enumerate(phase_s)
+        )
+    }
+
+
+def sampled_idle(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:
+    """Return sampled steps: for each phase the host's milliseconds per step, and how many of them the GPU was idle."""
+    return GpuIdle(
+        samples=count,
+        host_s={phase: count * host / 1e3 for phase, (host, _) in ms.items()},
+        idle_s={phase: count * idle / 1e3 for phase, (_, idle) in ms.items()},
+        seen=dict.fromkeys(ms, count),
+    )
+
+
+def contended(
+    wait_share: float = 0.4, *, others: float = 0.0, quota_cores: float | None = None, **options: Any
+) -> RunMeasurements:
+    """Return a run on two cores whose training thread waited for one, and of which other programs kept some busy.
+
+    Options are those of ``CoreFacts``, and the ``phase_ms``, ``workers``, ``loading`` and ``ranks`` of the run.
+    """
+    of_run = {name: options.pop(name) for name in ("loading", "ranks") if name in options}
+    phase_ms, workers = options.pop("phase_ms", {"training_step/forward": 40.0}), options.pop("workers", 4)
+    cores = {
+        "wait_share": wait_share,
+        "own_cores": 2 - others,
+        "others_cores": others,
+        "runnable_threads": 5.2,
+        "machine_cores": 2,
+        "affinity_cores": 2,
+        "torch_threads": 2,
+        **options,
+    }
+    return cpu_run(
+        phase_ms,
+        host=a_host(min(2.0, quota_cores or 2.0), quota_cores=quota_cores),
+        cores=CoreFacts(**cores),
+        loader=replace(LOADER, num_workers=workers),
+        **of_run,
+    )

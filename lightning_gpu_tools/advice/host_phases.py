@@ -1,0 +1,48 @@
+"""What the training thread does next to the steps, by phase, and how much rarer it has to be. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lightning_gpu_tools.advice.findings import Evidence
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import printable
+
+_REST_SHARE = 0.02  # our default: what the advised change leaves to the cause; a smaller gain is not worth reporting
+
+
+class HostPhase(NamedTuple):
+    """A phase of a callback, a logger, ..., and what it costs."""
+
+    name: str  # of what runs there, to print
+    method: str  # "optimizer_step" of "LitModel.optimizer_step"; empty if it is no method
+    share: float  # of the wall time; on a GPU, while it was idle
+    evidence: Evidence
+
+    @property
+    def times(self) -> int:
+        """How many times less often it has to happen to cost nothing that matters."""
+        return times_less(self.share)
+
+
+def phases_of(run: RunMeasurements, group: str) -> Iterator[HostPhase]:
+    """Yield the phases of a group that took time: ``"callback/EarlyStopping"``, ``"callback/ModelCheckpoint"``, ..."""
+    for phase, seconds in run.phase_s.items():
+        base, _, name = phase.partition("/")
+        if base == group:
+            share = min(run.lost_share(phase), run.idle_share)
+            evidence = {**seconds_of(run, seconds), "name": name or None}
+            yield HostPhase(printable(name or group), name.partition(".")[2], share, evidence)
+
+
+def seconds_of(run: RunMeasurements, seconds: float) -> Evidence:
+    """Return seconds of a run as evidence."""
+    return {"seconds": seconds, "ms_per_step": seconds / run.steps * 1e3}
+
+
+def times_less(share: float, rest: float = _REST_SHARE) -> int:
+    """Return how many times less often something must happen to take no more than ``rest``: 2, 5, 10, ... to 1000."""
+    times = math.inf if share >= 1 else share / (1 - share) * (1 - rest) / rest
+    return next((steps for steps in (2, 5, 10, 20, 50, 100, 200, 500) if steps >= times), 1000)

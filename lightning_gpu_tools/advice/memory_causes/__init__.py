@@ -1,0 +1,39 @@
+"""Why memory has run out: one file a cause, which holds all that the package knows of it. The folder is the registry.
+
+A new cause is a new file with a ``CAUSE``: the report, the table of docs/out_of_memory.md and the tests take it from
+there. Bytes throughout.
+"""
+
+from __future__ import annotations
+
+from lightning_gpu_tools.advice.cause import in_folder
+from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes
+
+MEMORY_CAUSES: dict[str, MemoryCause] = in_folder(__name__, __path__)  # by name, in the order in which they are judged
+
+
+def judge(run: RunMeasurements, oom: OutOfMemory) -> tuple[tuple[Finding, ...], str, str]:
+    """Return the causes, the first one first; why memory ran out; and what to do now."""
+    rulings: list[Ruling] = []
+    for cause in sorted(MEMORY_CAUSES.values(), key=lambda cause: cause.is_last_resort):
+        find = cause.find_on_host if oom.message.source == "host" else cause.find
+        if find is not None and not (cause.is_last_resort and rulings):
+            rulings += find(run, oom)
+    first, why = rulings[0]
+    who = f"Rank {oom.rank}: " if len(run.ranks) > 1 or oom.rank else ""
+    return tuple(one.finding for one in rulings), f"{who}{_what(oom)} {why}", first.advice
+
+
+def _what(oom: OutOfMemory) -> str:
+    message, parts = oom.message, []
+    if message.requested_bytes:
+        parts.append(f"{message.name} asked for {format_bytes(message.requested_bytes)}")
+    if message.allowed_bytes is not None and oom.reserved_bytes is not None:
+        parts.append(f"it has {format_bytes(oom.reserved_bytes)} of the {format_bytes(message.allowed_bytes)} allowed")
+    elif oom.free_bytes is not None and oom.total_bytes is not None and message.source != "host":
+        parts.append(f"{format_bytes(oom.free_bytes)} of {format_bytes(oom.total_bytes)} were free")
+    return f"Out of memory in {oom.place} at step {oom.step}{': ' if parts else ''}{' and '.join(parts)}."

@@ -1,0 +1,82 @@
+"""batch_too_large: the batch, in training or in validation, takes more than is left beside the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Shape
+from lightning_gpu_tools.advice.examples import GIB
+from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_examples import FLAT, an_error, counted_steps
+from lightning_gpu_tools.advice.memory_remedies import (
+    another_gpu,
+    in_validation,
+    largest_that_fits,
+    levers,
+    samples,
+    smaller_batch,
+)
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.training.phases import TRAINING_STEP, VALIDATION, base_phase
+from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
+from lightning_gpu_tools.units import format_bytes
+
+_NEARLY = 1.1  # our default: a step that needs up to a tenth more than any other is one of many that hardly fit
+
+
+def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    if base_phase(oom.phase) not in (TRAINING_STEP, VALIDATION, COPY):
+        return
+    size, begin = samples(run, oom), oom.begin_bytes
+    if size is None and not in_validation(oom) and run.loader is not None:
+        size = run.loader.batch_size
+    taken = None if oom.allocated_bytes is None or begin is None else oom.wanted_bytes - begin
+    is_small = taken is not None and taken < max(MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes)
+    if is_small or has_fitted(oom):
+        return
+    batch = f"{'In validation, the' if in_validation(oom) else 'The'} batch{f' of {size}' if size else ''}"
+    why = f"{batch} does not fit."
+    if taken is not None and begin is not None:
+        why = f"{batch} takes more than {format_bytes(taken)}, and {format_bytes(begin)} do not depend on it."
+    fits = largest_that_fits(run, oom)
+    yield ruling(
+        oom,
+        "batch_too_large",
+        why,
+        smaller_batch(run, oom, size, fits),
+        levers(run, oom),
+        another_gpu(oom),
+        batch_size=size,
+        batch_bytes=taken,
+        largest_batch_size=fits.size,
+        why_no_largest_batch_size=fits.why_not or None,
+    )
+
+
+def has_fitted(oom: OutOfMemory) -> bool:
+    """Return whether batches of this size have fitted before, in much less memory."""
+    if not oom.has_completed_steps or oom.memory is None or not oom.batch_shape or in_validation(oom):
+        return False
+    is_usual = math.prod(oom.batch_shape) <= (oom.usual_items or 0)
+    return is_usual and oom.wanted_bytes > _NEARLY * oom.memory.peak_bytes
+
+
+CAUSE = MemoryCause(
+    name="batch_too_large",
+    shapes=[
+        Shape(
+            "The batch of ... takes more than ..., and ... do not depend on it; in training or in validation",
+            "the `batch_size` in the advice, with the `accumulate_grad_batches` that keeps the effective batch size; "
+            "or activation checkpointing, `bf16-mixed`, or zeroing gradients before forward, each with what it frees "
+            "here",
+        )
+    ],
+    find=find,
+    after=("model_too_large",),
+    verified_on="simulated GPU",
+    sick=an_error(begins=FLAT, batch_shape=(32, 512), memory=counted_steps(16, 8 * GIB, 18 * GIB)),
+    healthy=an_error(
+        begins=FLAT, batch_shape=(32, 512), usual_items=32 * 512, memory=counted_steps(32, 8 * GIB, 18 * GIB)
+    ),
+)

@@ -1,0 +1,53 @@
+"""fragmentation: what torch holds and no tensor uses is in pieces that are too small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Shape
+from lightning_gpu_tools.advice.examples import GIB
+from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_examples import FLAT, MIB, an_error
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes
+
+
+def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    allocated, reserved = oom.allocated_bytes, oom.reserved_bytes
+    if allocated is None or reserved is None or not oom.requested_bytes:
+        return
+    # What CUDA graphs keep is no fragment.
+    unused = reserved - allocated - (oom.message.graph_pool_bytes or 0)
+    if unused < max(oom.requested_bytes, MIN_SHARE * reserved):
+        return
+    retries = None if oom.reading is None else oom.reading.retries
+    times = "once" if retries == 1 else f"{retries} times"
+    again = f", and has emptied its cache {times} to go on" if retries else ""
+    yield ruling(
+        oom,
+        "fragmentation",
+        f"torch holds {format_bytes(unused)} that no tensor uses, in pieces below {format_bytes(oom.requested_bytes)}"
+        f"{again}.",
+        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment before training. Batches of few "
+        "different sizes help, too.",
+        fragmented_bytes=unused,
+        retries=retries,
+    )
+
+
+CAUSE = MemoryCause(
+    name="fragmentation",
+    shapes=[
+        Shape(
+            "torch holds ... that no tensor uses, in pieces",
+            "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. It is advised here only: it frees nothing that is in "
+            "use",
+        )
+    ],
+    find=find,
+    after=("memory_growth",),
+    verified_on="simulated GPU",
+    sick=an_error(begins=FLAT, allocated=18 * GIB, cached=5 * GIB),
+    healthy=an_error(begins=FLAT, cached=30 * MIB),
+)

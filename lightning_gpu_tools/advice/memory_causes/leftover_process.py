@@ -1,0 +1,44 @@
+"""leftover_process: a program that has ended left a process behind, which holds memory of the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Shape
+from lightning_gpu_tools.advice.examples import GIB
+from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_causes.other_processes import left_over, named, others_are_the_cause
+from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+
+def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    orphans = left_over(oom) if others_are_the_cause(oom) else []
+    if not orphans:
+        return
+    pids = " ".join(str(one.pid) for one in orphans)
+    yield ruling(
+        oom,
+        "leftover_process",
+        f"{named(orphans)} on this GPU, left over by a program that has ended.",
+        f"End it if it is not needed: kill {pids}.",
+        pids=pids,
+        leftover_bytes=sum(one.memory_used_bytes or 0 for one in orphans),
+    )
+
+
+CAUSE = MemoryCause(
+    name="leftover_process",
+    shapes=[
+        Shape(
+            "Process ... on this GPU, left over by a program that has ended; the GPU has done nothing for it",
+            "`kill` it, if it is not needed",
+        )
+    ],
+    find=find,
+    after=("spike",),
+    verified_on="simulated allocator",
+    sick=an_error(begins=FLAT, others={9: 6 * GIB}, orphans=(9,)),
+    healthy=an_error(begins=FLAT, others={9: 6 * GIB}),
+)

@@ -1,0 +1,44 @@
+"""loading_checkpoint: a checkpoint was loaded onto the GPU, beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Shape
+from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_examples import an_error
+from lightning_gpu_tools.advice.memory_remedies import another_gpu
+from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, SETUP, OutOfMemory
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes
+
+
+def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    if oom.phase != LOADING_CHECKPOINT:
+        return
+    allocated, model = oom.allocated_bytes, oom.model.parameters_bytes
+    beside = f" beside the model's {format_bytes(model)}" if model else ""
+    held = f"{format_bytes(allocated)} were in tensors{beside}" if allocated else "the model was there already"
+    load = "plugins=[PortableCheckpointIO()]" if run.has_trainer else "load_weights(model, path)"
+    yield ruling(
+        oom,
+        "loading_checkpoint",
+        f"The checkpoint was loaded onto the GPU, where {held}.",
+        f"Load it to the host: torch.load(path, map_location='cpu', mmap=True), or {load}.",
+        another_gpu(oom),
+    )
+
+
+CAUSE = MemoryCause(
+    name="loading_checkpoint",
+    shapes=[
+        Shape(
+            "The checkpoint was loaded onto the GPU, where the model was",
+            '`map_location="cpu"`, `PortableCheckpointIO`, `load_weights`',
+        )
+    ],
+    find=find,
+    verified_on="simulated GPU",
+    sick=an_error(phase=LOADING_CHECKPOINT),
+    healthy=an_error(phase=SETUP),
+)

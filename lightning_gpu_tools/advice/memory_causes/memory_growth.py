@@ -1,0 +1,107 @@
+"""memory_growth: something keeps more from step to step, or from validation batch to validation batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from lightning_gpu_tools.advice.cause import Shape
+from lightning_gpu_tools.advice.examples import GIB
+from lightning_gpu_tools.advice.memory_account import KEPT, growing_memory
+from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_examples import FLAT, GROWING, an_error
+from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, record, why_host_is_full
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes
+
+# Memory grows if the medians of four consecutive parts of the run rise, by chance in 1 of 4! = 24 runs.
+_PARTS = 4
+
+
+def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    if not oom.grad_enabled:
+        yield from kept_in_validation(
+            oom,
+            "memory_growth",
+            "because something keeps its outputs.",
+            "Reduce outputs to numbers in each validation batch, or move what is kept to the CPU (.cpu()).",
+        )
+    grown = _growth(oom.begins, oom)
+    if grown is not None:
+        per_step, since, total = grown
+        yield ruling(
+            oom,
+            "memory_growth",
+            f"What is kept from step to step has grown by {format_bytes(per_step)} a step since step {since:.0f}, "
+            f"{format_bytes(total)} in all.",
+            KEPT["gpu"].format(what="step"),
+            record(run),
+            bytes_per_step=per_step,
+            since_step=since,
+            grown_bytes=total,
+        )
+
+
+def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    of_host = [growth for growth in oom.growth if growth.whose != "gpu"]
+    if of_host:
+        grown = growing_memory(of_host[0])
+        evidence = {**grown.evidence, "phase": oom.phase}
+        yield ruling(oom, "memory_growth", why_host_is_full(run, oom), grown.advice, fewer_workers(run), **evidence)
+
+
+def kept_in_validation(oom: OutOfMemory, cause: str, reason: str, advice: str) -> Iterator[Ruling]:
+    """Yield that each validation batch keeps memory, if the error came there and that is so."""
+    grown = _growth(oom.validation_begins, oom) if in_validation(oom) else None
+    if grown is not None:
+        per_batch, _, total = grown
+        yield ruling(
+            oom,
+            cause,
+            f"Each validation batch keeps {format_bytes(per_batch)} of the GPU, {format_bytes(total)} so far, {reason}",
+            advice,
+            bytes_per_batch=per_batch,
+            grown_bytes=total,
+            batch=oom.validation_begins[-1][0],
+        )
+
+
+def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[float, float, float] | None:
+    """Return bytes a step, since which step, and how much in all; ``None`` if that is not steady, or no cause."""
+    points = [point for point in points if point[0] > 1]  # the first step makes the optimizer's states
+    if len(points) < _PARTS or oom.room_bytes is None:
+        return None
+    bounds = [round(i * len(points) / _PARTS) for i in range(_PARTS + 1)]
+    parts = [points[begin:end] for begin, end in itertools.pairwise(bounds)]
+    sizes = [median(size for _, size in part) for part in parts]
+    total = points[-1][1] - min(size for _, size in points)
+    if sorted(set(sizes)) != sizes or total < max(MIN_SHARE * oom.room_bytes, oom.requested_bytes):
+        return None
+    since = max(step for step, size in points if size <= points[-1][1] - 0.95 * total)
+    slope = median(
+        (later - size) / (after - step)
+        for i, (step, size) in enumerate(points)
+        for after, later in points[i + 1 :]
+        if step >= since
+    )
+    return slope, since, total
+
+
+CAUSE = MemoryCause(
+    name="memory_growth",
+    shapes=[
+        Shape(
+            "What is kept from step to step, or from validation batch to validation batch, has grown by ... a step "
+            "since step ...",
+            "`loss.item()` or `.detach()` for what is kept, `.cpu()` for outputs",
+        )
+    ],
+    find=find,
+    find_on_host=find_on_host,
+    after=("evaluation_graph",),
+    verified_on="simulated GPU",
+    sick=an_error(begins=GROWING),
+    healthy=an_error(begins=[*FLAT[:50], *((step, 20.0 * GIB) for step in range(51, 100))]),
+)

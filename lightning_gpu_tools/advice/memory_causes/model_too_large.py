@@ -1,0 +1,61 @@
+"""model_too_large: parameters, gradients and optimizer states leave no room for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Shape
+from lightning_gpu_tools.advice.examples import GIB
+from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
+from lightning_gpu_tools.advice.memory_remedies import another_gpu, is_32, needed, sharded
+from lightning_gpu_tools.advice.out_of_memory import SETUP, ModelSize, OutOfMemory
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes
+
+_MIN_SHARE = 0.85  # our default: of the memory, which the model takes before any batch
+
+
+def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    room, model = oom.room_bytes, oom.model
+    if room is None:
+        return
+    fixed = model.total_bytes or oom.begin_bytes or (oom.allocated_bytes or 0)
+    if (fixed < _MIN_SHARE * room or oom.begin_bytes is None) and oom.phase != SETUP:
+        return
+    half = ""
+    if is_32(run) and model.total_bytes:
+        half = f", or precision='bf16-true' for half of it ({format_bytes(model.total_bytes / 2)})"
+    parts = {
+        "parameters": model.parameters_bytes,
+        "gradients": model.gradients_bytes,
+        "optimizer states": model.optimizer_bytes,
+    }
+    known = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    yield ruling(
+        oom,
+        "model_too_large",
+        f"The model takes {format_bytes(fixed)} before any batch, and torch can have {format_bytes(room)}: "
+        f"{known or 'its parts are unknown'}.",
+        sharded(oom) or f"It needs a GPU with more than {needed(oom)}{half}.",
+        "Adapters or frozen layers need fewer gradients and states.",
+        another_gpu(oom),
+        fixed_bytes=fixed,
+        largest_batch_size=0,
+    )
+
+
+CAUSE = MemoryCause(
+    name="model_too_large",
+    shapes=[
+        Shape(
+            "The model takes ... before any batch, with parameters, gradients and optimizer states",
+            "FSDP over the GPUs of this machine, with what is left on each; adapters; `bf16-true`",
+        )
+    ],
+    find=find,
+    after=("optimizer_too_large",),
+    verified_on="simulated GPU",
+    sick=an_error(phase=SETUP, model=ModelSize(parameters_bytes=24 * GIB)),
+    healthy=an_error(begins=FLAT[:1]),
+)

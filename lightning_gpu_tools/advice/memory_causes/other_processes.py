@@ -1,0 +1,81 @@
+"""other_processes: other jobs hold so much of the GPU that this one does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_gpu_tools.advice.cause import Shape
+from lightning_gpu_tools.advice.examples import GIB
+from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_examples import FLAT, an_error, counted_steps
+from lightning_gpu_tools.advice.memory_remedies import another_gpu, needed, needed_bytes
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.gpus.readings import GpuProcess
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes, printable
+
+_LEFT_OVER_SHARE = 0.5  # our default for the part of what others hold from which on left-over processes are the cause
+
+
+def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    if not others_are_the_cause(oom) or left_over(oom):
+        return
+    pick = "FreeMemoryCUDAAccelerator" if run.has_trainer else "select_gpus"
+    wait = f"No other GPU has that much free; wait: lightning-gpu-tools run --min-free {needed(oom)} --wait 2h -- CMD."
+    yield ruling(
+        oom,
+        "other_processes",
+        f"Other processes hold {format_bytes(oom.others_bytes)} of this GPU: {named(oom.others[:3])}.",
+        f"This job needs {needed(oom)}.",
+        another_gpu(oom) or wait,
+        f"{pick}(min_free='{needed(oom)}') claims it.",
+        pids=" ".join(str(one.pid) for one in oom.others),
+    )
+
+
+def others_are_the_cause(oom: OutOfMemory) -> bool:
+    """Return whether this job would fit, or would still fit, without what others hold."""
+    size, total, room = oom.others_bytes, oom.total_bytes, oom.room_bytes
+    missing = oom.requested_bytes - (oom.free_bytes or 0)
+    if not size or size < missing or total is None or room is None or oom.message.allowed_bytes is not None:
+        return False
+    if oom.has_completed_steps and oom.memory is not None:
+        # This job had more of the GPU before than it can have now, and needs no more.
+        before = oom.memory.latest
+        needs_more = oom.wanted_bytes > before.peak_allocated_bytes
+        return room + missing <= before.peak_reserved_bytes and not needs_more
+    return size >= MIN_SHARE * total and needed_bytes(oom) <= total
+
+
+def left_over(oom: OutOfMemory) -> list[GpuProcess]:
+    """Return those of programs that have ended; none where they hold too little of what others hold."""
+    orphans = [one for one in oom.others if one.pid in oom.orphans]
+    size = sum(one.memory_used_bytes or 0 for one in orphans)
+    return orphans if size >= _LEFT_OVER_SHARE * oom.others_bytes else []
+
+
+def named(processes: Sequence[GpuProcess]) -> str:
+    """Return who they are and what they hold, in words."""
+    found = []
+    for one in processes:
+        name = f" ({printable(one.name, 40)})" if one.name else ""
+        owner = f" of {printable(one.user, 40)}" if one.user else ""
+        size = "an unknown part" if one.memory_used_bytes is None else format_bytes(one.memory_used_bytes)
+        found.append(f"process {one.pid}{name}{owner} has {size}")
+    return ", ".join(found)
+
+
+CAUSE = MemoryCause(
+    name="other_processes",
+    shapes=[
+        Shape(
+            "Other processes hold ... of this GPU, with number, owner and name",
+            "another GPU of this machine, if one has room, with the `pick` command; `min_free`",
+        )
+    ],
+    find=find,
+    after=("leftover_process",),
+    verified_on="simulated allocator",
+    sick=an_error(begins=FLAT, others={9: 6 * GIB}),
+    healthy=an_error(begins=FLAT, others={9: 6 * GIB}, memory=counted_steps(64, 8 * GIB, 18 * GIB)),
+)

@@ -1,0 +1,56 @@
+"""unexplained: what filled the memory is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Shape
+from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_causes.batch_too_large import has_fitted
+from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
+from lightning_gpu_tools.advice.memory_remedies import another_gpu, fewer_workers, record, why_host_is_full
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes
+
+
+def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    free, requested = oom.free_bytes, oom.requested_bytes
+    if free is not None and requested and free > requested and oom.message.allowed_bytes is None:
+        why = "More was free than was asked for: another process held it a moment before, or a limit applies."
+    elif has_fitted(oom) and oom.memory is not None:
+        why = f"Batches of this size fitted before, and no step took more than {format_bytes(oom.memory.peak_bytes)}."
+    elif kept := oom.kept_bytes:
+        why = f"When the step began, {format_bytes(kept)} were in tensors that are not the model's, and did not grow."
+    else:
+        why = f"What filled the memory is not known: it was full in {oom.place}."
+    yield ruling(oom, "unexplained", why, record(run), another_gpu(oom))
+
+
+def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    yield ruling(
+        oom,
+        "unexplained",
+        why_host_is_full(run, oom),
+        "Look for what holds it with smem or top, sorted by memory.",
+        fewer_workers(run),
+        workers=", ".join(map(str, oom.message.workers)) or None,
+        memory_available_bytes=run.host.memory_available_bytes,
+    )
+
+
+CAUSE = MemoryCause(
+    name="unexplained",
+    shapes=[
+        Shape(
+            "More was free than was asked for, or what filled the memory is not known",
+            "`GPUUtilizationMonitor(memory_history=True)`",
+        )
+    ],
+    find=find,
+    find_on_host=find_on_host,
+    is_last_resort=True,
+    verified_on="simulated allocator",
+    sick=an_error(phase="callback/A"),
+    healthy=an_error(begins=FLAT),
+)

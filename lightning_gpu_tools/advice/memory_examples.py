@@ -1,0 +1,62 @@
+"""Made-up out-of-memory errors: the sick and the healthy examples of causes, and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_gpu_tools.advice.examples import GIB
+from lightning_gpu_tools.advice.out_of_memory import ModelSize, OutOfMemory, OutOfMemoryMessage
+from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory
+
+MIB = 2**20
+# What was in tensors when each step began.
+FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
+GROWING = [(step, (8 + 0.1 * step) * GIB) for step in range(1, 100)]
+
+
+def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
+    """Return what a rank has counted: steps of one size, with 2 GiB each of parameters and gradients, 3 of states."""
+
+    def reading(allocated: int) -> MemoryReading:
+        return MemoryReading(
+            allocated_bytes=allocated, peak_allocated_bytes=peak, reserved_bytes=peak, peak_reserved_bytes=peak
+        )
+
+    first = StepMemory(step=1, batch_shape=(batch_size, 512), begin=reading(2 * GIB))
+    return RankMemory(
+        latest=reading(begin),
+        holdings=MemoryHoldings(
+            parameters_bytes=2 * GIB, gradients_bytes=2 * GIB, gradients_kept_bytes=2 * GIB, optimizer_bytes=3 * GIB
+        ),
+        first_step=first,
+        last_step=StepMemory(step=9, batch_shape=(batch_size, 512), begin=reading(begin), after_forward=reading(peak)),
+        peaks_bytes={"forward": peak},
+    )
+
+
+def an_error(
+    *,
+    allocated: int = 22 * GIB,
+    cached: int = 0,
+    free: int = 10 * MIB,
+    others: Mapping[int, int] = {},
+    allowed: int | None = None,
+    **known: Any,
+) -> OutOfMemory:
+    """Return an error of torch on a GPU of 24 GiB, where 200 MiB could not be had in forward."""
+    message = OutOfMemoryMessage(
+        source="allocator",
+        name="torch",
+        requested_bytes=200 * MIB,
+        total_bytes=24 * GIB,
+        free_bytes=free,
+        allocated_bytes=allocated,
+        cached_bytes=cached,
+        others_bytes=others,
+        allowed_bytes=allowed,
+    )
+    model = ModelSize(parameters_bytes=2 * GIB, gradients_bytes=2 * GIB, optimizer_bytes=3 * GIB, fusible=("AdamW",))
+    return OutOfMemory(
+        **{"message": message, "phase": "training_step/forward", "step": 12, "uuid": "GPU-0", "model": model, **known}
+    )

@@ -1,0 +1,46 @@
+"""The form of a cause of a stall. The folder ``stall_causes`` has a file for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_gpu_tools.advice.cause import Machine
+from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
+
+
+class Explanation(NamedTuple):
+    """The reason why a training has stalled."""
+
+    cause: str  # the name of a StallCause
+    why: str  # in sentences
+    next_step: str
+    rank: int | None = None  # that is behind
+
+
+@dataclass(frozen=True, kw_only=True)
+class StallCause:
+    """One reason for which a training makes no progress.
+
+    Attributes:
+        name: As ``Stall.cause`` has it, and the name of its file.
+        seen_as: What a user sees, as a cell of the table in docs/hanging_training.md.
+        change: What to change, likewise.
+        find: Returns why a process stands still by itself; ``None`` where this is not the reason.
+        find_among_ranks: Returns why several ranks stand still, likewise.
+        after: Causes that are judged before. The first that is found counts.
+        verified_on: The best machine on which the package found it in a training that has it.
+        sick: A process, or ranks, that stand still because of it.
+        healthy: Some that resemble them and stand still for another reason.
+    """
+
+    name: str
+    seen_as: str
+    change: str
+    find: Callable[[StallFacts], Explanation | None] | None = None
+    find_among_ranks: Callable[[Sequence[RankFacts]], Explanation | None] | None = None
+    after: Sequence[str] = ()
+    verified_on: Machine
+    sick: StallFacts | Sequence[RankFacts]
+    healthy: StallFacts | Sequence[RankFacts]

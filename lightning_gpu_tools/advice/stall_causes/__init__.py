@@ -1,0 +1,12 @@
+"""Causes of stalls: one file a cause, which holds all that the package knows of it.
+
+The folder is the registry. A new cause is a new file with a ``CAUSE``: the report, the table of
+docs/hanging_training.md and the tests take it from there.
+"""
+
+from __future__ import annotations
+
+from lightning_gpu_tools.advice.cause import in_folder
+from lightning_gpu_tools.advice.stall_cause import StallCause
+
+STALL_CAUSES: dict[str, StallCause] = in_folder(__name__, __path__)

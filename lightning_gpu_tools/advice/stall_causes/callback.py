@@ -1,0 +1,29 @@
+"""callback: a callback, a logger or a hook of the model does not return."""
+
+from __future__ import annotations
+
+from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.stall_words import does_where
+from lightning_gpu_tools.training.phases import CALLBACK, LOGGING, VALIDATION
+from lightning_gpu_tools.training.stall_facts import StallFacts
+from lightning_gpu_tools.units import printable
+
+
+def find(facts: StallFacts) -> Explanation | None:
+    base, _, name = facts.phase.partition("/")
+    if base not in (CALLBACK, LOGGING) or not name:
+        return None
+    name = printable(name)
+    return Explanation("callback", f"{name} {does_where(facts)}.", f"Look at that line, or train without {name}.")
+
+
+CAUSE = StallCause(
+    name="callback",
+    seen_as="it hangs in a callback, a logger or a hook of the model, which is named",
+    change="the line that is named: often a network call without a timeout",
+    find=find,
+    after=("blocked_worker",),
+    verified_on="cpu",
+    sick=StallFacts(phase=f"{LOGGING}/WandbLogger"),
+    healthy=StallFacts(phase=VALIDATION),
+)

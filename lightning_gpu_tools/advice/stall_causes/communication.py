@@ -1,0 +1,45 @@
+"""communication: all ranks wait in the same place, for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC
+from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.stall_examples import a_rank
+from lightning_gpu_tools.advice.stall_words import where
+from lightning_gpu_tools.advice.waiting_ranks import all_waiting
+from lightning_gpu_tools.training.phases import DATA_LOADING, RANK_WAIT, base_phase
+from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
+
+
+def find(facts: StallFacts) -> Explanation | None:
+    if base_phase(facts.phase) != RANK_WAIT:
+        return None
+    why = f"This rank waits for others{where(facts.stack)}."
+    return Explanation("communication", why, "See what the other ranks print.")
+
+
+def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
+    waiting = all_waiting(ranks)
+    if waiting is None:
+        return None
+    return Explanation(
+        "communication",
+        f"All {len(ranks):,} ranks wait in {waiting.place}.",
+        "The network between them does not answer, or shapes differ. Run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
+        "NCCL_DEBUG=INFO.",
+    )
+
+
+CAUSE = StallCause(
+    name="communication",
+    seen_as="all ranks wait in the same place",
+    change="the network; `TORCH_DISTRIBUTED_DEBUG=DETAIL`, `NCCL_DEBUG=INFO`",
+    find=find,
+    find_among_ranks=find_among_ranks,
+    after=("blocked_worker", "collective_on_one_rank"),
+    verified_on="measurements",
+    sick=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, collective=BACKWARD_SYNC)),
+    healthy=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, phase=DATA_LOADING)),
+)

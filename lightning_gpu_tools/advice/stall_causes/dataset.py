@@ -1,0 +1,30 @@
+"""dataset: the training process itself loads data, and does not come to an end."""
+
+from __future__ import annotations
+
+from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.stall_words import does, where
+from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, VALIDATION, base_phase
+from lightning_gpu_tools.training.stall_facts import StallFacts
+
+
+def find(facts: StallFacts) -> Explanation | None:
+    if base_phase(facts.phase) not in (DATA_LOADING, EPOCH_START):
+        return None
+    return Explanation(
+        "dataset",
+        f"The training process {does(facts)} while it loads data{where(facts.stack)}.",
+        "Look at that line of the dataset. With num_workers=1 or more, training goes on while samples load.",
+    )
+
+
+CAUSE = StallCause(
+    name="dataset",
+    seen_as="it hangs while data is loaded in the training process (`num_workers=0`)",
+    change="the line that is named",
+    find=find,
+    after=("blocked_worker",),
+    verified_on="cpu",
+    sick=StallFacts(phase=DATA_LOADING),
+    healthy=StallFacts(phase=VALIDATION),
+)

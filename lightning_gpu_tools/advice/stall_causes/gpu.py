@@ -1,0 +1,34 @@
+"""gpu: the GPU is fully busy, and nothing comes of it."""
+
+from __future__ import annotations
+
+from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.stall_words import does_where
+from lightning_gpu_tools.training.phases import FORWARD
+from lightning_gpu_tools.training.stall_facts import StallFacts
+
+_MIN_PERCENT = 90.0  # our default
+
+
+def find(facts: StallFacts) -> Explanation | None:
+    busy_percent = facts.gpu_busy_percent
+    if busy_percent is None or busy_percent < _MIN_PERCENT:
+        return None
+    return Explanation(
+        "gpu",
+        f"The GPU is {busy_percent:.0f} % busy, and the training process {does_where(facts)}. "
+        "A kernel does not end, or a collective waits for another rank.",
+        "With CUDA_LAUNCH_BLOCKING=1 the stack names the operation. See `dmesg` for Xid errors.",
+    )
+
+
+CAUSE = StallCause(
+    name="gpu",
+    seen_as="the GPU is fully busy, and nothing comes of it",
+    change="`CUDA_LAUNCH_BLOCKING=1` names the operation; `dmesg` for Xid errors",
+    find=find,
+    after=("communication", "dataset", "callback"),
+    verified_on="measurements",
+    sick=StallFacts(phase=FORWARD, gpu_busy_percent=100.0),
+    healthy=StallFacts(phase=FORWARD, gpu_busy_percent=0.0),
+)

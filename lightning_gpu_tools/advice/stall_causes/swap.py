@@ -1,0 +1,34 @@
+"""swap: the machine has run out of memory and moves it to a disk and back."""
+
+from __future__ import annotations
+
+from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.training.phases import FORWARD
+from lightning_gpu_tools.training.stall_facts import StallFacts
+
+# Our defaults.
+_MIN_STALL_PERCENT = 20.0  # of ten seconds, in which every task waited for memory
+_MIN_PAGES_PER_S = 10_000  # 40 MiB
+
+
+def find(facts: StallFacts) -> Explanation | None:
+    if facts.memory_stall_percent < _MIN_STALL_PERCENT and facts.swapped_pages_per_s < _MIN_PAGES_PER_S:
+        return None
+    return Explanation(
+        "swap",
+        f"The machine swaps: {facts.swapped_pages_per_s:.0f} pages a second, and every task waited for memory in "
+        f"{facts.memory_stall_percent:.0f} % of the last ten seconds.",
+        "End other programs (`ps aux --sort=-rss | head`), or use fewer workers (num_workers) or smaller batches.",
+    )
+
+
+CAUSE = StallCause(
+    name="swap",
+    seen_as="everything is slow, the disk is busy",
+    change="fewer workers, smaller batches, other programs that use memory",
+    find=find,
+    after=("held_lock",),
+    verified_on="measurements",
+    sick=StallFacts(phase=FORWARD, swapped_pages_per_s=30_000.0),
+    healthy=StallFacts(phase=FORWARD, swapped_pages_per_s=300.0),
+)

@@ -1,0 +1,25 @@
+"""Made-up processes and ranks that stand still: the sick and the healthy examples of causes, and for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_gpu_tools.training.phases import FORWARD
+from lightning_gpu_tools.training.stall_facts import Activity, Frame, RankFacts, Wait, WorkerFacts
+
+
+def a_stack(*calls: str) -> tuple[Frame, ...]:
+    """Return a stack: ``file:function``, of the user's program if the file is ``train.py``."""
+    split = [call.partition(":") for call in calls]
+    return tuple(Frame(file, 7, function, file != "train.py") for file, _, function in split)
+
+
+def a_worker(number: int, waits_for: Wait | None, state: str = "S", *, awaited: bool = False) -> WorkerFacts:
+    """Return a worker of the DataLoader that uses no CPU time."""
+    return WorkerFacts(number, Activity(100 + number, state, waits_for, None, 0.0), 0.0, awaited)
+
+
+def a_rank(number: int, **facts: Any) -> RankFacts:
+    """Return a rank that has made no progress for 70 s."""
+    defaults = {"node": 0, "pid": 100 + number, "epoch": 1, "step": 5, "phase": FORWARD, "stuck_s": 70.0}
+    return RankFacts(rank=number, is_over=True, **{**defaults, **facts})

@@ -1,0 +1,31 @@
+"""Excuses for a thread that makes no progress: compilers, debuggers and people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_gpu_tools.training.stall_facts import Frame
+
+# torch.compile at work; other files of it are on the stack while compiled code runs.
+_COMPILES = (
+    "torch/_dynamo/convert_frame.py",
+    "torch/_inductor/graph.py",
+    "torch/_inductor/scheduler.py",
+    "torch/_inductor/async_compile.py",
+    "torch/_inductor/select_algorithm.py",
+    "torch/_inductor/runtime/triton_heuristics.py",
+    "triton/compiler/",
+)
+_ASKS = ("/pdb.py", "/bdb.py", "pydevd", "debugpy", "/pudb/", "/ipdb/", "/prompt_toolkit/", "/ipykernel/")
+_INNERMOST = 12  # our default, of calls
+
+
+def is_excused(stack: Sequence[Frame]) -> bool:
+    """Return whether a thread that seems to hang compiles, or waits for a person at a debugger or in a notebook."""
+    files = [frame.file.replace("\\", "/") for frame in stack]
+    if any(part in file for file in files for part in _COMPILES):
+        return True
+    # A notebook's kernel is at the outer end of each stack, and so is a debugger that does not stop.
+    users = [i for i, frame in enumerate(stack) if not frame.is_library]
+    inner = [f"/{file}" for file in files[max([*users, len(files) - _INNERMOST, 0]) :]]
+    return any(part in file for file in inner for part in _ASKS)

@@ -1,0 +1,103 @@
+"""Limits for a training that makes no progress: how long each phase may take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from lightning_gpu_tools.training.phases import (
+    CALLBACK,
+    GARBAGE_COLLECTION,
+    LOGGING,
+    OUTSIDE_LOOP,
+    PAUSES,
+    PHASES,
+    base_phase,
+)
+from lightning_gpu_tools.training.stall_facts import SETUP
+
+# Horovod's HOROVOD_STALL_CHECK_TIME_SECONDS: https://horovod.readthedocs.io/en/stable/stall_inspector_include.html
+MIN_S = 60.0
+# nvidia-resiliency-ext: its example's timeout for checkpoints, and its factor for timeouts that it learns.
+UNKNOWN_S = 600.0
+FACTOR = 5.0
+# Our defaults from here on.
+AGAIN = 4.0  # said again at 4 times, 16 times, ... as long
+_FIRST_STEPS = 3  # until then a part of every step may not have been seen twice
+_MIN_GAP_S = 5.0  # so late a poll was held up with the training, by a debugger, Ctrl-Z, a scheduler
+
+
+def limit_s(stall_after_s: float | Literal["auto"], longest_s: float | None) -> float:
+    """Return after how long without progress a training has stalled.
+
+    ``longest_s`` is the most that the phase has taken; ``None`` until it has been seen to its end.
+    """
+    if stall_after_s != "auto":
+        return stall_after_s
+    return UNKNOWN_S if longest_s is None else max(MIN_S, FACTOR * longest_s)
+
+
+class Patience:
+    """Decides when a training has stood still for too long, by what is polled of it every ``interval_s``."""
+
+    def __init__(self, stall_after_s: float | Literal["auto"], interval_s: float) -> None:
+        self.stuck_s = 0.0  # for how long it has made no progress
+        self.limit_s = limit_s(stall_after_s, None)  # how long it may
+        self._stall_after_s = stall_after_s
+        self._interval_s = interval_s
+        self._mark: object = None
+        self._key, self._phase = SETUP, SETUP
+        self._since_s = self._polled_s = 0.0
+        self._seen: set[str] = set()
+        self._longest_s: dict[str, float] = {}
+        self._reports = 0
+
+    def poll(self, now_s: float, mark: object, phase: str, since_s: float, steps: int, taken: Collection[str]) -> bool:
+        """Return whether the training has made progress since the last poll.
+
+        ``mark`` differs as soon as there is progress. The training thread has been in ``phase`` since ``since_s``, has
+        begun ``steps``, and has spent time in the phases ``taken`` so far.
+        """
+        late_s = now_s - self._polled_s - self._interval_s
+        if self._mark is not None and late_s > _MIN_GAP_S + self._interval_s:
+            self._since_s += late_s
+        self._polled_s = now_s
+        if phase == GARBAGE_COLLECTION:  # also a loop without end makes garbage
+            phase = self._phase
+        key, mark = _key(phase), (mark, phase)
+        self._seen.update({_key(one) for one in taken} - {key})
+        if steps > _FIRST_STEPS and key in PHASES and key not in (CALLBACK, LOGGING, *PAUSES):
+            self._seen.add(key)
+        progress = mark != self._mark
+        if progress:
+            self._longest_s[self._key] = max(self._longest_s.get(self._key, 0.0), self.stuck_s)
+            self._mark, self._key, self._phase, self._reports = mark, key, phase, 0
+            self._since_s = min(now_s, since_s)
+        self.stuck_s = max(0.0, now_s - self._since_s)
+        longest_s = self._longest_s.get(key, 0.0) if key in self._seen else None
+        self.limit_s = limit_s(self._stall_after_s, longest_s)
+        return progress
+
+    @property
+    def due_s(self) -> float:
+        """Seconds until there is something to say if nothing changes; negative if it is overdue."""
+        return self.limit_s * AGAIN**self._reports - self.stuck_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the training has stalled."""
+        return self.stuck_s >= self.limit_s and base_phase(self._phase) != OUTSIDE_LOOP
+
+    def reported(self) -> None:
+        """Say nothing more until it has lasted four times as long."""
+        self._reports += 1
+
+    def excuse(self) -> None:
+        """Begin to count anew."""
+        self._since_s, self.stuck_s = self._polled_s, 0.0
+
+
+def _key(phase: str) -> str:
+    # Callbacks and loggers have times of their own.
+    base = base_phase(phase)
+    return phase if base in (CALLBACK, LOGGING) else base

@@ -1,0 +1,58 @@
+"""Parts of sentences about a stalled process: what it does, where, and in which phase."""
+
+from __future__ import annotations
+
+from lightning_gpu_tools.training.phases import CALLBACK, LOGGING, PHASES, TRAINING_STEP
+from lightning_gpu_tools.training.stall_facts import (
+    SETUP,
+    TEARDOWN,
+    Frame,
+    StallFacts,
+    Wait,
+    WorkerFacts,
+    users_frame,
+)
+from lightning_gpu_tools.units import printable
+
+COMPUTES = 0.2  # our default, of a core: what uses less waits
+_STATES: dict[Wait, str] = {
+    "storage": "waits for storage",
+    "network": "waits for the network",
+    "lock": "waits for a lock",
+    "pipe": "waits for another process",
+    "time": "sleeps",
+    "events": "waits for a file, a socket or another process",
+    "process": "waits for another process to end",
+}
+
+
+def does(process: StallFacts | WorkerFacts) -> str:
+    """Return what a process does: ``"waits for a lock"``."""
+    activity, cpu_share = process.activity, process.cpu_share
+    waits_for = None if activity is None else activity.waits_for
+    if cpu_share >= COMPUTES and waits_for != "storage":
+        return f"computes ({100 * cpu_share:.0f} % of a core)"
+    if activity is None or waits_for is None:
+        return "makes no progress"
+    return _STATES[waits_for] + (f" ({printable(activity.target)})" if activity.target else "")
+
+
+def where(stack: tuple[Frame, ...]) -> str:
+    """Return the innermost call of the user's program: ``" in __getitem__ (data.py:41)"``; empty if unknown."""
+    frame = users_frame(stack) or (stack[-1] if stack else None)
+    return "" if frame is None else f" in {printable(frame.function)} ({printable(frame.file)}:{frame.line})"
+
+
+def does_where(process: StallFacts | WorkerFacts) -> str:
+    """Return what a process does, and where."""
+    return f"{does(process)}{where(process.stack)}"
+
+
+def during(phase: str) -> str:
+    """Return a phase as a part of a sentence: ``"while waiting for data"``."""
+    base, _, name = phase.partition("/")
+    if name and base in (CALLBACK, LOGGING, TRAINING_STEP):
+        return f"in {printable(name)}"
+    words = {SETUP: "before it began", TEARDOWN: "after its last step", TRAINING_STEP: "in the training step"}
+    label = PHASES[base].label if base in PHASES else printable(base)
+    return words.get(base) or (f"while {label}" if label.split()[0].endswith("ing") else f"in {label}")

@@ -1,0 +1,23 @@
+"""Workers of a DataLoader whose batch does not come: what several causes of stalls ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_gpu_tools.advice.stall_words import COMPUTES
+from lightning_gpu_tools.training.stall_facts import WorkerFacts
+
+
+def awaited_of(workers: Sequence[WorkerFacts]) -> WorkerFacts:
+    """Return the worker from which the next batch has to come."""
+    return next((one for one in workers if one.is_awaited), workers[0])
+
+
+def is_idle(worker: WorkerFacts) -> bool:
+    """Return whether a worker waits."""
+    return worker.cpu_share < COMPUTES
+
+
+def name_of(worker: WorkerFacts) -> str:
+    """Return how a worker is called at the beginning of a sentence."""
+    return f"Worker {worker.number} (PID {worker.activity.pid})"

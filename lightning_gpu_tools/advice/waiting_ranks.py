@@ -1,0 +1,63 @@
+"""Ranks that wait for others: what several causes of stalls ask of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC, FORWARD_SYNC, SIGNAL_CHECK
+from lightning_gpu_tools.training.stall_facts import RankFacts
+from lightning_gpu_tools.units import number_ranges, printable
+
+_OF_EVERY_RANK = (BACKWARD_SYNC, FORWARD_SYNC, SIGNAL_CHECK)
+
+
+def first_ended(ranks: Sequence[RankFacts]) -> RankFacts | None:
+    """Return the first rank whose training has ended."""
+    return next((one for one in ranks if one.ended is not None), None)
+
+
+def still_there(ranks: Sequence[RankFacts]) -> list[RankFacts]:
+    """Return the ranks that have neither ended nor fallen silent."""
+    return [one for one in ranks if one.ended is None and not one.silent_s]
+
+
+def others_wait(ranks: Sequence[RankFacts]) -> str:
+    """Return who waits for a rank that is not there: ``"ranks 0-2 wait for it"``."""
+    here = still_there(ranks)
+    return f"{_names(here)} wait{'s' * (len(here) == 1)} for it"
+
+
+class WaitingRanks(NamedTuple):
+    """Ranks of which each waits in a collective."""
+
+    odd: RankFacts  # where they wait in different places, the one whose place fewest share
+    rest: list[RankFacts]  # those that wait elsewhere
+
+    @property
+    def place(self) -> str:
+        """Where the odd one waits, in words."""
+        return f"{printable(self.odd.collective)} at step {self.odd.step}"
+
+    @property
+    def places(self) -> str:
+        """Who waits where, without a period."""
+        words = f"Ranks wait in different places: rank {self.odd.rank} in {self.place}"
+        if not self.rest:
+            return words
+        return f"{words}, {_names(self.rest)} in {printable(self.rest[0].collective)} at step {self.rest[0].step}"
+
+
+def all_waiting(ranks: Sequence[RankFacts]) -> WaitingRanks | None:
+    """Return the ranks if all of them wait for others; ``None`` if one is elsewhere."""
+    if len(still_there(ranks)) < len(ranks) or any(one.collective is None for one in ranks):
+        return None
+    counts = Counter(one.collective for one in ranks)
+    # Of two ranks that differ, the one where not every rank has to come is odd.
+    odd = min(ranks, key=lambda one: (one.collective in _OF_EVERY_RANK, counts[one.collective], one.rank))
+    return WaitingRanks(odd, [one for one in ranks if one.collective != odd.collective])
+
+
+def _names(ranks: Sequence[RankFacts]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {number_ranges(one.rank for one in ranks)}"
