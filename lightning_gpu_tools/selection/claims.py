@@ -350,7 +350,7 @@ def _warn_of_files(path: str, files: Sequence[Unreadable], message: str) -> None
         if (path, owner_id, message) in _warned_of:
             continue
         _warned_of.add((path, owner_id, message))
-        first, *others = (one for one in files if one.owner_id == owner_id)
+        first, *others = dict.fromkeys(one for one in files if one.owner_id == owner_id)  # some are met several times
         file = printable_path(os.path.join(path, first.file))
         owner = "an unknown user" if owner_id is None else user_name(owner_id)
         more = f" (and {len(others):,} more of {owner})" if others else ""

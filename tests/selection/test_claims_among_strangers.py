@@ -300,13 +300,15 @@ def test_a_file_that_cannot_be_asked_stops_nobody(
     open_log(path)
     monkeypatch.setenv("OPTIONS", options)
     become = f"\nif {user}: os.setgid({user}), os.setuid({user})\n"
-    commands = "main(['gpus']); main(['pick']); main(['run', '--wait', '1m', '--', 'echo', 'ran'])"
+    commands = "main(['pick', '--wait', '1m']); main(['gpus']); main(['run', '--wait', '1m', '--', 'echo', 'ran'])"
     command = ["unshare", "--mount", sys.executable, "-c", AS + MOUNT + become + PICK + commands, str(path), "0"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if answer.returncode == 77 or "unshare" in answer.stderr or not os.path.exists("/dev/fuse"):
         pytest.skip("no file system of a user's can be mounted here")
-    assert answer.stdout.splitlines()[-2:] == [driver.gpus[0].uuid, "ran"], answer.stderr
+    lines = answer.stdout.splitlines()
+    assert (lines[0], lines[-1]) == (driver.gpus[0].uuid, "ran"), answer.stderr
     (named,) = [line for line in answer.stderr.splitlines() if "cannot be read" in line]
+    assert named.endswith(f"(and 2 more of uid {BOB})")
     assert f"deadbeef.json of uid {BOB} cannot be read and is ignored: another file system is mounted on it" in named
 
 
