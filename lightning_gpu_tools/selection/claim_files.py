@@ -430,6 +430,9 @@ def _open(path: str) -> int:
     if mode & 0o022 and not mode & stat.S_ISVTX:
         os.close(descriptor)
         raise _unusable(path, "it lets users remove the files of others", _open_to_all(path))
+    if not os.path.exists(f"/proc/self/fd/{descriptor}"):  # without which each socket would seem dead
+        os.close(descriptor)
+        raise _unusable(path, "/proc is not mounted", "Mount it")
     return descriptor
 
 

@@ -361,6 +361,26 @@ def test_a_command_notices_that_its_claim_was_removed(driver: Driver, path: Path
     assert ALICE not in {file.stat().st_uid for file in path.iterdir()}
 
 
+@needs_root
+def test_without_proc_no_claim_is_taken_for_dead(path: Path) -> None:
+    hide = """
+import ctypes
+if ctypes.CDLL(None).mount(b"none", b"/proc", b"tmpfs", 0, None):
+    sys.exit(77)
+try:
+    with open_ledger(path): pass
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    with staying(ALICE, path):
+        command = ["unshare", "--mount", sys.executable, "-c", AS + hide, str(path), "0"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if answer.returncode == 77 or "unshare" in answer.stderr:
+            pytest.skip("nothing can be mounted here")
+        assert answer.stdout.startswith(f"ClaimsError The claims folder {path} cannot be used: /proc is not mounted. ")
+        assert kinds(path) == ["exclusive"]
+
+
 class RacedSocket(socket.socket):
     """Another user does something as soon as the name of a new entry can be seen."""
 
