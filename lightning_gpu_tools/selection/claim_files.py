@@ -137,7 +137,7 @@ class Folder:
         live: list[tuple[str, int]] = []
         while unasked and 2 * len(live) <= len(names) - len(unasked):
             one = unasked.pop()
-            if self._is_held(*one) is not False:
+            if self._is_held(*one):  # a closed place does not count
                 live.append(one)
         return live + unasked
 

@@ -476,7 +476,8 @@ def test_a_flood_of_claims_is_folded_by_user(driver: Driver, path: Path) -> None
 
 
 @needs_root
-def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path) -> None:
+@pytest.mark.parametrize("are_closed", [False, True], ids=["open", "closed-to-others"])
+def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path, are_closed: bool) -> None:
     driver.gpus = [gpu()]
     uuid = str(driver.gpus[0].uuid)
     root_owned(path)
@@ -489,6 +490,8 @@ def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path) -> Non
             job = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
             assert "behind 1000 other jobs" in job.stderr.readline()
             holder.kill()
+        if are_closed:
+            (path / "wait-0000000000000000.sock").chmod(0o600)  # the others are links to it
         ahead.kill()
         ahead.wait()
         assert job.communicate(timeout=60)[0] == f"{uuid}\n"  # at the pace of the 1,001st it would be 300 s
