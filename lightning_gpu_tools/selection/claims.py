@@ -58,7 +58,7 @@ def is_trusted(claim: GpuClaim) -> bool:
 
 def directory() -> str:
     """Return where claims live."""
-    return os.environ.get("LIGHTNING_GPU_TOOLS_CLAIMS_DIR") or _DEFAULT_DIRECTORY
+    return os.path.abspath(os.environ.get("LIGHTNING_GPU_TOOLS_CLAIMS_DIR") or _DEFAULT_DIRECTORY)
 
 
 @contextlib.contextmanager

@@ -142,6 +142,18 @@ def test_a_removed_claim_is_taken_again(
         other.release()
     assert list(path.iterdir()) == []
     assert not holds_claims()
+def test_a_claim_in_a_relative_folder_is_found_from_everywhere(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", path.name)
+    with open_ledger(directory()) as ledger:
+        mine = ledger.take(["GPU-a"], "whole")
+    path.with_name("elsewhere").mkdir()
+    monkeypatch.chdir(path.with_name("elsewhere"))
+    assert mine.keep() == ""
+    assert not Path("claims").exists()
+    mine.release()
+
+
 
 
 def test_a_released_claim_is_not_taken_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
