@@ -86,7 +86,7 @@ class Held:
     def is_in(self, path: str) -> bool:
         """Return whether its files are in the folder that is now at a path."""
         with contextlib.suppress(OSError):
-            return all(os.path.samestat(os.lstat(f"{path}/{file}"), own) for file, own in self._files.items())
+            return all(_is_same(os.lstat(f"{path}/{file}"), own) for file, own in self._files.items())
         return False
 
     def pass_on(self) -> None:
@@ -455,8 +455,13 @@ def _remove(folder: int, files: Mapping[str, os.stat_result]) -> None:
     """Remove files of an entry, unless somebody has put others in their place."""
     for file, own in sorted(files.items()):  # the record before the socket that keeps it alive
         with contextlib.suppress(OSError):  # not there; or not to be removed, and then it only takes room
-            if os.path.samestat(os.stat(file, dir_fd=folder, follow_symlinks=False), own):
+            if _is_same(os.stat(file, dir_fd=folder, follow_symlinks=False), own):
                 os.unlink(file, dir_fd=folder)
+
+
+def _is_same(found: os.stat_result, own: os.stat_result) -> bool:
+    """Return whether it is the same file, and not one of another user that got the inode of a removed one."""
+    return os.path.samestat(found, own) and found.st_uid == own.st_uid
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -362,6 +362,31 @@ def test_a_command_notices_that_its_claim_was_removed(driver: Driver, path: Path
 
 
 @needs_root
+def test_a_claim_in_the_name_of_ones_job_is_a_rival(path: Path) -> None:
+    root_owned(path)
+    with open_ledger(str(path)) as ledger:
+        mine = ledger.take(["GPU-a"], "exclusive", job="j")
+    for file in path.iterdir():
+        file.unlink()
+    with staying(BOB, path):  # his claim has the same job
+        assert f"Meanwhile it was claimed by uid {BOB} (pid " in mine.keep()
+        assert kinds(path) == ["exclusive", "whole"]
+    mine.release()
+
+
+@needs_root
+def test_anothers_file_with_the_inode_of_a_removed_one_is_noticed(path: Path) -> None:
+    root_owned(path)
+    with open_ledger(str(path)) as ledger:
+        mine = ledger.take(["GPU-a"], "whole")
+    (record,) = path.glob("*.json")
+    os.chown(record, BOB, BOB)  # ext4 gives the inode that was freed last to the next file
+    assert "was removed" in mine.keep()
+    assert kinds(path) == ["whole"]
+    mine.release()
+
+
+@needs_root
 def test_without_proc_no_claim_is_taken_for_dead(path: Path) -> None:
     hide = """
 import ctypes
