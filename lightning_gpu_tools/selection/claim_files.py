@@ -306,7 +306,7 @@ class Folder:
         if culprit is not None:
             name = user_name(culprit)
             reason = f"{name} puts files under each name that this user's claim gets"
-            return _unusable(self.path, reason, f"End that process of {name}")
+            return _unusable(self.path, reason, f"Ask {name} or an administrator to end that process")
         if error.errno == errno.EACCES:
             return _unusable(self.path, "this user may not create files in it", _open_to_all(self.path))
         reason = f"no file or Unix socket can be created in it ({error.strerror})"

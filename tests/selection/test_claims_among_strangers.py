@@ -450,7 +450,7 @@ def test_who_takes_names_away_is_named_if_no_other_name_helps(
         assert kinds(path) == ["whole"]
         claim.release()
     else:
-        named = f"uid {BOB} puts files under each name that this user's claim gets. End that process of uid {BOB};"
+        named = f"uid {BOB} puts files under each name that this user's claim gets. Ask uid {BOB} or an administrator"
         with pytest.raises(ClaimsError, match=named), open_ledger(str(path)) as ledger:
             ledger.take(["GPU-a"], "whole")
     assert {file.lstat().st_uid for file in path.iterdir()} == {BOB}
