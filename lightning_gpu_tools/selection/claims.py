@@ -229,9 +229,8 @@ class Ledger:
     @property
     def foreign_owner(self) -> str:
         """The folder's owner, if that is neither root nor this user; he can remove the files of others in it."""
-        return (
-            "" if self._folder is None or not _is_foreign(self._folder.owner_id) else user_name(self._folder.owner_id)
-        )
+        owner_id = 0 if self._folder is None else self._folder.owner_id
+        return user_name(owner_id) if _is_foreign(owner_id) else ""
 
     def claims(self, process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
         """Return the live claims, the oldest first; those of memory with their jobs' processes among the given ones."""
