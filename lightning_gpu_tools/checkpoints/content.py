@@ -208,7 +208,7 @@ def unopened_objects(content: Any) -> dict[str, Opaque | StandIn]:
     found: dict[str, Opaque | StandIn] = {}
     seen: set[int] = set()
     level = [("all of it", content)]
-    for depth in range(_MAX_LEVELS):
+    for depth in range(_MAX_LEVELS + 2):  # the weights are in the last one
         below: list[tuple[str, Any]] = []
         for place, value in level:
             if isinstance(value, (Opaque, StandIn)):

@@ -74,7 +74,7 @@ def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
     return [
         (
             gpu,
-            f"{user} ({f'PID {those[0].pid}' if len(those) == 1 else f'{len(those)} claims'})",
+            str(those[0]) if len(those) == 1 else f"{user} ({len(those)} claims)",
             0 if None in (sizes := [claim.memory_bytes for claim in those]) else sum(filter(None, sizes)),
         )
         for (gpu, user), those in of_users.items()

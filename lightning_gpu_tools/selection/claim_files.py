@@ -86,7 +86,7 @@ class Held:
     def is_in(self, path: str) -> bool:
         """Return whether its files are in the folder that is now at a path."""
         with contextlib.suppress(OSError):
-            return all(os.path.samestat(os.lstat(f"{path}/{file}"), own) for file, own in self._files.items())
+            return all(_is_same(os.lstat(f"{path}/{file}"), own) for file, own in self._files.items())
         return False
 
     def pass_on(self) -> None:
@@ -137,7 +137,7 @@ class Folder:
         live: list[tuple[str, int]] = []
         while unasked and 2 * len(live) <= len(names) - len(unasked):
             one = unasked.pop()
-            if self._is_held(*one) is not False:
+            if self._is_held(*one):  # a closed place does not count
                 live.append(one)
         return live + unasked
 
@@ -306,7 +306,7 @@ class Folder:
         if culprit is not None:
             name = user_name(culprit)
             reason = f"{name} puts files under each name that this user's claim gets"
-            return _unusable(self.path, reason, f"End that process of {name}")
+            return _unusable(self.path, reason, f"Ask {name} or an administrator to end that process")
         if error.errno == errno.EACCES:
             return _unusable(self.path, "this user may not create files in it", _open_to_all(self.path))
         reason = f"no file or Unix socket can be created in it ({error.strerror})"
@@ -430,6 +430,9 @@ def _open(path: str) -> int:
     if mode & 0o022 and not mode & stat.S_ISVTX:
         os.close(descriptor)
         raise _unusable(path, "it lets users remove the files of others", _open_to_all(path))
+    if not os.path.exists(f"/proc/self/fd/{descriptor}"):  # without which each socket would seem dead
+        os.close(descriptor)
+        raise _unusable(path, "/proc is not mounted", "Mount it")
     return descriptor
 
 
@@ -452,8 +455,13 @@ def _remove(folder: int, files: Mapping[str, os.stat_result]) -> None:
     """Remove files of an entry, unless somebody has put others in their place."""
     for file, own in sorted(files.items()):  # the record before the socket that keeps it alive
         with contextlib.suppress(OSError):  # not there; or not to be removed, and then it only takes room
-            if os.path.samestat(os.stat(file, dir_fd=folder, follow_symlinks=False), own):
+            if _is_same(os.stat(file, dir_fd=folder, follow_symlinks=False), own):
                 os.unlink(file, dir_fd=folder)
+
+
+def _is_same(found: os.stat_result, own: os.stat_result) -> bool:
+    """Return whether it is the same file, and not one of another user that got the inode of a removed one."""
+    return os.path.samestat(found, own) and found.st_uid == own.st_uid
 
 
 def _try_lock(descriptor: int) -> bool:

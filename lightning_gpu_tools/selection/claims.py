@@ -58,7 +58,7 @@ def is_trusted(claim: GpuClaim) -> bool:
 
 def directory() -> str:
     """Return where claims live."""
-    return os.environ.get("LIGHTNING_GPU_TOOLS_CLAIMS_DIR") or _DEFAULT_DIRECTORY
+    return os.path.abspath(os.environ.get("LIGHTNING_GPU_TOOLS_CLAIMS_DIR") or _DEFAULT_DIRECTORY)
 
 
 @contextlib.contextmanager
@@ -107,6 +107,7 @@ class HeldClaim:
         self._process = ProcessId.of(os.getpid())
         self._held = [held]
         self._is_released = False
+        self._said: set[str] = set()
         _held_claims.append(self)
 
     @property
@@ -124,27 +125,40 @@ class HeldClaim:
                 self._held.pop().release()
 
     def keep(self) -> str:
-        """Take the claim again if its files were removed, and return a sentence about that; else return nothing."""
+        """Take the claim again if its files were removed; return what to say about it that was not said before."""
         if self._is_released or any(held.is_in(self._path) for held in [*self._held]):
             return ""
+        try:
+            event = self._take_again()
+        except ClaimsError as error:
+            event = f"The claim of this job was removed and cannot be made again. {error}"
+        if event in self._said:
+            return ""
+        self._said.add(event)
+        return event
+
+    def _take_again(self) -> str:
         kind, uuids = self._content["kind"], self._content["uuids"]
         with open_ledger(self._path) as ledger:
             rivals = [
                 claim
                 for claim in ledger.claims()
-                if claim.job != self.job and any(map(claim.is_on, uuids)) and "exclusive" in (kind, claim.kind)
+                if not (claim.job == self.job and is_trusted(claim))
+                and any(map(claim.is_on, uuids))
+                and "exclusive" in (kind, claim.kind)
             ]
             # Two exclusive claims of one GPU would both be untrue.
             content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
             self._held.append(ledger.put("claim", content, self._process))
             owner = ledger.foreign_owner
-        self._held.pop(0).release()
+        with contextlib.suppress(IndexError):  # released meanwhile
+            self._held.pop(0).release()
         if self._is_released:
             self.release()
         by = f", which belongs to {owner}" if owner else ""
         event = f"The claim of this job on {', '.join(uuids)} was removed from {printable_path(self._path)}{by}."
         if not rivals:
-            return f"{event} Nobody had claimed it meanwhile, and this job has claimed it again."
+            return f"{event} No other job has claimed it exclusively, and this job has claimed it again."
         names = ", ".join(folded_claims(rivals, str))
         return f"{event} Meanwhile it was claimed by {names}. Both jobs use it now: agree with them, or stop this job."
 
@@ -179,15 +193,10 @@ class HeldClaim:
                     os.close(descriptor)
         if os.fork():
             return
-        poll, said = select.poll(), {""}
+        poll = select.poll()
         poll.register(ended, 0)
         while not poll.poll(KEEP_EVERY_S * 1000):
-            try:
-                event = self.keep()
-            except ClaimsError as error:
-                event = f"{error} The claim of this job was removed, and cannot be made again."
-            if event not in said:
-                said.add(event)
+            if event := self.keep():
                 with contextlib.suppress(OSError):  # nobody reads it any more
                     os.write(2, f"lightning-gpu-tools: {event}\n".encode())
             # Who reads the program's output is not to wait for its children, too. Without children the pipe is closed
@@ -220,9 +229,8 @@ class Ledger:
     @property
     def foreign_owner(self) -> str:
         """The folder's owner, if that is neither root nor this user; he can remove the files of others in it."""
-        return (
-            "" if self._folder is None or not _is_foreign(self._folder.owner_id) else user_name(self._folder.owner_id)
-        )
+        owner_id = 0 if self._folder is None else self._folder.owner_id
+        return user_name(owner_id) if _is_foreign(owner_id) else ""
 
     def claims(self, process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
         """Return the live claims, the oldest first; those of memory with their jobs' processes among the given ones."""
@@ -350,7 +358,7 @@ def _warn_of_files(path: str, files: Sequence[Unreadable], message: str) -> None
         if (path, owner_id, message) in _warned_of:
             continue
         _warned_of.add((path, owner_id, message))
-        first, *others = (one for one in files if one.owner_id == owner_id)
+        first, *others = dict.fromkeys(one for one in files if one.owner_id == owner_id)  # some are met several times
         file = printable_path(os.path.join(path, first.file))
         owner = "an unknown user" if owner_id is None else user_name(owner_id)
         more = f" (and {len(others):,} more of {owner})" if others else ""

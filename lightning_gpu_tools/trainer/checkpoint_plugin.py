@@ -125,7 +125,8 @@ class PortableCheckpointIO(CheckpointIO):
             CheckpointMismatchError: It does not fit the model, or its types cannot hold its numbers. The model's own
                 ``on_load_checkpoint`` or ``load_state_dict`` may make it fit, so then this is left to them. What else
                 ``fit`` restores is checked after the model's hook, before its first weight is copied. States of
-                optimizers and schedulers are checked once those exist; by then the model holds the weights.
+                optimizers and schedulers are checked once those exist; by then the model holds the weights. So is all
+                of it where the file has states of callbacks and a callback of yours has an ``on_load_checkpoint``.
         """
         checkpoint: Any
         if self.inner is not None and not compat.loads_with_torch(self.inner):

@@ -169,6 +169,7 @@ def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
         (lambda it: {"state_dict": it, "pytorch-lightning_version": "2.6.6", "epoch": 1}, "state_dict is an object"),
         (lambda it: {"state_dict": os.mkdir}, "state_dict is the class or function"),
         (lambda it: {"model": {"weights": it}, "epoch": 1}, "model.weights is an object"),
+        (lambda it: {"callbacks": {"average": {"state": {"w": it}}}}, "callbacks.average.state.w is an object"),
         (lambda it: it, "all of it is an object"),
         (lambda it: [1, it], "[1] is an object"),
         (lambda it: {it: torch.ones(2)}, "a key is an object"),

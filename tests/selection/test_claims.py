@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,6 +143,48 @@ def test_a_removed_claim_is_taken_again(
         other.release()
     assert list(path.iterdir()) == []
     assert not holds_claims()
+
+
+def test_a_claim_that_cannot_be_made_again_is_named_once(path: Path) -> None:
+    with opened(path) as ledger:
+        mine = ledger.take(["GPU-a"], "whole")
+    for file in path.iterdir():
+        file.unlink()
+    path.chmod(0o777)
+    words = f"The claim of this job was removed and cannot be made again. The claims folder {path} cannot be used: "
+    assert mine.keep().startswith(words)
+    assert mine.keep() == ""
+    path.chmod(0o1777)
+    assert "this job has claimed it again" in mine.keep()
+    mine.release()
+
+
+def test_a_claim_in_a_relative_folder_is_found_from_everywhere(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", path.name)
+    with open_ledger(directory()) as ledger:
+        mine = ledger.take(["GPU-a"], "whole")
+    path.with_name("elsewhere").mkdir()
+    monkeypatch.chdir(path.with_name("elsewhere"))
+    assert mine.keep() == ""
+    assert not Path("claims").exists()
+    mine.release()
+
+
+def test_a_claim_that_is_released_while_it_is_taken_again_is_released(path: Path) -> None:
+    with opened(path) as ledger:
+        mine = ledger.take(["GPU-a"], "whole")
+
+    class Released(list[Any]):
+        def append(self, held: Any) -> None:
+            super().append(held)
+            mine.release()  # as another thread might at this moment
+
+    mine._held = Released(mine._held)
+    for file in path.iterdir():
+        file.unlink()
+    mine.keep()
+    assert list(path.iterdir()) == []
 
 
 def test_a_released_claim_is_not_taken_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

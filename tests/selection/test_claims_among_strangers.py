@@ -300,13 +300,15 @@ def test_a_file_that_cannot_be_asked_stops_nobody(
     open_log(path)
     monkeypatch.setenv("OPTIONS", options)
     become = f"\nif {user}: os.setgid({user}), os.setuid({user})\n"
-    commands = "main(['gpus']); main(['pick']); main(['run', '--wait', '1m', '--', 'echo', 'ran'])"
+    commands = "main(['pick', '--wait', '1m']); main(['gpus']); main(['run', '--wait', '1m', '--', 'echo', 'ran'])"
     command = ["unshare", "--mount", sys.executable, "-c", AS + MOUNT + become + PICK + commands, str(path), "0"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if answer.returncode == 77 or "unshare" in answer.stderr or not os.path.exists("/dev/fuse"):
         pytest.skip("no file system of a user's can be mounted here")
-    assert answer.stdout.splitlines()[-2:] == [driver.gpus[0].uuid, "ran"], answer.stderr
+    lines = answer.stdout.splitlines()
+    assert (lines[0], lines[-1]) == (driver.gpus[0].uuid, "ran"), answer.stderr
     (named,) = [line for line in answer.stderr.splitlines() if "cannot be read" in line]
+    assert named.endswith(f"(and 2 more of uid {BOB})")
     assert f"deadbeef.json of uid {BOB} cannot be read and is ignored: another file system is mounted on it" in named
 
 
@@ -359,6 +361,51 @@ def test_a_command_notices_that_its_claim_was_removed(driver: Driver, path: Path
     assert ALICE not in {file.stat().st_uid for file in path.iterdir()}
 
 
+@needs_root
+def test_a_claim_in_the_name_of_ones_job_is_a_rival(path: Path) -> None:
+    root_owned(path)
+    with open_ledger(str(path)) as ledger:
+        mine = ledger.take(["GPU-a"], "exclusive", job="j")
+    for file in path.iterdir():
+        file.unlink()
+    with staying(BOB, path):  # his claim has the same job
+        assert f"Meanwhile it was claimed by uid {BOB} (pid " in mine.keep()
+        assert kinds(path) == ["exclusive", "whole"]
+    mine.release()
+
+
+@needs_root
+def test_anothers_file_with_the_inode_of_a_removed_one_is_noticed(path: Path) -> None:
+    root_owned(path)
+    with open_ledger(str(path)) as ledger:
+        mine = ledger.take(["GPU-a"], "whole")
+    (record,) = path.glob("*.json")
+    os.chown(record, BOB, BOB)  # ext4 gives the inode that was freed last to the next file
+    assert "was removed" in mine.keep()
+    assert kinds(path) == ["whole"]
+    mine.release()
+
+
+@needs_root
+def test_without_proc_no_claim_is_taken_for_dead(path: Path) -> None:
+    hide = """
+import ctypes
+if ctypes.CDLL(None).mount(b"none", b"/proc", b"tmpfs", 0, None):
+    sys.exit(77)
+try:
+    with open_ledger(path): pass
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    with staying(ALICE, path):
+        command = ["unshare", "--mount", sys.executable, "-c", AS + hide, str(path), "0"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if answer.returncode == 77 or "unshare" in answer.stderr:
+            pytest.skip("nothing can be mounted here")
+        assert answer.stdout.startswith(f"ClaimsError The claims folder {path} cannot be used: /proc is not mounted. ")
+        assert kinds(path) == ["exclusive"]
+
+
 class RacedSocket(socket.socket):
     """Another user does something as soon as the name of a new entry can be seen."""
 
@@ -403,7 +450,7 @@ def test_who_takes_names_away_is_named_if_no_other_name_helps(
         assert kinds(path) == ["whole"]
         claim.release()
     else:
-        named = f"uid {BOB} puts files under each name that this user's claim gets. End that process of uid {BOB};"
+        named = f"uid {BOB} puts files under each name that this user's claim gets. Ask uid {BOB} or an administrator"
         with pytest.raises(ClaimsError, match=named), open_ledger(str(path)) as ledger:
             ledger.take(["GPU-a"], "whole")
     assert {file.lstat().st_uid for file in path.iterdir()} == {BOB}
@@ -454,7 +501,8 @@ def test_a_flood_of_claims_is_folded_by_user(driver: Driver, path: Path) -> None
 
 
 @needs_root
-def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path) -> None:
+@pytest.mark.parametrize("are_closed", [False, True], ids=["open", "closed-to-others"])
+def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path, are_closed: bool) -> None:
     driver.gpus = [gpu()]
     uuid = str(driver.gpus[0].uuid)
     root_owned(path)
@@ -467,6 +515,8 @@ def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path) -> Non
             job = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
             assert "behind 1000 other jobs" in job.stderr.readline()
             holder.kill()
+        if are_closed:
+            (path / "wait-0000000000000000.sock").chmod(0o600)  # the others are links to it
         ahead.kill()
         ahead.wait()
         assert job.communicate(timeout=60)[0] == f"{uuid}\n"  # at the pace of the 1,001st it would be 300 s

@@ -98,4 +98,4 @@ def test_a_claim_of_another_job_on_the_same_gpu_is_told(
             other.stdout.readline()
             (told,) = shortcomings(read_surroundings(run, None))
             other.kill()
-    assert f"(PID {other.pid}) has claimed all of the memory of GPU 0" in told
+    assert f"(pid {other.pid}) has claimed all of the memory of GPU 0" in told
