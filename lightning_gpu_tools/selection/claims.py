@@ -130,8 +130,8 @@ class HeldClaim:
             return ""
         try:
             event = self._take_again()
-        except ClaimsError as error:
-            event = f"The claim of this job was removed and cannot be made again. {error}"
+        except Exception as error:  # noqa: BLE001 - whatever it was, the next attempt may succeed
+            event = f"The claim of this job was removed and cannot be made again. {printable(error, 1000)}"
         if event in self._said:
             return ""
         self._said.add(event)

@@ -159,6 +159,25 @@ def test_a_claim_that_cannot_be_made_again_is_named_once(path: Path) -> None:
     mine.release()
 
 
+def test_keeping_a_claim_goes_on_after_an_unexpected_error(path: Path) -> None:
+    with opened(path) as ledger:
+        mine = ledger.take(["GPU-a"], "whole")
+
+    class Full(list[Any]):
+        def append(self, held: Any) -> None:
+            held.release()
+            raise MemoryError("no memory left")
+
+    mine._held, held = Full(mine._held), mine._held
+    for file in path.iterdir():
+        file.unlink()
+    assert mine.keep() == "The claim of this job was removed and cannot be made again. no memory left"
+    assert mine.keep() == ""
+    mine._held = held
+    assert "this job has claimed it again" in mine.keep()
+    mine.release()
+
+
 def test_a_claim_in_a_relative_folder_is_found_from_everywhere(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parent)
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", path.name)
