@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from toys import compute
 
 from lightning_gpu_tools import Diagnosis, GPUUtilizationAdvisor
-from lightning_gpu_tools.training.run_measurements import settled
+from lightning_gpu_tools.training.run_measurements import without_warm_up
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -155,7 +155,7 @@ def train(case: Case, num_workers: int) -> tuple[float, Diagnosis]:
         )  # fmt: skip
         trainer.fit(case.model(), loader)
     assert advisor.diagnosis is not None
-    return median(block.step_s for block in settled(watch.clock.blocks)), advisor.diagnosis
+    return median(block.step_s for block in without_warm_up(watch.clock.blocks)), advisor.diagnosis
 
 
 def run(case: Case) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from lightning_gpu_tools.reports.report import RUNNING, load_report, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.run_report import describe
-from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, Board, Place, RankExchange
+from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, Board, RankExchange, RankPlace
 
 LOCAL_RANKS = 8
 ROUND_TRIP_S = 0.3e-3
@@ -145,7 +145,7 @@ def timed_s(function: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
-def facts_of(place: Place, chance: random.Random) -> dict[str, Any]:
+def facts_of(place: RankPlace, chance: random.Random) -> dict[str, Any]:
     """Return what a rank publishes, as long as from a training on GPUs; rank 9 is slow."""
     phases = ("data_loading", "host_to_device_copy", "forward", "backward", "optimizer", "callback/EarlyStopping")
     phase_s = {phase: round(0.01 + 0.001 * chance.random(), 9) for phase in phases}
@@ -185,7 +185,7 @@ class Job:
 
     def __init__(self, ranks: int, direct: TCPStore, far: TCPStore, name: str) -> None:
         nodes = ranks // LOCAL_RANKS
-        self.places = [Place(i, ranks, i % LOCAL_RANKS, i // LOCAL_RANKS, nodes, LOCAL_RANKS) for i in range(ranks)]
+        self.places = [RankPlace(i, ranks, i % LOCAL_RANKS, i // LOCAL_RANKS, nodes, LOCAL_RANKS) for i in range(ranks)]
         self.exchange = RankExchange(f"{name}/measured", self.places[0], far)
         self.board = Board(f"{name}/read", self.places[0], far)
         self._chance = random.Random(0)

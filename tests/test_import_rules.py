@@ -18,7 +18,7 @@ PACKAGE = Path(lightning_gpu_tools.__file__).parent
 # From top to bottom: a room imports what stands below it and itself.
 ROOMS = [
     *("__init__", "__main__", "strategies", "cli", "trainer", "runs", "loaders", "reports", "selection", "advice"),
-    *("gpus", "training", "checkpoints", "host", "processes", "errors", "units", "environment", "simulated"),
+    *("gpus", "training", "checkpoints", "files", "host", "processes", "errors", "units", "environment", "simulated"),
 ]
 # What only some rooms know of; whatever is not named here may be imported everywhere. Lightning is in use already, as
 # one package or the other, where there is a Trainer: importing one would be the wrong one for half of the users.

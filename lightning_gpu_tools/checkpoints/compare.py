@@ -48,7 +48,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class CheckpointComparison:
     """What differs between two files."""
 
     renamed: str  # how the names of the first had to be changed
@@ -66,7 +66,9 @@ class Comparison:
         return not (self.only_in_first or self.only_in_second or self.differences)
 
 
-def compare(first: str, second: str, progress: Progress = no_progress, *, entry: str | None = None) -> Comparison:
+def compare(
+    first: str, second: str, progress: Progress = no_progress, *, entry: str | None = None
+) -> CheckpointComparison:
     """Compare the weights of two files by key, after taking wrappers and one root off the names of the first.
 
     ``entry`` holds the weights in each file that has several.
@@ -91,7 +93,7 @@ def compare(first: str, second: str, progress: Progress = no_progress, *, entry:
         else:
             differences += _differences(new, one[old], two[new])
         advance(sizes.get(new, 0))
-    return Comparison(
+    return CheckpointComparison(
         renamed=plan.describe(),
         only_in_first=tuple(key for key in one if key not in plan.renames),
         only_in_second=tuple(key for key in two if key not in taken),
@@ -216,7 +218,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def render(found: Comparison, first: str, second: str) -> str:
+def render(found: CheckpointComparison, first: str, second: str) -> str:
     """Return a comparison as text, large differences first."""
     same = f"{counted(found.same, 'weight')} {'is' if found.same == 1 else 'are'} the same"
     lines = [f"{printable_path(first)} and {printable_path(second)}: {same}"]

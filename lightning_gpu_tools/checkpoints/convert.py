@@ -16,7 +16,6 @@ from typing import IO, Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.atomic_file import behind_links, writing
 from lightning_gpu_tools.checkpoints.content import (
     DTYPE_OF_STORAGE,
     LIGHTNING_VERSION,
@@ -58,6 +57,7 @@ from lightning_gpu_tools.checkpoints.torch_files import (
 )
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
+from lightning_gpu_tools.files import behind_links, writing
 from lightning_gpu_tools.units import printable, printable_path
 
 _STORAGE_OF_DTYPE = {

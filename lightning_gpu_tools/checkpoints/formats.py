@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
-from lightning_gpu_tools.checkpoints.atomic_file import local_copy
 from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
+from lightning_gpu_tools.files import local_copy
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last two are folders

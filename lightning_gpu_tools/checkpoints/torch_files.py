@@ -20,7 +20,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.content import Opaque, StorageInfo, TensorInfo, all_state_dicts, put_weights
 from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
@@ -39,6 +38,7 @@ from lightning_gpu_tools.checkpoints.structure import (
 )
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
+from lightning_gpu_tools.files import writing
 from lightning_gpu_tools.units import printable, printable_path
 
 

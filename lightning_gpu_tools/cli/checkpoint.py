@@ -136,7 +136,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 @collector_paused()
 def _convert(args: argparse.Namespace) -> int:
-    from lightning_gpu_tools.checkpoints.atomic_file import exists
+    from lightning_gpu_tools.files import exists
 
     with _errors_reported():
         if exists(args.target) and not args.force:

@@ -95,7 +95,7 @@ def _lower_quartile(values: Sequence[float]) -> float:
     return quantiles(values, n=4)[0] if len(values) > 1 else values[0]
 
 
-def settled(steps: Sequence[Step]) -> Sequence[Step]:
+def without_first_steps(steps: Sequence[Step]) -> Sequence[Step]:
     """Return the steps after the first ones, or all if there are no others."""
     return steps[_WARM_UP_STEPS:] or steps
 

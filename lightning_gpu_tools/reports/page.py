@@ -12,7 +12,7 @@ from bokeh.embed import components
 
 from lightning_gpu_tools.advice.findings import gain
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
-from lightning_gpu_tools.checkpoints.atomic_file import replacing
+from lightning_gpu_tools.files import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.charts import (
     LINES,

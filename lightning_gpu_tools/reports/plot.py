@@ -13,7 +13,7 @@ from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightning_gpu_tools.checkpoints.atomic_file import replacing
+from lightning_gpu_tools.files import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.charts import (
     LINES,

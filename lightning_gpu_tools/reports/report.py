@@ -19,12 +19,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, trial_of
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.advice.stall_excuses import is_excused
 from lightning_gpu_tools.advice.stalls import Stall, explain_process
-from lightning_gpu_tools.checkpoints import atomic_file as files
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId

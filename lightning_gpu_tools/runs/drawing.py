@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_gpu_tools.checkpoints import atomic_file as files
+from lightning_gpu_tools import files
 from lightning_gpu_tools.reports.report import FILE_NAME, PAGE_NAME, PLOT_NAME, Report, load_report, to_json
 from lightning_gpu_tools.units import printable
 

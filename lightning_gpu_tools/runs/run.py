@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.training.rank_exchange import Place
+from lightning_gpu_tools.training.rank_exchange import RankPlace
 
 
 class Run(Protocol):
@@ -19,7 +19,7 @@ class Run(Protocol):
     has_trainer: bool  # whether a Trainer drives it, with options that can be advised
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """Which rank this is."""
 
     @property

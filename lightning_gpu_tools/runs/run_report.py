@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.checkpoints import atomic_file as files
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name

@@ -13,7 +13,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpu_tools.checkpoints.atomic_file import remove
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, MODEL_STATES, is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.copying import check_before_copying
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, is_average
@@ -32,6 +31,7 @@ from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_c
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, own_what_modules_keep
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
+from lightning_gpu_tools.files import remove
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Callback, CheckpointIO, LightningModule, Trainer, overrides
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback

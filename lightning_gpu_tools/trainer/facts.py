@@ -21,7 +21,7 @@ from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
-from lightning_gpu_tools.training.rank_exchange import Place
+from lightning_gpu_tools.training.rank_exchange import RankPlace
 
 
 def trains_on_gpu(trainer: Any) -> bool:
@@ -29,10 +29,10 @@ def trains_on_gpu(trainer: Any) -> bool:
     return base_of(trainer.accelerator, "CUDAAccelerator") is not None
 
 
-def place_of(trainer: Any) -> Place:
+def place_of(trainer: Any) -> RankPlace:
     """Return which rank this is."""
     nodes = max(1, getattr(trainer.strategy, "num_nodes", 1))
-    return Place(
+    return RankPlace(
         rank=trainer.global_rank,
         world_size=trainer.world_size,
         local_rank=trainer.local_rank,
@@ -48,7 +48,7 @@ def gpus_of(trainer: Any) -> Sequence[torch.device]:
     return (getattr(strategy, "parallel_devices", None) or [strategy.root_device]) if trains_on_gpu(trainer) else ()
 
 
-def settings_of(trainer: Any) -> Mapping[str, Any]:
+def trainer_settings(trainer: Any) -> Mapping[str, Any]:
     """Return the accelerator, and the version of the package."""
     package, version = version_of(trainer)
     return {"accelerator": type(trainer.accelerator).__name__, package: version}
@@ -64,7 +64,7 @@ class TrainerRun(Run):
 
     @property
     @override
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         return place_of(self._trainer)
 
     @property
@@ -154,7 +154,7 @@ class TrainerRun(Run):
     @property
     @override
     def settings(self) -> Mapping[str, Any]:
-        return {"model": type(self._trainer.lightning_module).__qualname__, **settings_of(self._trainer)}
+        return {"model": type(self._trainer.lightning_module).__qualname__, **trainer_settings(self._trainer)}
 
 
 def _flat(loaders: Any) -> Iterable[Any]:
@@ -190,14 +190,14 @@ class LoopRun:
         self.optimizer_steps = self.logged_step = 0
         self._loader: object = None
 
-    def _find_place(self) -> Place:
+    def _find_place(self) -> RankPlace:
         """Ask the process group, or without one torchrun's variables."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         else:
             rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
         local_ranks = max(1, _number("LOCAL_WORLD_SIZE", world_size))
-        return Place(
+        return RankPlace(
             rank=rank,
             world_size=world_size,
             local_rank=_number("LOCAL_RANK", rank % local_ranks),
@@ -302,7 +302,7 @@ class FabricRun(LoopRun):
         self.precision = getattr(getattr(fabric.strategy, "precision", None), "precision", None)
         super().__init__()
 
-    def _find_place(self) -> Place:
+    def _find_place(self) -> RankPlace:
         return place_of(self._fabric)
 
     def _find_devices(self) -> tuple[Sequence[torch.device], torch.device | None]:
@@ -311,7 +311,7 @@ class FabricRun(LoopRun):
     @property
     @override
     def settings(self) -> Mapping[str, Any]:
-        return {**super().settings, **settings_of(self._fabric)}
+        return {**super().settings, **trainer_settings(self._fabric)}
 
     @property
     @override

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_gpu_tools.checkpoints import atomic_file as files
+from lightning_gpu_tools import files
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import FOLDER_NAME, ReportFile
 from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say, say_verdict, warn_if_not_writable

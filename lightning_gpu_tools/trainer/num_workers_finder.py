@@ -23,13 +23,13 @@ from lightning_gpu_tools.loaders.plan import (
     Step,
     StepCost,
     confirm_steps,
-    settled,
     step_cost,
     step_to_step_s,
     steps_between,
     wait_share,
     why_no_search,
     why_slower,
+    without_first_steps,
 )
 from lightning_gpu_tools.loaders.search import SilentRankError, search
 from lightning_gpu_tools.loaders.settings import settings_of
@@ -293,7 +293,7 @@ class _Fit:
         begun = (place for place, one in self._adopted.items() if one.switch is not None and one.switch.begun)
         self._tuned = min(begun, default=None)
         switch = self._switch
-        self._study = [] if switch is None else list(settled(steps_between(switch.fetches or [])))
+        self._study = [] if switch is None else list(without_first_steps(steps_between(switch.fetches or [])))
         for one in self._switches:
             one.fetches = None
         obstacle, nothing = self._obstacle(switch)

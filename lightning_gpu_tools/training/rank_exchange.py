@@ -30,7 +30,7 @@ _FIRST_ENTRIES = 12  # with which a rank that began before rank 0 learns the nam
 Entry = dict[str, Any]
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Which of its job's processes this one is."""
 
     rank: int = 0
@@ -59,7 +59,7 @@ class Board:
     which rank 0 makes: what an earlier start of the job has left in the store does not count.
     """
 
-    def __init__(self, name: str, place: Place, store: Any) -> None:
+    def __init__(self, name: str, place: RankPlace, store: Any) -> None:
         self.entries: dict[int, Entry] = {}  # by rank, its last one that was read
         self._place = place
         self._name = name
@@ -157,7 +157,7 @@ class RankExchange:
     """
 
     def __init__(
-        self, name: str, place: Place, store: Any, hear: Callable[[list[Entry]], None] = lambda entries: None
+        self, name: str, place: RankPlace, store: Any, hear: Callable[[list[Entry]], None] = lambda entries: None
     ) -> None:
         self.wanted = False  # whether it is time to publish again
         self._hear = hear

@@ -339,7 +339,7 @@ class RunMeasurements:
         return max(0.0, sum(self.idle_by_phase().values()) - self.idle_share)
 
 
-def settled(blocks: Sequence[StepBlock]) -> Sequence[StepBlock]:
+def without_warm_up(blocks: Sequence[StepBlock]) -> Sequence[StepBlock]:
     """Return the blocks without the first ones, in which the training was still getting faster."""
     times = [block.step_s for block in blocks]
     first = 0

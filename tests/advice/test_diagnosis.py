@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import NO_WORKERS, a_block, cpu_run, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import MIN_CEILING
-from lightning_gpu_tools.training.run_measurements import LoaderSettings, RunMeasurements, StepBlock, settled
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, RunMeasurements, StepBlock, without_warm_up
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 
@@ -226,10 +226,10 @@ def test_times_that_contradict_the_driver_lower_the_confidence() -> None:
 def test_blocks_that_are_still_getting_faster_are_warm_up() -> None:
     steady = a_block({"training_step": 50})
     slow = dataclasses.replace(steady, wall_s=2 * steady.wall_s)
-    assert settled([slow, slow, *[steady] * 18]) == [steady] * 18
-    assert settled([steady] * 20) == [steady] * 20
-    assert len(settled([slow] * 10 + [steady] * 10)) == 15  # never more than a quarter
-    assert settled([slow, steady]) == [slow, steady]
+    assert without_warm_up([slow, slow, *[steady] * 18]) == [steady] * 18
+    assert without_warm_up([steady] * 20) == [steady] * 20
+    assert len(without_warm_up([slow] * 10 + [steady] * 10)) == 15  # never more than a quarter
+    assert without_warm_up([slow, steady]) == [slow, steady]
 
 
 _MS = st.floats(0.01, 1e4)
@@ -292,6 +292,6 @@ def test_the_laws_of_every_diagnosis(
     if diagnosis.verdict == "healthy":
         assert min(run.lost_share("unexplained"), run.idle_share) <= 0.10
     later_first = dataclasses.replace(run, blocks=run.blocks[::-1])
-    if settled(run.blocks) == run.blocks and settled(later_first.blocks) == later_first.blocks:
+    if without_warm_up(run.blocks) == run.blocks and without_warm_up(later_first.blocks) == later_first.blocks:
         # Otherwise what counts as warm-up depends on the order.
         assert diagnose(later_first, min_steps=1, min_seconds=0).verdict == diagnosis.verdict

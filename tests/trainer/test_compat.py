@@ -17,7 +17,7 @@ from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.trainer import compat, wrappers
 from lightning_gpu_tools.trainer.gpu_utilization_advisor import can_profile
 from lightning_gpu_tools.training import compat as torch_compat
-from lightning_gpu_tools.training.rank_exchange import Board, Place, RankExchange
+from lightning_gpu_tools.training.rank_exchange import Board, RankExchange, RankPlace
 
 
 def train(folder: Path, *callbacks: Callback) -> tuple[Trainer, list[torch.Tensor]]:
@@ -105,7 +105,7 @@ def store() -> Iterator[Any]:
 
 
 def test_ranks_that_cannot_meet_are_deaf_and_not_stuck(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(rank=0, world_size=2, local_ranks=2)
+    place = RankPlace(rank=0, world_size=2, local_ranks=2)
     assert RankExchange("seen", place, torch_compat.default_store()).ranks == 2
     hide(monkeypatch, torch_compat, "_get_default_store")
     exchange = RankExchange("unseen", place, torch_compat.default_store())
@@ -118,7 +118,7 @@ def test_ranks_that_cannot_meet_are_deaf_and_not_stuck(store: Any, monkeypatch: 
 @pytest.mark.parametrize("gone", ["nothing", "clone"])
 def test_ranks_have_a_connection_of_their_own(store: Any, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
     hide(monkeypatch, torch_compat, gone)
-    first, second = (Board("stalls", Place(rank, 2, rank, 0, 1, 2), torch_compat.own_store()) for rank in range(2))
+    first, second = (Board("stalls", RankPlace(rank, 2, rank, 0, 1, 2), torch_compat.own_store()) for rank in range(2))
     second.post(step=7)
     first.read([1])
     assert first.entries[1]["step"] == 7

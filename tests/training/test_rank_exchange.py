@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 from trainings import background_threads
 
-from lightning_gpu_tools.training.rank_exchange import MAX_ENTRY_BYTES, Board, Place, RankExchange
+from lightning_gpu_tools.training.rank_exchange import MAX_ENTRY_BYTES, Board, RankExchange, RankPlace
 
 LIMIT_S = 20.0  # of what takes milliseconds, on a machine that is busy
 
@@ -34,12 +34,12 @@ def client(store: TCPStore) -> TCPStore:
     return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
 
 
-def places(*local_ranks: int) -> list[Place]:
+def places(*local_ranks: int) -> list[RankPlace]:
     """Return the places of a job with so many ranks on each of its nodes."""
-    found: list[Place] = []
+    found: list[RankPlace] = []
     for node, count in enumerate(local_ranks):
         for local_rank in range(count):
-            found.append(Place(len(found), sum(local_ranks), local_rank, node, len(local_ranks), count))
+            found.append(RankPlace(len(found), sum(local_ranks), local_rank, node, len(local_ranks), count))
     return found
 
 
@@ -66,7 +66,7 @@ def a_store(kind: str, folder: Path) -> Any:
     return HashStore() if kind == "hash" else server()
 
 
-def exchange_all(job: Sequence[Place], store: Any) -> list[RankExchange]:
+def exchange_all(job: Sequence[RankPlace], store: Any) -> list[RankExchange]:
     """Return the exchanges of all ranks, which have published who they are."""
     found = [RankExchange("measured", place, store) for place in job]
     for rank, one in enumerate(found):

@@ -35,7 +35,7 @@ from lightning_gpu_tools.training.run_measurements import (
     LoaderSettings,
     LoadingFacts,
     RunMeasurements,
-    settled,
+    without_warm_up,
 )
 from lightning_gpu_tools.units import format_bytes, format_duration
 
@@ -64,7 +64,7 @@ _MIN_UNPACKING_S = 0.005  # twice the most
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    blocks = settled(run.blocks)
+    blocks = without_warm_up(run.blocks)
     wait_s = median(block.data_loading_s / block.steps for block in blocks)
     step_s = median(block.step_s for block in blocks)
     paused_s = sum(run.phase_s.get(phase, 0.0) for phase in PAUSES)

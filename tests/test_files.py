@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_gpu_tools.checkpoints.atomic_file import replacing, sweep
 from lightning_gpu_tools.checkpoints.convert import write_content
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.files import replacing, sweep
 
 
 def start_saving(path: Path) -> tuple[int, int]:
