@@ -3,8 +3,9 @@
     python benchmarks/diagnosis_suite.py [--seconds 5] [--output results.json]
 
 Each of benchmarks/toys.py is real, on the CPU, and slowed down in one real place. Those of benchmarks/gpu_cases.py are
-simulated. "healthy" means that nothing is to be blamed and nothing may be advised. The advisor comes first or last
-among the callbacks, at random where a toy does not say. At least 95 % of each training's wall time must be explained.
+measurements; benchmarks/diagnosis_on_gpu.py trains on a GPU. "healthy" means that nothing is to be blamed and nothing
+may be advised. The advisor comes first or last among the callbacks, at random where a toy does not say. At least 95 %
+of each training's wall time must be explained.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_cases import MEASURED
 from lightning.pytorch import Callback, LightningModule, Trainer
 from machine import describe_machine
 from rich.console import Console
@@ -100,13 +102,10 @@ def rows(seconds: float, only: Sequence[str]) -> list[dict[str, Any]]:
             ask = answer_in_a_process if toy.needs_a_process else answer
             found.append({"training": name, "ran": "on the CPU", "known": toy.known, **ask(name, seconds, folder)})
     if not only:
-        from gpu_cases import cases  # last: from here on torch believes in a simulated GPU
-
-        for name, known, run, explained in cases():
-            diagnosis = diagnose(run)
-            ran = "as measurements" if explained is None else "on a simulated GPU"
-            said = {"said": in_words(diagnosis), "why": diagnosis.why, "explained": explained}
-            found.append({"training": name, "ran": ran, "known": known, **said})
+        for name, case in MEASURED.items():
+            diagnosis = diagnose(case.run)
+            said = {"said": in_words(diagnosis), "why": diagnosis.why, "explained": None}
+            found.append({"training": name, "ran": "as measurements", "known": case.known, **said})
     for row in found:
         row["right"] = row["said"] == row["known"]
     return found

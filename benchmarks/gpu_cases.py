@@ -1,29 +1,24 @@
-"""Trainings on a GPU with one known cause each: on a simulated GPU, or as measurements. No GPU is needed.
+"""Measurements of trainings on a GPU with one known cause each. No GPU is needed.
 
-The simulated ones are real trainings of the Trainer over tests/simulated_gpu.py, whose clock moves by hand: what the
-diagnosis says of them rests on the GPU's events. The rest are measurements as a run with that cause gives them; they
-show that the rules tell the causes apart, not that hardware behaves so.
+They show that the rules tell the causes apart, not that hardware behaves so.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import fake_driver
-from simulated_gpu import train_on_simulated_gpu
-from trainings import Spending
+
+from measured_runs import COPIES
 
 from lightning_gpu_tools.advice.examples import (
     GIB,
     HOPPER,
+    NO_WORKERS,
     STEP,
     WAITS,
     contended,
@@ -38,32 +33,6 @@ from lightning_gpu_tools.training.run_measurements import (
     LoadingFacts,
     RunMeasurements,
 )
-
-
-def _slow(hook: str) -> Spending:
-    return Spending(print, hook, 0.015)
-
-
-# Name: the known cause, the callbacks, and what the model and the loader take.
-SIMULATED: dict[str, tuple[str, Callable[[], list[Spending]], dict[str, float | bool]]] = {
-    "GPU-bound, pageable copies": ("healthy", list, {"copy_s": 0.0002, "pageable": True}),
-    "GPU-bound, data hidden": ("healthy", list, {"data_s": 0.0098, "host_s": 0.010}),
-    "data that the GPU waits for": ("data_loading too_few_workers", list, {"data_s": 0.029}),
-    "host slower than the kernels": ("unexplained training_step", list, {"host_s": 0.030, "kernel_s": 0.010}),
-    "slow callback behind a sync": (
-        "callback Spending",
-        lambda: [_slow("on_train_batch_end")],
-        {"item": True},
-    ),
-    "slow callback before the step": (
-        "callback Spending",
-        lambda: [_slow("on_train_batch_start")],
-        {"item": True},
-    ),
-    "data beside a sync": ("data_loading too_few_workers", list, {"data_s": 0.010, "item": True, "host_s": 0.0001}),
-    "copies that nothing hides": ("host_to_device_copy", list, {"copy_s": 0.010}),
-    "pageable copies that nothing hides": ("host_to_device_copy", list, {"copy_s": 0.015, "pageable": True}),
-}
 
 
 class Measured(NamedTuple):
@@ -96,6 +65,34 @@ MEASURED = {
         "launch_bound", gpu_run({"training_step": 1.5, "callback/A": 0.2, "logging/B": 0.2, "trainer": 0.7}, 12.0),
         words="too small for this GPU",
     ),
+    "copies that nothing hides": Measured("host_to_device_copy", gpu_run(**COPIES), 0.38),
+    "copies behind GPU work": Measured(
+        "healthy",
+        gpu_run(
+            {"host_to_device_copy": 19, "training_step": 1}, 99.0, gpu_idle=sampled_idle(host_to_device_copy=(19, 0.2))
+        ),
+    ),
+    "data that the GPU waits for": Measured(
+        "data_loading too_few_workers",
+        gpu_run(
+            {"data_loading": 29, "training_step": 1}, 67.0, loader=NO_WORKERS,
+            gpu_idle=sampled_idle(data_loading=(29, 10)),
+        ),
+        0.33, "num_workers=",
+    ),
+    "data loaded behind GPU work": Measured(
+        "healthy",
+        gpu_run({"data_loading": 10, "training_step": 10}, 99.0, gpu_idle=sampled_idle(data_loading=(10, 0.1))),
+    ),
+    "a slow callback behind a sync": Measured(
+        "callback Spending",
+        gpu_run(
+            {"callback/Spending": 15, "training_step": 21}, 58.0,
+            gpu_idle=sampled_idle(**{"callback/Spending": (15, 15)}),
+        ),
+        15 / 36,
+    ),
+    "a host slower than its kernels": Measured("unexplained training_step", gpu_run({"training_step": 30}, 33.0)),
     "a small batch": Measured(
         "small_batch", gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496), 0.70,
         "batch_size=256 (now 32",
@@ -145,18 +142,3 @@ MEASURED = {
     ),
     "a cold page cache": Measured("data_loading cold_cache", cold_cache(), words="Later epochs need no change"),
 }  # fmt: skip
-
-
-def cases() -> Iterator[tuple[str, str, RunMeasurements, float | None]]:
-    """Return name, known cause, measurements, and the explained share of the wall time where a training ran."""
-    with tempfile.TemporaryDirectory() as folder:
-        machine = fake_driver.Driver(Path(folder))
-        os.environ.update(machine.variables())
-        machine.gpus = [fake_driver.gpu()]
-        fake_driver.install()
-        for name, (known, callbacks, options) in SIMULATED.items():
-            clock, _, run = train_on_simulated_gpu(Path(folder), setattr, *callbacks(), **options)
-            yield name, known, run, 1 - clock.seconds.get("unexplained", 0.0) / clock.wall_s
-        fake_driver.uninstall()
-    for name, case in MEASURED.items():
-        yield name, case.known, case.run, None

@@ -23,6 +23,6 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv | tee "$fol
 tests=$?
 "$python" benchmarks/step_overhead.py --output "$folder/gpu_step_overhead.json"
 "$python" benchmarks/diagnosis_on_gpu.py --output "$folder/gpu_diagnosis.json"
-"$python" benchmarks/out_of_memory_on_gpu.py --output "$folder/gpu_out_of_memory.json"
+"$python" benchmarks/out_of_memory.py --output "$folder/gpu_out_of_memory.json"
 "$python" benchmarks/pick_speed.py --real --output "$folder/gpu_pick_speed.json"
 exit $tests

@@ -1,30 +1,32 @@
-"""Trainings that run out of GPU memory for one known reason each: what does the report say? No GPU is needed.
+"""Trainings that run out of GPU memory for one known reason each: what does the report say? Needs CUDA.
 
     python benchmarks/out_of_memory.py [--output results.json]
 
-Each is a real training of a Trainer on the CPU, over a simulated GPU whose allocator really runs out
-(tests/limited_memory.py): it rounds, splits, caches and flushes as torch's does, and raises torch's error with torch's
-message. Each case is labeled by what was done, with the phase in which the error must be seen. Healthy trainings must
-stay without a verdict of memory. Then, for some models, the largest batch size that was predicted from a small one is
-compared with the largest that trains.
+It runs on a real GPU, and on the simulated machine with torch's CUDA build. Each case is labeled by what was done, with
+the phase in which the error must be seen; torch may use some 4 GiB, or another process holds the rest of the GPU.
+Healthy trainings must stay without a verdict of memory. Then, for models like GPT-2, BERT and ResNet-50 with random
+weights, the largest batch size that a training with a small one predicts is compared with the largest that trains,
+found by trying. All but 8 GiB of the GPU are taken before.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
+import gc
 import json
 import logging
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +34,20 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from machine import describe_machine
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from limited_memory import UNIT, LimitedMemory, limited_gpu
+from rank_processes import run_ranks
 from trainings import quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 
-# What is said here of MiB is KiB on the simulated GPU, which is 1024 times smaller. There a layer of 128 x 128 weights
-# takes 64 of them, and its output for a sample of length 4 takes 2. On hardware benchmarks/out_of_memory_on_gpu.py has
-# wider layers and longer samples instead.
-WIDTH, LENGTH, MIB, DEVICE = 128, 1, UNIT, "cpu"
-OTHER_JOB = 4_000_000  # no process of this machine has this number
+GIB = 2**30
+# What is said here of MiB is a quarter of that, so that a case takes a second. A layer of WIDTH x WIDTH weights takes
+# 64 of them, and its output for a sample of length 4 takes 2.
+WIDTH, LENGTH, MIB = 2048, 16, 2**18
 
 
 class Batches(Dataset):
@@ -61,18 +60,19 @@ class Batches(Dataset):
     """
 
     def __init__(self, size: int = 16, lengths: Sequence[int] = (4,), count: int = 24) -> None:
-        self.size, self.lengths, self.count = size, lengths, count
+        self.lengths, self.count = lengths, count
+        self.batches = {length: torch.empty(size, LENGTH * length, WIDTH) for length in lengths}
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(self.size, LENGTH * self.lengths[index % len(self.lengths)], WIDTH)
+        return self.batches[self.lengths[index % len(self.lengths)]]
 
 
 def taken(mib: int) -> torch.Tensor:
     """Return a tensor that takes this much of the GPU."""
-    return torch.empty(mib * MIB, dtype=torch.uint8, device=DEVICE)
+    return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
 
 
 class Layers(LightningModule):
@@ -80,14 +80,10 @@ class Layers(LightningModule):
 
     def __init__(self, depth: int = 4) -> None:
         super().__init__()
-        self.depth = depth
-        self.layers: nn.Module | None = None
+        # Whatever the memory held will do as weights, and costs no time.
+        linear = (torch.nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(depth))
+        self.layers = nn.Sequential(*(nn.Sequential(one, nn.Tanh()) for one in linear))
         self.kept: list[Any] = []
-
-    def configure_model(self) -> None:
-        if self.layers is None:
-            layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(self.depth)]
-            self.layers = nn.Sequential(*layers)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.layers(batch).square().mean()
@@ -130,11 +126,10 @@ class EvaluatesIntoAList(Layers):
 class LoadsOntoTheGpu(Layers):
     """Loads a checkpoint beside its own weights."""
 
-    def configure_model(self) -> None:
-        super().configure_model()
+    def on_fit_start(self) -> None:
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
             torch.save(self.state_dict(), file.name)
-            self.load_state_dict(torch.load(file.name, map_location=DEVICE))
+            self.load_state_dict(torch.load(file.name, map_location="cuda"))
 
 
 class Fragments(Layers):
@@ -164,11 +159,11 @@ class EmptiesTheCache(Layers):
 class Communicates(Layers):
     """Has NCCL ask the driver for buffers once in each step."""
 
-    memory: LimitedMemory
-
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.memory.ask_driver(800 * MIB, "NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'")
+        free, _ = torch.cuda.mem_get_info()
+        if free < 800 * MIB:
+            raise RuntimeError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'")
         return loss
 
 
@@ -189,27 +184,47 @@ class Fails(Layers):
         return super().training_step(batch, batch_idx)
 
 
-class Starts(Callback):
-    """Another job starts on the same GPU."""
-
-    def __init__(self, memory: LimitedMemory, size: int) -> None:
-        self.memory, self.size = memory, size
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 10:
-            self.memory.others = {OTHER_JOB: self.size}
+def hold(job: Connection, left: int, gpus: int | None, is_orphan: bool) -> None:
+    """Be another program, which takes all but so many MiB of so many GPUs once it is told to."""
+    if is_orphan and os.fork():
+        os._exit(0)
+    job.recv()
+    held = []
+    for gpu in range(gpus or torch.cuda.device_count()):
+        torch.zeros(1, device=gpu)  # so that what CUDA takes is taken
+        free, _ = torch.cuda.mem_get_info(gpu)
+        held.append(torch.empty(free - left * MIB, dtype=torch.uint8, device=gpu))
+    job.send(os.getpid())
+    time.sleep(600)
 
 
 @contextlib.contextmanager
-def orphan() -> Iterator[int]:
-    """Give the number of a process whose parent has ended."""
-    started = subprocess.run(["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"], capture_output=True, check=True)
-    pid = int(started.stdout)
+def another_job(left: int, gpus: int | None = None, *, is_orphan: bool = False) -> Iterator[Callable[[], None]]:
+    """Start another program, whose parent may end at once, and give what has it take memory. CUDA has not started."""
+    ours, its = multiprocessing.Pipe()
+    multiprocessing.get_context("fork").Process(target=hold, args=(its, left, gpus, is_orphan)).start()
+    pids = []
+
+    def take() -> None:
+        ours.send("take it")
+        pids.append(ours.recv())
+
     try:
-        yield pid
+        yield take
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
+
+
+class Starts(Callback):
+    """Another job starts on the same GPU when torch's cache has been emptied."""
+
+    def __init__(self, take: Callable[[], None]) -> None:
+        self.take = take
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 11:
+            self.take()
 
 
 @dataclass
@@ -221,12 +236,12 @@ class Case:
         phase: Where the error comes, as the outcome names it; empty if it may come anywhere.
         words: What the advice must have.
         model: Makes the model.
-        batches: The training batches.
+        batches: Makes the training batches.
         validation: Those of validation; none without.
-        gpu: Options of ``LimitedMemory``, in MiB.
-        starts: What another job takes in the middle of it, in MiB, as the next one.
-        orphan: What a left-over process holds.
-        spare_gpus: Other GPUs of the machine, free and twice as large.
+        allowed: How many MiB torch may use.
+        job: Another process on the GPU, if any: ``before`` the training, on all GPUs; ``left over`` by a program that
+            has ended; or one that ``starts`` in the middle of it.
+        left: How many MiB that leaves; then torch may use all.
         options: Of the Trainer.
     """
 
@@ -234,104 +249,105 @@ class Case:
     phase: str = ""
     words: str = ""
     model: Callable[[], LightningModule] = Layers
-    batches: Batches = field(default_factory=Batches)
-    validation: Batches | None = None
-    gpu: dict[str, Any] = field(default_factory=dict)
-    starts: int = 0
-    orphan: int = 0
-    spare_gpus: int = 0
+    batches: Callable[[], Batches] = Batches
+    validation: Callable[[], Batches] | None = None
+    allowed: int = 3800
+    job: str = ""
+    left: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
     # Beside 256 MiB of weights a sample takes 12 MiB at the peak of forward and 16 at that of backward.
-    "a batch too large": Case("batch_too_large", "forward", "batch_size=", batches=Batches(512)),
-    "a batch that fits in forward alone": Case("batch_too_large", "backward", "accumulate", batches=Batches(270)),
-    "a batch too large for a cap": Case("batch_too_large", "forward", batches=Batches(200), gpu={"allowed": 2048}),
+    "a batch too large": Case("batch_too_large", "forward", "batch_size=", batches=partial(Batches, 512)),
+    "a batch that fits in forward alone": Case(
+        "batch_too_large", "backward", "accumulate", batches=partial(Batches, 270)
+    ),
     "a validation batch too large": Case(
-        "batch_too_large", "validation", "of the validation loader", validation=Batches(800, count=4)
+        "batch_too_large", "validation", "of the validation loader", validation=partial(Batches, 800, count=4)
     ),
     "a cache that leaves NCCL no room": Case(
-        "batch_too_large", "forward", model=Communicates, batches=Batches(100), gpu={"total": 3072}
+        "batch_too_large", "forward", model=Communicates, batches=partial(Batches, 100), job="before", left=2772
     ),
-    "one long batch": Case("spike", "forward", "numbers fit", batches=Batches(64, lengths=[4] * 15 + [32])),
+    "one long batch": Case(
+        "spike", "forward", "numbers fit", batches=partial(Batches, 64, lengths=[4] * 15 + [32])
+    ),
     "weights and gradients too large": Case("model_too_large", "backward", model=partial(Layers, 32)),
-    "weights too large": Case("model_too_large", "the setup", model=partial(Layers, 100)),
-    "states too large": Case("optimizer_too_large", "the optimizer", "fused=True", model=partial(Layers, 15),
-                             batches=Batches(2)),
-    "memory in pieces": Case("fragmentation", "forward", "expandable_segments", model=Fragments,
-                             gpu={"total": 4608}),
+    "weights too large": Case("model_too_large", "the setup", model=partial(Layers, 62)),
+    "states too large": Case(
+        "optimizer_too_large", "the optimizer", "fused=True", model=partial(Layers, 15), batches=partial(Batches, 2)
+    ),
+    "memory in pieces": Case("fragmentation", "forward", "expandable_segments", model=Fragments, allowed=4300),
     "another job that starts": Case(
-        "other_processes", "forward", "pick --min-free", model=EmptiesTheCache, batches=Batches(64), starts=3072,
-        spare_gpus=1,
+        "other_processes", "forward", "--min-free", model=EmptiesTheCache, batches=partial(Batches, 64), job="starts",
+        left=20,
     ),
-    "a GPU in use": Case(
-        "other_processes", "forward", "--wait 2h", gpu={"others": 3072}, batches=Batches(64)
+    "GPUs in use": Case(
+        "other_processes", "forward", "--wait 2h", batches=partial(Batches, 64), job="before", left=724
     ),
-    "a process left over": Case("leftover_process", "forward", "kill", orphan=3072, batches=Batches(64)),
+    "a process left over": Case(
+        "leftover_process", "forward", "kill", batches=partial(Batches, 64), job="left over", left=724
+    ),
     "graphs kept": Case("memory_growth", "", "detach", model=KeepsGraphs),
-    "outputs kept": Case("memory_growth", "", "loss.item()", model=KeepsOutputs, batches=Batches(32, count=60)),
+    "outputs kept": Case(
+        "memory_growth", "", "loss.item()", model=KeepsOutputs, batches=partial(Batches, 32, count=60)
+    ),
     "a graph in validation": Case(
-        "evaluation_graph", "validation", "enable_grad", model=EvaluatesWithGraph, batches=Batches(count=10),
-        validation=Batches(count=40), options={"inference_mode": False},
+        "evaluation_graph", "validation", "enable_grad", model=EvaluatesWithGraph, batches=partial(Batches, count=10),
+        validation=partial(Batches, count=40), options={"inference_mode": False},
     ),
     "outputs kept in validation": Case(
-        "memory_growth", "validation", "numbers", model=EvaluatesIntoAList, batches=Batches(count=10),
-        validation=Batches(64, count=40),
+        "memory_growth", "validation", "numbers", model=EvaluatesIntoAList, batches=partial(Batches, count=10),
+        validation=partial(Batches, 64, count=40),
     ),
     "a checkpoint on the GPU": Case(
-        "loading_checkpoint", "loading a checkpoint", "map_location", model=partial(LoadsOntoTheGpu, 40)
+        "loading_checkpoint", "loading a checkpoint", "map_location", model=partial(LoadsOntoTheGpu, 8), allowed=1000
     ),
     # Healthy ones.
-    "all of it fits": Case("", validation=Batches(count=5)),
+    "all of it fits": Case("", validation=partial(Batches, count=5)),
     "errors that are caught": Case("", model=CatchesErrors),
-    "lengths that vary": Case("", batches=Batches(16, lengths=[2, 4, 3, 8, 5])),
-    "an error of another kind on a full GPU": Case("", model=Fails, batches=Batches(80)),
+    "lengths that vary": Case("", batches=partial(Batches, 16, lengths=[2, 4, 3, 8, 5])),
+    "an error of another kind on a full GPU": Case("", model=Fails, batches=partial(Batches, 80)),
 }  # fmt: skip
 
 
-def train(case: Case, folder: Path, set_attribute: Callable[..., None]) -> Report:
-    """Train over a simulated GPU, and return the report."""
-    options = {name: size * MIB for name, size in case.gpu.items()}
-    others = options.pop("others", 0)
-    memory = LimitedMemory(**options, others={OTHER_JOB: others} if others else None)
-    with contextlib.ExitStack() as stack:
-        if case.orphan:
-            memory.others = {stack.enter_context(orphan()): case.orphan * MIB}
-        stack.enter_context(limited_gpu(memory, folder, set_attribute, case.spare_gpus))
-        model = case.model()
-        if isinstance(model, Communicates):
-            model.memory = memory
-        fit(case, model, folder, *([Starts(memory, case.starts * MIB)] if case.starts else []))
-        del model
-    return load_report(folder)
+def train(folder: Path, rank: int, name: str) -> None:
+    """Train until it fails, and leave a report; in a process of its own, because a limit of torch's stays."""
+    sys.modules.update(dict.fromkeys(["matplotlib", "bokeh"]))  # no pictures, which take longer than the training
+    case = CASES[name]
+    callbacks: list[Callback] = [GPUUtilizationMonitor()]
+    with contextlib.ExitStack() as jobs:
+        if case.job:
+            gpus, is_orphan = None if case.job == "before" else 1, case.job == "left over"
+            take = jobs.enter_context(another_job(case.left, gpus, is_orphan=is_orphan))
+            torch.zeros(1, device="cuda")  # so that what CUDA takes is taken before
+            if case.job == "starts":
+                callbacks.append(Starts(take))
+            else:
+                take()
+        else:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(case.allowed * MIB / total)
+        trainer = quiet_trainer(folder, accelerator="cuda", callbacks=callbacks, num_sanity_val_steps=0, **case.options)
+        loaders = [DataLoader(data(), batch_size=None) for data in (case.batches, case.validation) if data is not None]
+        with contextlib.suppress(RuntimeError, KeyError):
+            trainer.fit(case.model(), *loaders)
 
 
-def fit(case: Case, model: LightningModule, folder: Path, *others: Callback) -> None:
-    """Train until it fails, on the GPU that there is, and leave a report."""
-    trainer = quiet_trainer(
-        folder,
-        accelerator="cuda",
-        callbacks=[GPUUtilizationMonitor(), *others],
-        num_sanity_val_steps=0,
-        **case.options,
-    )
-    loaders = [DataLoader(data, batch_size=None) for data in (case.batches, case.validation) if data is not None]
-    with contextlib.suppress(RuntimeError, KeyError):
-        trainer.fit(model, *loaders)
-
-
-def judged(case: Case, report: Report) -> dict[str, Any]:
-    """Return what is said of a training, and whether it is right."""
+def judged(name: str, folder: Path) -> dict[str, Any]:
+    """Train, and return what is said of it, and whether it is right."""
+    (process,) = run_ranks(folder, train, ranks=1, options={"name": name})
+    assert process.returncode == 0, process.stderr
+    case, report = CASES[name], load_report(folder)
     diagnosis = report.diagnosis
-    blamed = diagnosis.verdict == "out_of_memory"
     first = diagnosis.findings[0] if diagnosis.findings else None
-    said = first.cause if blamed and first is not None else ""
+    said = first.cause if diagnosis.verdict == "out_of_memory" and first is not None else ""
+    is_there = not case.phase or f"out of memory in {case.phase} at" in report.outcome
     return {
         "known": case.known,
         "said": said,
         "outcome": report.outcome,
-        "right": said == case.known and (not case.phase or f"out of memory in {case.phase} at" in report.outcome),
+        "right": said == case.known and is_there and case.words in diagnosis.next_step,
         "why": diagnosis.why,
         "next": diagnosis.next_step,
         "largest_batch_size": None if first is None else first.evidence.get("largest_batch_size"),
@@ -339,29 +355,118 @@ def judged(case: Case, report: Report) -> dict[str, Any]:
     }
 
 
-class Checkpointed(Layers):
-    """Computes each four layers again in backward."""
+ROOM = 8 * GIB
+STEPS = 4
+
+
+class Same(Dataset):
+    """The same sample over and over."""
+
+    def __init__(self, sample: torch.Tensor) -> None:
+        self.sample = sample
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.sample
+
+
+class Model(LightningModule):
+    """A network with AdamW, on a GPU of which only a part is left."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def on_fit_start(self) -> None:
+        free, _ = torch.cuda.mem_get_info()
+        self.taken = torch.empty(max(0, free - ROOM), dtype=torch.uint8, device=self.device)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        for i in range(0, len(self.layers), 4):
-            batch = checkpoint(self.layers[i : i + 4], batch, use_reentrant=False)
-        return batch.square().mean()
+        return self.network(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-6)
 
 
-class Transformer(Layers):
-    def configure_model(self) -> None:
-        if self.layers is None:
-            layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
-            self.layers = nn.TransformerEncoder(layer, self.depth, enable_nested_tensor=False)
+class Transformer(nn.Module):
+    """A transformer over tokens, with a head over the vocabulary: causal as GPT-2, or not as BERT."""
+
+    def __init__(self, layers: int, width: int, *, causal: bool, vocabulary: int = 16_384) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, batch_first=True, norm_first=causal)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.causal = causal
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, tokens.device) if self.causal else None
+        return self.head(self.layers(self.embedding(tokens), mask, is_causal=self.causal))
 
 
-MODELS: dict[str, Callable[[], LightningModule]] = {
-    "4 layers": Layers,
-    "16 layers": partial(Layers, 16),
-    "16 layers, checkpointed": partial(Checkpointed, 16),
-    "a transformer of 2 layers": partial(Transformer, 2),
+class Bottleneck(nn.Module):
+    def __init__(self, inside: int, width: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
+            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
+            *(nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside)),
+        )
+        same = inside == outside and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Conv2d(inside, outside, 1, stride, bias=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layers(images) + self.shortcut(images))
+
+
+def resnet() -> nn.Module:
+    """Return 50 layers of convolutions, as ResNet-50 has them."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    inside = 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = 64 * 2**stage
+        for block in range(blocks):
+            layers.append(Bottleneck(inside, width, 4 * width, 2 if stage and not block else 1))
+            inside = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 1000))
+
+
+TOKENS, IMAGE = torch.zeros(256, dtype=torch.long), torch.zeros(3, 160, 160)
+MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, dict[str, Any]]] = {
+    "like GPT-2": (partial(Transformer, 8, 512, causal=True), TOKENS, {}),
+    "like GPT-2, bf16-mixed": (partial(Transformer, 8, 512, causal=True), TOKENS, {"precision": "bf16-mixed"}),
+    "like BERT": (partial(Transformer, 6, 768, causal=False), TOKENS, {}),
+    "like ResNet-50": (resnet, IMAGE, {}),
+    "like ResNet-50, bf16-mixed": (resnet, IMAGE, {"precision": "bf16-mixed"}),
 }
-MEASURED_AT = (8, 16, 32)
+
+
+def trains(name: str, batch_size: int, *callbacks: Callback) -> bool:
+    """Train some steps, and return whether the batches fit."""
+    build, sample, options = MODELS[name]
+    loader = DataLoader(Same(sample), batch_size=batch_size)
+    watched = [GPUUtilizationMonitor(report=False), *callbacks]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = quiet_trainer(Path(folder), accelerator="gpu", max_steps=STEPS, callbacks=watched, **options)
+        model = Model(build())
+        try:
+            trainer.fit(model, loader)
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            trainer.strategy.teardown()
+            del model, trainer
+            gc.collect()
+            torch.cuda.empty_cache()
+    return True
 
 
 class Predict(Callback):
@@ -379,29 +484,6 @@ class Predict(Callback):
         self.session.release(self)
 
 
-def trains(name: str, size: int, *callbacks: Callback) -> bool:
-    """Train a model four steps on a GPU of 16,384 MiB, and return whether the batches fit."""
-    memory = LimitedMemory(16 * 1024 * MIB)
-    with tempfile.TemporaryDirectory() as folder, limited_gpu(memory, Path(folder), set_attribute):
-        trainer = quiet_trainer(
-            Path(folder), accelerator="cuda", callbacks=[GPUUtilizationMonitor(report=False), *callbacks]
-        )
-        loader = DataLoader(Samples(4 * size), batch_size=size)
-        with contextlib.suppress(torch.OutOfMemoryError):
-            trainer.fit(MODELS[name](), loader)
-        return bool(trainer.global_step == 4)
-
-
-class Samples(Batches):
-    """Samples, of which the loader makes batches."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count=count)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(4, WIDTH)
-
-
 def largest_that_trains(trains: Callable[[int], bool], guess: int) -> int:
     """Return the largest batch size that trains within a percent, by halving what is between one that does and not."""
     fits, fails = 0, guess
@@ -413,18 +495,12 @@ def largest_that_trains(trains: Callable[[int], bool], guess: int) -> int:
     return fits
 
 
-def predictions(names: Iterable[str], trains: Callable[..., bool], measured_at: Iterable[int]) -> list[dict[str, Any]]:
-    """Compare the largest batch sizes that are predicted from small ones with those that train.
-
-    Args:
-        names: Of the models.
-        trains: Returns whether a model of this name trains with batches of this size, and with these callbacks.
-        measured_at: The small batch sizes.
-    """
+def predictions() -> list[dict[str, Any]]:
+    """Compare the largest batch sizes that are predicted from small ones with those that train."""
     rows = []
-    for name in names:
+    for name in MODELS:
         predicted = {}
-        for size in measured_at:
+        for size in (8, 16, 32):
             predict = Predict()
             trains(name, size, predict)
             predicted[size] = predict.size
@@ -442,27 +518,24 @@ def mean_error(sizes: Sequence[dict[str, Any]]) -> float | None:
     return sum(errors) / len(errors) if errors else None
 
 
-def set_attribute(owner: Any, name: str, value: Any, raising: bool = True) -> None:
-    """Replace something for the rest of this process."""
-    setattr(owner, name, value)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="these cases alone")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA device, or python -m lightning_gpu_tools.simulated")
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rows = []
     for name in args.only:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            row = judged(CASES[name], train(CASES[name], Path(folder), set_attribute))
+        with tempfile.TemporaryDirectory() as folder:
+            row = judged(name, Path(folder))
         rows.append({"training": name, **row})
         print(f"{'right' if row['right'] else 'WRONG'}  {name}: {row['known'] or 'healthy'}; {row['outcome']}")
         print(f"       {row['said']}: {row['why']}\n       {row['next']}")
     right = sum(row["right"] for row in rows)
-    sizes = predictions(MODELS, trains, MEASURED_AT) if len(args.only) == len(CASES) else []
+    sizes = predictions() if len(args.only) == len(CASES) else []
     print(f"{right} of {len(rows)} right; mean error of the predicted batch size: {mean_error(sizes)}")
     if args.output:
         result = {"benchmark": "out_of_memory", "machine": describe_machine(), "right": right, "of": len(rows)}

@@ -145,7 +145,7 @@ def diagnosis() -> str:
         "as measurements": "measurements written by hand, as such a run would give them",
     }
     count, right = (Counter(one["ran"] for one in suite["answers"] if one["right"] or every) for every in (True, False))
-    rows = [(words, f"{right[kind]} of {count[kind]}") for kind, words in kinds.items()]
+    rows = [(words, f"{right[kind]} of {count[kind]}") for kind, words in kinds.items() if count[kind]]
     rows.append(("out of memory, or not, on a simulated GPU", f"{memory['right']} of {memory['of']}"))
 
     outcomes = {

@@ -24,7 +24,6 @@ from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.selection.visibility import visible_gpus
 from lightning_gpu_tools.trainer.strategies import FreeMemoryStrategy
 
-OBSERVE = "_cuda_attach_out_of_memory_observer"
 _state = SimpleNamespace(seen=None)  # the UUIDs that CUDA saw when it started
 
 
@@ -37,10 +36,7 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     # Optimizers ask whether a graph is recorded, from torch 2.15 on an accelerator, of which a build for CPUs has none.
     set_attribute(torch.cuda, "is_current_stream_capturing", lambda: False)
     set_attribute(torch.accelerator, "current_accelerator", lambda check_available=False: None)
-    if hasattr(torch._C, OBSERVE):  # starts CUDA; a build for CPUs does not have it
-        set_attribute(torch._C, OBSERVE, lambda observer: None)
     set_attribute(torch.cuda, "get_device_properties", _properties)
-    set_attribute(torch.cuda, "get_device_name", lambda index: _properties(index).name)
     for strategy in (DDPStrategy, FSDPStrategy, SingleDeviceStrategy, FreeMemoryStrategy):
         set_attribute(strategy, "root_device", property(lambda self: torch.device("cpu")))
     # PyTorch refuses to shard a model where there is no accelerator: every rank keeps all of it.
@@ -50,10 +46,8 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     set_attribute(CUDAAccelerator, "teardown", lambda self: None)
 
 
-def _properties(device: torch.device | int) -> SimpleNamespace:
-    index = device if isinstance(device, int) else device.index or 0
-    uuid = uuids()[index].removeprefix("GPU-")
-    return SimpleNamespace(uuid=uuid, name="Fake GPU on the CPU", total_memory=80 * 2**30)
+def _properties(index: int) -> SimpleNamespace:
+    return SimpleNamespace(uuid=uuids()[index].removeprefix("GPU-"))
 
 
 def start() -> None:

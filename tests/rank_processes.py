@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cpu_as_cuda
 import fake_driver
 import quiet_kernel
 import torch
@@ -20,7 +19,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
 from trainings import Model, Raise, Samples, Spending, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
@@ -131,43 +129,36 @@ class _SlowSaving(TorchCheckpointIO):
         time.sleep(self.seconds)
 
 
-class _HostEvent:
-    """Stands in for ``torch.cuda.Event`` where the CPU stands in for the GPU: the host waits for all that it does."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        self.passed_s = 0.0
-
-    def record(self) -> None:
-        self.passed_s = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end_event: _HostEvent) -> float:
-        return 1e3 * (end_event.passed_s - self.passed_s)
+def occupy(seconds: float) -> None:
+    """Keep the GPU busy at least so long, and the host for hardly any time."""
+    torch.cuda._sleep(int(seconds * 2e9))  # in cycles, of which no GPU makes more in a second
 
 
 class _Slow(LightningModule):
-    """Ranks may meet in its forward pass, too: for the buffers of its BatchNorm, and for the metric that it logs."""
+    """Its GPU takes its time, or without one its host.
 
-    def __init__(self, forward_s: float, backward_s: float, optimizer_s: float, *, meets: bool) -> None:
+    There, ranks meet in its forward pass, too: for the buffers of its BatchNorm, and for the metric that it logs.
+    """
+
+    def __init__(self, forward_s: float, backward_s: float, optimizer_s: float, *, on_gpu: bool) -> None:
         super().__init__()
+        self.spend, meets = (occupy, False) if on_gpu else (time.sleep, True)
         norm = torch.nn.BatchNorm1d(4, track_running_stats=meets)
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 1))
         self.meets = meets
         self.forward_s, self.backward_s, self.optimizer_s = forward_s, backward_s, optimizer_s
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        time.sleep(self.forward_s)
+        self.spend(self.forward_s)
         output = self.layers(batch)
-        output.register_hook(lambda gradient: time.sleep(self.backward_s))
+        output.register_hook(lambda gradient: self.spend(self.backward_s))
         loss = output.square().mean()
         self.log("loss", loss, sync_dist=self.meets)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(self.parameters(), lr=1e-6)
-        optimizer.register_step_post_hook(lambda *_: time.sleep(self.optimizer_s))
+        optimizer.register_step_post_hook(lambda *_: self.spend(self.optimizer_s))
         return optimizer
 
 
@@ -185,11 +176,8 @@ def train_slow_ranks(
         rank: This one.
         slow_ranks: By the phase in which it is slow.
         steps: How many each time.
-        on_gpu: Whether the CPU stands in for GPUs. Then ranks do not meet in the forward pass, where they would wait.
+        on_gpu: Whether each rank has a GPU. Then ranks do not meet in the forward pass, where they would wait.
     """
-    if on_gpu:
-        cpu_as_cuda.install()
-        torch.cuda.Event = _HostEvent  # type: ignore[misc, assignment]
     blamed = {}
     for phase, slow_rank in slow_ranks.items():
         slower = {phase: _SLOWER_S if rank == slow_rank else 0.0}
@@ -205,7 +193,7 @@ def train_slow_ranks(
             callbacks=callbacks,
             accelerator="cuda" if on_gpu else "cpu",
             devices=int(os.environ["WORLD_SIZE"]),
-            strategy=DDPStrategy(process_group_backend="gloo"),
+            strategy="ddp",
             max_steps=steps,
             enable_checkpointing=phase == "checkpoint",
             plugins=[_SlowSaving(5 * slower.get("checkpoint", 0.0))],
@@ -214,7 +202,7 @@ def train_slow_ranks(
             _STEP_S + slower.get("forward", 0.0),
             slower.get("backward", 0.0),
             slower.get("optimizer", 0.0),
-            meets=not on_gpu,
+            on_gpu=on_gpu,
         )
         samples = Samples(10_000, time.sleep, slower.get("data_loading", 0.0) / 2)
         trainer.fit(model, loader(samples, batch_size=2))

@@ -117,9 +117,9 @@ class Spending(Callback):
 
 
 class Watch(Callback):
-    """Holds a step clock that runs on the test's time."""
+    """Holds a step clock, which may run on the test's time."""
 
-    def __init__(self, time: HandClock) -> None:
+    def __init__(self, time: Callable[[], float] = time.perf_counter) -> None:
         self.clock = StepClock(time)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

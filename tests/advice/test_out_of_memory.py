@@ -14,6 +14,7 @@ from lightning_gpu_tools.advice import examples
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import GIB, cpu_run, gpu_run
 from lightning_gpu_tools.advice.memory_examples import FLAT, GROWING, MIB, an_error, counted_steps
+from lightning_gpu_tools.advice.memory_remedies import largest_that_fits
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
@@ -122,6 +123,13 @@ def test_causes_that_look_alike_are_told_apart(options: dict[str, Any], cause: s
     found, text = said(an_error(**options))
     assert found == cause
     assert words in text
+
+
+def test_a_fifth_stays_free_of_what_torch_may_use() -> None:
+    # 64 samples take 1 GiB beside 1; of the 4 GiB that torch may use of 24, 3.2 are for such batches.
+    memory = dataclasses.replace(counted_steps(64, GIB, 2 * GIB), holdings=None)
+    oom = an_error(memory=memory, begins=FLAT[:1], allocated=int(3.9 * GIB), free=18 * GIB, allowed=4 * GIB)
+    assert largest_that_fits(RUN, oom).size == int(64 * 2.2)
 
 
 def test_the_batch_that_fits_keeps_the_effective_batch_size() -> None:

@@ -1,20 +1,42 @@
-"""A real error of torch's allocator on a real GPU: what it says, what is counted when it comes, and that it goes on."""
+"""Real errors of torch's allocator: what they say, what is counted when they come, and that they go on."""
 
+from __future__ import annotations
+
+import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from trainings import Samples, loader, quiet_trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
+from torch.utils.data import DataLoader
+from trainings import Model, Samples, Tunable, loader, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationMonitor
-from lightning_gpu_tools.reports.report import load_report
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
+from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.training import memory_failures
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from out_of_memory import CASES, judged
 
 pytestmark = pytest.mark.gpu
 
 GIB = 2**30
+
+
+def taken(size: float) -> torch.Tensor:
+    """Return a tensor of so many GiB."""
+    return torch.empty(int(size * GIB), dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_filled_the_memory_is_named(name: str, tmp_path: Path) -> None:
+    said = judged(name, tmp_path)
+    assert said["right"], "\n".join(map(str, said.items()))
 
 
 @pytest.fixture(autouse=True)
@@ -26,40 +48,187 @@ def _two_gib() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-class RunsOut(LightningModule):
+class Fails(Model):
+    """Asks for 6 GiB at step 3, and keeps the error that it gets."""
+
+    error: BaseException | None = None
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 3:
+            try:
+                taken(6)
+            except torch.OutOfMemoryError as error:
+                self.error = error
+                raise
+        return super().training_step(batch, batch_idx)
+
+
+class Grows(Model):
     """Keeps 256 MiB more in each step, in forward or in backward."""
 
     def __init__(self, part: str) -> None:
         super().__init__()
-        self.layer, self.part = torch.nn.Linear(4, 1), part
+        self.part = part
         self.kept: list[torch.Tensor] = []
 
     def keep(self, *args: object) -> None:
-        self.kept.append(torch.empty(GIB // 4, dtype=torch.uint8, device=self.device))
+        self.kept.append(taken(1 / 4))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = self.layer(batch).square().mean()
+        loss = super().training_step(batch, batch_idx)
         if self.part == "forward":
             self.keep()
         else:
             loss.register_hook(self.keep)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+def run_out(folder: Path, model: Model, *callbacks: Any) -> tuple[Report, BaseException]:
+    """Train until memory runs out, and return the report and the error."""
+    trainer = quiet_trainer(folder, accelerator="gpu", callbacks=list(callbacks))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit(model, loader(Samples(60)))
+    return load_report(folder), caught.value
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
-def test_a_real_error_is_explained_by_what_torch_counted(tmp_path: Path, part: str) -> None:
-    monitor = GPUUtilizationMonitor(memory_history=True)
-    trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=[monitor])
-    with pytest.raises(torch.OutOfMemoryError):
-        trainer.fit(RunsOut(part), loader(Samples(60)))
-    report = load_report(tmp_path)
+def test_a_real_error_is_explained_by_what_torch_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
+) -> None:
+    snapshot = tmp_path / "gpu_report" / "cuda_memory_snapshot.pickle"
+    snapshot.parent.mkdir()
+    snapshot.write_bytes(b"of an earlier run")
+    report, _ = run_out(tmp_path, Grows(part), GPUUtilizationMonitor(memory_history=True))
     assert report.outcome.startswith(f"out of memory in {part} at step ")
     first = report.diagnosis.findings[0]
     assert first.cause == "memory_growth"
     assert first.evidence["bytes_per_step"] == pytest.approx(GIB / 4, rel=0.05)
     assert first.evidence["requested_bytes"] == GIB // 4
     assert first.evidence["allowed_bytes"] == pytest.approx(2 * GIB, rel=0.01)
-    assert (tmp_path / "gpu_report" / "cuda_memory_snapshot.pickle").stat().st_size > 1000
+    assert snapshot.stat().st_size > 1000
+    assert f"Memory snapshot: {snapshot}\n" in capsys.readouterr().out
+    recorded = torch.cuda.memory._snapshot()["device_traces"]
+    taken(1 / 8)
+    assert torch.cuda.memory._snapshot()["device_traces"] == recorded  # nothing is recorded any more
+
+
+def test_torchs_own_error_goes_on_after_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    advisor, model = GPUUtilizationAdvisor(), Fails()
+    report, error = run_out(tmp_path, model, advisor, GPUUtilizationMonitor())
+    assert error is model.error
+    assert report.outcome == "out of memory in forward at step 3"
+    assert advisor.diagnosis is not None
+    assert advisor.diagnosis.verdict == report.diagnosis.verdict == "out_of_memory"
+    assert report.diagnosis.findings[0].evidence["requested_bytes"] == 6 * GIB
+    assert report.allocator_failures == 0  # the one that ended the run is not one of them
+    printed = capsys.readouterr().out
+    assert "Verdict: OUT OF MEMORY (out of memory in forward at step 3" in printed
+    assert "Why:     Out of memory in forward at step 3: torch asked for 6.00 GiB" in printed
+
+
+@pytest.mark.parametrize("part", ["forward", "backward", "the optimizer"])
+def test_a_loop_of_ones_own_says_where_it_ran_out(tmp_path: Path, part: str) -> None:
+    def fail(*args: Any) -> None:
+        taken(6)
+
+    layer = torch.nn.Linear(4, 1, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
+    if part == "the optimizer":
+        optimizer.register_step_post_hook(fail)
+
+    def train() -> None:
+        with watch(folder=str(tmp_path)) as run:
+            for number, batch in enumerate(run.batches(loader(Samples(8)))):
+                loss = layer(batch.cuda()).mean()
+                if number == 3 and part == "forward":
+                    fail()
+                if number == 3 and part == "backward":
+                    loss.register_hook(fail)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train()
+    report = load_report(tmp_path)
+    assert report.diagnosis.verdict == "out_of_memory"
+    assert report.outcome.startswith(f"out of memory in {part} at step ")
+
+
+def test_errors_that_are_caught_are_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Catches(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if batch_idx in (5, 9):
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    taken(6)
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=[GPUUtilizationMonitor()])
+    trainer.fit(Catches(), loader(Samples(12)))
+    report = load_report(tmp_path)
+    assert report.outcome == "completed"
+    assert report.diagnosis.verdict == "too_short"
+    assert report.allocator_failures == 2
+    assert "torch's allocator failed 2 times, and the run went on." in capsys.readouterr().out
+
+
+def test_a_search_for_the_batch_size_is_no_end(tmp_path: Path) -> None:
+    class Large(Tunable):
+        """Takes 16 MiB for each sample."""
+
+        def train_dataloader(self) -> DataLoader[torch.Tensor]:
+            return loader(Samples(1000), batch_size=self.batch_size)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            taken(len(batch) / 64)
+            return super().training_step(batch, batch_idx)
+
+    model = Large()
+    callbacks = [GPUUtilizationMonitor(), BatchSizeFinder(init_val=64, steps_per_trial=1)]
+    trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=callbacks, limit_train_batches=4)
+    trainer.fit(model)
+    report = load_report(tmp_path)
+    assert 64 <= model.batch_size < 128
+    assert report.diagnosis.verdict != "out_of_memory"
+    assert report.allocator_failures > 0
+
+
+@pytest.mark.parametrize(
+    ("module", "gone"),
+    [
+        (torch._C, "_cuda_attach_out_of_memory_observer"),
+        (torch.cuda.memory, "_record_memory_history"),
+        (torch.cuda.memory, "_dump_snapshot"),
+    ],
+)
+def test_a_torch_without_a_private_name_still_says_what_the_error_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, gone: str
+) -> None:
+    monkeypatch.delattr(module, gone)
+    report, _ = run_out(tmp_path, Fails(), GPUUtilizationMonitor(memory_history=True))
+    assert report.outcome == "out of memory in forward at step 3"
+    assert report.diagnosis.findings[0].evidence["requested_bytes"] == 6 * GIB
+
+
+def test_an_allocator_that_cannot_be_observed_costs_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise RuntimeError("cudaMallocAsync does not yet support this")
+
+    monkeypatch.setattr(memory_failures, "_is_attached", False)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
+    with pytest.warns(UserWarning, match="memory_history=True has no effect: cudaMallocAsync does not"):
+        report, _ = run_out(tmp_path, Fails(), GPUUtilizationMonitor(memory_history=True))
+    assert report.outcome == "out of memory in forward at step 3"
+
+
+def test_what_fails_while_it_is_noted_never_takes_the_errors_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyError("counters with other names")
+
+    monkeypatch.setattr(memory_failures.MemoryFailures, "note", fail)
+    report, _ = run_out(tmp_path, Fails(), GPUUtilizationMonitor())  # by the message and the traceback alone
+    assert report.outcome == "out of memory in forward at step 3"
+    assert report.diagnosis.findings[0].evidence["requested_bytes"] == 6 * GIB

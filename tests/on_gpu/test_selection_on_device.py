@@ -1,4 +1,4 @@
-"""Selection on a real driver and a real CUDA: what the fake driver and the stand-in for CUDA take for granted."""
+"""Selection on a real driver and a real CUDA: what the tests on the fake driver take for granted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.advice.failures import shortcomings
+from lightning_gpu_tools.runs.surroundings import read_surroundings
+from lightning_gpu_tools.trainer.facts import LoopRun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("claims_dir")]
 
@@ -138,3 +144,33 @@ trainer.fit(Model())
 print(json.dumps([trainer.global_step, trainer.strategy.root_device.type]))
 """)
     assert (steps, device) == (2, "cuda")
+
+
+HOLD = """
+import sys
+from lightning_gpu_tools import select_gpus
+held = [select_gpus(**{options!r}) for _ in range({count})]
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "who", "what"),
+    [(3, {"min_free": "1MiB"}, "3 claims", "3.00 MiB"), (1, {}, "pid {pid}", "all")],
+)
+def test_claims_of_another_job_on_the_same_gpu_are_told(
+    count: int, options: dict[str, object], who: str, what: str
+) -> None:
+    held = torch.zeros(1, device="cuda")
+    uuid = f"GPU-{torch.cuda.get_device_properties(held.device).uuid}"
+    hold, env = HOLD.format(options=options, count=count), {**os.environ, "CUDA_VISIBLE_DEVICES": uuid}
+    with select_gpus(1, min_free="1MiB"):
+        run = LoopRun()
+        assert read_surroundings(run, None).claims == ()  # its own is none
+        with subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1, text=True, env=env) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            (told,) = shortcomings(read_surroundings(run, None))
+            other.kill()
+    assert f"({who.format(pid=other.pid)}) has claimed {what} of the memory of GPU " in told

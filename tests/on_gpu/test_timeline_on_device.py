@@ -2,50 +2,70 @@
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from trainings import Model, Samples, Spending, loader, quiet_trainer
+from torch.utils.data import DataLoader, Dataset
+from trainings import Model, Samples, Spending, Watch, loader, quiet_trainer
 
-from lightning_gpu_tools.trainer.fit_timer import FitTimer
+from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import GpuIdle
 from lightning_gpu_tools.training.step_clock import StepClock
 
 pytestmark = pytest.mark.gpu
 
-STEPS = 200
+STEPS = 100
 
 
-class Watch(Callback):
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.clock = StepClock()
-        FitTimer(trainer, self.clock)
+def occupy(seconds: float) -> None:
+    """Keep the GPU busy about so long, and the host for hardly any time."""
+    torch.cuda._sleep(int(seconds * 1e9))  # in cycles; the clock is between 1 and 2 GHz
 
 
 class Busy(Model):
-    """A step that keeps the GPU busy for about so many milliseconds and the host for hardly any."""
+    """A step that keeps the GPU busy for about so many seconds in each part, and may end forward with a sync."""
 
-    def __init__(self, kernel_ms: float) -> None:
+    def __init__(
+        self, forward_s: float, backward_s: float = 0.0, optimizer_s: float = 0.0, *, item: bool = False
+    ) -> None:
         super().__init__()
-        self.kernel_ms = kernel_ms
+        self.forward_s, self.backward_s, self.optimizer_s, self.item = forward_s, backward_s, optimizer_s, item
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        torch.cuda._sleep(int(self.kernel_ms * 1e6))  # in cycles; the clock is between 1 and 2 GHz
-        return super().training_step(batch, batch_idx)
+        occupy(self.forward_s)
+        loss = super().training_step(batch.flatten()[:4], batch_idx)
+        if self.backward_s:
+            loss.register_hook(lambda gradient: occupy(self.backward_s))
+        if self.item:
+            loss.item()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        if self.optimizer_s:
+            optimizer.register_step_post_hook(lambda *_: occupy(self.optimizer_s))
+        return optimizer
 
 
-def train(folder: Path, model: Model, *others: Callback, data_s: float = 0.0) -> GpuIdle:
-    """Train and return the idle times."""
+def train(
+    folder: Path, model: Model, *others: Callback, data: DataLoader[torch.Tensor] | None = None
+) -> tuple[StepClock, GpuIdle]:
+    """Train and return the host's times and the GPU's idle times."""
     watch = Watch()
     trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[watch, *others])
-    trainer.fit(model, loader(Samples(STEPS, time.sleep, data_s)))
+    trainer.fit(model, data or loader(Samples(STEPS)))
     idle = watch.clock.gpu_idle()
     assert idle is not None
-    assert idle.samples > STEPS / 20
-    return idle
+    return watch.clock, idle
+
+
+def slow_data(seconds: float) -> DataLoader[torch.Tensor]:
+    return loader(Samples(STEPS, time.sleep, seconds))
 
 
 def idle_share(idle: GpuIdle, phase: str) -> float:
@@ -53,19 +73,78 @@ def idle_share(idle: GpuIdle, phase: str) -> float:
     return idle.idle_s.get(phase, 0.0) / idle.host_s[phase]
 
 
-def test_a_wait_that_the_gpu_feels_is_idle_time(tmp_path: Path) -> None:
-    idle = train(tmp_path, Busy(1.0), data_s=0.020)
-    assert 0.75 < idle_share(idle, "data_loading") <= 1.02
-
-
 def test_a_wait_behind_gpu_work_is_none(tmp_path: Path) -> None:
-    idle = train(tmp_path, Busy(60.0), data_s=0.005)
+    _, idle = train(tmp_path, Busy(0.060), data=slow_data(0.005))
     assert idle_share(idle, "data_loading") < 0.1
 
 
-def test_a_slow_callback_is_idle_time_by_its_name(tmp_path: Path) -> None:
-    idle = train(tmp_path, Busy(1.0), Spending(time.sleep, "on_train_batch_end", 0.020))
-    assert 0.75 < idle_share(idle, "callback/Spending") <= 1.02
+@pytest.mark.parametrize("item", [False, True], ids=["nothing-waits", "behind-a-sync"])
+@pytest.mark.parametrize("slow", ["on_train_batch_start", "on_train_batch_end", "data_loading"])
+def test_a_wait_that_the_gpu_feels_is_idle_time_by_its_name(tmp_path: Path, slow: str, item: bool) -> None:
+    """With a sync the host waits for the GPU in forward, so that the GPU feels all that comes behind it."""
+    model = Busy(0.010 if item else 0.001, item=item)
+    if slow == "data_loading":
+        _, idle = train(tmp_path, model, data=slow_data(0.020))
+    else:
+        _, idle = train(tmp_path, model, Spending(time.sleep, slow, 0.020))
+    phase = slow if slow == "data_loading" else "callback/Spending"
+    assert 0.75 < idle_share(idle, phase) <= 1.02
+    assert max(idle.idle_s, key=idle.idle_s.__getitem__) == phase
+
+
+class OneBatch(Dataset[torch.Tensor]):
+    """The same batch of 64 MB over and over."""
+
+    def __init__(self, pinned: bool) -> None:
+        self.batch = torch.zeros(16_000_000, pin_memory=pinned)
+
+    def __len__(self) -> int:
+        return STEPS // 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.batch
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_of_a_copy_the_gpu_feels_its_own_part(tmp_path: Path, pinned: bool) -> None:
+    """Out of pageable memory the host waits for the step before, too; the GPU is not idle then."""
+    data = DataLoader(OneBatch(pinned), batch_size=None)
+    clock, idle = train(tmp_path, Busy(0.060), data=data)
+    assert max(idle.idle_s, key=idle.idle_s.__getitem__) == "host_to_device_copy"
+    assert idle.idle_s["host_to_device_copy"] / idle.samples > 0.001  # which is 64 GB/s
+    if not pinned:
+        assert clock.seconds["host_to_device_copy"] / clock.wall_s > 0.7
+        assert idle_share(idle, "host_to_device_copy") < 0.5
+
+
+def test_the_parts_of_a_step_are_measured_on_the_gpu(tmp_path: Path) -> None:
+    _, idle = train(tmp_path, Busy(0.020, 0.030, 0.010))
+    forward_s, backward_s, optimizer_s = (idle.step_s[part] for part in (FORWARD, BACKWARD, OPTIMIZER))
+    assert backward_s / forward_s == pytest.approx(1.5, rel=0.1)
+    assert optimizer_s / forward_s == pytest.approx(0.5, rel=0.1)
+
+
+def test_one_step_in_eight_is_sampled_by_random_numbers_of_its_own(tmp_path: Path) -> None:
+    random.seed(3)
+    expected = random.Random(3).random()
+    _, idle = train(tmp_path, Model())
+    assert random.random() == expected
+    assert STEPS / 16 < idle.samples < STEPS / 4
+
+
+def test_a_cuda_error_ends_the_sampling_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Break(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == STEPS // 2:
+
+                def fail(*args: object) -> None:
+                    raise RuntimeError("CUDA error: device-side assert triggered")
+
+                monkeypatch.setattr(torch.cuda.Event, "record", fail)
+
+    clock, idle = train(tmp_path, Model(), Break())
+    assert clock.steps == STEPS
+    assert 0 < idle.samples < STEPS / 8
 
 
 class RefusesToWait(Callback):

@@ -1,6 +1,8 @@
 """A real training on a real GPU: what the monitor logs, what the report says, what the advisor finds."""
 
 import csv
+import importlib
+import json
 import math
 import time
 from pathlib import Path
@@ -9,10 +11,18 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
+from rank_processes import run_ranks, train_slow_ranks
 from torch.utils.data import DataLoader
-from trainings import Samples, loader, quiet_trainer
+from trainings import Samples, loader, logged, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO, load_weights
+from lightning_gpu_tools import (
+    GPUUtilizationAdvisor,
+    GPUUtilizationMonitor,
+    LowGPUUtilizationWarning,
+    PortableCheckpointIO,
+    load_weights,
+    watch,
+)
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.reports.report import Report, load_report
 
@@ -93,3 +103,65 @@ def test_a_gpu_that_waits_for_data_is_found_low_and_why(tmp_path: Path) -> None:
     assert report.diagnosis.verdict == "low"
     assert report.diagnosis.findings[0].cause == "data_loading"
     assert "pin_memory=True) (now 0, None, False, False)" in report.diagnosis.findings[0].advice
+
+
+def test_a_gpu_that_waits_for_its_host_idles_inside_the_step(tmp_path: Path) -> None:
+    class SlowHost(Busy):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            time.sleep(0.030)
+            return super().training_step(batch, batch_idx)
+
+    report, _ = train(tmp_path, SlowHost(10), loader(Samples(100)))
+    first = report.diagnosis.findings[0]
+    assert (first.cause, first.evidence["phase"]) == ("unexplained", "training_step"), report.diagnosis
+    assert first.share > 0.4
+    assert report.diagnosis.gpu_idle_percent.get("data_loading", 0.0) < 5
+
+
+def test_a_step_is_profiled_on_request(tmp_path: Path) -> None:
+    """The GPU idles half of the time, and not because of anything around the step."""
+
+    class Curious(Busy):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if loss.item() > 1e9:
+                raise OverflowError
+            time.sleep(0.02)
+            return loss
+
+    advisor = GPUUtilizationAdvisor(min_seconds=1.5, profile=True)
+    line = r"Waiting for GPU results .*test_training_on_device.py:"
+    with pytest.warns(LowGPUUtilizationWarning, match=line):
+        quiet_trainer(tmp_path, accelerator="gpu", callbacks=[advisor]).fit(Curious(10), loader(Samples(120)))
+    assert advisor.diagnosis is not None
+    assert advisor.diagnosis.findings[0].cause == "device_sync"
+
+
+@pytest.mark.parametrize("family", ["lightning.fabric", "lightning_fabric"])
+def test_a_loop_with_fabric_samples_and_logs_its_gpu(tmp_path: Path, family: str) -> None:
+    """Of each step, the GPU waits for data for some 30 ms."""
+    logger = importlib.import_module(f"{family}.loggers").CSVLogger(tmp_path)
+    fabric = importlib.import_module(family).Fabric(accelerator="cuda", devices=1, loggers=[logger])
+    layer = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=1e-6))
+    batches = fabric.setup_dataloaders(loader(Samples(100, time.sleep, 0.03)))
+    with watch(fabric, min_seconds=1) as run:
+        for batch in run.batches(batches):
+            torch.cuda._sleep(10_000_000)
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+    report = load_report(logger.log_dir)
+    assert report.diagnosis.verdict == "low"
+    assert report.diagnosis.findings[0].cause == "data_loading"
+    assert report.diagnosis.gpu_idle_percent["data_loading"] > 40
+    assert 0 < report.gpus[0].utilization_percent_mean < 60
+    assert logged(Path(logger.log_dir))["gpu/0/utilization_percent/mean"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_of_ranks_are_compared_by_their_own_clock(tmp_path: Path) -> None:
+    slow_ranks = {"healthy": None, "backward": 0}  # one in its optimizer is named in some runs only
+    results = run_ranks(tmp_path, train_slow_ranks, options={"slow_ranks": slow_ranks, "on_gpu": True})
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr
+    blamed = json.loads((tmp_path / "blamed.json").read_text())
+    assert blamed == {phase: [] if rank is None else [[rank, phase]] for phase, rank in slow_ranks.items()}

@@ -1,4 +1,4 @@
-"""A rank of a Lightning training on two GPUs: ``ddp``, ``fsdp``, or ``fsdp2`` by Lightning's ModelParallelStrategy."""
+"""A rank of a Lightning training on all GPUs: ``ddp``, ``fsdp``, or ``fsdp2`` by Lightning's ModelParallelStrategy."""
 
 import json
 import os
@@ -41,7 +41,7 @@ class Model(LightningModule):
 
 trainer = Trainer(
     accelerator="gpu",
-    devices=2,
+    devices=int(os.environ["WORLD_SIZE"]),
     strategy=ModelParallelStrategy() if STRATEGY == "fsdp2" else STRATEGY,
     max_steps=3,
     logger=False,

@@ -105,10 +105,10 @@ torch.cuda.synchronize()
     assert list(tmp_path.glob("entries_of_rank_*"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
-def test_lightning_trains_on_two_gpus_as_it_starts_by_itself(
-    make_machine: MakeMachine, answer_of_ranks: Ranks, strategy: str
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 8), ("fsdp", 2), ("fsdp2", 2)])
+def test_lightning_trains_on_several_gpus_as_it_starts_by_itself(
+    make_machine: MakeMachine, answer_of_ranks: Ranks, strategy: str, ranks: int
 ) -> None:
-    answers = answer_of_ranks(make_machine(["h100-80gb"] * 2), 2, HERE / "rank_lightning.py", strategy)
-    assert [one[:4] for one in answers] == [[3, rank, 2, "of rank 0"] for rank in range(2)]
-    assert answers[0][4] == answers[1][4]
+    answers = answer_of_ranks(make_machine(["h100-80gb"] * ranks), ranks, HERE / "rank_lightning.py", strategy)
+    assert [one[:4] for one in answers] == [[3, rank, ranks, "of rank 0"] for rank in range(ranks)]
+    assert all(one[4] == answers[0][4] for one in answers)

@@ -4,10 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import cpu_as_cuda
 import pytest
 import torch
-from fake_driver import Driver, gpu
 from lightning.pytorch import Callback, Trainer
 from trainings import Boom, HandClock, Model, Raise, Samples, loader, quiet_trainer
 
@@ -88,30 +86,6 @@ def test_the_diagnosis_can_be_asked_for_during_training(tmp_path: Path) -> None:
 def test_bad_arguments_are_refused_with_the_value(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPUUtilizationAdvisor(**options)  # type: ignore[arg-type]
-
-
-def test_a_step_is_profiled_on_request(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU idles 70 % of the time by the driver's word, and not because of anything around the step."""
-
-    class Curious(Model):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            time.sleep(0.01)
-            if loss.item() > 1e9:
-                raise Boom
-            return loss
-
-    driver.gpus = [gpu(utilization=30)]
-    cpu_as_cuda.install(monkeypatch.setattr)
-    advisor = GPUUtilizationAdvisor(min_seconds=1.2, profile=True)
-    line = r"Waiting for GPU results .*test_gpu_utilization_advisor.py:"
-    with pytest.warns(LowGPUUtilizationWarning, match=line):
-        quiet_trainer(tmp_path, accelerator="cuda", callbacks=[advisor], max_epochs=3).fit(
-            Curious(), loader(Samples(STEPS))
-        )
-    assert advisor.diagnosis is not None
-    assert advisor.diagnosis.utilization_percent == 30.0
-    assert advisor.diagnosis.findings[0].cause == "device_sync"
 
 
 def test_slow_steps_are_named_with_their_period(tmp_path: Path, hand_clock: HandClock) -> None:

@@ -91,18 +91,6 @@ def test_the_slow_rank_is_blamed_with_its_phase(tmp_path: Path) -> None:
     assert blamed == {phase: [] if rank is None else [[rank, phase]] for phase, rank in slow_ranks.items()}
 
 
-def test_gpus_are_compared_by_their_own_clock(tmp_path: Path) -> None:
-    (tmp_path / "machine").mkdir()
-    machine = Driver(tmp_path / "machine")
-    machine.gpus = [gpu(utilization=0), gpu(utilization=0)]
-    slow_ranks = {"healthy": None, "backward": 0, "optimizer": 1}
-    options = {"slow_ranks": slow_ranks, "on_gpu": True, "steps": 120}
-    results = run_ranks(tmp_path, train_slow_ranks, machines=[machine, machine], options=options)
-    assert [result.returncode for result in results] == [0, 0], results[0].stderr
-    blamed = json.loads((tmp_path / "blamed.json").read_text())
-    assert blamed == {phase: [] if rank is None else [[rank, phase]] for phase, rank in slow_ranks.items()}
-
-
 class Wrapped(Model):
     def __init__(self) -> None:
         super().__init__(time.sleep, step_s=0.001)

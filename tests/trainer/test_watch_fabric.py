@@ -7,19 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import cpu_as_cuda
 import pytest
 import torch
-from fake_driver import Driver, gpu
 from own_loops import Network, traces
 from rank_processes import run_ranks
-from simulated_gpu import SimulatedGpu
 from torch.utils.data import DataLoader
 from trainings import HandClock, Samples, loader
 
 from lightning_gpu_tools import PortableCheckpointIO, load_weights, watch
 from lightning_gpu_tools.reports.report import load_report
-from lightning_gpu_tools.trainer.facts import FabricRun
 
 FAMILIES = ["lightning.fabric", "lightning_fabric"]
 
@@ -109,38 +105,6 @@ def test_fabrics_calls_are_phases_of_their_own(
     assert load_report(logger.log_dir).unseen == ()
     summary = [metrics for metrics, _ in logger.logged if "gpu_tools/waiting_share" in metrics]
     assert len(summary) == 2
-
-
-def test_gpus_are_sampled_and_logged(
-    driver: Driver,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    hand_clock: HandClock,
-) -> None:
-    driver.gpus = [gpu(utilization=30)]
-    cpu_as_cuda.install(monkeypatch.setattr)
-    cpu_as_cuda.start()
-    device = SimulatedGpu(hand_clock)
-    device.install(monkeypatch.setattr)
-    monkeypatch.setattr(FabricRun, "_find_devices", lambda self: ([torch.device("cuda", 0)], torch.device("cpu")))
-    logger = recording_logger(FAMILIES[0], tmp_path, hand_clock)
-    fabric = importlib.import_module(FAMILIES[0]).Fabric(accelerator="cpu", devices=1, loggers=[logger])
-    network = Network()
-    with watch(fabric, interval_s=0.01) as run:
-        for batch in run.batches(loader(Samples(400, hand_clock.spend, 0.03))):
-            for _ in range(10):
-                hand_clock.spend(0.0001)
-                device.launch(0.002)
-            network.step(batch)
-            time.sleep(0.0005)  # for the thread that samples
-    assert device.waited_for == 0
-    report = load_report(logger.log_dir)
-    # Of 31 ms, 20 ms of kernels begin with the first one.
-    assert report.diagnosis.gpu_idle_percent["data_loading"] == pytest.approx(100 * 11 / 31, rel=0.1)
-    assert report.diagnosis.verdict == "low"
-    assert report.gpus[0].utilization_percent_mean == 30
-    metrics = {name: step for logged, step in logger.logged for name in logged if name.startswith("gpu/0/")}
-    assert metrics["gpu/0/utilization_percent/mean"] in range(49, 400, 50)
 
 
 def train_ranks(folder: Path, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What a training holds on its GPU, and in which steps the counters are read; the CPU stands in for the GPU."""
+"""What a training holds on its device, and in which steps the counters are read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_memory import SimulatedMemory
 from torch import nn
 from trainings import HandClock
 
 from lightning_gpu_tools.training import memory_counters
 from lightning_gpu_tools.training.memory_counters import MemoryCounters, count_holdings
+from lightning_gpu_tools.training.memory_readings import MemoryReading
 from lightning_gpu_tools.training.step_clock import StepClock
 
 
@@ -106,26 +106,18 @@ def test_a_sharded_model_counts_what_this_rank_holds() -> None:
 # When steps are read
 
 
-class SlowMemory(SimulatedMemory):
-    """Its counters take 100 us to read."""
-
-    def __init__(self, time: HandClock) -> None:
-        super().__init__()
-        self.time = time
-
-    def _stats(self, device: int) -> dict[str, Any]:
-        self.time.spend(100e-6)
-        return super()._stats(device)
+SIZES = ("allocated_bytes", "peak_allocated_bytes", "reserved_bytes", "peak_reserved_bytes")
 
 
 class Loop:
-    """Steps with the moments of a Trainer's."""
+    """Steps with the moments of a Trainer's, and counters that take 100 us to read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, steps_per_optimizer_step: int = 1) -> None:
         self.time, self.clock = HandClock(), StepClock()
-        self.memory = SlowMemory(self.time)
+        self.reads = 0
+        self.fault: Exception | None = None
         monkeypatch.setattr(memory_counters, "time", SimpleNamespace(perf_counter=self.time))
-        self.memory.install(monkeypatch.setattr)
+        monkeypatch.setattr(memory_counters, "read_memory", self._read)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=2**33))
         self.training = training(nn.Linear(4, 4), SimpleNamespace(state={0: {}}))
         self.counters = MemoryCounters(self.training, self.clock)
@@ -134,6 +126,13 @@ class Loop:
         self.counters.when_read = lambda: self.read.append(self.clock.steps)
         forward, backward = self.counters.after_forward(list), self.counters.around_backward(list)
         self.step = self.counters.around_step(lambda batch=None: (forward(), backward(), self._optimize()))
+
+    def _read(self, gpu: torch.device) -> MemoryReading:
+        self.time.spend(100e-6)
+        self.reads += 1
+        if self.fault is not None:
+            raise self.fault
+        return MemoryReading(**dict.fromkeys(SIZES, 0))
 
     def _optimize(self) -> None:
         self.training.optimizer_steps += self.clock.steps % self.steps_per_optimizer_step == 0
@@ -150,7 +149,7 @@ def test_reading_takes_at_most_ten_microseconds_a_step(monkeypatch: pytest.Monke
     loop.run(5000)
     assert 2e-6 < (loop.time() - began_s) / 5000 < 10e-6
     assert len({step % 10 for step in loop.read}) > 5  # nothing periodic is always or never hit
-    assert loop.memory.reads == 2 + 5 * len(loop.read)  # of the moments of a step that is read, and of no other
+    assert loop.reads == 2 + 5 * len(loop.read)  # of the moments of a step that is read, and of no other
 
 
 def test_each_step_is_read_up_to_the_optimizers_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +186,7 @@ def test_a_training_without_an_optimizer_is_not_read_for_ever(monkeypatch: pytes
 def test_an_allocator_without_counters_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(monkeypatch)
     loop.run(2)
-    loop.memory.fault = RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+    loop.fault = RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
     batch = torch.zeros(1)
     kept = weakref.ref(batch)
     for _ in range(1000):
@@ -195,7 +194,7 @@ def test_an_allocator_without_counters_ends_the_reading(monkeypatch: pytest.Monk
         loop.step(batch)
     del batch
     assert kept() is None  # an error would keep whatever was in use when it was raised
-    reads = loop.memory.reads
+    reads = loop.reads
     loop.run(1000)
-    assert (loop.memory.reads, loop.counters.facts()) == (reads, None)
+    assert (loop.reads, loop.counters.facts()) == (reads, None)
     assert "getDeviceStats" in str(loop.counters.failure)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from simulated_gpu import SimulatedGpu
 from torch.utils.checkpoint import checkpoint
 from trainings import HandClock
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, RANK_WAIT_IN_STEP
+from lightning_gpu_tools.training.phases import BACKWARD, FORWARD
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 
@@ -104,18 +103,3 @@ def test_a_torch_that_refuses_costs_only_the_distinction(monkeypatch: pytest.Mon
     assert model.spent_s == (7.0, 0.0)
     assert model.waits.unseen
     assert model.first.weight.grad is not None
-
-
-def test_a_gpu_waits_behind_its_own_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Reducing()
-    device = SimulatedGpu(model.time)
-    device.install(monkeypatch.setattr)
-    gpu = model.waits.gpu = model.clock.measure_gpu()
-    monkeypatch.setattr(model.time, "spend", device.launch)
-    step = gpu.around(gpu.part(BACKWARD, model.backward))
-    for _ in range(50):
-        step(model.loss())
-        model.time.now_s += 10.0
-    idle = gpu.facts()
-    ms = {phase: seconds / idle.samples for phase, seconds in idle.step_s.items() if seconds}
-    assert ms == pytest.approx({BACKWARD: 3.0, RANK_WAIT_IN_STEP: 4.0})
