@@ -43,8 +43,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, Report, load_report
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.advice.findings import median_interval
+from lightning_gpu_tools.types import Report
 
 STEPS = 499  # of a turn
 PROCESSES = 3  # of a variant

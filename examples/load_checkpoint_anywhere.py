@@ -13,7 +13,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools import CheckpointError, PortableCheckpointIO, load_from_checkpoint, load_weights
+from lightning_gpu_tools import PortableCheckpointIO, load_from_checkpoint, load_weights
+from lightning_gpu_tools.errors import CheckpointError
 
 
 def make_net() -> nn.Module:

@@ -8,13 +8,8 @@ Without an NVIDIA GPU it says why, and trains on the CPU.
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_gpu_tools import (
-    FreeMemoryCUDAAccelerator,
-    NotEnoughGpusError,
-    NvmlUnavailableError,
-    list_gpus,
-    select_gpus,
-)
+from lightning_gpu_tools import FreeMemoryCUDAAccelerator, list_gpus, select_gpus
+from lightning_gpu_tools.errors import NotEnoughGpusError, NvmlUnavailableError
 
 
 def main() -> None:

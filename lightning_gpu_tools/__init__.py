@@ -2,7 +2,8 @@
 
 Pick GPUs by free memory, log how busy they are, find out why they are idle, and load checkpoints anywhere. The names
 below are imported on first use (PEP 562), so ``import lightning_gpu_tools`` loads neither torch nor lightning nor
-pynvml.
+pynvml. Errors and warnings are in ``lightning_gpu_tools.errors``, strategies in ``.strategies``, and the types of
+results, for annotations, in ``.types``.
 """
 
 from lightning_gpu_tools.environment import VERSION as __version__
@@ -10,129 +11,42 @@ from lightning_gpu_tools.trainer.entry_points import register_strategies as _reg
 
 TYPE_CHECKING = False  # as type checkers take it, without the import of `typing`
 if TYPE_CHECKING:
-    from lightning_gpu_tools.advice.findings import Diagnosis, Finding
-    from lightning_gpu_tools.advice.loader_plan import LoaderResult
-    from lightning_gpu_tools.checkpoints.weights import LoadReport, load_weights
-    from lightning_gpu_tools.errors import (
-        AmbiguousCheckpointError,
-        BrokenCheckpointError,
-        CheckpointError,
-        CheckpointMismatchError,
-        CheckpointNotFoundError,
-        ClaimsError,
-        CudaAlreadyInitializedError,
-        KeyCollisionError,
-        LightningGpuToolsError,
-        LowGPUUtilizationWarning,
-        NotEnoughGpusError,
-        NvmlUnavailableError,
-        ReportError,
-        StalledTrainingWarning,
-        UnknownOptionError,
-        UnsafeCheckpointError,
-    )
-    from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
+    from lightning_gpu_tools.checkpoints.weights import load_weights
+    from lightning_gpu_tools.errors import LightningGpuToolsError
     from lightning_gpu_tools.loaders.search import find_loader_settings
-    from lightning_gpu_tools.reports.report import Report, load_report
-    from lightning_gpu_tools.selection.picking import GpuSelection, list_gpus, select_gpus
+    from lightning_gpu_tools.reports.report import load_report
+    from lightning_gpu_tools.selection.picking import list_gpus, select_gpus
     from lightning_gpu_tools.trainer.accelerator import FreeMemoryCUDAAccelerator
     from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
     from lightning_gpu_tools.trainer.gpu_utilization_advisor import GPUUtilizationAdvisor
     from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
     from lightning_gpu_tools.trainer.load_from_checkpoint import load_from_checkpoint
     from lightning_gpu_tools.trainer.num_workers_finder import NumWorkersFinder
-    from lightning_gpu_tools.trainer.strategies import (
-        FreeMemoryDDPStrategy,
-        FreeMemoryDeepSpeedStrategy,
-        FreeMemoryFSDPStrategy,
-        FreeMemoryStrategy,
-    )
-    from lightning_gpu_tools.trainer.watch import TrainingWatch, watch
-    from lightning_gpu_tools.training.run_measurements import LoaderSettings
+    from lightning_gpu_tools.trainer.watch import watch
 
 _MODULE_OF = {
     "FreeMemoryCUDAAccelerator": "trainer.accelerator",
     "GPUUtilizationAdvisor": "trainer.gpu_utilization_advisor",
     "GPUUtilizationMonitor": "trainer.gpu_utilization_monitor",
+    "LightningGpuToolsError": "errors",
     "NumWorkersFinder": "trainer.num_workers_finder",
     "PortableCheckpointIO": "trainer.checkpoint_plugin",
-    "TrainingWatch": "trainer.watch",
-    "watch": "trainer.watch",
-    "Diagnosis": "advice.findings",
-    "Finding": "advice.findings",
-    "AmbiguousCheckpointError": "errors",
-    "BrokenCheckpointError": "errors",
-    "CheckpointError": "errors",
-    "CheckpointMismatchError": "errors",
-    "CheckpointNotFoundError": "errors",
-    "ClaimsError": "errors",
-    "CudaAlreadyInitializedError": "errors",
-    "KeyCollisionError": "errors",
-    "LightningGpuToolsError": "errors",
-    "LowGPUUtilizationWarning": "errors",
-    "NotEnoughGpusError": "errors",
-    "NvmlUnavailableError": "errors",
-    "ReportError": "errors",
-    "StalledTrainingWarning": "errors",
-    "UnknownOptionError": "errors",
-    "UnsafeCheckpointError": "errors",
-    "LoaderResult": "advice.loader_plan",
-    "LoaderSettings": "training.run_measurements",
     "find_loader_settings": "loaders.search",
-    "GpuClaim": "gpus.readings",
-    "GpuProcess": "gpus.readings",
-    "GpuReading": "gpus.readings",
-    "GpuSelection": "selection.picking",
     "list_gpus": "selection.picking",
-    "select_gpus": "selection.picking",
-    "FreeMemoryDDPStrategy": "trainer.strategies",
-    "FreeMemoryDeepSpeedStrategy": "trainer.strategies",
-    "FreeMemoryFSDPStrategy": "trainer.strategies",
-    "FreeMemoryStrategy": "trainer.strategies",
-    "LoadReport": "checkpoints.weights",
     "load_from_checkpoint": "trainer.load_from_checkpoint",
-    "load_weights": "checkpoints.weights",
-    "Report": "reports.report",
     "load_report": "reports.report",
+    "load_weights": "checkpoints.weights",
+    "select_gpus": "selection.picking",
+    "watch": "trainer.watch",
 }
 
 __all__ = [
-    "AmbiguousCheckpointError",
-    "BrokenCheckpointError",
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CheckpointNotFoundError",
-    "ClaimsError",
-    "CudaAlreadyInitializedError",
-    "Diagnosis",
-    "Finding",
     "FreeMemoryCUDAAccelerator",
-    "FreeMemoryDDPStrategy",
-    "FreeMemoryDeepSpeedStrategy",
-    "FreeMemoryFSDPStrategy",
-    "FreeMemoryStrategy",
     "GPUUtilizationAdvisor",
     "GPUUtilizationMonitor",
-    "GpuClaim",
-    "GpuProcess",
-    "GpuReading",
-    "GpuSelection",
-    "KeyCollisionError",
     "LightningGpuToolsError",
-    "LoadReport",
-    "LoaderResult",
-    "LoaderSettings",
-    "LowGPUUtilizationWarning",
-    "NotEnoughGpusError",
     "NumWorkersFinder",
-    "NvmlUnavailableError",
     "PortableCheckpointIO",
-    "Report",
-    "ReportError",
-    "StalledTrainingWarning",
-    "TrainingWatch",
-    "UnknownOptionError",
-    "UnsafeCheckpointError",
     "__version__",
     "find_loader_settings",
     "list_gpus",
@@ -144,14 +58,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _on_first_use(module: str, name: str, module_of: dict[str, str]) -> object:
+    """Import a name of a module of this package, and keep it there."""
+    if name not in module_of:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
     import importlib
+    import sys
 
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
+    value = getattr(importlib.import_module(f"{__name__}.{module_of[name]}"), name)
+    setattr(sys.modules[module], name, value)
     return value
+
+
+def __getattr__(name: str) -> object:
+    return _on_first_use(__name__, name, _MODULE_OF)
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools import FreeMemoryDDPStrategy, GPUUtilizationMonitor, PortableCheckpointIO
+from lightning_gpu_tools import GPUUtilizationMonitor, PortableCheckpointIO
+from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy
 
 
 class MyMonitor(GPUUtilizationMonitor):
@@ -83,7 +84,9 @@ trainer:
   plugins:
     - class_path: lightning_gpu_tools.PortableCheckpointIO
       init_args: {verify: true, inner: {class_path: PACKAGE.plugins.io.TorchCheckpointIO}}
-  strategy: {class_path: lightning_gpu_tools.FreeMemoryDDPStrategy, init_args: {wait: 10, find_unused_parameters: true}}
+  strategy:
+    class_path: lightning_gpu_tools.strategies.FreeMemoryDDPStrategy
+    init_args: {wait: 10, find_unused_parameters: true}
 """
 
 
@@ -101,7 +104,7 @@ def command_line() -> dict[str, Any]:
 
     trainer = run().trainer
     options = ("min_free", "wait", "find_unused_parameters", "timeout")
-    help_text = shown("--trainer.strategy.help=lightning_gpu_tools.FreeMemoryDDPStrategy")
+    help_text = shown("--trainer.strategy.help=lightning_gpu_tools.strategies.FreeMemoryDDPStrategy")
     return {
         "callbacks": [type(one).__name__ for one in trainer.callbacks if "gpu_tools" in str(type(one).__mro__)][:2],
         "inner": type(trainer.strategy.checkpoint_io.inner).__module__,

@@ -15,12 +15,12 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 from trainings import Boom, Model, quiet_trainer
 
-from lightning_gpu_tools import LoaderSettings
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.loaders import plan, search
 from lightning_gpu_tools.loaders.handover import restore, switchable
 from lightning_gpu_tools.loaders.search import random_states
 from lightning_gpu_tools.trainer import num_workers_finder
+from lightning_gpu_tools.types import LoaderSettings
 
 
 def settings(workers: int, persistent: bool = False) -> LoaderSettings:

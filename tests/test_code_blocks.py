@@ -17,8 +17,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
-from lightning_gpu_tools import FreeMemoryDDPStrategy, GPUUtilizationAdvisor, NumWorkersFinder, PortableCheckpointIO
+from lightning_gpu_tools import GPUUtilizationAdvisor, NumWorkersFinder, PortableCheckpointIO
 from lightning_gpu_tools.cli import parser
+from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy
 
 BLOCKS = code_blocks()
 

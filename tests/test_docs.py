@@ -11,6 +11,7 @@ from matrix import MATRIX
 from sample_report import REPORT
 
 import lightning_gpu_tools
+from lightning_gpu_tools import errors, strategies, types
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.findings import Verdict
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
@@ -77,8 +78,15 @@ def test_links_work_and_reports_fit_a_terminal(page: Path) -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     shown = re.findall(r"^::: (\S+)", "".join(page.read_text() for page in DOCS.rglob("*.md")), re.MULTILINE)
-    public = {f"lightning_gpu_tools.{name}" for name in lightning_gpu_tools.__all__ if name != "__version__"}
-    assert sorted(shown) == sorted(public)
+    modules = (lightning_gpu_tools, strategies, types)
+    public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+    public |= {f"{errors.__name__}.{name}" for name, value in vars(errors).items() if _is_public_error(name, value)}
+    assert sorted(shown) == sorted(public - {"lightning_gpu_tools.__version__"})
+
+
+def _is_public_error(name: str, value: object) -> bool:
+    is_error = isinstance(value, type) and issubclass(value, Exception)
+    return is_error and not name.startswith("_") and name not in lightning_gpu_tools.__all__
 
 
 def test_every_page_is_in_the_navigation_once() -> None:

@@ -7,10 +7,12 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import ModuleType
 
 import pytest
 
 import lightning_gpu_tools
+from lightning_gpu_tools import strategies, types
 from lightning_gpu_tools.cli import parser
 
 ROOT = Path(__file__).parent.parent
@@ -18,10 +20,14 @@ ROOT = Path(__file__).parent.parent
 Run = Callable[..., "CompletedProcess[str]"]
 
 
-def test_the_facade_has_every_public_name() -> None:
-    for name in lightning_gpu_tools.__all__:
-        assert getattr(lightning_gpu_tools, name) is not None
-        assert name in dir(lightning_gpu_tools)
+@pytest.mark.parametrize("module", [lightning_gpu_tools, strategies, types])
+def test_a_module_has_every_name_that_it_promises(module: ModuleType) -> None:
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+        assert name in dir(module)
+
+
+def test_a_name_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'pick_gpus'"):
         _ = lightning_gpu_tools.pick_gpus  # type: ignore[attr-defined]
 
@@ -30,14 +36,14 @@ def test_neither_facade_nor_light_commands_import_torch(run_python: Run) -> None
     code = """
 import sys
 def imported(names): return [name for name in names if name in sys.modules]
-import lightning_gpu_tools
+import lightning_gpu_tools, lightning_gpu_tools.types, lightning_gpu_tools.errors
 assert not imported(["torch", "lightning", "pynvml", "rich", "numpy", "psutil"]), sys.modules
 from lightning_gpu_tools.cli import main
 for command in (["--help"], ["gpus", "--json"], ["pick", "-n", "1"], ["report", "no"], ["checkpoint", "inspect", "no"]):
     try: main(command)
     except SystemExit: pass
     assert not imported(["torch", "lightning"]), command
-lightning_gpu_tools.load_report, lightning_gpu_tools.LoaderSettings
+lightning_gpu_tools.load_report, lightning_gpu_tools.types.Report, lightning_gpu_tools.types.LoaderSettings
 assert not imported(["torch", "lightning"])
 """
     result = run_python("-c", code)

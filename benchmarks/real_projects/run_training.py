@@ -79,7 +79,8 @@ def timing_fit(lightning: ModuleType, result: dict[str, Any]) -> None:
 
 def loads(project: ModuleType, file: Path) -> dict[str, str]:
     """Return what each loader makes of a checkpoint: a fingerprint of the weights, or why there are none."""
-    from lightning_gpu_tools import CheckpointError, load_from_checkpoint, load_weights
+    from lightning_gpu_tools import load_from_checkpoint, load_weights
+    from lightning_gpu_tools.errors import CheckpointError
 
     model = project.load(file)
     found = {"own": weights_of(model)}

@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "where the table would not fit on the screen."
     )
     parser.epilog = (
-        "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.GpuReading: bytes, seconds since "
-        "the epoch, null = not reported. Two are added, null where claims cannot be read: "
+        "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.types.GpuReading: bytes, seconds "
+        "since the epoch, null = not reported. Two are added, null where claims cannot be read: "
         "`effective_free_bytes` (free and not claimed) and `claims`, each with `user`, `pid`, `hostname`, `kind` "
         "(memory, whole or exclusive), `memory_bytes`, `since_s` and `is_unused`. `pid` and `hostname` are null for a "
         "claim that its owner has closed to others. A process also has `started_s`, `is_idle` and `is_left_over`."

@@ -94,6 +94,9 @@ class GpuSelection:
         if self._claim:
             self._claim.release()
 
+    def __str__(self) -> str:
+        return self.reason or f"{self.cuda_visible_devices}, which another process of this job has picked"
+
     def __enter__(self) -> GpuSelection:
         return self
 

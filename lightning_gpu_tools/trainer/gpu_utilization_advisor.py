@@ -24,7 +24,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
     It names what holds training up: the wait for data with the DataLoader settings to use on this machine, a callback
     or logger by name, checkpoints, validation, the start of epochs, the rank that all others wait for. Rank zero gets
-    the warning (:class:`~lightning_gpu_tools.LowGPUUtilizationWarning`), and the report of a
+    the warning (:class:`~lightning_gpu_tools.errors.LowGPUUtilizationWarning`), and the report of a
     :class:`~lightning_gpu_tools.GPUUtilizationMonitor` the findings. Without a GPU all of this is about the step.
 
     On a GPU only its idle time counts; nothing ever waits for the measuring. What idles inside the step is only broken

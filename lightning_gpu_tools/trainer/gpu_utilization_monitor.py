@@ -63,9 +63,9 @@ class GPUUtilizationMonitor(MeasuringCallback):
             pytorch.org/memory_viz next to the report when memory runs out; of a report at a URL, into a temporary
             local folder.
         stall_after_s: Seconds without progress (a step, a batch, a hook, bytes of a checkpoint) after which to warn
-            (:class:`~lightning_gpu_tools.StalledTrainingWarning`) with phase, stack, and the rank that all wait for,
-            and again at four times that; ``None`` = never. ``"auto"`` is the larger of 60 s and 5 times the longest
-            that this phase has taken, and 600 s before it has been seen to its end.
+            (:class:`~lightning_gpu_tools.errors.StalledTrainingWarning`) with phase, stack, and the rank that all wait
+            for, and again at four times that; ``None`` = never. ``"auto"`` is the larger of 60 s and 5 times the
+            longest that this phase has taken, and 600 s before it has been seen to its end.
 
     Raises:
         ValueError: An argument is out of its range.

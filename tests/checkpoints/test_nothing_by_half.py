@@ -13,7 +13,8 @@ from lightning.pytorch import LightningModule
 from plugin_trainings import loader, trainer
 from torch import nn
 
-from lightning_gpu_tools import CheckpointError, load_weights
+from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.errors import CheckpointError
 
 
 class Noted(nn.Linear):

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_gpu_tools import AmbiguousCheckpointError, CheckpointMismatchError, load_from_checkpoint, load_weights
+from lightning_gpu_tools import load_from_checkpoint, load_weights
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average, plan_renaming
 from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
 
 
 def net(value: float) -> nn.Module:

@@ -16,7 +16,8 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 from wrapped_models import ARCHITECTURES, WRAPPINGS, contents, fill, quantized
 
-from lightning_gpu_tools import AmbiguousCheckpointError, CheckpointMismatchError, load_weights
+from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -18,8 +18,9 @@ from sharded_checkpoints import write_distributed
 from torch import nn
 from wrapped_models import TiedTransformer, compiled, contents, fill
 
-from lightning_gpu_tools import CheckpointMismatchError, UnsafeCheckpointError, load_from_checkpoint, load_weights
+from lightning_gpu_tools import load_from_checkpoint, load_weights
 from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.errors import CheckpointMismatchError, UnsafeCheckpointError
 
 
 @pytest.fixture
@@ -100,7 +101,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from lightning_gpu_tools import CheckpointMismatchError, load_weights
+from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.errors import CheckpointMismatchError
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.data import AttributeDict
 from torch import nn
 
-from lightning_gpu_tools import CheckpointMismatchError, load_weights
+from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
 from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.errors import CheckpointMismatchError
 
 PATH_CLASS = f"{type(Path()).__module__}.{type(Path()).__name__}"  # its module varies with Python's version
 Run = Callable[..., tuple[int, str, str]]

@@ -17,7 +17,8 @@ import pytest
 from fake_driver import Driver, gpu
 from launched_jobs import mpiexec
 
-from lightning_gpu_tools import NotEnoughGpusError, select_gpus
+from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.errors import NotEnoughGpusError
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -19,9 +19,10 @@ from rank_processes import run_ranks
 from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Raise, Samples, quiet_trainer
 
-from lightning_gpu_tools import LoaderSettings, NumWorkersFinder
+from lightning_gpu_tools import NumWorkersFinder
 from lightning_gpu_tools.loaders.handover import restore, switchable
 from lightning_gpu_tools.loaders.workers import Batches
+from lightning_gpu_tools.types import LoaderSettings
 
 ITERATORS = ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter", "_Epoch")
 

@@ -13,9 +13,9 @@ import pytest
 from loader_switching import settings
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gpu_tools import LoaderSettings
 from lightning_gpu_tools.loaders import handover
 from lightning_gpu_tools.loaders.handover import restore, switchable
+from lightning_gpu_tools.types import LoaderSettings
 
 IN_ORDER = list(range(40))
 

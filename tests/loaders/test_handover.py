@@ -25,7 +25,7 @@ from loader_switching import (
 )
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools import LoaderSettings
+from lightning_gpu_tools.types import LoaderSettings
 
 POINTS = itertools.cycle([(0, 4), (1, 4), (0, 1), (0, 0)])
 CASES = [(kind, *change, *next(POINTS)) for change in CHANGES for kind in LOADERS]

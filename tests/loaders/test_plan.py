@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools import LoaderSettings
 from lightning_gpu_tools.advice.examples import GIB, NO_WORKERS, a_host
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderTrial
 from lightning_gpu_tools.loaders.plan import (
@@ -25,6 +24,7 @@ from lightning_gpu_tools.loaders.plan import (
     why_no_search,
     why_slower,
 )
+from lightning_gpu_tools.types import LoaderSettings
 
 HOST = a_host(8.0)
 

@@ -15,7 +15,8 @@ from loader_switching import frozen_states
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 from trainings import Samples, Stream
 
-from lightning_gpu_tools import LoaderResult, find_loader_settings
+from lightning_gpu_tools import find_loader_settings
+from lightning_gpu_tools.types import LoaderResult
 
 LOAD_S, STEP_S = 0.02, 0.005
 

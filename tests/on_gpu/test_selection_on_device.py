@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_gpu_tools import select_gpus
-from lightning_gpu_tools.advice.failures import shortcomings
+from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.runs.surroundings import read_surroundings
 from lightning_gpu_tools.trainer.facts import LoopRun
 
@@ -47,7 +47,8 @@ print(json.dumps([list(selection.uuids), shown, torch.zeros(1, device="cuda").it
 def test_it_is_known_whether_cuda_has_started(start: str) -> None:
     before, after, too_late = answer(f"""
 import json, torch
-from lightning_gpu_tools import CudaAlreadyInitializedError, select_gpus
+from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.errors import CudaAlreadyInitializedError
 from lightning_gpu_tools.selection import cuda
 before = cuda.is_initialized()
 selection = select_gpus()

@@ -15,14 +15,8 @@ from rank_processes import run_ranks, train_slow_ranks
 from torch.utils.data import DataLoader
 from trainings import Samples, loader, logged, quiet_trainer
 
-from lightning_gpu_tools import (
-    GPUUtilizationAdvisor,
-    GPUUtilizationMonitor,
-    LowGPUUtilizationWarning,
-    PortableCheckpointIO,
-    load_weights,
-    watch,
-)
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO, load_weights, watch
+from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.reports.report import Report, load_report
 

@@ -30,7 +30,8 @@ def test_a_full_file_system_costs_the_claim_and_nothing_else(driver: Driver, pat
     path.mkdir()
     code = f"""
 import os
-from lightning_gpu_tools import ClaimsError, select_gpus
+from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.errors import ClaimsError
 os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = {str(path)!r}
 print(*select_gpus().uuids)
 try:

@@ -731,7 +731,7 @@ def test_an_unusable_folder_stops_only_promises_and_names_the_remedy(
     driver.gpus = [gpu()]
     make(path)
     command = """
-from lightning_gpu_tools import ClaimsError
+from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.cli import main
 os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = path
 for options in ({"exclusive": True}, {"min_free": 1}):

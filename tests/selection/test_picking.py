@@ -13,14 +13,9 @@ from uuid import UUID
 import pytest
 from fake_driver import Driver, gpu, link, mig, process
 
-from lightning_gpu_tools import (
-    CudaAlreadyInitializedError,
-    GpuSelection,
-    LightningGpuToolsError,
-    NotEnoughGpusError,
-    list_gpus,
-    select_gpus,
-)
+from lightning_gpu_tools import LightningGpuToolsError, list_gpus, select_gpus
+from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError
+from lightning_gpu_tools.types import GpuSelection
 
 GIB = 2**30
 pytestmark = pytest.mark.usefixtures("claims_dir")
@@ -211,14 +206,15 @@ def test_apply_after_cuda_has_started_is_refused(driver: Driver, monkeypatch: py
 
 def test_the_sentence_after_a_selection_says_what_and_why(driver: Driver) -> None:
     driver.gpus = [gpu(memory_free="71.3GiB"), gpu(memory_free="80GiB", utilization=60)]
-    reason = select_gpus().reason
+    reason = str(select_gpus())
     assert f"GPU 0 ({driver.gpus[0].uuid[:12]}…) with 71.3 GiB free, 0 % busy" in reason
     assert reason.endswith("Best of 2 visible: idle before busy, then the most free memory.")
 
 
 EXCLUSIVE_OR_WHY = """
 import sys
-from lightning_gpu_tools import NotEnoughGpusError, select_gpus
+from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.errors import NotEnoughGpusError
 try:
     print(*select_gpus(exclusive=True).uuids, flush=True)
 except NotEnoughGpusError as error:

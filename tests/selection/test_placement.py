@@ -13,7 +13,7 @@ import pytest
 from fake_driver import Driver, gpu
 from launched_jobs import PLACE, by_hand, live_claims, mpiexec, said, slurm, torchrun
 
-from lightning_gpu_tools import ClaimsError
+from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.selection.placement import place
 from lightning_gpu_tools.selection.ranking import Request
 

@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 from fake_driver import Driver, gpu, process
 
-from lightning_gpu_tools import GpuSelection, NotEnoughGpusError, select_gpus
+from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.errors import NotEnoughGpusError
 from lightning_gpu_tools.selection.claims import open_ledger
+from lightning_gpu_tools.types import GpuSelection
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 

@@ -16,7 +16,8 @@ from launched_jobs import PLACE, live_claims, said, slurm
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_gpu_tools import FreeMemoryCUDAAccelerator, NotEnoughGpusError, select_gpus
+from lightning_gpu_tools import FreeMemoryCUDAAccelerator, select_gpus
+from lightning_gpu_tools.errors import NotEnoughGpusError
 from lightning_gpu_tools.selection.claims import warn_once
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -18,19 +18,20 @@ from cpu_as_cuda import positions
 from fake_driver import Driver
 
 from lightning_gpu_tools import (
-    CheckpointMismatchError,
     FreeMemoryCUDAAccelerator,
-    FreeMemoryDDPStrategy,
-    FreeMemoryDeepSpeedStrategy,
-    FreeMemoryFSDPStrategy,
-    FreeMemoryStrategy,
     GPUUtilizationAdvisor,
     GPUUtilizationMonitor,
-    NotEnoughGpusError,
     NumWorkersFinder,
     PortableCheckpointIO,
     load_from_checkpoint,
     load_report,
+)
+from lightning_gpu_tools.errors import CheckpointMismatchError, NotEnoughGpusError
+from lightning_gpu_tools.strategies import (
+    FreeMemoryDDPStrategy,
+    FreeMemoryDeepSpeedStrategy,
+    FreeMemoryFSDPStrategy,
+    FreeMemoryStrategy,
 )
 
 TRAINERS = ["lightning.pytorch", "pytorch_lightning"]

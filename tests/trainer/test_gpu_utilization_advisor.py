@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from trainings import Boom, HandClock, Model, Raise, Samples, loader, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, LowGPUUtilizationWarning, load_report
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
+from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 
 STEPS = 90
 

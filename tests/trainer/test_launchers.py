@@ -31,7 +31,8 @@ cpu_as_cuda.install()
 import torch.distributed
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_gpu_tools import FreeMemoryCUDAAccelerator, FreeMemoryDDPStrategy, FreeMemoryFSDPStrategy
+from lightning_gpu_tools import FreeMemoryCUDAAccelerator
+from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy, FreeMemoryFSDPStrategy
 
 def fit(name, **options):
     trainer = Trainer(devices=2, max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -13,13 +13,9 @@ from lightning.pytorch import __version__ as lightning_version
 from torch import nn
 from wrapped_models import WRAPPINGS, TiedTransformer, contents
 
-from lightning_gpu_tools import (
-    AmbiguousCheckpointError,
-    UnsafeCheckpointError,
-    load_from_checkpoint,
-    load_weights,
-)
+from lightning_gpu_tools import load_from_checkpoint, load_weights
 from lightning_gpu_tools.checkpoints.torch_files import write_checkpoint
+from lightning_gpu_tools.errors import AmbiguousCheckpointError, UnsafeCheckpointError
 
 
 class Lit(LightningModule):

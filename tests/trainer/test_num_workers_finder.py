@@ -23,14 +23,9 @@ from loader_switching import DrawsAlways, frozen_states, shorten_trials
 from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Samples, Stream, quiet_trainer
 
-from lightning_gpu_tools import (
-    GPUUtilizationAdvisor,
-    GPUUtilizationMonitor,
-    LoaderResult,
-    NumWorkersFinder,
-    load_report,
-)
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report
 from lightning_gpu_tools.loaders import plan
+from lightning_gpu_tools.types import LoaderResult
 
 # A batch takes four times as long as a step, and both are waiting, which no load of the machine makes shorter, so that
 # workers are faster than none whatever else the machine does.

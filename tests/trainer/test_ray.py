@@ -21,7 +21,8 @@ from lightning.pytorch import Trainer
 from slurm_cluster import wait_for
 from trainings import Model
 
-from lightning_gpu_tools import FreeMemoryDDPStrategy, load_weights
+from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy
 
 TESTS = Path(__file__).parents[1]
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_gpu_tools import CheckpointMismatchError, GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools import PortableCheckpointIO, load_weights
 
 folder = Path(__file__).parent
@@ -93,7 +94,7 @@ import deepspeed.ops
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for minutes
 import cpu_as_cuda
 cpu_as_cuda.install()
-from lightning_gpu_tools import FreeMemoryDeepSpeedStrategy
+from lightning_gpu_tools.strategies import FreeMemoryDeepSpeedStrategy
 # DeepSpeed wants to know the device's number.
 FreeMemoryDeepSpeedStrategy.root_device = property(lambda self: torch.device("cpu", 0))
 

@@ -19,10 +19,10 @@ import pytest
 from lightning.pytorch import Trainer
 from rank_processes import start_ranks
 
-from lightning_gpu_tools import GPUUtilizationMonitor, StalledTrainingWarning, load_report, watch
+from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.errors import ReportError, StalledTrainingWarning
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.lock_alarm import STACKS_NAME
 from lightning_gpu_tools.units import format_duration

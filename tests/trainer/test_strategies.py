@@ -22,19 +22,16 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gpu_tools import (
-    CudaAlreadyInitializedError,
-    FreeMemoryCUDAAccelerator,
+from lightning_gpu_tools import FreeMemoryCUDAAccelerator, select_gpus
+from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError, UnknownOptionError
+from lightning_gpu_tools.selection import ranking
+from lightning_gpu_tools.selection.ranking import Request
+from lightning_gpu_tools.strategies import (
     FreeMemoryDDPStrategy,
     FreeMemoryDeepSpeedStrategy,
     FreeMemoryFSDPStrategy,
     FreeMemoryStrategy,
-    NotEnoughGpusError,
-    UnknownOptionError,
-    select_gpus,
 )
-from lightning_gpu_tools.selection import ranking
-from lightning_gpu_tools.selection.ranking import Request
 from lightning_gpu_tools.trainer.entry_points import register_strategies
 
 BY_NAME = {

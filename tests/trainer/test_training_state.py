@@ -19,8 +19,8 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from lightning_gpu_tools import CheckpointMismatchError, PortableCheckpointIO
-from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
+from lightning_gpu_tools import PortableCheckpointIO
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "Adam": functools.partial(optim.Adam, lr=0.1),

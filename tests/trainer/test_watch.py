@@ -15,7 +15,7 @@ import torch
 from own_loops import Network, traces
 from trainings import Boom, HandClock, Samples, fault_in, loader
 
-from lightning_gpu_tools import TrainingWatch, watch
+from lightning_gpu_tools import watch
 from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.runs import session
 from lightning_gpu_tools.runs.advisor import Advisor
@@ -23,6 +23,7 @@ from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer.facts import LoopRun
 from lightning_gpu_tools.trainer.loop_timer import LoopTimer
 from lightning_gpu_tools.trainer.watch import _Training
+from lightning_gpu_tools.types import TrainingWatch
 
 TAIL = "callback/code after optimizer.step()"
 

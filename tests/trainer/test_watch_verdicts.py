@@ -16,7 +16,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from diagnosis_suite import in_words
 from toys import TOYS, Slow, Toy
 
-from lightning_gpu_tools import TrainingWatch, watch
+from lightning_gpu_tools import watch
+from lightning_gpu_tools.types import TrainingWatch
 
 # Toy -> how many steps show it. Their labels are what the diagnosis suite demands under a Trainer.
 STEPS = {

@@ -1,0 +1,55 @@
+"""The types of results, for annotations. Each is imported on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_gpu_tools import _on_first_use
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.advice.findings import Diagnosis, Finding
+    from lightning_gpu_tools.advice.loader_plan import LoaderResult, LoaderTrial
+    from lightning_gpu_tools.checkpoints.weights import LoadReport
+    from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
+    from lightning_gpu_tools.reports.report import Report
+    from lightning_gpu_tools.selection.picking import GpuSelection
+    from lightning_gpu_tools.trainer.watch import TrainingWatch
+    from lightning_gpu_tools.training.run_measurements import LoaderSettings
+
+_MODULE_OF = {
+    "Diagnosis": "advice.findings",
+    "Finding": "advice.findings",
+    "GpuClaim": "gpus.readings",
+    "GpuProcess": "gpus.readings",
+    "GpuReading": "gpus.readings",
+    "GpuSelection": "selection.picking",
+    "LoadReport": "checkpoints.weights",
+    "LoaderResult": "advice.loader_plan",
+    "LoaderSettings": "training.run_measurements",
+    "LoaderTrial": "advice.loader_plan",
+    "Report": "reports.report",
+    "TrainingWatch": "trainer.watch",
+}
+
+__all__ = [
+    "Diagnosis",
+    "Finding",
+    "GpuClaim",
+    "GpuProcess",
+    "GpuReading",
+    "GpuSelection",
+    "LoadReport",
+    "LoaderResult",
+    "LoaderSettings",
+    "LoaderTrial",
+    "Report",
+    "TrainingWatch",
+]
+
+
+def __getattr__(name: str) -> object:
+    return _on_first_use(__name__, name, _MODULE_OF)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
