@@ -88,40 +88,6 @@ def check_entries(checkpoint: Mapping[Any, Any], path: object, names: Iterable[s
             )
 
 
-def fault_in_progress(saved: Any, own: Any, name: str) -> str:
-    """Return what is wrong with the saved progress of a loop that would save ``own``; ``""`` if nothing.
-
-    Numbers may be missing: Lightning keeps its own. An empty list will do for an empty dictionary.
-    """
-    if isinstance(own, Mapping):
-        is_empty = isinstance(saved, list) and not saved and not name.endswith("state_dict")
-        if not (isinstance(saved, Mapping) or is_empty):
-            return f'has {printable(repr(saved))} for the dictionary "{name}"'
-        for key, value in own.items():
-            if key not in saved and type(value) is not int:
-                return f'has no "{key}" in "{name}"'
-            fault = key in saved and fault_in_progress(saved[key], value, f"{name}.{key}")
-            if fault:
-                return fault
-    elif isinstance(own, int) and (saved is None or not is_like(saved, own)):
-        return f'has {printable(repr(saved))} for the number "{name}"'
-    return ""
-
-
-def is_like(value: Any, own: Any) -> bool:
-    """Whether a saved value can replace that of a live object; ``None`` stands for what is not there yet."""
-    if value is None or own is None:
-        return True
-    if getattr(own, "shape", (0,)) == () or isinstance(own, (int, float)):
-        return isinstance(value, (int, float)) or getattr(value, "shape", None) in ((), (1,))
-    if isinstance(own, (list, tuple)):
-        has_length = isinstance(value, (list, tuple)) and (len(value) == len(own) or isinstance(own, list))
-        return has_length and all(map(is_like, value, own))
-    if isinstance(own, Mapping):
-        return isinstance(value, Mapping) and all(is_like(value[name], own[name]) for name in own if name in value)
-    return isinstance(value, str) or not isinstance(own, str)
-
-
 def manifest_of(content: Any) -> dict[str, Any]:
     """Return what this package has noted in a checkpoint, without what others have put there."""
     manifest = content.get(MANIFEST) if isinstance(content, Mapping) else None
@@ -153,19 +119,7 @@ def is_named(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
-def _may_be_dictionary(value: Any) -> bool:
-    return value is None or isinstance(value, Mapping)
-
-
-def _is_iterable(value: Any) -> bool:
-    try:
-        iter(value)
-    except TypeError:
-        return False
-    return True
-
-
-# The types that Lightning reads, which are more than it writes: CheckpointConnector.dump_checkpoint
+# The types that Lightning reads, which are more than it writes: LightningModule.load_from_checkpoint
 _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     LIGHTNING_VERSION: (_is_text, "text"),
     "hyper_parameters": (is_named, "a dictionary with names for keys"),
@@ -174,12 +128,6 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or _is_text(value) or (isinstance(value, type) and issubclass(value, Mapping)),
         "a class of dictionaries",
     ),
-    "current_model_state": (is_named, "a dictionary with names for keys"),  # by WeightAveraging
-    "averaging_state": (is_named, "a dictionary with names for keys"),
-    "callbacks": (_may_be_dictionary, "a dictionary"),
-    "loops": (_may_be_dictionary, "a dictionary of loops"),
-    "optimizer_states": (_is_iterable, "a list of the state_dicts of optimizers"),
-    "lr_schedulers": (_is_iterable, "a list of the state_dicts of schedulers"),
 }
 _ENVELOPE_NOTES: dict[str, Callable[[Any], bool]] = {
     "wrappers": lambda value: is_named(value) and all(map(_is_text, value.values())),
