@@ -187,7 +187,7 @@ _MAX_DEFLATE_RATIO = 1032  # https://zlib.net/zlib_tech.html
 _MAX_UNPACKED_RATIO = 100
 _MIN_UNPACKED_LIMIT_BYTES = 256 << 20
 _CHUNK_BYTES = 16 << 20
-_UNREADABLE = "the index at its end cannot be read"
+_CONTRADICTION = "its records and the index at its end do not agree"
 
 
 class Record(NamedTuple):
@@ -228,24 +228,24 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
     index, count, index_start = _read_index(file, size_bytes)
     entries = sorted(_entries(file, index), key=lambda entry: entry.start)
     if len(entries) != count:
-        raise damaged(_UNREADABLE)
+        raise damaged(_CONTRADICTION)
     root = _only_root(entries)
     records: dict[str, Record] = {}
     names: set[str] = set()
     end = 0
     for entry in entries:
         if entry.start - end not in _DESCRIPTOR_BYTES:
-            raise damaged(f"{entry} does not begin where the record before it ends")
+            raise damaged(_CONTRADICTION)
         start = _start(entry)
         end = start + entry.packed_bytes
         if entry.name.lower() in names:
-            raise damaged(f"it has two records called {entry}")
+            raise damaged(_CONTRADICTION)
         names.add(entry.name.lower())
         if not entry.name.endswith("/"):  # a folder
             name = entry.name.removeprefix(root)
             records[name] = entry._replace(name=name, start=start)
     if index_start - end not in _DESCRIPTOR_BYTES:
-        raise damaged("its records do not end where its index begins")
+        raise damaged(_CONTRADICTION)
     _refuse_bomb(records.values(), size_bytes)
     return root, records
 
@@ -277,9 +277,9 @@ def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
         unset = (0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
         is_one_index = all(number in pair for number, *pair in zip(short, large, unset, strict=True))
         if signature != b"PK\6\6" or _LOCATOR64.unpack_from(tail, locator)[2] != tail_start + end or not is_one_index:
-            raise damaged(_UNREADABLE)
+            raise damaged(_CONTRADICTION)
     if disk or index_disk or count_here != count or start + length != tail_start + end:
-        raise damaged(_UNREADABLE)
+        raise damaged(_CONTRADICTION)
     file.seek(start)
     return file.read(length), count, start
 
@@ -294,21 +294,21 @@ def _start(entry: Record) -> int:
         expected = (b"PK\3\4", _STORED if entry.is_stored else _DEFLATED, len(name))
         if (signature, method, name_bytes) == expected and not flags & _UNREADABLE_FLAGS:
             return entry.start + len(header) + int(extra_bytes)
-    raise damaged(f"its index and the header of {entry} contradict each other")
+    raise damaged(_CONTRADICTION)
 
 
 def _entries(file: BinaryIO, index: bytes) -> Iterator[Record]:
     place = 0
     while place < len(index):
         if len(index) - place < _ENTRY.size:
-            raise damaged(_UNREADABLE)
+            raise damaged(_CONTRADICTION)
         (signature, _, _, flags, method, _, _, crc, packed, size, name_length, extra_length, comment_length, disk, _,
          attributes, header_start) = _ENTRY.unpack_from(index, place)  # fmt: skip
         extra_start = place + _ENTRY.size + name_length
         name = index[place + _ENTRY.size : extra_start]
         place = extra_start + extra_length + comment_length
         if signature != b"PK\1\2" or place > len(index) or b"\0" in name:
-            raise damaged(_UNREADABLE)
+            raise damaged(_CONTRADICTION)
         if 0xFFFFFFFF in (size, packed, header_start):
             extra = index[extra_start : extra_start + extra_length]
             size, packed, header_start = _zip64(extra, size, packed, header_start)
@@ -317,9 +317,9 @@ def _entries(file: BinaryIO, index: bytes) -> Iterator[Record]:
         if method not in (_STORED, _DEFLATED) or flags & _UNREADABLE_FLAGS or disk:
             raise damaged(f"the record {entry} is encrypted or compressed in a way that torch cannot read")
         if attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/"):  # torch silently unpacks nothing then
-            raise damaged(f"its index calls the record {entry} a folder")
+            raise damaged(_CONTRADICTION)
         if size > packed * _MAX_DEFLATE_RATIO or (method == _STORED and size != packed):
-            raise damaged(f"its index contradicts itself about the size of {entry}")
+            raise damaged(_CONTRADICTION)
         yield entry
 
 

@@ -333,7 +333,7 @@ def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | No
         blocks = [(chunk["offsets"], chunk["sizes"], place_of[key, chunk["offsets"]]) for chunk in chunks]
         numbers = [shape, *(part for offsets, sizes, _ in blocks for part in (offsets, sizes))]
         if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and are_sizes(part) for part in numbers):
-            raise damaged(f"its .metadata describes an impossible tensor: {printable(key)}")
+            raise damaged(_DCP_DAMAGE)
         check_cover(key, shape, [block[:2] for block in blocks])
         filled = [block for block in blocks if 0 not in block[1]] or blocks[:1]
         objects[key] = SplitTensorInfo(dtype, shape, None, laid_out=shape), filled
@@ -352,7 +352,7 @@ def _files_of(places: list[Place], folder: Folder) -> dict[str, Structure]:
     end = dict.fromkeys(folder.check_names(place.file for place in places), 0)
     for place in sorted(places, key=lambda place: (place.file, place.start)):
         if not are_sizes((place.start, place.size_bytes)) or place.start < end[place.file]:
-            raise damaged(f"its .metadata has two things at one place of {printable(place.file)}")
+            raise damaged(_DCP_DAMAGE)
         end[place.file] = place.start + place.size_bytes
     files = {}
     for name, needed in end.items():
@@ -409,7 +409,7 @@ def _put(tree: dict[Any, Any], path: Any, value: Any) -> None:
     for name in way:
         tree = tree.setdefault(name, {})
     if last in tree:
-        raise damaged(f"its .metadata has two things called {printable(last)}")
+        raise damaged(_DCP_DAMAGE)
     tree[last] = value
 
 
