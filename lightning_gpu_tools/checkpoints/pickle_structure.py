@@ -20,7 +20,7 @@ from lightning_gpu_tools.checkpoints.content import (
     TensorInfo,
     are_sizes,
 )
-from lightning_gpu_tools.checkpoints.formats import Fault, damaged
+from lightning_gpu_tools.checkpoints.faults import Fault, damaged
 
 _ELEMENTS_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
 # How many arguments they take: a storage, an offset in it, a shape, strides and more.

@@ -14,32 +14,29 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import TensorInfo, all_state_dicts, likely
-from lightning_gpu_tools.checkpoints.formats import SUFFIXES, Fault, Format, any_error_is, damaged, faults_of, opened
-from lightning_gpu_tools.checkpoints.key_tree import listed
-from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
-from lightning_gpu_tools.checkpoints.rank_folders import (
-    PIECE,
-    describe_deepspeed,
-    describe_distributed,
-    find_deepspeed,
-    part_of_deepspeed,
-)
-from lightning_gpu_tools.checkpoints.shards import (
+from lightning_gpu_tools.checkpoints.describing import describe
+from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
+from lightning_gpu_tools.checkpoints.formats.deepspeed import describe_deepspeed, find_deepspeed, part_of_deepspeed
+from lightning_gpu_tools.checkpoints.formats.shard_index import (
     INDEX,
     PART_BY_DCP,
-    Folder,
     describe_index,
     is_one_of_several,
     part_of_a_whole,
     parts_by_dcp,
 )
+from lightning_gpu_tools.checkpoints.formats.torch_distributed import PIECE, describe_distributed
+from lightning_gpu_tools.checkpoints.key_tree import listed
+from lightning_gpu_tools.checkpoints.opening import SUFFIXES, opened
+from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
+from lightning_gpu_tools.checkpoints.shards import Folder
 from lightning_gpu_tools.checkpoints.structure import (
+    Format,
     Progress,
     Structure,
     check_contents,
     collector_paused,
     compare_with_checksums,
-    describe,
     no_progress,
 )
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lightning_gpu_tools.checkpoints.formats import Fault
+from lightning_gpu_tools.checkpoints.faults import Fault
 from lightning_gpu_tools.checkpoints.shards import Part, SplitTensorInfo
 from lightning_gpu_tools.units import printable
 

@@ -22,9 +22,11 @@ import torch
 
 from lightning_gpu_tools.checkpoints.atomic_file import writing
 from lightning_gpu_tools.checkpoints.content import Opaque, StorageInfo, TensorInfo, all_state_dicts, put_weights
-from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, faults_of
+from lightning_gpu_tools.checkpoints.describing import describe
+from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
+from lightning_gpu_tools.checkpoints.formats.torch_distributed import Place
+from lightning_gpu_tools.checkpoints.formats.torch_zip import is_byte_swapped
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
-from lightning_gpu_tools.checkpoints.rank_folders import Place
 from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
 from lightning_gpu_tools.checkpoints.sources import opened_source
 from lightning_gpu_tools.checkpoints.split_tensors import dtype_of, joined, needs_newer_torch, put_in_place
@@ -34,8 +36,6 @@ from lightning_gpu_tools.checkpoints.structure import (
     are_versions,
     collector_paused,
     compare_with_checksums,
-    describe,
-    is_byte_swapped,
 )
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
