@@ -16,16 +16,7 @@ from typing import Any
 from lightning_gpu_tools.checkpoints.content import TensorInfo, all_state_dicts, likely
 from lightning_gpu_tools.checkpoints.describing import describe
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
-from lightning_gpu_tools.checkpoints.formats.deepspeed import describe_deepspeed, find_deepspeed, part_of_deepspeed
-from lightning_gpu_tools.checkpoints.formats.shard_index import (
-    INDEX,
-    PART_BY_DCP,
-    describe_index,
-    is_one_of_several,
-    part_of_a_whole,
-    parts_by_dcp,
-)
-from lightning_gpu_tools.checkpoints.formats.torch_distributed import PIECE, describe_distributed
+from lightning_gpu_tools.checkpoints.formats import deepspeed, shard_index, torch_distributed
 from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.checkpoints.opening import SUFFIXES, opened
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
@@ -87,32 +78,32 @@ def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iter
 def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> Structure | None:
     """Open and describe a checkpoint of several files; ``None`` for anything else."""
     if "://" in path:
-        if INDEX.fullmatch(os.path.basename(path)):
+        if shard_index.INDEX.fullmatch(os.path.basename(path)):
             raise Fault("lists shards that are at a URL", "Download the whole folder, and name the copy.")
         return None
     local = os.path.expanduser(path)
     if not os.path.isdir(local):
         folder, name = os.path.split(local)
-        if PIECE.fullmatch(name):
+        if torch_distributed.PIECE.fullmatch(name):
             advice = f"Name the folder instead: {printable_path(folder or '.')}"
             rank = re.match(r"__(\d+)", name)
             what = f"is rank {rank[1]}'s part" if rank else "is the list of parts"
             raise Fault(f"{what} of a checkpoint by torch.distributed.checkpoint", advice)
-        if not INDEX.fullmatch(name) or not os.path.isfile(local):
+        if not shard_index.INDEX.fullmatch(name) or not os.path.isfile(local):
             return None
-        assembly = describe_index(Folder(folder, stack), name)
+        assembly = shard_index.describe(Folder(folder, stack), name)
         format_: Format = next(iter(assembly.shards.values())).format
-    elif any(map(PIECE.fullmatch, names := set(os.listdir(local)))):
-        assembly, format_ = describe_distributed(Folder(local, stack), names, to_load=to_load), "dcp"
-    elif inner := find_deepspeed(local, names):
-        assembly, format_ = describe_deepspeed(Folder(inner, stack), set(os.listdir(inner))), "deepspeed"
-    elif indexes := sorted(filter(INDEX.fullmatch, names)):
+    elif torch_distributed.recognizes(names := set(os.listdir(local))):
+        assembly, format_ = torch_distributed.describe(Folder(local, stack), names, to_load=to_load), "dcp"
+    elif inner := deepspeed.find(local, names):
+        assembly, format_ = deepspeed.describe(Folder(inner, stack), set(os.listdir(inner))), "deepspeed"
+    elif indexes := sorted(filter(shard_index.INDEX.fullmatch, names)):
         if len(indexes) > 1:
             raise Fault("is a folder", f"It holds {len(indexes)} checkpoints; name one: {listed(indexes)}")
         return _described_folder(os.path.join(path, indexes[0]), stack, to_load)
-    elif any(map(PART_BY_DCP.fullmatch, names)):
-        raise parts_by_dcp("holds the parts of all ranks", local)
-    elif any(map(is_one_of_several, names)):
+    elif any(map(shard_index.PART_BY_DCP.fullmatch, names)):
+        raise shard_index.parts_by_dcp("holds the parts of all ranks", local)
+    elif any(map(shard_index.is_one_of_several, names)):
         raise Fault("holds shards of a checkpoint without the index that lists them", "Get all its files.")
     else:
         return None
@@ -132,7 +123,7 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
 
 
 def _part(path: str, structure: Structure) -> Fault | None:
-    return part_of_a_whole(path, structure) or part_of_deepspeed(path, structure.content)
+    return shard_index.part(path, structure) or deepspeed.part(path, structure.content)
 
 
 @contextlib.contextmanager

@@ -35,8 +35,9 @@ from checkpoint_files import (
 )
 
 from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, TensorInfo
+from lightning_gpu_tools.checkpoints.formats.safetensors import restore_metadata
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, restore_metadata
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 

@@ -38,7 +38,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Piece = tuple[str, int, int]  # file, offset in bytes, how many numbers
 
 
-def find_deepspeed(path: str, names: set[str]) -> str | None:
+def find(path: str, names: set[str]) -> str | None:
     """Return the folder with DeepSpeed's files: this one, or the one that its ``latest`` names."""
     if any(map(_ANY.fullmatch, names)):
         return path
@@ -52,7 +52,7 @@ def find_deepspeed(path: str, names: set[str]) -> str | None:
     return folder if is_there else None
 
 
-def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
+def describe(folder: Folder, names: set[str]) -> Assembly:
     """Describe the checkpoint in a folder."""
     model_names, optimizer_names = (_by_rank(pattern, names) for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK))
     others = {name for name in names if _ANY.fullmatch(name)} - {_WHOLE_MODEL, *model_names, *optimizer_names}
@@ -100,7 +100,7 @@ def describe_deepspeed(folder: Folder, names: set[str]) -> Assembly:
     return Assembly({shard.name: shard for shard in (*models, *optimizers)}, (loaded,), assemble)
 
 
-def part_of_deepspeed(path: str, content: Any) -> Fault | None:
+def part(path: str, content: Any) -> Fault | None:
     """Return the fault of a file of DeepSpeed's without all weights; ``None`` for any other file."""
     if not isinstance(content, Mapping):
         return None

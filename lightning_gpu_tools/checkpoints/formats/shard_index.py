@@ -34,7 +34,7 @@ def is_one_of_several(name: str) -> bool:
     return numbers is not None and int(numbers[2]) > 1
 
 
-def describe_index(folder: Folder, name: str) -> Assembly:
+def describe(folder: Folder, name: str) -> Assembly:
     """Describe the shards that an index lists."""
     file_of = _read_index(folder.open(name))
     names = folder.check_names(file_of.values())
@@ -45,7 +45,7 @@ def describe_index(folder: Folder, name: str) -> Assembly:
     return Assembly(shards, tuple(names), lambda contents: _merged(file_of, contents))
 
 
-def part_of_a_whole(path: str, structure: Structure) -> Fault | None:
+def part(path: str, structure: Structure) -> Fault | None:
     """Return the fault of one of several shards; ``None`` for any other file."""
     name, folder = os.path.basename(path), Path(os.path.expanduser(path)).parent
     numbers = _SHARD.fullmatch(name) if is_one_of_several(name) else None

@@ -17,7 +17,7 @@ from lightning_gpu_tools.checkpoints.content import (
     TensorInfo,
     are_sizes,
 )
-from lightning_gpu_tools.checkpoints.describing import describe
+from lightning_gpu_tools.checkpoints.describing import describe as describe_file
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
 from lightning_gpu_tools.checkpoints.formats.torch_zip import check_byte_order
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
@@ -66,7 +66,12 @@ class _Slice(io.RawIOBase):
         return len(data)
 
 
-def describe_distributed(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
+def recognizes(names: set[str]) -> bool:
+    """Whether these are the names of files in such a folder."""
+    return any(map(PIECE.fullmatch, names))
+
+
+def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     """Describe the checkpoint in a folder, with the places of all numbers only ``to_load`` it."""
     if _METADATA not in names:
         what = "is a checkpoint by torch.distributed.checkpoint without its .metadata, which is written last"
@@ -154,7 +159,7 @@ def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
     """Describe what is at a place, and add its records to those of its file."""
     whole = shards[place.file]
     part: Any = _Slice(whole.file, place)
-    found = describe(part, whole.path)
+    found = describe_file(part, whole.path)
     check_byte_order(found)
     records: dict[str, Record] = whole.records  # type: ignore[assignment]
     for name, record in found.records.items():
