@@ -165,6 +165,7 @@ class Structure:
 class Assembly:
     """How the content of several files becomes one."""
 
+    format: Format
     shards: Mapping[str, Structure]
     loaded: tuple[str, ...]  # from others only numbers are taken
     assemble: Callable[[Mapping[str, Any]], Any]  # gets the contents of these, described or loaded

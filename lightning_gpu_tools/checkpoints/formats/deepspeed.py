@@ -52,7 +52,7 @@ def find(path: str, names: set[str]) -> str | None:
     return folder if is_there else None
 
 
-def describe(folder: Folder, names: set[str]) -> Assembly:
+def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     """Describe the checkpoint in a folder."""
     model_names, optimizer_names = (_by_rank(pattern, names) for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK))
     others = {name for name in names if _ANY.fullmatch(name)} - {_WHOLE_MODEL, *model_names, *optimizer_names}
@@ -97,7 +97,7 @@ def describe(folder: Folder, names: set[str]) -> Assembly:
             return weights
         return {**{name: entry for name, entry in content.items() if name not in _OWN_ENTRIES}, "state_dict": weights}
 
-    return Assembly({shard.name: shard for shard in (*models, *optimizers)}, (loaded,), assemble)
+    return Assembly("deepspeed", {shard.name: shard for shard in (*models, *optimizers)}, (loaded,), assemble)
 
 
 def part(path: str, content: Any) -> Fault | None:

@@ -24,17 +24,35 @@ from lightning_gpu_tools.units import printable, printable_path
 INDEX = re.compile(r".+\.index(\.\w+)?\.json")
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
 # torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)
-PART_BY_DCP = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+_PART_BY_DCP = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 _MAX_INDEX_BYTES = 128 << 20  # a million weights
 
 
-def is_one_of_several(name: str) -> bool:
+def _is_one_of_several(name: str) -> bool:
     """Whether this is the name of one of several shards."""
     numbers = _SHARD.fullmatch(name)
     return numbers is not None and int(numbers[2]) > 1
 
 
-def describe(folder: Folder, name: str) -> Assembly:
+def find(path: str, names: set[str]) -> str | None:
+    """Return the folder if it has an index, or shards without one."""
+    has_any = any(INDEX.fullmatch(name) or _PART_BY_DCP.fullmatch(name) or _is_one_of_several(name) for name in names)
+    return path if has_any else None
+
+
+def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
+    """Describe the shards that the index in a folder lists."""
+    indexes = sorted(filter(INDEX.fullmatch, names))
+    if len(indexes) > 1:
+        raise Fault("is a folder", f"It holds {len(indexes)} checkpoints; name one: {listed(indexes)}")
+    if indexes:
+        return describe_index(folder, indexes[0])
+    if any(map(_PART_BY_DCP.fullmatch, names)):
+        raise _parts_by_dcp("holds the parts of all ranks", folder.path)
+    raise Fault("holds shards of a checkpoint without the index that lists them", "Get all its files.")
+
+
+def describe_index(folder: Folder, name: str) -> Assembly:
     """Describe the shards that an index lists."""
     file_of = _read_index(folder.open(name))
     names = folder.check_names(file_of.values())
@@ -42,13 +60,15 @@ def describe(folder: Folder, name: str) -> Assembly:
     if len(numbered) == len(names) and {int(match[1]) for match in numbered} != set(range(1, int(numbered[0][2]) + 1)):
         raise Fault(f"lists only {len(numbered)} of {int(numbered[0][2])} shards", RESTORE)
     shards = {shard: folder.describe(shard) for shard in names}
-    return Assembly(shards, tuple(names), lambda contents: _merged(file_of, contents))
+    return Assembly(
+        next(iter(shards.values())).format, shards, tuple(names), lambda contents: _merged(file_of, contents)
+    )
 
 
 def part(path: str, structure: Structure) -> Fault | None:
     """Return the fault of one of several shards; ``None`` for any other file."""
     name, folder = os.path.basename(path), Path(os.path.expanduser(path)).parent
-    numbers = _SHARD.fullmatch(name) if is_one_of_several(name) else None
+    numbers = _SHARD.fullmatch(name) if _is_one_of_several(name) else None
     what = f"shard {int(numbers[1])} of {int(numbers[2])} of a checkpoint" if numbers else ""
     for index, names in _indexes_in(folder):
         if name in names:
@@ -56,13 +76,13 @@ def part(path: str, structure: Structure) -> Fault | None:
                 what = what or f"one of the {len(names)} shards of a checkpoint"
             return Fault(f"is {what}", f"Name its index instead: {printable_path(index)}") if what else None
     if "DCP_SHARDING_INFO" in structure.metadata:
-        return parts_by_dcp("is one rank's part", str(folder))
+        return _parts_by_dcp("is one rank's part", str(folder))
     if what:
         return Fault(f"is {what} by its name, and the index of that checkpoint is not beside it", "Get all its files.")
     return None
 
 
-def parts_by_dcp(what: str, folder: str) -> Fault:
+def _parts_by_dcp(what: str, folder: str) -> Fault:
     """Return the fault of parts that do not tell whether one is missing."""
     return Fault(
         f"{what} of a checkpoint that torch.distributed.checkpoint wrote as safetensors",
