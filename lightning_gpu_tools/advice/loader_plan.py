@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -245,12 +244,6 @@ class LoaderResult:
     trials: tuple[LoaderTrial, ...] = ()
     seconds: float = 0.0
     wait_share: float | None = None
-
-    @property
-    def users(self) -> LoaderSettings | None:
-        """The settings that the loader had. Deprecated: this is ``original`` now."""
-        warnings.warn("LoaderResult.users is deprecated, use LoaderResult.original.", DeprecationWarning, stacklevel=2)
-        return self.original
 
 
 def combined(trials: Iterable[LoaderTrial]) -> list[LoaderTrial]:

@@ -25,6 +25,7 @@ from lightning_gpu_tools.checkpoints.content import (
     put_weights,
 )
 from lightning_gpu_tools.checkpoints.copying import changed_number
+from lightning_gpu_tools.checkpoints.formats.safetensors import DTYPE_OF_SAFETENSORS, TWO_IN_A_BYTE
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, clean_names, plan_renaming, quoted
 from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, build_tree, counted, is_wrapper, list_groups
 from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
@@ -41,13 +42,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     weights_in,
     whole_weights,
 )
-from lightning_gpu_tools.checkpoints.structure import (
-    DTYPE_OF_SAFETENSORS,
-    TWO_IN_A_BYTE,
-    Progress,
-    manifest_of,
-    no_progress,
-)
+from lightning_gpu_tools.checkpoints.structure import Progress, manifest_of, no_progress
 from lightning_gpu_tools.checkpoints.torch_files import (
     NotPlainError,
     read_checkpoint,

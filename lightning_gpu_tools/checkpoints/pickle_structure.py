@@ -20,8 +20,7 @@ from lightning_gpu_tools.checkpoints.content import (
     TensorInfo,
     are_sizes,
 )
-from lightning_gpu_tools.checkpoints.formats import Fault, damaged
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.checkpoints.faults import Fault, damaged
 
 _ELEMENTS_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
 # How many arguments they take: a storage, an offset in it, a shape, strides and more.
@@ -123,14 +122,14 @@ class StructureReader(pickle._Unpickler):
             raise damaged("it describes a storage in a way that no version of torch since 0.4 does")
         dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, StandIn) else "")
         if dtype is None or (self._is_legacy and kind.name == "UntypedStorage"):  # written, but never read back
-            raise damaged(f"it has a storage of a type that torch cannot load: {printable(kind)}")
+            raise _impossible("storage")
         if not isinstance(key, str) or not isinstance(location, (str, bytes)) or not are_sizes((numel,)):
-            raise damaged(f"the name or the size of the storage {printable(key)} is invalid")
+            raise _impossible("storage")
         place = location if isinstance(location, str) else location.decode("ascii", "replace")
         storage = StorageInfo(key, dtype, place, numel)
         before = self.storages.setdefault(key, storage)  # torch goes by the first
         if before.size_bytes != storage.size_bytes or (before.dtype != dtype and before.size_bytes):
-            raise damaged(f"it describes the storage {printable(key)} in two ways")
+            raise _impossible("storage")
         return storage
 
     # -- opcodes that in pickle run, copy or trust something ---------------------------------------------------------
@@ -162,7 +161,7 @@ class StructureReader(pickle._Unpickler):
         elif isinstance(target, Opaque):
             target.state = state
         else:
-            raise damaged("it sets attributes of what has none")
+            raise _not_by_torch()
 
     def _setitem(self) -> None:
         items = self.stack[-2:]
@@ -185,7 +184,7 @@ class StructureReader(pickle._Unpickler):
                 target.items = {}
             target = target.items
         if not isinstance(target, dict):
-            raise damaged("it puts items into what is not a dictionary")
+            raise _not_by_torch()
         for i in range(0, len(items), 2):
             key = items[i]
             if type(key) is not str:
@@ -239,7 +238,7 @@ class StructureReader(pickle._Unpickler):
 
     def _call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(arguments, tuple) or not isinstance(function, (StandIn, Opaque)):
-            raise damaged("it calls what is not a function")
+            raise _not_by_torch()
         if isinstance(function, Opaque):
             return Opaque()
         if function.module == "torch._utils":
@@ -278,12 +277,12 @@ class StructureReader(pickle._Unpickler):
         """Raise if more elements are copied than the pickle has bytes."""
         self._left_to_copy -= len(elements)
         if self._left_to_copy < 0:
-            raise damaged("it copies the same values again and again")
+            raise _not_by_torch()
 
     def _other_tensor(self, maker: StandIn, arguments: tuple[Any, ...]) -> TensorInfo:
         first = arguments[0] if arguments else None
         if len(arguments) >= _MAX_ARGUMENTS or isinstance(first, StorageInfo):
-            raise _no_such_tensor()
+            raise _impossible("tensor")
         dtypes = _dtypes(arguments)
         if isinstance(first, TensorInfo) and maker.name == "_rebuild_device_tensor_from_cpu_tensor":
             if dtypes == [first.dtype]:
@@ -293,11 +292,11 @@ class StructureReader(pickle._Unpickler):
         if maker.name == "_rebuild_sparse_tensor":
             arguments = arguments[1] if len(arguments) == 2 else ()
             if not isinstance(arguments, tuple) or len(arguments) not in (3, 4):
-                raise _no_such_tensor()
+                raise _impossible("tensor")
             dtypes = [part.dtype for part in arguments if isinstance(part, TensorInfo)][-1:]
         sizes = [a for a in arguments if _is_short(a) and all(isinstance(n, int) for n in a)]
         if sizes and not are_sizes(sizes[0]):
-            raise damaged(f"it describes a tensor of the shape {printable(sizes[0])}")
+            raise _impossible("tensor")
         kind = _MAKERS_OF_OTHERS[maker.name]
         if kind == "subclassed" and isinstance(first, StandIn):
             kind = str(first)
@@ -307,7 +306,7 @@ class StructureReader(pickle._Unpickler):
 def _view(maker: str, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorInfo:
     counts = _MAKERS_OF_VIEWS[maker]
     if 4 + len(rest) not in counts or not isinstance(storage, StorageInfo):
-        raise _no_such_tensor()
+        raise _impossible("tensor")
     dtype = storage.dtype
     if maker == "_rebuild_tensor_v3" and (own := _dtypes(rest)):  # of an untyped storage
         dtype = own[0]
@@ -322,8 +321,12 @@ def _view(maker: str, storage: Any, offset: Any, shape: Any, strides: Any, *rest
     return TensorInfo(dtype, tuple(shape), storage, None, offset, tuple(strides), kind, has_more)
 
 
-def _no_such_tensor() -> Fault:
-    return damaged("it describes a tensor in a way that no version of torch does")
+def _impossible(what: str) -> Fault:
+    return damaged(f"it describes an impossible {what}")
+
+
+def _not_by_torch() -> Fault:
+    return damaged("its pickle does what no pickle by torch.save does")
 
 
 def _dtypes(arguments: Sequence[Any]) -> list[str]:
@@ -338,13 +341,11 @@ def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, dty
     """Raise unless all elements of a tensor are inside its storage."""
     are_lists = _is_short(shape) and _is_short(strides) and len(shape) == len(strides)
     if not are_lists or not are_sizes((offset, *shape, *strides)) or dtype not in BYTES_OF_DTYPE:
-        described = f"{printable(dtype)}, shape {printable(shape)}, strides {printable(strides)}"
-        raise damaged(f"it describes an impossible tensor: {described}")
+        raise _impossible("tensor")
     elements = storage.size_bytes * _ELEMENTS_PER_BYTE.get(dtype, 1) // BYTES_OF_DTYPE[dtype]
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if 0 not in shape and (last >= elements or math.prod(shape) >= 2**63):
-        what = f"a tensor of the shape {printable(shape)}"
-        raise damaged(f"{what} does not fit into its storage {printable(storage.key)}")
+        raise _impossible("tensor")
 
 
 def _check_channels(shape: Sequence[int], quantizer: Any) -> None:
@@ -356,7 +357,7 @@ def _check_channels(shape: Sequence[int], quantizer: Any) -> None:
     for numbers in (scales, zero_points):
         count = math.prod(numbers.shape or ()) if isinstance(numbers, TensorInfo) else len(numbers)
         if count != channels:
-            raise damaged(f"it describes {printable(count)} scales for {printable(channels)} channels")
+            raise _impossible("tensor")
 
 
 def _check_key(key: Any) -> None:
@@ -368,7 +369,7 @@ def _check_key(key: Any) -> None:
         part = parts.pop()
         if isinstance(part, tuple):
             parts.extend(part[:_MAX_KEY_PARTS])
-    raise damaged("the key of a dictionary is nested, or too long")
+    raise _not_by_torch()
 
 
 def _needs_no_more_memory(name: str, arguments: tuple[Any, ...]) -> bool:

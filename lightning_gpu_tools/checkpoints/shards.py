@@ -1,31 +1,22 @@
-"""Checkpoints of several files: their folder, parts of a tensor, the index of the shards, and a shard alone."""
+"""What the formats of several files share: their folder, the parts of a tensor, and how these make it up."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.content import TensorInfo
-from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, any_error_is, damaged, opened
-from lightning_gpu_tools.checkpoints.key_tree import list_groups, listed
-from lightning_gpu_tools.checkpoints.structure import Assembly, Structure, describe, without_repeats
-from lightning_gpu_tools.errors import CheckpointError
-from lightning_gpu_tools.units import printable, printable_path
-
-# Names by Hugging Face's tools: model.safetensors.index.json or .index.fp16.json, and model-00001-of-00002.safetensors.
-INDEX = re.compile(r".+\.index(\.\w+)?\.json")
-_SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
-# torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)
-PART_BY_DCP = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
-_MAX_INDEX_BYTES = 128 << 20  # a million weights
+from lightning_gpu_tools.checkpoints.describing import describe
+from lightning_gpu_tools.checkpoints.faults import Fault, damaged
+from lightning_gpu_tools.checkpoints.key_tree import listed
+from lightning_gpu_tools.checkpoints.opening import opened
+from lightning_gpu_tools.checkpoints.structure import Structure
+from lightning_gpu_tools.units import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,49 +73,6 @@ def is_plain_name(name: Any) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
 
 
-def is_one_of_several(name: str) -> bool:
-    """Whether this is the name of one of several shards."""
-    numbers = _SHARD.fullmatch(name)
-    return numbers is not None and int(numbers[2]) > 1
-
-
-def describe_index(folder: Folder, name: str) -> Assembly:
-    """Describe the shards that an index lists."""
-    file_of = _read_index(folder.open(name))
-    names = folder.check_names(file_of.values())
-    numbered = [match for match in map(_SHARD.fullmatch, names) if match]
-    if len(numbered) == len(names) and {int(match[1]) for match in numbered} != set(range(1, int(numbered[0][2]) + 1)):
-        raise Fault(f"lists only {len(numbered)} of {int(numbered[0][2])} shards", RESTORE)
-    shards = {shard: folder.describe(shard) for shard in names}
-    return Assembly(shards, tuple(names), lambda contents: _merged(file_of, contents))
-
-
-def part_of_a_whole(path: str, structure: Structure) -> Fault | None:
-    """Return the fault of one of several shards; ``None`` for any other file."""
-    name, folder = os.path.basename(path), Path(os.path.expanduser(path)).parent
-    numbers = _SHARD.fullmatch(name) if is_one_of_several(name) else None
-    what = f"shard {int(numbers[1])} of {int(numbers[2])} of a checkpoint" if numbers else ""
-    for index, names in _indexes_in(folder):
-        if name in names:
-            if len(names) > 1:
-                what = what or f"one of the {len(names)} shards of a checkpoint"
-            return Fault(f"is {what}", f"Name its index instead: {printable_path(index)}") if what else None
-    if "DCP_SHARDING_INFO" in structure.metadata:
-        return parts_by_dcp("is one rank's part", str(folder))
-    if what:
-        return Fault(f"is {what} by its name, and the index of that checkpoint is not beside it", "Get all its files.")
-    return None
-
-
-def parts_by_dcp(what: str, folder: str) -> Fault:
-    """Return the fault of parts that do not tell whether one is missing."""
-    return Fault(
-        f"{what} of a checkpoint that torch.distributed.checkpoint wrote as safetensors",
-        "Load all parts into the state_dict of a model: torch.distributed.checkpoint.load(state_dict, "
-        f"storage_reader=torch.distributed.checkpoint.HuggingFaceStorageReader({printable_path(folder)!r}))",
-    )
-
-
 def part_of_dtensor(described: Any) -> Fault | None:
     """Return the fault of a DTensor that one rank has saved; ``None`` for anything whole."""
     if not isinstance(described, TensorInfo) or not described.kind.endswith(".DTensor"):
@@ -166,38 +114,3 @@ def _is_filled(shape: tuple[int, ...], blocks: list[tuple[tuple[int, int], ...]]
             return False
         end += size
     return end == shape[0] and all(_is_filled(shape[1:], below) for below in rows.values())
-
-
-def _read_index(file: BinaryIO) -> dict[str, str]:
-    """Return the file that each weight is in."""
-    with any_error_is(damaged("it is no index of shards")):  # which a longer text, cut here, is not either
-        weight_map = json.loads(file.read(_MAX_INDEX_BYTES), object_pairs_hook=without_repeats)["weight_map"]
-        if weight_map and all(isinstance(name, str) for name in weight_map.values()):
-            return dict(weight_map)
-        raise ValueError("no names of files")
-
-
-def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return the weights of all shards in the order of the index, if it agrees with them."""
-    for name, content in contents.items():
-        held = content.keys() if isinstance(content, Mapping) else set()
-        wanted = {key for key, file in file_of.items() if file == name}
-        for keys, what in ((wanted - held, "does not hold"), (held - wanted, "also holds")):
-            if keys:
-                others = sorted({file_of[key] for key in keys & file_of.keys()} - {name})
-                where = f", which {listed(others, 3)} holds, too" if others else ""
-                shown = list_groups(sorted(map(str, keys)))
-                raise Fault(f"disagrees with its shards: {printable(name)} {what} {shown}{where}", RESTORE)
-    whole = OrderedDict((key, contents[file][key]) for key, file in file_of.items())
-    versions = [getattr(content, "_metadata", None) for content in contents.values()]
-    if all(isinstance(version, Mapping) for version in versions):
-        whole._metadata = OrderedDict(item for version in versions for item in version.items())  # type: ignore[attr-defined, union-attr]
-    return whole
-
-
-def _indexes_in(folder: Path) -> Iterator[tuple[str, set[str]]]:
-    """Yield each index in a folder, and the names of its shards."""
-    with contextlib.suppress(OSError):  # it cannot be listed, or is a URL
-        for entry in sorted(entry for entry in folder.iterdir() if INDEX.fullmatch(entry.name)):
-            with contextlib.suppress(Fault, CheckpointError), opened(entry) as file:
-                yield str(entry), set(_read_index(file).values())

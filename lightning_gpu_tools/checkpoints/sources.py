@@ -11,35 +11,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_gpu_tools.checkpoints.content import TensorInfo, all_state_dicts, likely
-from lightning_gpu_tools.checkpoints.formats import SUFFIXES, Fault, Format, any_error_is, damaged, faults_of, opened
-from lightning_gpu_tools.checkpoints.key_tree import listed
+from lightning_gpu_tools.checkpoints.describing import describe
+from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
+from lightning_gpu_tools.checkpoints.formats import deepspeed, shard_index, torch_distributed
+from lightning_gpu_tools.checkpoints.opening import SUFFIXES, opened
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
-from lightning_gpu_tools.checkpoints.rank_folders import (
-    PIECE,
-    describe_deepspeed,
-    describe_distributed,
-    find_deepspeed,
-    part_of_deepspeed,
-)
-from lightning_gpu_tools.checkpoints.shards import (
-    INDEX,
-    PART_BY_DCP,
-    Folder,
-    describe_index,
-    is_one_of_several,
-    part_of_a_whole,
-    parts_by_dcp,
-)
+from lightning_gpu_tools.checkpoints.shards import Folder
 from lightning_gpu_tools.checkpoints.structure import (
+    Assembly,
     Progress,
     Structure,
     check_contents,
     collector_paused,
     compare_with_checksums,
-    describe,
     no_progress,
 )
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
@@ -87,37 +74,35 @@ def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iter
         yield structure
 
 
+class FolderFormat(Protocol):
+    """What a module of ``formats`` has for a format of several files."""
+
+    def find(self, path: str, names: set[str]) -> str | None:
+        """Return the folder with its files, by the names in a folder; ``None`` if it is of no such format."""
+
+    def describe(self, folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
+        """Describe the files, with the places of all numbers if it costs no time or ``to_load`` them."""
+
+
+_FORMATS: tuple[FolderFormat, ...] = (torch_distributed, deepspeed, shard_index)
+
+
 def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> Structure | None:
     """Open and describe a checkpoint of several files; ``None`` for anything else."""
-    if "://" in path:
-        if INDEX.fullmatch(os.path.basename(path)):
-            raise Fault("lists shards that are at a URL", "Download the whole folder, and name the copy.")
-        return None
     local = os.path.expanduser(path)
-    if not os.path.isdir(local):
-        folder, name = os.path.split(local)
-        if PIECE.fullmatch(name):
-            advice = f"Name the folder instead: {printable_path(folder or '.')}"
-            rank = re.match(r"__(\d+)", name)
-            what = f"is rank {rank[1]}'s part" if rank else "is the list of parts"
-            raise Fault(f"{what} of a checkpoint by torch.distributed.checkpoint", advice)
-        if not INDEX.fullmatch(name) or not os.path.isfile(local):
-            return None
-        assembly = describe_index(Folder(folder, stack), name)
-        format_: Format = next(iter(assembly.shards.values())).format
-    elif any(map(PIECE.fullmatch, names := set(os.listdir(local)))):
-        assembly, format_ = describe_distributed(Folder(local, stack), names, to_load=to_load), "dcp"
-    elif inner := find_deepspeed(local, names):
-        assembly, format_ = describe_deepspeed(Folder(inner, stack), set(os.listdir(inner))), "deepspeed"
-    elif indexes := sorted(filter(INDEX.fullmatch, names)):
-        if len(indexes) > 1:
-            raise Fault("is a folder", f"It holds {len(indexes)} checkpoints; name one: {listed(indexes)}")
-        return _described_folder(os.path.join(path, indexes[0]), stack, to_load)
-    elif any(map(PART_BY_DCP.fullmatch, names)):
-        raise parts_by_dcp("holds the parts of all ranks", local)
-    elif any(map(is_one_of_several, names)):
-        raise Fault("holds shards of a checkpoint without the index that lists them", "Get all its files.")
+    folder, name = os.path.split(local)
+    is_index = shard_index.INDEX.fullmatch(name)
+    assembly = None
+    if "://" in path:
+        if is_index:
+            raise Fault("lists shards that are at a URL", "Download the whole folder, and name the copy.")
+    elif os.path.isdir(local):
+        assembly = _assembly_in(local, stack, to_load)
     else:
+        torch_distributed.check_name(folder, name)
+        if is_index and os.path.isfile(local):
+            assembly = shard_index.describe_index(Folder(folder, stack), name)
+    if assembly is None:
         return None
     shards = assembly.shards
     with any_error_is(damaged("its files do not fit together")):
@@ -126,7 +111,7 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         None,
         path,
         sum(shard.size_bytes for shard in shards.values()),
-        format_,
+        assembly.format,
         content,
         set().union(*(shards[name].globals for name in assembly.loaded)),
         set().union(*(shard.devices for shard in shards.values())),
@@ -134,8 +119,17 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     )
 
 
+def _assembly_in(path: str, stack: contextlib.ExitStack, to_load: bool) -> Assembly | None:
+    names = set(os.listdir(path))
+    for form in _FORMATS:
+        folder = form.find(path, names)
+        if folder is not None:
+            return form.describe(Folder(folder, stack), set(os.listdir(folder)), to_load=to_load)
+    return None
+
+
 def _part(path: str, structure: Structure) -> Fault | None:
-    return part_of_a_whole(path, structure) or part_of_deepspeed(path, structure.content)
+    return shard_index.part(path, structure) or deepspeed.part(path, structure.content)
 
 
 @contextlib.contextmanager

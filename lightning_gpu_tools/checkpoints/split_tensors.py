@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lightning_gpu_tools.checkpoints.formats import Fault
+from lightning_gpu_tools.checkpoints.file_tensors import dtype_of
 from lightning_gpu_tools.checkpoints.shards import Part, SplitTensorInfo
-from lightning_gpu_tools.units import printable
 
 
 class LazyTensor(torch.Tensor):
@@ -60,19 +59,6 @@ def put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, Any
         else:
             copies[id(content)] = made(content)
     return copies[id(content)]
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of this name; raise a :class:`Fault` if only a newer torch has it."""
-    dtype: torch.dtype | None = getattr(torch, name, None)
-    if dtype is None:
-        raise needs_newer_torch(f"torch.{name}")
-    return dtype
-
-
-def needs_newer_torch(name: str) -> Fault:
-    """Return the fault of a file that needs a newer torch."""
-    return Fault(f"holds {printable(name)}, which torch {torch.__version__} does not know", "Use a newer torch.")
 
 
 def joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:

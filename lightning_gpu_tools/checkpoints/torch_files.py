@@ -6,8 +6,6 @@ import contextlib
 import functools
 import importlib
 import io
-import itertools
-import json
 import os
 import pickle
 import re
@@ -21,20 +19,27 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from lightning_gpu_tools.checkpoints.content import Opaque, StorageInfo, TensorInfo, all_state_dicts, put_weights
-from lightning_gpu_tools.checkpoints.formats import RESTORE, Fault, comes_from_contents, faults_of
+from lightning_gpu_tools.checkpoints.describing import describe
+from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
+from lightning_gpu_tools.checkpoints.file_tensors import (
+    bytes_of,
+    dtype_of,
+    mapped_bytes,
+    moved,
+    name_of_open_file,
+    needs_newer_torch,
+)
+from lightning_gpu_tools.checkpoints.formats import safetensors
+from lightning_gpu_tools.checkpoints.formats.torch_distributed import Place
+from lightning_gpu_tools.checkpoints.formats.torch_zip import is_byte_swapped
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
-from lightning_gpu_tools.checkpoints.rank_folders import Place
 from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
 from lightning_gpu_tools.checkpoints.sources import opened_source
-from lightning_gpu_tools.checkpoints.split_tensors import dtype_of, joined, needs_newer_torch, put_in_place
+from lightning_gpu_tools.checkpoints.split_tensors import joined, put_in_place
 from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
     Structure,
-    are_versions,
-    collector_paused,
     compare_with_checksums,
-    describe,
-    is_byte_swapped,
 )
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
@@ -154,8 +159,8 @@ def _load_shards(assembly: Assembly, load: Callable[[Structure], Any], map_locat
         if isinstance(leaf, SplitTensorInfo):
             for part in leaf.parts:
                 if part.file not in numbers and 0 not in part.shape:
-                    numbers[part.file] = _mapped_bytes(shards[part.file].file).untyped_storage()
-            return _moved(joined(leaf, numbers), map_location)
+                    numbers[part.file] = mapped_bytes(shards[part.file].file).untyped_storage()
+            return moved(joined(leaf, numbers), map_location)
         if isinstance(leaf, Place):
             shard = shards[leaf.file]
             return load(describe(io.BytesIO(leaf.read_from(shard.file)), shard.path))
@@ -164,14 +169,9 @@ def _load_shards(assembly: Assembly, load: Callable[[Structure], Any], map_locat
     return put_in_place(assembly.assemble(contents), made)
 
 
-def _moved(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
-    is_device = isinstance(map_location, (str, torch.device)) and str(map_location) != "cpu"
-    return tensor.to(map_location) if is_device else tensor
-
-
 def _load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
     if structure.format == "safetensors":
-        return _load_safetensors(structure, map_location)
+        return safetensors.load(structure, map_location)
     refusal = _refusal(structure) if weights_only else None
     if refusal is not None and any(name.endswith("(...)") for name in structure.globals):  # torch lets it pass
         raise refusal
@@ -182,7 +182,7 @@ def _load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
                 return _Builder(structure).build(structure.content)
     can_be_mapped = structure.format == "zip" and not structure.is_packed
     file = structure.file
-    name = _name_of_open_file(file) if can_be_mapped else None
+    name = name_of_open_file(file) if can_be_mapped else None
     file.seek(0)
     try:
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # torch's default is not to
@@ -289,7 +289,7 @@ def _is_plain(tensor: Any) -> bool:
 
 def _storages(structure: Structure) -> Callable[[Any], Any]:
     """Return what gives the numbers of a storage: a part of the mapped file, unless they are compressed."""
-    whole: Any = _mapped_bytes(structure.file).untyped_storage()
+    whole: Any = mapped_bytes(structure.file).untyped_storage()
     is_swapped = is_byte_swapped(structure)
 
     @functools.cache
@@ -298,7 +298,7 @@ def _storages(structure: Structure) -> Callable[[Any], Any]:
         if start is not None:
             block = whole[start : start + storage.size_bytes]
         else:
-            block = _bytes_of(bytearray(structure.records[f"data/{storage.key}"].read())).untyped_storage()
+            block = bytes_of(bytearray(structure.records[f"data/{storage.key}"].read())).untyped_storage()
         if is_swapped:
             block = block.clone()
             block.byteswap(getattr(torch, storage.dtype))
@@ -307,31 +307,8 @@ def _storages(structure: Structure) -> Callable[[Any], Any]:
     return numbers
 
 
-def _bytes_of(data: bytearray) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
 # torch takes these for plain data only after this module is imported.
 _REGISTERED_BY = {"torch.distributed.": "torch.distributed.tensor", "torch.nested._internal.": "torch._dynamo"}
-
-
-def _name_of_open_file(file: BinaryIO) -> str | None:
-    """Return a path by which to map an open file, even if another is at its old path now."""
-    if isinstance(file, io.BytesIO):
-        return None
-    if sys.platform == "win32":  # where an open file cannot be replaced
-        return file.name
-    name = f"/proc/self/fd/{file.fileno()}"
-    return name if os.path.exists(name) else None
-
-
-def _mapped_bytes(file: BinaryIO) -> torch.Tensor:
-    size_bytes = file.seek(0, os.SEEK_END)
-    source = _name_of_open_file(file)
-    if source is not None:
-        return torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
-    file.seek(0)
-    return _bytes_of(bytearray(file.read()))
 
 
 def _explained(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> Exception | None:
@@ -370,44 +347,6 @@ def _refusal(structure: Structure) -> UnsafeCheckpointError | None:
     allowed = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in items}
     blocked = calls or [name for name in foreign if name not in allowed]
     return UnsafeCheckpointError(explain_blocked(structure.path, blocked, structure.filled)) if blocked else None
-
-
-def _load_safetensors(structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
-    numbers = _mapped_bytes(structure.file)
-    weights: OrderedDict[str, Any] = OrderedDict()
-    with collector_paused():
-        for dtype_name, run in itertools.groupby(structure.content.items(), key=lambda item: item[1].dtype):
-            dtype, named = dtype_of(dtype_name), list(run)
-            start = structure.places[named[0][0]]
-            sizes = [info.storage.numel for _, info in named]
-            part = numbers[start : start + sum(sizes) * dtype.itemsize]
-            if start % dtype.itemsize:  # torch reads aligned numbers only
-                part = part.clone()
-            parts = torch.unsafe_split_with_sizes(part.view(dtype), sizes)
-            for (name, info), value in zip(named, parts, strict=True):
-                weights[name] = value if len(info.shape) == 1 else value.view(info.shape)
-        if map_location != "cpu":
-            weights.update((name, _moved(value, map_location)) for name, value in weights.items())
-    restore_metadata(weights, structure.metadata)
-    return weights
-
-
-def restore_metadata(weights: OrderedDict[str, Any], texts: Mapping[str, str]) -> None:
-    """Put back the module versions and the second names of tied weights, where ``convert`` wrote these texts."""
-    versions = _json_object(texts.get("module_versions", ""))
-    if versions and are_versions(versions):
-        weights._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    for key, other in _json_object(texts.get("tied", "")).items():
-        if isinstance(other, str) and other in weights:
-            weights.setdefault(key, weights[other])
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST,
 from lightning_gpu_tools.checkpoints.copying import check_before_copying
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_groups
-from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
 from lightning_gpu_tools.checkpoints.state_dicts import (
     module_versions,
     own_all_but_weights,
@@ -36,14 +35,8 @@ from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Callback, CheckpointIO, LightningModule, Trainer, overrides
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
-from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint, migrated
-from lightning_gpu_tools.trainer.training_state import (
-    check_before_resuming,
-    check_callbacks,
-    check_loop,
-    check_progress,
-    may_be_completed,
-)
+from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint
+from lightning_gpu_tools.trainer.resuming import check_before_restoring, check_while_restoring
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -123,10 +116,7 @@ class PortableCheckpointIO(CheckpointIO):
             BrokenCheckpointError: The file is no checkpoint, or damaged.
             UnsafeCheckpointError: It holds more than plain data, and ``weights_only`` is not ``False``.
             CheckpointMismatchError: It does not fit the model, or its types cannot hold its numbers. The model's own
-                ``on_load_checkpoint`` or ``load_state_dict`` may make it fit, so then this is left to them. What else
-                ``fit`` restores is checked after the model's hook, before its first weight is copied. States of
-                optimizers and schedulers are checked once those exist; by then the model holds the weights. So is all
-                of it where the file has states of callbacks and a callback of yours has an ``on_load_checkpoint``.
+                ``on_load_checkpoint`` or ``load_state_dict`` may make it fit, so then this is left to them.
         """
         checkpoint: Any
         if self.inner is not None and not compat.loads_with_torch(self.inner):
@@ -215,8 +205,7 @@ class PortableCheckpointIO(CheckpointIO):
             is_for_hooks = may_still_change and isinstance(checkpoint, Mapping) and LIGHTNING_VERSION in checkpoint
             if trainer.state.status != "running" or is_for_hooks:
                 return checkpoint
-            checkpoint = {"epoch": 0, "global_step": 0, **as_lightning_checkpoint(checkpoint, path, trainer)}
-        _check_for_trainer(checkpoint, trainer, model, path)
+        checkpoint = {"epoch": 0, "global_step": 0, **as_lightning_checkpoint(checkpoint, path, trainer)}
         try:
             with naming_file(path, type(model)):
                 fit = fit_weights(model, weights_in(checkpoint, path), None, model.strict_loading)
@@ -256,13 +245,28 @@ when_imported("plugins.io.checkpoint_io", lambda module: module.CheckpointIO.reg
 
 
 class PortableCheckpointHooks(GuardedCallback):
-    """Hands the trainer to its plugins, in the process that loads and saves."""
+    """Hands the trainer to its plugins, in the process that loads and saves, and watches what it restores.
+
+    ``fit`` refuses a file of weights alone after the model's ``on_load_checkpoint``, before the first weight is copied.
+    Where the file has states of callbacks and a callback of the user's has that hook, it does so later. Whatever else
+    torch or Lightning cannot restore is named with their error; by then the model has the weights.
+    """
 
     intended = (CheckpointError,)
 
+    def __init__(self) -> None:
+        self._wrappers = Wrappers()
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._wrappers.undo()  # of a run that failed
         _introduce(trainer)
+        if any(_plugins_of(trainer)):
+            check_while_restoring(trainer, self._wrappers)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._wrappers.undo()
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -270,13 +274,8 @@ class PortableCheckpointHooks(GuardedCallback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not any(_plugins_of(trainer)):
-            return
-        checkpoint = compat.loaded_checkpoint(trainer)
-        if checkpoint:
-            check_before_resuming(checkpoint, trainer, trainer.ckpt_path)
-        elif trainer.strategy.restore_checkpoint_after_setup:
-            _check_before_reading(trainer, pl_module)
+        if any(_plugins_of(trainer)):
+            check_before_restoring(trainer)
 
 
 def _introduce(trainer: Trainer) -> None:
@@ -320,55 +319,3 @@ def _clean(checkpoint: dict[str, Any], model: LightningModule, wrappers: Mapping
             checkpoint[name] = cleaned
         if name == "state_dict" and "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = rename_optimizers(checkpoint["optimizer_states"], plan)
-
-
-def _check_for_trainer(
-    checkpoint: Mapping[str, Any], trainer: Trainer, model: LightningModule, path: str | Path
-) -> None:
-    """Raise in words what the Trainer would run into next."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the Trainer migrates it again
-        current = migrated(checkpoint, path, trainer)
-    if not overrides(model, "LightningModule", "on_load_checkpoint"):  # which may change all of it
-        check_callbacks(current, trainer, path)
-        if trainer.state.fn != "fit":
-            check_loop(current, trainer, path)
-    if trainer.state.fn == "fit":
-        _check_before_weights(trainer, path)
-
-
-def _check_before_weights(trainer: Trainer, path: str | Path) -> None:
-    """Check what ``fit`` restores between the model's hook and the first weight, so that a refusal loads nothing."""
-    wrappers = Wrappers()
-
-    def checked(load: Callable[..., None]) -> Callable[..., None]:
-        def load_model_state_dict(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-            wrappers.undo()
-            # If the model's hook raises, this is still there for the next run, of any kind.
-            if trainer.state.fn == "fit" and not may_be_completed(checkpoint, trainer):
-                check_progress(checkpoint, trainer, path)
-            load(checkpoint, *args, **kwargs)
-
-        return load_model_state_dict
-
-    wrappers.put(trainer.strategy, "load_model_state_dict", checked)
-
-
-def _check_before_reading(trainer: Trainer, model: LightningModule) -> None:
-    """Check a file that the strategy reads without a plugin, as FSDP and ModelParallel do, before it copies weights."""
-    wrappers = Wrappers()
-
-    def checked(load: Callable[..., Any]) -> Callable[..., Any]:
-        def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
-            wrappers.undo()
-            is_left_to_hook = overrides(model, "LightningModule", "on_load_checkpoint")
-            if trainer.state.fn == "fit" and os.path.isfile(path) and not is_left_to_hook:
-                content = read_structure(path).content
-                if is_lightning_checkpoint(content):
-                    check_progress(content, trainer, path)
-            return load(path, *args, **kwargs)
-
-        return load_checkpoint
-
-    if "load_checkpoint" not in vars(trainer.strategy):  # of a fit that loaded nothing
-        wrappers.put(trainer.strategy, "load_checkpoint", checked)

@@ -71,7 +71,10 @@ FAULTS = {
         zipped([(f"model/{name}", b"") for name in ("data.pkl", "constants.pkl", "version")]),
         "TorchScript archive.*torch.jit.load",
     ),
-    "damaged zip index": (GOOD.replace(b"PK\x01\x02", b"pk\x01\x02", 1), "is damaged: the index at its end"),
+    "damaged zip index": (
+        GOOD.replace(b"PK\x01\x02", b"pk\x01\x02", 1),
+        "is damaged: its records and the index at its end",
+    ),
     "missing record": (
         zipped([r for r in records_of(GOOD) if "data/1" not in r[0]]),
         "weights in its record data/1 are missing",

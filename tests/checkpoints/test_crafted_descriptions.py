@@ -35,8 +35,9 @@ from checkpoint_files import (
 )
 
 from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, TensorInfo
+from lightning_gpu_tools.checkpoints.formats.safetensors import restore_metadata
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, restore_metadata
+from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 
@@ -229,53 +230,36 @@ CONTRADICTIONS = {
         "another dtype": tensor(storage(4, kind="DoubleStorage")),
     },
     "record data/0 is longer": {"fewer numbers than the record has": tensor(storage(3), 0, sizes(3))},
-    r"torch cannot load: torch\.FancyStorage": {"an unknown dtype": tensor(storage(4, kind="FancyStorage"))},
-    "the name or the size of the storage .* is invalid": {
+    "an impossible storage": {
+        "an unknown dtype": tensor(storage(4, kind="FancyStorage")),
         "a negative number of elements": storage(-4),
         "a huge number of elements": storage(2**63),
         "a key that is a number": storage(4, number(0)),
-    },
-    "a storage in a way that no version of torch since 0.4 does": {"a storage with a part": storage(4, view=b"N")},
-    "a tensor in a way that no version of torch does": {
-        "a sparse tensor of five parts": call(
-            "torch._utils._rebuild_sparse_tensor", b"N", b"(" + tensor(storage()) * 5 + b"t"
-        )
-    },
-    "in two ways": {
         "one storage of two types": b"(" + storage(4) + storage(4, kind="IntStorage") + b"t",
         "one storage of two lengths": b"(" + storage(4) + storage(2) + b"t",
     },
-    r"\(.*\) does not fit into its storage 0": {
+    "a storage in a way that no version of torch since 0.4 does": {"a storage with a part": storage(4, view=b"N")},
+    "an impossible tensor": {
+        "a sparse tensor of five parts": call(
+            "torch._utils._rebuild_sparse_tensor", b"N", b"(" + tensor(storage()) * 5 + b"t"
+        ),
         "a shape beyond the storage": tensor(storage(), 0, sizes(5)),
         "an offset beyond the storage": tensor(storage(), 1),
         "strides beyond the storage": tensor(storage(), 0, sizes(2, 2), sizes(3, 1)),
         "more elements than 64 bits": tensor(storage(), 0, sizes(2**40, 2**40), sizes(0, 0)),
-    },
-    "an impossible tensor": {
         "a negative offset": tensor(storage(), -1),
         "a negative size": tensor(storage(), 0, sizes(-1)),
         "a negative stride": tensor(storage(), 3, sizes(4), sizes(-1)),
         "fewer strides than sizes": tensor(storage(), 0, sizes(2, 2), sizes(1)),
-    },
-    r"shape \(-1,\)": {
         "a negative size on meta": call(
             "torch._utils._rebuild_meta_tensor_no_storage", b"ctorch\nfloat32\n", sizes(-1), sizes(1), b"\x89"
-        )
-    },
-    "puts items into what is not a dictionary": {
-        "an item put into a tensor": tensor(storage()) + number(0) + number(9) + b"s",
-        "items put into a tensor": tensor(storage()) + b"(" + number(0) + number(9) + b"u",
-        "an item put into a list": b"]" + number(0) + b"a" + number(0) + number(9) + b"s",
-        "an item put into bytes": call("builtins.bytearray", call("_codecs.encode", text("abc"), text("latin1")))
-        + (number(0) + number(9) + b"s"),
-    },
-    "1 scales for 2 channels": {
+        ),
         "fewer scales than channels": call(
             "torch._utils._rebuild_qtensor",
             *(storage(4, text("1"), "QInt8Storage"), number(0), sizes(2, 2), sizes(2, 1)),
             b"(ctorch\nper_channel_affine\n" + tensor(storage(), 0, sizes(1)) * 2 + number(0) + b"t",
             HOOKS,
-        )
+        ),
     },
     "nests its contents more than 200 levels deep": {
         "deep dictionaries": b"}" + (text("a") + b"}") * DEEP + b"s" * DEEP,
@@ -284,20 +268,23 @@ CONTRADICTIONS = {
         "depth that is shared": nested_and_listed(300),
         "deep attributes": b"ccollections\nOrderedDict\n)R}" + text("a") + b")" + b"\x85" * DEEP + b"sb",
     },
-    "key of a dictionary is nested": {
+    "what no pickle by torch.save does": {
+        "an item put into a tensor": tensor(storage()) + number(0) + number(9) + b"s",
+        "items put into a tensor": tensor(storage()) + b"(" + number(0) + number(9) + b"u",
+        "an item put into a list": b"]" + number(0) + b"a" + number(0) + number(9) + b"s",
+        "an item put into bytes": call("builtins.bytearray", call("_codecs.encode", text("abc"), text("latin1")))
+        + (number(0) + number(9) + b"s"),
         "a key nested so deep that hashing ends the process": b"})" + b"\x85" * DEEP + number(1) + b"s",
         "a key that takes for ever to hash": b"})" + b"2\x86" * 60 + number(1) + b"s",
         "a set of the same": call("builtins.set", b"](" + b")" + b"2\x86" * 60 + b"e"),
-    },
-    "copies the same values again and again": {
         "copies of copies": b"]("
         + number(7) * 5000
         + b"eq\0("
         + b"c__builtin__\nset\nq\1"
         + b"h\1h\0\x85R" * 1000
-        + b"t"
+        + b"t",
+        "a call of a number": number(1) + b")R",
     },
-    "calls what is not a function": {"a call of a number": number(1) + b")R"},
 }
 
 

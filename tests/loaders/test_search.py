@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 from trainings import Samples, Stream
 
 from lightning_gpu_tools import find_loader_settings
-from lightning_gpu_tools.types import LoaderResult
 
 LOAD_S, STEP_S = 0.02, 0.005
 
@@ -140,10 +139,3 @@ def test_items_that_hang_end_the_search_within_its_budget() -> None:
 def test_times_that_are_none_are_refused(name: str, options: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=f"{name} must be a positive number of seconds"):
         find_loader_settings(DataLoader(Samples(5)), options[0], budget_s=options[1])
-
-
-def test_the_old_name_of_the_original_settings_still_works() -> None:
-    result = find_loader_settings(DataLoader(Stream(Samples(5))), 0.01)
-    assert isinstance(result, LoaderResult)
-    with pytest.warns(DeprecationWarning, match="use LoaderResult.original"):
-        assert result.users == result.original

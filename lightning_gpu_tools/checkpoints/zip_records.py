@@ -1,173 +1,14 @@
-"""What a checkpoint file is, what is wrong with a broken one, and the records of a zip file. Runs nothing."""
+"""The records of a zip file, where every reader would read the same. Runs nothing."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import re
-import stat
 import struct
-import tarfile
 import zlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from lightning_gpu_tools.checkpoints.key_tree import listed
-from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.files import local_copy
-from lightning_gpu_tools.units import format_bytes, printable, printable_path
-
-Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last two are folders
-
-SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
-# torch.serialization.MAGIC_NUMBER, pickled: in protocol 2 to 5, or 0.
-_LEGACY_START = re.compile(
-    rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L119547037146038801333356L\n\.", re.DOTALL
-)
-_MAX_SAFETENSORS_HEADER = 100_000_000  # as in the format's own library
-
-
-class Fault(Exception):
-    """Why a file is no checkpoint."""
-
-    def __init__(self, what: str, advice: str = "") -> None:
-        super().__init__(what, advice)
-        self.what = what  # without the subject: "is empty"
-        self.advice = advice
-
-
-RESTORE = "Restore it from where it came from, or use an earlier checkpoint."
-
-
-def damaged(what: str) -> Fault:
-    """Return the fault of a file that contradicts itself."""
-    return Fault(f"is damaged: {what}", RESTORE)
-
-
-@contextlib.contextmanager
-def faults_of(path: object) -> Iterator[None]:
-    """Turn a :class:`Fault` into the error that says which file has it."""
-    try:
-        yield
-    except Fault as fault:
-        raise BrokenCheckpointError(f"{printable_path(path)} {fault.what}. {fault.advice}".rstrip()) from None
-
-
-@contextlib.contextmanager
-def any_error_is(fault: Fault) -> Iterator[None]:
-    """Raise this instead of whatever damaged or hostile contents raise."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, (Fault, CheckpointError)) or not comes_from_contents(error):
-            raise
-        raise fault from None
-
-
-def comes_from_contents(error: Exception) -> bool:
-    """Whether the contents made reading fail, not the disk; they cause EINVAL by impossible offsets."""
-    return not isinstance(error, OSError) or error.errno in (None, errno.EINVAL)
-
-
-@contextlib.contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file, once for all uses: another may be at its path in the next moment."""
-    with local_copy(path) as local:
-        try:
-            with faults_of(path):
-                file = _open(local)
-        except FileNotFoundError:
-            no_folder = "" if Path(local).parent.is_dir() else " The folder does not exist either."
-            raise CheckpointNotFoundError(f"Checkpoint file not found: {printable_path(path)}.{no_folder}") from None
-        with file:
-            yield file
-
-
-def identify(file: BinaryIO) -> Format:
-    """Return the format of a file, by its beginning."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    head = file.read(1024)
-    if head.startswith(b"PK\x03\x04"):
-        return "zip"
-    with contextlib.suppress(tarfile.HeaderError):  # torch.load, too, asks this before it looks for its own formats
-        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
-        raise Fault("is a tar archive", "Unpack it first.")
-    if _LEGACY_START.match(head):
-        return "legacy"
-    length = int.from_bytes(head[:8], "little")
-    if head[8:9] == b"{" and length <= _MAX_SAFETENSORS_HEADER:
-        if length + 8 > size:
-            raise Fault(f"is a safetensors file cut short at {format_bytes(size)}, within its header", RESTORE)
-        return "safetensors"
-    raise _something_else(head, size)
-
-
-def _open(path: str) -> BinaryIO:
-    if os.path.isdir(path):
-        inside = sorted(name for name in os.listdir(path) if name.endswith(SUFFIXES))
-        if inside:
-            raise Fault("is a folder", f"It holds {listed(inside, 5)}; name the file.")
-        raise Fault("is a folder without the shards of a checkpoint", "Name a file, or the folder of all shards.")
-    # Else opening a pipe waits until somebody writes to it.
-    without_waiting = getattr(os, "O_NONBLOCK", 0)
-    file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | without_waiting))  # noqa: SIM115
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise Fault("is a pipe or a device, not a file")
-
-
-def _something_else(head: bytes, size: int) -> Fault:
-    if size == 0:
-        return Fault("is empty", "Most likely the disk was full or a save was interrupted.")
-    if not head.strip(b"\0"):
-        return Fault("begins with nothing but zeros: the machine stopped before the data was written", RESTORE)
-    text = head.lstrip()[:200].lower()
-    for starts, what, advice in _OTHER_FILES:
-        if head.startswith(starts) or text.startswith(starts):
-            return Fault(what, advice)
-    advice = "If it was one, restore it from where it came from."
-    return Fault(f"is no checkpoint: {format_bytes(size)} that begin with {head[:8]!r}", advice)
-
-
-_CONVERTED = "Get the checkpoint that it was made from, or convert it with the library that wrote it."
-# How a file begins (in any case, after any white space), what it is, what to do.
-_OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
-    ((b"version https://git-lfs",), "is a git-lfs pointer, not the file itself", "Fetch the file with: git lfs pull"),
-    (
-        (b"<!doctype html", b"<html", b"<?xml", b"<head"),
-        "is a web page: the download got a log-in or error page",
-        "Download the file itself again.",
-    ),
-    ((b"{", b"["), "is a JSON text", "Name the file with the weights."),
-    (
-        (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"Rar!"),
-        "is compressed (gzip, bzip2, xz, zstd, 7-Zip or RAR)",
-        "Unpack it first.",
-    ),
-    (
-        tuple(b"\x80" + bytes([protocol]) for protocol in range(6)),
-        "is a Python pickle that torch.save did not write",
-        "Only files by torch.save or safetensors can be loaded.",
-    ),
-    ((b"\x93NUMPY",), "is a NumPy array (.npy)", "Load it with numpy.load."),
-    ((b"GGUF",), "is a GGUF file, as llama.cpp reads them", _CONVERTED),
-    ((b"\x89HDF",), "is an HDF5 file, as Keras writes them", _CONVERTED),
-    (
-        tuple(b"\x08" + bytes([version, tag]) for version in range(3, 16) for tag in (0x12, 0x3A, 0x42)),
-        "is an ONNX model",
-        _CONVERTED,
-    ),
-    (
-        tuple(bytes([0x80 + entries, 0xA0 + length]) for entries in range(1, 16) for length in range(1, 32)),
-        "is a msgpack file, as Flax writes them",
-        _CONVERTED,
-    ),
-)
-
+from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, damaged
+from lightning_gpu_tools.units import format_bytes, printable
 
 # APPNOTE.TXT 4.3.7, 4.3.12, 4.3.14, 4.3.15, 4.3.16.
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
@@ -187,7 +28,7 @@ _MAX_DEFLATE_RATIO = 1032  # https://zlib.net/zlib_tech.html
 _MAX_UNPACKED_RATIO = 100
 _MIN_UNPACKED_LIMIT_BYTES = 256 << 20
 _CHUNK_BYTES = 16 << 20
-_UNREADABLE = "the index at its end cannot be read"
+_CONTRADICTION = "its records and the index at its end do not agree"
 
 
 class Record(NamedTuple):
@@ -228,24 +69,24 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
     index, count, index_start = _read_index(file, size_bytes)
     entries = sorted(_entries(file, index), key=lambda entry: entry.start)
     if len(entries) != count:
-        raise damaged(_UNREADABLE)
+        raise damaged(_CONTRADICTION)
     root = _only_root(entries)
     records: dict[str, Record] = {}
     names: set[str] = set()
     end = 0
     for entry in entries:
         if entry.start - end not in _DESCRIPTOR_BYTES:
-            raise damaged(f"{entry} does not begin where the record before it ends")
+            raise damaged(_CONTRADICTION)
         start = _start(entry)
         end = start + entry.packed_bytes
         if entry.name.lower() in names:
-            raise damaged(f"it has two records called {entry}")
+            raise damaged(_CONTRADICTION)
         names.add(entry.name.lower())
         if not entry.name.endswith("/"):  # a folder
             name = entry.name.removeprefix(root)
             records[name] = entry._replace(name=name, start=start)
     if index_start - end not in _DESCRIPTOR_BYTES:
-        raise damaged("its records do not end where its index begins")
+        raise damaged(_CONTRADICTION)
     _refuse_bomb(records.values(), size_bytes)
     return root, records
 
@@ -277,9 +118,9 @@ def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
         unset = (0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
         is_one_index = all(number in pair for number, *pair in zip(short, large, unset, strict=True))
         if signature != b"PK\6\6" or _LOCATOR64.unpack_from(tail, locator)[2] != tail_start + end or not is_one_index:
-            raise damaged(_UNREADABLE)
+            raise damaged(_CONTRADICTION)
     if disk or index_disk or count_here != count or start + length != tail_start + end:
-        raise damaged(_UNREADABLE)
+        raise damaged(_CONTRADICTION)
     file.seek(start)
     return file.read(length), count, start
 
@@ -294,21 +135,21 @@ def _start(entry: Record) -> int:
         expected = (b"PK\3\4", _STORED if entry.is_stored else _DEFLATED, len(name))
         if (signature, method, name_bytes) == expected and not flags & _UNREADABLE_FLAGS:
             return entry.start + len(header) + int(extra_bytes)
-    raise damaged(f"its index and the header of {entry} contradict each other")
+    raise damaged(_CONTRADICTION)
 
 
 def _entries(file: BinaryIO, index: bytes) -> Iterator[Record]:
     place = 0
     while place < len(index):
         if len(index) - place < _ENTRY.size:
-            raise damaged(_UNREADABLE)
+            raise damaged(_CONTRADICTION)
         (signature, _, _, flags, method, _, _, crc, packed, size, name_length, extra_length, comment_length, disk, _,
          attributes, header_start) = _ENTRY.unpack_from(index, place)  # fmt: skip
         extra_start = place + _ENTRY.size + name_length
         name = index[place + _ENTRY.size : extra_start]
         place = extra_start + extra_length + comment_length
         if signature != b"PK\1\2" or place > len(index) or b"\0" in name:
-            raise damaged(_UNREADABLE)
+            raise damaged(_CONTRADICTION)
         if 0xFFFFFFFF in (size, packed, header_start):
             extra = index[extra_start : extra_start + extra_length]
             size, packed, header_start = _zip64(extra, size, packed, header_start)
@@ -317,9 +158,9 @@ def _entries(file: BinaryIO, index: bytes) -> Iterator[Record]:
         if method not in (_STORED, _DEFLATED) or flags & _UNREADABLE_FLAGS or disk:
             raise damaged(f"the record {entry} is encrypted or compressed in a way that torch cannot read")
         if attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/"):  # torch silently unpacks nothing then
-            raise damaged(f"its index calls the record {entry} a folder")
+            raise damaged(_CONTRADICTION)
         if size > packed * _MAX_DEFLATE_RATIO or (method == _STORED and size != packed):
-            raise damaged(f"its index contradicts itself about the size of {entry}")
+            raise damaged(_CONTRADICTION)
         yield entry
 
 

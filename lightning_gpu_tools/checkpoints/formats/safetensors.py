@@ -1,0 +1,125 @@
+"""The format of safetensors: a header in JSON, then the numbers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, StorageInfo, TensorInfo, are_sizes
+from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault
+from lightning_gpu_tools.checkpoints.structure import Structure, are_versions, collector_paused
+from lightning_gpu_tools.units import format_bytes, printable
+
+DAMAGE = "is a damaged safetensors file: its header and its length contradict each other"
+_MAX_HEADER_BYTES = 100_000_000  # as in the format's own library
+
+
+DTYPE_OF_SAFETENSORS = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
+    "F4": "float4_e2m1fn_x2",
+}  # fmt: skip
+TWO_IN_A_BYTE = "float4_e2m1fn_x2"  # safetensors counts each number, torch the byte that two share
+
+
+def recognizes(head: bytes) -> bool:
+    """Whether a file begins with the length of a header, and the header."""
+    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES
+
+
+def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
+    """Follow https://huggingface.co/docs/safetensors#format, as strictly as its own library does."""
+    file.seek(0)
+    length = struct.unpack("<Q", file.read(8))[0]
+    if length + 8 > size_bytes:
+        raise Fault(f"is a safetensors file cut short at {format_bytes(size_bytes)}, within its header", RESTORE)
+    header = json.loads(file.read(length).decode(), object_pairs_hook=without_repeats)
+    start = 8 + length
+    metadata = header.pop("__metadata__", None) or {}
+    if not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("metadata that is no text")
+    content: dict[str, TensorInfo] = {}
+    places: dict[str, int] = {}
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype = DTYPE_OF_SAFETENSORS.get(entry["dtype"])
+        if dtype is None:
+            raise Fault(f"has {printable(name)} in the type {printable(entry['dtype'])}, which torch does not have")
+        first, last = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        if not are_sizes((first, last, *shape)) or first != end:  # everything in the file is described, and once
+            raise ValueError("a gap, an overlap, or no sizes")
+        end = last
+        if dtype == TWO_IN_A_BYTE:
+            if shape[-1] % 2:
+                raise ValueError("half of a byte")
+            shape = (*shape[:-1], shape[-1] // 2)
+        if last > size_bytes - start:
+            raise Fault(f"is cut short: the weights of {printable(name)} end beyond the end of the file", RESTORE)
+        numel = math.prod(shape)
+        if numel * BYTES_OF_DTYPE[dtype] != last - first:
+            raise ValueError("another shape than its numbers")
+        storage = StorageInfo(name, dtype, "cpu", numel)
+        content[name] = TensorInfo(dtype, shape, storage)
+        places[name] = start + first
+    if start + end != size_bytes:
+        raise ValueError("bytes that belong to nothing")
+    return Structure(file, path, size_bytes, "safetensors", content, set(), {"cpu"}, metadata, places=places)
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; refuse a name that is there twice, of which most readers take the last."""
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        raise ValueError("a name is there twice")
+    return unique
+
+
+def load(structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
+    """Return what the file holds, mapped to it."""
+    import torch
+
+    from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, moved
+
+    numbers = mapped_bytes(structure.file)
+    weights: OrderedDict[str, Any] = OrderedDict()
+    with collector_paused():
+        for dtype_name, run in itertools.groupby(structure.content.items(), key=lambda item: item[1].dtype):
+            dtype, named = dtype_of(dtype_name), list(run)
+            start = structure.places[named[0][0]]
+            sizes = [info.storage.numel for _, info in named]
+            part = numbers[start : start + sum(sizes) * dtype.itemsize]
+            if start % dtype.itemsize:  # torch reads aligned numbers only
+                part = part.clone()
+            parts = torch.unsafe_split_with_sizes(part.view(dtype), sizes)
+            for (name, info), value in zip(named, parts, strict=True):
+                weights[name] = value if len(info.shape) == 1 else value.view(info.shape)
+        if map_location != "cpu":
+            weights.update((name, moved(value, map_location)) for name, value in weights.items())
+    restore_metadata(weights, structure.metadata)
+    return weights
+
+
+def restore_metadata(weights: OrderedDict[str, Any], texts: Mapping[str, str]) -> None:
+    """Put back the module versions and the second names of tied weights, where ``convert`` wrote these texts."""
+    versions = _json_object(texts.get("module_versions", ""))
+    if versions and are_versions(versions):
+        weights._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    for key, other in _json_object(texts.get("tied", "")).items():
+        if isinstance(other, str) and other in weights:
+            weights.setdefault(key, weights[other])
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

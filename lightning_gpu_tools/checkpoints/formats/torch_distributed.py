@@ -1,0 +1,231 @@
+"""Folders by torch.distributed.checkpoint, Lightning's among them. Runs nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
+
+from lightning_gpu_tools.checkpoints.content import (
+    BYTES_OF_DTYPE,
+    LIGHTNING_VERSION,
+    MAX_DEPTH,
+    Opaque,
+    TensorInfo,
+    are_sizes,
+)
+from lightning_gpu_tools.checkpoints.describing import describe as describe_file
+from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
+from lightning_gpu_tools.checkpoints.formats.torch_zip import check_byte_order
+from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
+from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_cover
+from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
+from lightning_gpu_tools.checkpoints.zip_records import Record
+from lightning_gpu_tools.units import printable, printable_path
+
+_PIECE = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
+_METADATA = ".metadata"
+_EXTRA = "meta.pt"
+_DAMAGE = "its .metadata does not describe a checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where ``torch.save`` has written a tensor or another object."""
+
+    file: str
+    start: int
+    size_bytes: int
+
+    def read_from(self, file: BinaryIO) -> bytes:
+        """Return the bytes."""
+        file.seek(self.start)
+        return file.read(self.size_bytes)
+
+
+class _Slice(io.RawIOBase):
+    """A part of an open file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, place: Place) -> None:
+        self._file = file
+        self._place = place
+        self._at = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._place.size_bytes}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._place.start + self._at)
+        data = self._file.read(max(0, min(len(buffer), self._place.size_bytes - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def find(path: str, names: set[str]) -> str | None:
+    """Return the folder if it has such files."""
+    return path if any(map(_PIECE.fullmatch, names)) else None
+
+
+def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
+    """Describe the checkpoint in a folder, with the places of all numbers only ``to_load`` it."""
+    if _METADATA not in names:
+        what = "is a checkpoint by torch.distributed.checkpoint without its .metadata, which is written last"
+        raise Fault(what, "Most likely the save was interrupted. Use an earlier checkpoint.")
+    with any_error_is(damaged(_DAMAGE)):
+        objects, paths = _read_metadata(folder.open(_METADATA))
+        places = [place for _, found in objects.values() for _, _, place in found]
+        shards = _files_of(places, folder)
+        tree: dict[str, Any] = {}
+        for key, (info, found) in objects.items():
+            value: Any = info
+            if info is None:
+                described = _described(shards, found[0][2]).content
+                value = found[0][2] if to_load else described
+            elif to_load:
+                value = replace(info, parts=tuple(_part(shards, key, info, *block) for block in found))
+            _put(tree, paths.get(key, (key,)), value)
+        content = _with_lists(tree)
+    loaded = (_EXTRA,) if _EXTRA in names else ()
+    shards.update((name, folder.describe(name)) for name in loaded)
+    return Assembly("dcp", shards, loaded, lambda contents: _with_extra(content, contents.get(_EXTRA, {})))
+
+
+def check_name(folder: str, name: str) -> None:
+    """Raise the fault of one of these files alone, by its name."""
+    if _PIECE.fullmatch(name):
+        rank = re.match(r"__(\d+)", name)
+        what = f"is rank {rank[1]}'s part" if rank else "is the list of parts"
+        advice = f"Name the folder instead: {printable_path(folder or '.')}"
+        raise Fault(f"{what} of a checkpoint by torch.distributed.checkpoint", advice)
+
+
+Blocks = list[tuple[tuple[int, ...], tuple[int, ...], Place]]
+
+
+def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | None, Blocks]], Mapping[str, Any]]:
+    """Return every tensor (or ``None``: another object) with its blocks, and the path of each in the content."""
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    metadata = _state(StructureReader(file, size_bytes).load(), "Metadata")
+    place_of: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    for index, info in metadata["storage_data"].items():
+        where = _state(info, "_StorageInfo")
+        if where.get("transform_descriptors"):
+            raise Fault("is compressed by an extension", "Load it with torch.distributed.checkpoint and save it again.")
+        of = _state(index, "MetadataIndex")
+        place_of[of["fqn"], of.get("offset")] = Place(where["relative_path"], where["offset"], where["length"])
+    objects: dict[str, tuple[SplitTensorInfo | None, Blocks]] = {}
+    for key, described in metadata["state_dict_metadata"].items():
+        if isinstance(described, Opaque) and described.kind.endswith(".BytesStorageMetadata"):
+            objects[key] = None, [((), (), place_of[key, None])]
+            continue
+        of = _state(described, "TensorStorageMetadata")
+        shape = of["size"]
+        dtype = str(_state(of["properties"], "TensorProperties")[0]).removeprefix("torch.")
+        chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in of["chunks"]]
+        blocks = [(chunk["offsets"], chunk["sizes"], place_of[key, chunk["offsets"]]) for chunk in chunks]
+        numbers = [shape, *(part for offsets, sizes, _ in blocks for part in (offsets, sizes))]
+        if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and are_sizes(part) for part in numbers):
+            raise damaged(_DAMAGE)
+        check_cover(key, shape, [block[:2] for block in blocks])
+        filled = [block for block in blocks if 0 not in block[1]] or blocks[:1]
+        objects[key] = SplitTensorInfo(dtype, shape, None, laid_out=shape), filled
+    paths = metadata.get("planner_data")
+    return objects, paths if isinstance(paths, Mapping) else {}
+
+
+def _state(described: Any, kind: str) -> Any:
+    if not isinstance(described, Opaque) or not described.kind.endswith(f".{kind}"):
+        raise damaged(_DAMAGE)
+    return described.state
+
+
+def _files_of(places: list[Place], folder: Folder) -> dict[str, Structure]:
+    """Return the files, so far without content; raise if one is too short, or two things are at one place."""
+    end = dict.fromkeys(folder.check_names(place.file for place in places), 0)
+    for place in sorted(places, key=lambda place: (place.file, place.start)):
+        if not are_sizes((place.start, place.size_bytes)) or place.start < end[place.file]:
+            raise damaged(_DAMAGE)
+        end[place.file] = place.start + place.size_bytes
+    files = {}
+    for name, needed in end.items():
+        file = folder.open(name)
+        size_bytes = file.seek(0, os.SEEK_END)
+        if size_bytes < needed:
+            raise Fault(f"is cut short: {printable(name)} ends before the weights that are in it", RESTORE)
+        files[name] = Structure(
+            file, os.path.join(folder.path, name), size_bytes, "zip", None, set(), set(), records={}
+        )
+    return files
+
+
+def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
+    """Describe what is at a place, and add its records to those of its file."""
+    whole = shards[place.file]
+    part: Any = _Slice(whole.file, place)
+    found = describe_file(part, whole.path)
+    check_byte_order(found)
+    records: dict[str, Record] = whole.records  # type: ignore[assignment]
+    for name, record in found.records.items():
+        records[f"{place.start}/{name}"] = record._replace(file=whole.file, start=place.start + record.start)
+    return found
+
+
+def _part(
+    shards: Mapping[str, Structure],
+    key: str,
+    info: TensorInfo,
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    place: Place,
+) -> Part:
+    found = _described(shards, place)
+    block = found.content
+    is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind and not found.is_packed
+    if not is_plain or (block.dtype, block.shape) != (info.dtype, sizes):
+        raise damaged(f"{printable(place.file)} does not hold the part of {printable(key)} that .metadata describes")
+    start = place.start + found.places[block.storage.key] + block.offset * BYTES_OF_DTYPE[block.dtype]
+    return Part(place.file, start, offsets, sizes, block.strides)
+
+
+def _put(tree: dict[Any, Any], path: Any, value: Any) -> None:
+    *way, last = path
+    if len(path) > MAX_DEPTH or not all(type(name) in (str, int) for name in path):
+        raise damaged(_DAMAGE)
+    for name in way:
+        tree = tree.setdefault(name, {})
+    if last in tree:
+        raise damaged(_DAMAGE)
+    tree[last] = value
+
+
+def _with_lists(tree: Any) -> Any:
+    """Put back lists, which were saved by their numbers."""
+    if not isinstance(tree, dict):
+        return tree
+    branches = {name: _with_lists(branch) for name, branch in tree.items()}
+    if tree and all(type(name) is int for name in tree):
+        return [branches[name] for name in sorted(branches)]
+    return branches
+
+
+def _with_extra(content: Mapping[str, Any], extra: Any) -> dict[str, Any]:
+    """Return the content with Lightning's ``meta.pt`` as in a file by Lightning."""
+    if not isinstance(extra, Mapping) or content.keys() & extra.keys():
+        raise damaged(f"its {_EXTRA} does not fit the rest")
+    whole = {**content, **extra}
+    if LIGHTNING_VERSION not in extra:
+        return whole
+    if "state_dict" not in whole and "model" in whole:  # as FSDPStrategy calls it
+        whole = {"state_dict": whole.pop("model"), **whole}
+    optimizers: list[Any] = []
+    while (name := f"optimizer_{len(optimizers)}") in whole:
+        optimizers.append(whole.pop(name))
+    if optimizers:
+        whole["optimizer_states"] = optimizers
+    return whole

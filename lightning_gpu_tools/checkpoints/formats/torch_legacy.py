@@ -1,0 +1,52 @@
+"""The format of torch before 1.6: pickles, then the numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import struct
+import tarfile
+from typing import BinaryIO
+
+from lightning_gpu_tools.checkpoints.faults import Fault, damaged
+from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
+from lightning_gpu_tools.checkpoints.structure import Structure
+
+DAMAGE = "is a damaged or cut file in torch's old format (before 1.6)"
+# torch.serialization.MAGIC_NUMBER, pickled: in protocol 2 to 5, or 0.
+_LEGACY_START = re.compile(
+    rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L119547037146038801333356L\n\.", re.DOTALL
+)
+
+
+def recognizes(head: bytes) -> bool:
+    """Whether a file begins with torch's number; a tar archive, which may begin so, too, is none."""
+    with contextlib.suppress(tarfile.HeaderError):  # torch.load, too, asks this before it looks for its own formats
+        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
+        raise Fault("is a tar archive", "Unpack it first.")
+    return _LEGACY_START.match(head) is not None
+
+
+def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
+    """Describe its pickles, and check that all numbers are there."""
+    file.seek(0)
+    # The magic number, the version, what machine wrote it, the contents, and the keys of the storages.
+    readers = [StructureReader(file, size_bytes, legacy=number == 3) for number in range(5)]
+    *_, content, keys = [reader.load() for reader in readers]
+    named = set().union(*(reader.globals for reader in readers))
+    storages = readers[3].storages
+    # To rebuild nested tensors torch needs the numbers, which come later.
+    if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
+        raise damaged("it does not hold the numbers that it describes")
+    place = file.tell()
+    places = {}
+    for key in keys:  # each storage comes after its length in 8 bytes
+        storage = storages[key]
+        file.seek(place)
+        length = file.read(8)
+        places[key] = place + 8
+        place += 8 + storage.size_bytes
+        if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
+            raise ValueError("cut short, or a storage of another length")
+    devices = {storage.location for storage in storages.values()}
+    return Structure(file, path, size_bytes, "legacy", content, named, devices, places=places, filled=readers[3].filled)

@@ -1,0 +1,126 @@
+"""While a Trainer restores a checkpoint: weights alone are refused early, and errors name the file and the part."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.key_tree import counted
+from lightning_gpu_tools.checkpoints.sources import read_structure
+from lightning_gpu_tools.errors import CheckpointMismatchError
+from lightning_gpu_tools.trainer import compat
+from lightning_gpu_tools.trainer.families import Callback, Trainer, is_lightnings, lookup, overrides
+from lightning_gpu_tools.trainer.wrappers import Wrappers
+from lightning_gpu_tools.units import printable, printable_path
+
+_LIBRARIES = ("copy.", "lightning.", "pytorch_lightning.", "torch.")
+
+
+def check_while_restoring(trainer: Trainer, wrappers: Wrappers) -> None:
+    """Refuse weights alone before the first of them is loaded, and name what cannot be restored, until taken off."""
+    wrappers.put(trainer.strategy, "load_model_state_dict", functools.partial(_checked_before_weights, trainer))
+    if trainer.strategy.restore_checkpoint_after_setup:
+        wrappers.put(trainer.strategy, "load_checkpoint", functools.partial(_checked_before_reading, trainer))
+    for entry, restore in compat.RESTORES.items():
+        wrappers.put(trainer, restore, functools.partial(_named, trainer, entry))
+
+
+def check_before_restoring(trainer: Trainer) -> None:
+    """Refuse weights alone once all hooks have run, and warn of another number of optimizers, for ``fit``."""
+    checkpoint = compat.loaded_checkpoint(trainer)
+    if not checkpoint:
+        return
+    _refuse_weights_alone(checkpoint, trainer, trainer.ckpt_path)
+    states = checkpoint.get("optimizer_states")
+    number = len(trainer.optimizers)
+    if trainer.strategy.lightning_restore_optimizer and isinstance(states, Sized) and len(states) != number:
+        rank_zero_warn(
+            f"{printable_path(trainer.ckpt_path)} holds the states of {counted(len(states), 'optimizer')}, and the "
+            f"model has {number}. Lightning pairs them in order; the rest start without a state."
+        )
+
+
+def _refuse_weights_alone(checkpoint: Mapping[str, Any], trainer: Trainer, path: object) -> None:
+    missing = [name for name in ("optimizer_states", "lr_schedulers") if name not in checkpoint]
+    if missing and (trainer.strategy.lightning_restore_optimizer or "lr_schedulers" in missing):
+        raise CheckpointMismatchError(
+            f'{printable_path(path)} holds weights, but no "{missing[0]}" to resume from: it was saved with '
+            "save_weights_only=True, or not by a Trainer. To start anew from its weights, call "
+            "lightning_gpu_tools.load_weights and fit without ckpt_path."
+        )
+
+
+def _checked_before_weights(trainer: Trainer, load: Callable[..., None]) -> Callable[..., None]:
+    """Check what the model's hook has left, unless a callback's hook, which comes later, may still complete it."""
+
+    def load_model_state_dict(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        may_be_completed = checkpoint.get("callbacks") is not None and not all(
+            is_lightnings(callback.on_load_checkpoint) for callback in callbacks
+        )
+        if trainer.state.fn == "fit" and not may_be_completed:
+            _refuse_weights_alone(checkpoint, trainer, trainer.ckpt_path)
+        load(checkpoint, *args, **kwargs)
+
+    return load_model_state_dict
+
+
+def _checked_before_reading(trainer: Trainer, load: Callable[..., Any]) -> Callable[..., Any]:
+    """Check a file that the strategy reads without a plugin, as FSDP and ModelParallel do."""
+
+    def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
+        is_left_to_hook = overrides(trainer.lightning_module, "LightningModule", "on_load_checkpoint")
+        if trainer.state.fn == "fit" and os.path.isfile(path) and not is_left_to_hook:
+            content = read_structure(path).content
+            if is_lightning_checkpoint(content):
+                _refuse_weights_alone(content, trainer, path)
+        return load(path, *args, **kwargs)
+
+    return load_checkpoint
+
+
+def _named(trainer: Trainer, entry: str, restore: Callable[[], None]) -> Callable[[], None]:
+    def restore_and_name() -> None:
+        wrappers = Wrappers()
+        for key, owner in _parts(trainer, entry):
+            wrappers.put(owner, "load_state_dict", _naming(f"{entry}[{key}]", trainer))
+        try:
+            _naming(entry, trainer)(restore)()
+        finally:
+            wrappers.undo()
+
+    return restore_and_name
+
+
+def _parts(trainer: Trainer, entry: str) -> Iterator[tuple[str, object]]:
+    """Yield what gets one value each of an entry, with the value's key there."""
+    if entry == "callbacks":
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        yield from ((f'"{printable(callback.state_key)}"', callback) for callback in callbacks)
+    elif entry == "optimizer_states":
+        yield from ((str(index), optimizer) for index, optimizer in enumerate(trainer.optimizers))
+    elif entry == "lr_schedulers":
+        yield from ((str(index), config.scheduler) for index, config in enumerate(trainer.lr_scheduler_configs))
+
+
+@contextlib.contextmanager
+def _naming(part: str, trainer: Trainer) -> Iterator[None]:
+    """Say which part of which file torch's or Lightning's code cannot load; errors of the user's code pass."""
+    try:
+        yield
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_librarys = f"{frame.f_globals.get('__name__')}.".startswith(_LIBRARIES)
+        if not is_librarys or isinstance(error, lookup(trainer, "utilities.exceptions:MisconfigurationException")):
+            raise
+        raise CheckpointMismatchError(
+            f"{part} of {printable_path(trainer.ckpt_path)} cannot be loaded: {type(error).__name__}: "
+            f"{printable(error, 300)}"
+        ) from error

@@ -1,0 +1,250 @@
+"""Resuming as Lightning does: weights alone are refused early, and errors name the file and the part."""
+
+import copy
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from plugin_trainings import trainer
+from torch import nn, optim
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+
+from lightning_gpu_tools import PortableCheckpointIO
+from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
+
+
+class Lit(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 3)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = optim.Adam(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}
+
+    def scheduler(self, optimizer: optim.Optimizer) -> Any:
+        return lr_scheduler.StepLR(optimizer, 1)
+
+
+class Manual(Lit):
+    """Two optimizers and no scheduler, as a GAN has them."""
+
+    def __init__(self, optimizers: int = 2) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.number = optimizers
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, index))
+        for optimizer in self.optimizers() if self.number > 1 else [self.optimizers()] * self.number:  # type: ignore[union-attr]
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [optim.Adam([parameter]) for parameter in [*self.net.parameters()][: self.number]]
+
+
+def fit(model: LightningModule, folder: Path, path: Any = None, plugin: Any = None, **options: Any) -> Trainer:
+    stopping = [EarlyStopping("loss", patience=9, check_on_train_epoch_end=True)]
+    run = trainer(folder, plugin, **{"epochs": 3, "callbacks": stopping, **options})
+    run.fit(model, DataLoader(torch.ones(2, 2), 2), ckpt_path=path)  # type: ignore[arg-type]
+    return run
+
+
+@functools.cache
+def checkpoint(folder: Path, model: Callable[..., LightningModule] = Lit, *choice: Any) -> dict[str, Any]:
+    """What a Trainer saves after one step; do not change it."""
+    fit(model(*choice), folder, epochs=1).save_checkpoint(folder / "saved.ckpt")
+    return torch.load(folder / "saved.ckpt")  # type: ignore[no-any-return]
+
+
+def resume(content: Any, model: LightningModule, folder: Path, **options: Any) -> Trainer:
+    torch.save(content, folder / "odd.ckpt")
+    return fit(model, folder, folder / "odd.ckpt", **options)
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+ENTRIES = ("loops", "optimizer_states", "lr_schedulers", "callbacks")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_several_optimizers_or_none_are_resumed(number: int, folder: Path) -> None:
+    content = checkpoint(folder, Manual, number)
+    assert resume(content, Manual(number), folder, callbacks=[]).current_epoch == 3
+
+
+def test_another_number_of_optimizers_is_paired_with_a_warning(folder: Path) -> None:
+    with pytest.warns(UserWarning, match="states of 1 optimizer, and the model has 2"):
+        resume(checkpoint(folder, Manual, 1), Manual(2), folder, callbacks=[])
+
+
+# What is changed in a file, and what the error says after the part.
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "optimizer_states[0]": (
+        lambda content: content["optimizer_states"][0]["param_groups"][0].update(params=[0]),
+        "ValueError: loaded state dict contains a parameter group that doesn't match",
+    ),
+    "optimizer_states": (
+        lambda content: content.update(optimizer_states=3),
+        "TypeError: 'int' object is not iterable",
+    ),
+    "lr_schedulers[0]": (lambda content: content.update(lr_schedulers=[3]), "TypeError"),
+    "loops": (lambda content: content["loops"]["fit_loop"].update(epoch_progress={}), "KeyError: 'total'"),
+    "callbacks[\"EarlyStopping{'monitor': 'loss', 'mode': 'min'}\"]": (
+        lambda content: [state.pop("patience") for state in content["callbacks"].values()],
+        "KeyError: 'patience'",
+    ),
+    "callbacks": (lambda content: content.update(callbacks=[1]), "AttributeError"),
+}
+
+
+@pytest.mark.parametrize("part", FAULTS)
+def test_an_error_while_restoring_names_the_file_and_the_part(part: str, folder: Path) -> None:
+    content, model = copy.deepcopy(checkpoint(folder)), Lit()
+    change, words = FAULTS[part]
+    change(content)
+    message = f"{part} of {folder / 'odd.ckpt'} cannot be loaded: {words}"
+    with pytest.raises(CheckpointMismatchError, match=f"^{re.escape(message)}") as caught:
+        resume(content, model, folder)
+    assert caught.value.__cause__ is not None
+    assert resume(checkpoint(folder), model, folder).global_step == 3  # nothing of the refusal is left
+
+
+def test_the_second_of_two_optimizers_is_named(folder: Path) -> None:
+    content = copy.deepcopy(checkpoint(folder, Manual))
+    content["optimizer_states"][1]["param_groups"] = []
+    with pytest.raises(CheckpointMismatchError, match=r"^optimizer_states\[1\] of "):
+        resume(content, Manual(), folder, callbacks=[])
+
+
+def test_the_state_of_another_scheduler_is_named(folder: Path) -> None:
+    class Later(Lit):
+        def scheduler(self, optimizer: optim.Optimizer) -> Any:
+            return lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+
+    with pytest.raises(CheckpointMismatchError, match=r"^lr_schedulers\[0\] of .* KeyError: 'lr_lambdas'"):
+        resume(checkpoint(folder), Later(), folder)
+
+
+def test_the_loss_scale_is_named_too(folder: Path) -> None:
+    plugins = [PortableCheckpointIO(), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
+    content = {**checkpoint(folder), "MixedPrecision": {"scale": 2.0}}
+    with pytest.raises(CheckpointMismatchError, match=r"^precision of .*odd\.ckpt cannot be loaded: KeyError"):
+        resume(content, Lit(), folder, plugins=plugins)
+
+
+def test_lightnings_own_words_about_options_pass_unchanged(folder: Path) -> None:
+    content = copy.deepcopy(checkpoint(folder))
+    content["loops"]["fit_loop"]["epoch_progress"]["current"].update(processed=5, completed=5)
+    with pytest.raises(MisconfigurationException, match="You restored a checkpoint with current_epoch"):
+        resume(content, Lit(), folder)
+
+
+class Hooked(Lit):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The one hook that may still complete a checkpoint."""
+
+
+def refused(content: Any, model: LightningModule, folder: Path, match: str) -> None:
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CheckpointError, match=match):
+        resume(content, model, folder)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    resume(checkpoint(folder), model, folder)  # nothing of the refusal is left
+
+
+def test_fit_refuses_a_file_of_weights_alone_before_it_loads_one(folder: Path) -> None:
+    content = checkpoint(folder)
+    weights_only = {name: content[name] for name in content if name not in ENTRIES[1:]}
+    for stored in (weights_only, content["state_dict"]):
+        for model in (Lit(), Hooked()):
+            refused(stored, model, folder, r'no "optimizer_states" .*save_weights_only=True.*load_weig')
+
+
+def test_hooks_may_complete_a_file_of_weights_alone(folder: Path) -> None:
+    content = checkpoint(folder)
+    weights_only = {name: content[name] for name in content if name not in ENTRIES[1:]}
+    missing = {"optimizer_states": [], "lr_schedulers": []}
+
+    class Completes(Lit):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint.update(missing)
+
+    class CompletesToo(Callback):
+        def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+            checkpoint.update(missing)
+
+    with pytest.warns(UserWarning, match="states of 0 optimizers, and the model has 1"):
+        resume(weights_only, Completes(), folder)
+    assert resume({**weights_only, "callbacks": {}}, Lit(), folder, callbacks=[CompletesToo()]).global_step == 3
+
+
+# What Lightning and torch take in the place of what they write.
+TAKEN: dict[str, Callable[[dict[str, Any]], object]] = {
+    "dictionaries for lists": lambda content: content.update(optimizer_states={}, lr_schedulers={}),
+    "no callbacks": lambda content: content.update(callbacks=None),
+    "no loops": lambda content: content.update(loops=None),
+    "entries of others by our names": lambda content: content.update(averaging_state=3, current_model_state="text"),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_what_lightning_resumes_from_the_plugin_resumes_from(what: str, folder: Path) -> None:
+    content = copy.deepcopy(checkpoint(folder))
+    TAKEN[what](content)
+    alone = resume(content, Lit(), folder, plugin=TorchCheckpointIO())
+    assert resume(content, Lit(), folder).global_step == alone.global_step
+
+
+def test_weights_under_other_names_are_no_error_where_loading_is_not_strict(folder: Path) -> None:
+    class Lax(Lit):
+        strict_loading = False  # type: ignore[assignment]
+
+    content = {**checkpoint(folder), "state_dict": {"other": torch.ones(2)}}
+    with pytest.warns(UserWarning, match=r"(?s)odd\.ckpt does not fit Lax.*strict_loading is False"):
+        assert resume(content, Lax(), folder).global_step == 3
+
+
+def test_a_model_that_makes_its_own_weights_gets_the_whole_checkpoint(folder: Path) -> None:
+    content = {**checkpoint(folder), "mine": 3}
+    content["my_weights"] = content.pop("state_dict")
+
+    class Makes(Lit):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = checkpoint["my_weights"]
+            self.mine = checkpoint["mine"]
+
+    model = Makes()
+    assert resume(content, model, folder).global_step == 3
+    assert model.mine == 3
+
+
+def test_errors_of_the_users_optimizer_pass_unchanged(folder: Path) -> None:
+    class Own(optim.Adam):
+        def load_state_dict(self, state_dict: Any) -> None:
+            raise LookupError("mine")
+
+    class Uses(Lit):
+        def configure_optimizers(self) -> Any:
+            return Own(self.parameters())
+
+    with pytest.raises(LookupError, match="mine"):
+        resume(checkpoint(folder), Uses(), folder)
