@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +107,15 @@ torch.cuda.synchronize()
     assert list(tmp_path.glob("entries_of_rank_*"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
-def test_lightning_trains_on_two_gpus_as_it_starts_by_itself(
-    make_machine: MakeMachine, answer_of_ranks: Ranks, strategy: str
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 8), ("fsdp", 2), ("fsdp2", 2)])
+def test_lightning_trains_on_several_gpus_as_it_starts_by_itself(
+    make_machine: MakeMachine, start_ranks: Callable[..., list[Any]], strategy: str, ranks: int
 ) -> None:
-    answers = answer_of_ranks(make_machine(["h100-80gb"] * 2), 2, HERE / "rank_lightning.py", strategy)
-    assert [one[:4] for one in answers] == [[3, rank, 2, "of rank 0"] for rank in range(2)]
-    assert answers[0][4] == answers[1][4]
+    # The first rank forks the others, so that Lightning is imported once for all.
+    machine, script = make_machine(["h100-80gb"] * ranks), HERE / "rank_lightning.py"
+    (first,) = start_ranks(machine, 1, script, strategy, WORLD_SIZE=str(ranks))
+    output, errors = first.communicate(timeout=150)
+    assert first.returncode == 0, errors
+    answers = sorted((json.loads(line) for line in output.splitlines() if line.startswith("[")), key=itemgetter(1))
+    assert [one[:4] for one in answers] == [[3, rank, ranks, "of rank 0"] for rank in range(ranks)]
+    assert all(one[4] == answers[0][4] for one in answers)
