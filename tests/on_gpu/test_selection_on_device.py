@@ -161,15 +161,15 @@ sys.stdin.read()
     [(3, {"min_free": "1MiB"}, "3 claims", "3.00 MiB"), (1, {}, "pid {pid}", "all")],
 )
 def test_claims_of_another_job_on_the_same_gpu_are_told(
-    count: int, options: dict[str, object], who: str, what: str
+    monkeypatch: pytest.MonkeyPatch, count: int, options: dict[str, object], who: str, what: str
 ) -> None:
     held = torch.zeros(1, device="cuda")
-    uuid = f"GPU-{torch.cuda.get_device_properties(held.device).uuid}"
-    hold, env = HOLD.format(options=options, count=count), {**os.environ, "CUDA_VISIBLE_DEVICES": uuid}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{torch.cuda.get_device_properties(held.device).uuid}")
+    hold = HOLD.format(options=options, count=count)
     with select_gpus(1, min_free="1MiB"):
         run = LoopRun()
         assert read_surroundings(run, None).claims == ()  # its own is none
-        with subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1, text=True, env=env) as other:
+        with subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1, text=True) as other:
             assert other.stdout is not None
             other.stdout.readline()
             (told,) = shortcomings(read_surroundings(run, None))

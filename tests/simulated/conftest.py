@@ -70,7 +70,7 @@ def start_ranks(start: Start) -> Callable[..., list[subprocess.Popen[str]]]:
             port = free.getsockname()[1]
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
         places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        return [start(machine, *program, **job, **place, **environment) for place in places]
+        return [start(machine, *program, **{**job, **place, **environment}) for place in places]
 
     return run
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +109,13 @@ torch.cuda.synchronize()
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 8), ("fsdp", 2), ("fsdp2", 2)])
 def test_lightning_trains_on_several_gpus_as_it_starts_by_itself(
-    make_machine: MakeMachine, answer_of_ranks: Ranks, strategy: str, ranks: int
+    make_machine: MakeMachine, start_ranks: Callable[..., list[Any]], strategy: str, ranks: int
 ) -> None:
-    answers = answer_of_ranks(make_machine(["h100-80gb"] * ranks), ranks, HERE / "rank_lightning.py", strategy)
+    # The first rank forks the others, so that Lightning is imported once for all.
+    machine, script = make_machine(["h100-80gb"] * ranks), HERE / "rank_lightning.py"
+    (first,) = start_ranks(machine, 1, script, strategy, WORLD_SIZE=str(ranks))
+    output, errors = first.communicate(timeout=150)
+    assert first.returncode == 0, errors
+    answers = sorted((json.loads(line) for line in output.splitlines() if line.startswith("[")), key=itemgetter(1))
     assert [one[:4] for one in answers] == [[3, rank, ranks, "of rank 0"] for rank in range(ranks)]
     assert all(one[4] == answers[0][4] for one in answers)
