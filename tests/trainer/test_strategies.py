@@ -177,7 +177,7 @@ trainer:
   logger: false
   enable_checkpointing: false
   accelerator: {class_path: lightning_gpu_tools.FreeMemoryCUDAAccelerator, init_args: {exclusive: true, wait: 10}}
-  strategy: {class_path: lightning_gpu_tools.STRATEGY, init_args: {exclusive: true, max_utilization: 50}}
+  strategy: {class_path: lightning_gpu_tools.strategies.STRATEGY, init_args: {exclusive: true, max_utilization: 50}}
 """
 
 
