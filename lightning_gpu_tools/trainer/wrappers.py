@@ -34,12 +34,14 @@ class _StandIn(functools.partial[Any]):
             return
         below = self.below
         while isinstance(below, _StandIn) and below.is_off:
-            below = below.below
+            function, below = below.func, below.below
         if below is not None:
             setattr(self.owner, self.name, below)
-        else:
-            with suppress(AttributeError):  # whoever has wrapped it since may have removed it
-                delattr(self.owner, self.name)
+            return
+        with suppress(AttributeError):  # whoever has wrapped it since may have removed it
+            delattr(self.owner, self.name)
+        if getattr(self.owner, self.name, None) is None:  # a Mock does not get back what is deleted
+            setattr(self.owner, self.name, function)
 
 
 class Wrappers:

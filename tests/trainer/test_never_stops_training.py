@@ -14,7 +14,13 @@ from lightning.pytorch import Callback, seed_everything
 from loader_switching import frozen_states
 from trainings import Boom, Model, Samples, background_threads, fault_in, hide, loader, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, PortableCheckpointIO
+from lightning_gpu_tools import (
+    GPUUtilizationAdvisor,
+    GPUUtilizationMonitor,
+    NumWorkersFinder,
+    PortableCheckpointIO,
+    load_report,
+)
 from lightning_gpu_tools.loaders import settings, workers
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, SHUT_DOWN_WORKERS
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
@@ -181,3 +187,11 @@ def test_a_missing_private_name_changes_nothing(
     hide(monkeypatch, module, name)
     monkeypatch.setattr(num_workers_finder, "STUDY_STEPS", 3)
     assert train(tmp_path, [made() for made in CALLBACKS.values()], at) == as_usual[at]
+
+
+def test_a_clock_that_a_program_has_replaced_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()])
+    with monkeypatch.context() as patched:
+        patched.setattr("time.perf_counter", iter([]).__next__)  # as a Mock with a list of times
+        trainer.fit(Model(), loader(Samples(3)))
+    assert load_report(tmp_path).outcome == "completed"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -359,3 +360,19 @@ def test_wrappers_come_off_in_any_order(is_class: bool, order: tuple[int, ...]) 
         on.remove(str(number))
         assert call() == on
     assert dict(vars(owner)) == before
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_mock_of_the_users_is_as_before(order: tuple[int, ...]) -> None:
+    owner = Mock()
+    owner.method.return_value = []
+    method = owner.method
+    wrappers = [Wrappers() for _ in order]
+    for number, one in enumerate(wrappers):
+        one.put(owner, "method", naming(str(number)))
+    assert owner.method() == ["1", "0"]
+    for number in order:
+        wrappers[number].undo()
+    assert owner.method is method
+    assert owner.method() == []
+    assert owner.mock_calls == [call.method(), call.method()]
