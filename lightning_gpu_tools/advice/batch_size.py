@@ -63,18 +63,19 @@ def step_peak(memory: RankMemory, batch_bytes: int = 0, *, by_items: bool = Fals
     )
 
 
-def largest_batch(peaks: Iterable[StepPeak], room_bytes: float, total_bytes: int) -> LargestBatch:
+def largest_batch(peaks: Iterable[StepPeak], room_bytes: float) -> LargestBatch:
     """Return the largest batch size whose step fits.
 
     The step with the largest batch decides, not a line through two: with small batches the peak is in the optimizer or
-    in forward, with large ones in backward. ``room_bytes`` is what other processes and CUDA leave of ``total_bytes``.
+    in forward, with large ones in backward. ``room_bytes`` is what other processes and CUDA leave of the GPU; a fifth
+    of that stays free.
     """
     known = [peak for peak in peaks if peak.peak_bytes > peak.begin_bytes and peak.batch_size > 0]
     if not known:
         return LargestBatch(why_not="No step was measured whose batch made the memory rise.")
     complete = [peak for peak in known if peak.is_complete]
     step = max(complete or known, key=lambda peak: (peak.batch_size, peak.peak_bytes))
-    room_bytes -= MARGIN * total_bytes
+    room_bytes *= 1 - MARGIN
     left = step.begin_bytes - step.freed_bytes
     backward = step.peak_bytes - left if step.backward_bytes is None else step.backward_bytes
     parts = [(step.begin_bytes, step.peak_bytes - step.begin_bytes), (left, backward)]

@@ -34,7 +34,7 @@ def largest_that_fits(run: RunMeasurements, oom: OutOfMemory, *, by_items: bool 
         fixed = oom.begin_bytes if in_validation(oom) else max(oom.begin_bytes, oom.model.total_bytes)
         batch = math.prod(oom.batch_shape) if by_items else oom.batch_shape[0]
         peaks.append(StepPeak(batch_size=batch, begin_bytes=fixed, peak_bytes=fixed + taken, is_complete=False))
-    return largest_batch(peaks, oom.room_bytes, oom.message.allowed_bytes or oom.total_bytes or oom.room_bytes)
+    return largest_batch(peaks, oom.room_bytes)
 
 
 def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits: LargestBatch) -> str:

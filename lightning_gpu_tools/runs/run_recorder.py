@@ -307,7 +307,7 @@ class RunRecorder:
         if self._loader is None or self._loader.batch_size != peak.batch_size:  # samples do not come first in a batch
             return None
         beside = max(0, (gpu.own_memory_bytes or 0) - memory.latest.reserved_bytes) + (gpu.others_memory_bytes or 0)
-        return largest_batch([peak], gpu.memory_total_bytes - beside, gpu.memory_total_bytes).size
+        return largest_batch([peak], gpu.memory_total_bytes - beside).size
 
     def _largest_on_all_ranks(self) -> int | None:
         return min(known([self.largest_batch_size(), *self._batch_sizes]), default=None)
