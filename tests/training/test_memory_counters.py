@@ -124,7 +124,7 @@ class Loop:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, steps_per_optimizer_step: int = 1) -> None:
         self.time, self.clock = HandClock(), StepClock()
         self.memory = SlowMemory(self.time)
-        monkeypatch.setattr(memory_counters, "time", SimpleNamespace(perf_counter=self.time))
+        monkeypatch.setattr(memory_counters, "perf_counter", self.time)
         self.memory.install(monkeypatch.setattr)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=2**33))
         self.training = training(nn.Linear(4, 4), SimpleNamespace(state={0: {}}))
