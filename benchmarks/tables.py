@@ -360,6 +360,25 @@ def versions() -> str:
     )
 
 
+def lightning_tests() -> str:
+    """Return how Lightning's own tests end with this package, and why some end otherwise."""
+    found = results("lightning_tests")
+    parts = found["parts"].values()
+    tests = sum(sum(part["without"].values()) for part in parts)
+    modes = {"entry_point": "the monitor and the advisor in every Trainer", "plugin": "PortableCheckpointIO in each"}
+    said = []
+    for mode, name in modes.items():
+        trainings, same = (sum(part[mode][count] for part in parts) for count in ("trainings", "as_without"))
+        reasons = Counter(reason for part in parts for reason in part[mode]["known_differences"].values())
+        others = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        said.append(f"With {name} ({trainings:,} trainings), {same:,} end as without; of the others, {others}.")
+    return block(
+        f"**Lightning's own tests**: {tests:,} of those of {found['tests_of']}, on {found['machine']['lightning']} "
+        f"({', '.join(sorted(found['parts']))}). {' '.join(said)} "
+        + source("lightning_tests.py CHECKOUT", "lightning_tests")
+    )
+
+
 def real_projects() -> str:
     """Return what each project showed, for a page in docs/."""
     projects = results("real_projects")["projects"]
@@ -719,6 +738,7 @@ TABLES: dict[str, Callable[[], str]] = {
             checkpoint_keys,
             checkpoint_io,
             versions,
+            lightning_tests,
             phases,
             memory_parts,
             real_projects,

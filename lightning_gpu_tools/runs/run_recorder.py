@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from time import perf_counter  # not `time.perf_counter`, which a program's tests may replace
+from time import perf_counter  # by name: a program's tests may replace those of `time`
 from typing import Any, NamedTuple
 
 import torch

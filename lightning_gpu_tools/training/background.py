@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic  # by name: a program's tests may replace those of `time`
 
 from lightning_gpu_tools.units import printable
 
@@ -81,13 +82,13 @@ class BackgroundJobs:
                 entry.has_failed = True
             self.cpu_s = time.thread_time()
             with self._changed:
-                entry.due_s = min(entry.due_s, time.monotonic() + again_s)
+                entry.due_s = min(entry.due_s, monotonic() + again_s)
 
     def _next(self) -> _Entry | None:
         with self._changed:
             while not self._closed:
                 entry = min(self._entries, key=lambda one: one.due_s)
-                wait_s = entry.due_s - time.monotonic()
+                wait_s = entry.due_s - monotonic()
                 if wait_s <= 0:
                     entry.due_s = math.inf  # until it has run, unless run_now() wants it once more
                     return entry

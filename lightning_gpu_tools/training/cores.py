@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from time import monotonic  # by name: a program's tests may replace those of `time`
 from typing import NamedTuple
 
 from lightning_gpu_tools.processes import read_kernel_file
@@ -90,14 +90,14 @@ class CoreUsers:
     def __init__(self, waited_s: Callable[[], float], own_pids: Callable[[], Iterable[int]]) -> None:
         self.found: tuple[CoreUser, ...] = ()
         self._waited_s, self._own_pids = waited_s, own_pids
-        self._waited_before_s, self._polled_s = waited_s(), time.monotonic()
+        self._waited_before_s, self._polled_s = waited_s(), monotonic()
         self._before: dict[int, _Process] = {}
         self._before_s = self._watched_s = 0.0
         self._cpu_s: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def poll(self) -> float:
         """List the processes if the thread has been waiting; return after how many seconds to do so again."""
-        began_s, waited_s = time.monotonic(), self._waited_s()
+        began_s, waited_s = monotonic(), self._waited_s()
         is_contended = waited_s - self._waited_before_s > _CONTENDED * (began_s - self._polled_s)
         self._waited_before_s, self._polled_s = waited_s, began_s
         if not is_contended and not self._before:
@@ -106,7 +106,7 @@ class CoreUsers:
         if self._before:
             self._add(now, began_s - self._before_s)
         self._before, self._before_s = now if is_contended else {}, began_s
-        return max(_INTERVAL_S, (time.monotonic() - began_s) / _SCAN_SHARE)
+        return max(_INTERVAL_S, (monotonic() - began_s) / _SCAN_SHARE)
 
     def _add(self, now: dict[int, _Process], elapsed_s: float) -> None:
         own, cores = _family(now, {os.getpid(), *self._own_pids()}), os.sched_getaffinity(0)

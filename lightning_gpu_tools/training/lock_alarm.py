@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from time import monotonic  # by name: a program's tests may replace those of `time`
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -79,10 +80,10 @@ class _Timer:
     def set(self, seconds: float, file: int) -> None:
         """Have all stacks written after so long, unless the program uses the timer. Takes 0.1 to 0.4 ms."""
         with self.lock:
-            if time.monotonic() > self._taken_until_s:
+            if monotonic() > self._taken_until_s:
                 with suppress(OSError, RuntimeError):  # the file is gone, or no thread can be started
                     self._later(min(seconds, threading.TIMEOUT_MAX), file=file)
-                    self._is_ours, self._due_s, self._file = True, time.monotonic() + seconds, file
+                    self._is_ours, self._due_s, self._file = True, monotonic() + seconds, file
 
     def stop(self) -> None:
         with self.lock:
@@ -98,14 +99,14 @@ class _Timer:
 
     def _after_fork(self) -> None:
         if self._due_s < math.inf:
-            self.set(max(self._due_s - time.monotonic(), 0.001), self._file)
+            self.set(max(self._due_s - monotonic(), 0.001), self._file)
         self.lock.release()
 
     def _theirs(self, timeout: float, repeat: bool = False, *args: Any, **kwargs: Any) -> None:
         with self.lock:
             self._later(timeout, repeat, *args, **kwargs)
             self._is_ours = False
-            self._taken_until_s = math.inf if repeat else time.monotonic() + timeout
+            self._taken_until_s = math.inf if repeat else monotonic() + timeout
             self.user = f"{sys._getframe(1).f_code.co_filename} uses"
 
     def _no_longer(self) -> None:
@@ -151,7 +152,7 @@ class LockAlarm:
         self._header = json.dumps({"thread": thread, "process": asdict(ProcessId.of(os.getpid()))}).encode() + b"\n"
         self._thread = thread
         self._watcher: int | None = None
-        self._armed_s, self._after_s, self._switches = time.monotonic(), 0.0, 0
+        self._armed_s, self._after_s, self._switches = monotonic(), 0.0, 0
         self._path: Path | None = None
         self._file = self._opened(os.memfd_create("stacks")) if hasattr(os, "memfd_create") else -1
         _timer.open()
@@ -177,7 +178,7 @@ class LockAlarm:
                 is_closed = self._file < 0  # while the disk was waited for
                 if not is_closed:
                     file, self._file, self._path = self._file, file, path
-                    left_s = self._armed_s + self._after_s - time.monotonic()
+                    left_s = self._armed_s + self._after_s - monotonic()
                     if left_s > 0:
                         _timer.set(left_s, self._file)
             os.close(file)
@@ -189,7 +190,7 @@ class LockAlarm:
         self._watcher = threading.get_native_id()
         self._switches = voluntary_switches(self._watcher) or 0
         with _timer.lock:
-            self._armed_s, self._after_s = time.monotonic(), seconds
+            self._armed_s, self._after_s = monotonic(), seconds
             if self._file >= 0:
                 _timer.set(seconds, self._file)
 
@@ -201,7 +202,7 @@ class LockAlarm:
             text = os.pread(self._file, _MAX_BYTES, 0).decode(errors="replace")
             os.ftruncate(self._file, len(self._header))
             os.lseek(self._file, 0, os.SEEK_END)
-        lasted_s = time.monotonic() - self._armed_s
+        lasted_s = monotonic() - self._armed_s
         if lasted_s < self._after_s:  # written just before it was armed again, as when a stopped process goes on
             return None
         switches = None if self._watcher is None else voluntary_switches(self._watcher)

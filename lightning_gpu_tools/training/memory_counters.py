@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from time import monotonic, perf_counter  # by name: a program's tests may replace those of `time`
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -251,10 +251,10 @@ class MemoryCounters:
             self._reading, self._next_step = False, math.inf
 
     def _read(self, phase: str) -> MemoryReading:
-        began_s = time.perf_counter()
+        began_s = perf_counter()
         reading = self._latest = read_memory(self._gpu)
         assert reading is not None  # CUDA has begun
-        self._spent_s += time.perf_counter() - began_s
+        self._spent_s += perf_counter() - began_s
         if reading.peak_allocated_bytes > self._peak_bytes:
             self._peak_bytes = self._peaks[phase] = reading.peak_allocated_bytes
         return reading
@@ -352,7 +352,7 @@ class MemoryHistory:
 
     def poll(self) -> float:
         """Sample how much is used; return after how many seconds to do so again."""
-        now_s = time.monotonic()
+        now_s = monotonic()
         if self._began_s is None:
             self._began_s = now_s
         resident_bytes = resident_memory_bytes()
@@ -362,7 +362,7 @@ class MemoryHistory:
         self._last_bytes = resident_bytes
         if now_s >= self._workers_due_s and (sizes := private_memory_bytes(self._worker_pids())):
             self._timelines["workers"].add(now_s, sum(sizes))
-            self._workers_due_s = now_s + _WORKERS_EVERY * (time.monotonic() - now_s)
+            self._workers_due_s = now_s + _WORKERS_EVERY * (monotonic() - now_s)
         if self._gpu is not None and (kept_bytes := self._gpu.kept_bytes) is not None:
             self._timelines["gpu"].add(now_s, kept_bytes)
         seen_s = now_s - self._began_s

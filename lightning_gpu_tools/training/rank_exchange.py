@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from time import monotonic  # by name: a program's tests may replace those of `time`
 from typing import Any, NamedTuple
 
 from lightning_gpu_tools.training.background import BackgroundJobs
@@ -166,7 +167,7 @@ class RankExchange:
         self._facts: dict[str, Any] = {}
         self._is_new = False
         self._interval_s = _FIRST_S
-        self._wanted_s = time.monotonic() + _FIRST_S
+        self._wanted_s = monotonic() + _FIRST_S
         self._gather_s = math.inf
         self._ending: tuple[float, float] | None = None  # since when, and for how long
         self._ended = threading.Event()
@@ -207,7 +208,7 @@ class RankExchange:
         """Publish for the last time, and wait for the ranks that this one gathers; return those that did not come."""
         self._facts = {"is_last": True, **self._facts}
         self._is_new = True
-        self._ending = time.monotonic(), timeout_s if self._place.rank == 0 else _FOR_NODE * timeout_s
+        self._ending = monotonic(), timeout_s if self._place.rank == 0 else _FOR_NODE * timeout_s
         self.publish()
         if self._board.is_shared:
             self._ended.wait(max(timeout_s, _ANSWER_S))
@@ -232,10 +233,10 @@ class RankExchange:
             self._is_new = False
             self._board.post(**self._facts)
             share = _OF_NODE if self._place.rank else _OF_ALL
-            self._gather_s = min(self._gather_s, time.monotonic() + share * self._interval_s)
+            self._gather_s = min(self._gather_s, monotonic() + share * self._interval_s)
         if ending is not None:
             return self._end(*ending)
-        now_s = time.monotonic()
+        now_s = monotonic()
         if now_s >= self._wanted_s:
             self.wanted = True
             self._interval_s = min(_LONGER * self._interval_s, _EVERY_S)
@@ -243,7 +244,7 @@ class RankExchange:
         if now_s >= self._gather_s:
             self._gather_s = math.inf
             self._gather()
-        return min(self._wanted_s, self._gather_s) - time.monotonic()
+        return min(self._wanted_s, self._gather_s) - monotonic()
 
     def _gather(self) -> None:
         place = self._place
@@ -256,7 +257,7 @@ class RankExchange:
 
     def _end(self, since_s: float, limit_s: float) -> float:
         """Gather the last entries as they come in."""
-        place, elapsed_s = self._place, time.monotonic() - since_s
+        place, elapsed_s = self._place, monotonic() - since_s
         if late := self._late():
             mates = [rank for rank in late if rank in place.mates]
             self._board.read(mates, self._late_nodes() if place.rank == 0 else ())
@@ -271,7 +272,7 @@ class RankExchange:
                 self._hear(self.entries())
             self._ended.set()
             return math.inf
-        return min(max(_POLL_S, elapsed_s / 4), since_s + limit_s - time.monotonic())
+        return min(max(_POLL_S, elapsed_s / 4), since_s + limit_s - monotonic())
 
     def _late_nodes(self) -> list[int]:
         entries = self._board.entries.values()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from time import perf_counter  # not `time.perf_counter`, which a program's tests may replace
+from time import perf_counter  # by name: a program's tests may replace those of `time`
 from typing import Any
 
 from lightning_gpu_tools.training.cores import ThreadWait

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
+from time import monotonic  # by name: a program's tests may replace those of `time`
 
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.run_measurements import LoadingFacts
@@ -49,7 +49,7 @@ class WorkerWatch:
 
     def poll(self, steps: int) -> None:
         """Sample the workers, at most once a second; costs some 50 us a worker."""
-        now_s = time.monotonic()
+        now_s = monotonic()
         if now_s < self._due_s:
             return
         self._due_s = now_s + _INTERVAL_S

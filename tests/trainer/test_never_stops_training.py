@@ -189,9 +189,10 @@ def test_a_missing_private_name_changes_nothing(
     assert train(tmp_path, [made() for made in CALLBACKS.values()], at) == as_usual[at]
 
 
-def test_a_clock_that_a_program_has_replaced_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_that_a_program_has_replaced_are_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()])
     with monkeypatch.context() as patched:
-        patched.setattr("time.perf_counter", iter([]).__next__)  # as a Mock with a list of times
+        for clock in ("perf_counter", "monotonic"):
+            patched.setattr(f"time.{clock}", iter([]).__next__)  # as a Mock with a list of times
         trainer.fit(Model(), loader(Samples(3)))
     assert load_report(tmp_path).outcome == "completed"

@@ -116,7 +116,7 @@ class Loop:
         self.time, self.clock = HandClock(), StepClock()
         self.reads = 0
         self.fault: Exception | None = None
-        monkeypatch.setattr(memory_counters, "time", SimpleNamespace(perf_counter=self.time))
+        monkeypatch.setattr(memory_counters, "perf_counter", self.time)
         monkeypatch.setattr(memory_counters, "read_memory", self._read)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=2**33))
         self.training = training(nn.Linear(4, 4), SimpleNamespace(state={0: {}}))

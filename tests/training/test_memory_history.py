@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ class Host:
         self.clock = HandClock()
         self.began_s = self.clock()
         self.process_bytes: Callable[[float], float] = lambda seconds: GIB
-        monkeypatch.setattr(memory_counters, "time", SimpleNamespace(monotonic=self.clock))
+        monkeypatch.setattr(memory_counters, "monotonic", self.clock)
         monkeypatch.setattr(memory_counters, "resident_memory_bytes", lambda: int(self.process_bytes(self.seconds)))
 
     @property

@@ -130,7 +130,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_workers_that_compute_are_told_from_workers_that_sleep(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that has run for 0.6 s of each second and found no core for 0.3 s."""
     clock = HandClock()
-    monkeypatch.setattr(worker_watch.time, "monotonic", clock)
+    monkeypatch.setattr(worker_watch, "monotonic", clock)
 
     def schedstat(step: int, pid: int) -> str:
         clock.spend(1.0)
