@@ -259,13 +259,17 @@ class PortableCheckpointHooks(GuardedCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._wrappers.undo()  # of a run that failed
+        self._wrappers.undo()  # of a run whose end was not announced
         _introduce(trainer)
         if any(_plugins_of(trainer)):
             check_while_restoring(trainer, self._wrappers)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._wrappers.undo()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._wrappers.undo()
 
     @override

@@ -128,6 +128,16 @@ def test_an_error_while_restoring_names_the_file_and_the_part(part: str, folder:
     assert resume(checkpoint(folder), model, folder).global_step == 3  # nothing of the refusal is left
 
 
+def test_nothing_is_wrapped_any_more_after_a_refusal(folder: Path) -> None:
+    content, run = {**checkpoint(folder), "lr_schedulers": [3]}, trainer(folder, epochs=3)
+    torch.save(content, folder / "odd.ckpt")
+    owners = (run.strategy, run._checkpoint_connector)
+    before = [{*vars(owner)} for owner in owners]
+    with pytest.raises(CheckpointMismatchError):
+        run.fit(Lit(), DataLoader(torch.ones(2, 2), 2), ckpt_path=folder / "odd.ckpt")  # type: ignore[arg-type]
+    assert [{*vars(owner)} for owner in owners] == before
+
+
 def test_the_second_of_two_optimizers_is_named(folder: Path) -> None:
     content = copy.deepcopy(checkpoint(folder, Manual))
     content["optimizer_states"][1]["param_groups"] = []
