@@ -13,7 +13,7 @@ from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 # Where a training that has a cause was found to have it; "measurements": nowhere yet, only in made-up ones.
-Machine = Literal["measurements", "cpu", "simulated allocator", "simulated GPU", "hardware"]
+Machine = Literal["measurements", "cpu", "simulated GPU", "hardware"]
 
 
 class Shape(NamedTuple):

@@ -38,7 +38,7 @@ CAUSE = MemoryCause(
     ],
     find=find,
     after=("spike",),
-    verified_on="simulated allocator",
+    verified_on="simulated GPU",
     sick=an_error(begins=FLAT, others={9: 6 * GIB}, orphans=(9,)),
     healthy=an_error(begins=FLAT, others={9: 6 * GIB}),
 )

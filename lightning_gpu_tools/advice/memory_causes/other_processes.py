@@ -75,7 +75,7 @@ CAUSE = MemoryCause(
     ],
     find=find,
     after=("leftover_process",),
-    verified_on="simulated allocator",
+    verified_on="simulated GPU",
     sick=an_error(begins=FLAT, others={9: 6 * GIB}),
     healthy=an_error(begins=FLAT, others={9: 6 * GIB}, memory=counted_steps(64, 8 * GIB, 18 * GIB)),
 )

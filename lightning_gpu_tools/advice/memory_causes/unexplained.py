@@ -50,7 +50,7 @@ CAUSE = MemoryCause(
     find=find,
     find_on_host=find_on_host,
     is_last_resort=True,
-    verified_on="simulated allocator",
+    verified_on="cpu",
     sick=an_error(phase="callback/A"),
     healthy=an_error(begins=FLAT),
 )
