@@ -201,7 +201,7 @@ def step_overhead() -> str:
             beyond(plain, name, none, "cpu"),
             beyond(fake, name, none, "wall"),
         )
-        for name in (empty, *fake["measured_us"])
+        for name in (empty, *dict.fromkeys([*plain["measured_us"], *fake["measured_us"]]))
     ]
     head = (
         "us per step",
