@@ -96,6 +96,9 @@ class Wrapped(Model):
         super().__init__(time.sleep, step_s=0.001)
         self.layer = torch.compile(self.layer, backend="eager")  # type: ignore[assignment]
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)  # else a step may be too small for float32
+
 
 def test_a_spawned_process_reports_and_its_weights_come_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor()]
