@@ -198,7 +198,7 @@ def test_the_next_run_reports_the_result_of_the_change(tmp_path: Path, capsys: p
     result = load_report(folders[1]).confirmation
     assert result is not None
     assert result.startswith("SlowCallback ")
-    assert result.endswith("confirmed.")
+    assert " % faster (95 % interval +" in result  # "confirmed", if the machine was equally fast in both
     printed = capsys.readouterr().out
     assert "Result:  SlowCallback" in printed
     assert f"lightning-gpu-tools report {folders[0].parent} --against {folders[0]}" in printed
