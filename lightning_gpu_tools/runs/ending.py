@@ -68,10 +68,9 @@ def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
 def failure_of(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int) -> Failure | None:
     """Return what has ended a training, where more is known than its error."""
     frames, shm_bytes = _frames(error), shared_memory_bytes()
-    files = [_file(frame) for frame in frames]
-    if any("torch/utils/data/" in file for file in files) and any(
-        "multiprocessing/reduction.py" in file for file in files
-    ):
+    # Only "dump": what receives tensors from a worker is in that file, too, and fails where the worker has died.
+    is_pickling = any(f.f_code.co_name == "dump" and _file(f).endswith("multiprocessing/reduction.py") for f in frames)
+    if is_pickling and any("torch/utils/data/" in _file(frame) for frame in frames):
         return not_picklable(str(error))
     dead = failure_of_workers(exits, oom_kills, shm_bytes)
     return dead or failure_of_dataset(str(error), _index_of(frames), shm_bytes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing.reduction
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +106,21 @@ def test_what_cannot_be_pickled_for_a_worker_is_told(tmp_path: Path) -> None:
     assert "the DataLoader's workers could not be started: " in report.outcome
     if HAS_NOTES:
         assert report.failure in (raised.value.__context__ or raised.value).__notes__
+
+
+def receive_from_the_dead() -> None:
+    """Fail as receiving a tensor from a worker does if the worker has died meanwhile."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours:
+        multiprocessing.reduction.recvfds(ours, 1)
+
+
+def test_a_lost_connection_is_not_taken_for_what_cannot_be_pickled(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
+    with pytest.raises(EOFError):
+        trainer.fit(Model(), loader(Failing(receive_from_the_dead), batch_size=2))
+    assert load_report(tmp_path).failure == f"The dataset failed at index {AT}. Load it alone: dataset[{AT}]."
 
 
 def test_errors_of_other_kinds_are_left_alone(tmp_path: Path) -> None:
