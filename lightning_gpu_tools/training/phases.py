@@ -27,6 +27,7 @@ MONITORING = "monitoring"
 RANK_WAIT = "rank_wait"
 TRAINER = "trainer"
 UNEXPLAINED = "unexplained"
+IN_WORKER = "worker"  # not of the clock: what a process of the loader is doing
 
 
 class Phase(NamedTuple):

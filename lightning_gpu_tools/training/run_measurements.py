@@ -125,6 +125,27 @@ class ProfiledSteps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceLine:
+    """A line of the program at which the training thread, or a worker of its loader, was seen at random moments.
+
+    Attributes:
+        phase: The clock's phase at that moment; ``phases.IN_WORKER`` where a worker was seen loading.
+        file: Its file, relative to the current folder if it is below it.
+        line: Its number in the file.
+        function: The function that it belongs to.
+        samples: How often it was seen.
+        in_torch: How often torch's own Python code was running that it had called.
+    """
+
+    phase: str
+    file: str
+    line: int
+    function: str
+    samples: int
+    in_torch: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoadingFacts:
     """What the loader's workers were seen doing. Shares are of samples or of time."""
 
@@ -254,6 +275,7 @@ class RunMeasurements:
     gpu_idle: GpuIdle | None = None
     memory: RankMemory | None = None
     profile: ProfiledSteps | None = None
+    lines: tuple[SourceLine, ...] = ()  # most frequent first
     ranks: tuple[RankStep, ...] = ()  # empty with one rank
     spans: Sequence[PhaseSpan] = ()
     precision: str | None = None  # the Trainer's, as "32-true"
