@@ -114,9 +114,12 @@ class FineTune(LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
+AT_STEP = 100  # a fit that ends with an exception; what Lightning does then is short in comparison
+
+
 class Interrupt(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.global_step == 20:
+        if trainer.global_step == AT_STEP:
             raise KeyboardInterrupt
 
 
@@ -202,9 +205,11 @@ KINDS = {
     ),
     "no torch loader": fit(data=on(lambda: Stream(Samples(STEPS)))),
     "stopped": fit(callbacks=[Stop]),
-    "exception": fit(callbacks=[lambda: Raise(at_step=20)]),
-    "exception with a checkpoint": fit(callbacks=[lambda: OnExceptionCheckpoint("."), lambda: Raise(at_step=20)]),
-    "Ctrl-C": fit(callbacks=[Interrupt]),
+    "exception": fit(max_epochs=3, callbacks=[lambda: Raise(at_step=AT_STEP)]),
+    "exception with a checkpoint": fit(
+        max_epochs=3, callbacks=[lambda: OnExceptionCheckpoint("."), lambda: Raise(at_step=AT_STEP)]
+    ),
+    "Ctrl-C": fit(max_epochs=3, callbacks=[Interrupt]),
     "learning rate finder": fit(Tunable, dict, callbacks=[lambda: LearningRateFinder(num_training_steps=7)]),
     "learning rate finder in mid-fit": fit(
         Tunable, dict, callbacks=[lambda: FineTune(num_training_steps=4, update_attr=False)], max_epochs=3
