@@ -20,6 +20,7 @@ from lightning_gpu_tools.training.phases import (
     HOST_TO_DEVICE_COPY,
     OPTIMIZER,
     PHASES,
+    RANK_WAIT,
     TRAINING_STEP,
     VALIDATION,
     base_phase,
@@ -55,16 +56,17 @@ class Gap(NamedTuple):
 
 
 def idle_by_phase(gap: Gap) -> dict[str, float]:
-    """Return the seconds in which the GPU was idle, by what the host did meanwhile; validation has kernels of its own.
+    """Return the seconds in which the GPU was idle, by what the host did meanwhile.
 
-    What the GPU does when the host is already in the next step is to copy the batch, without a kernel.
+    Validation has kernels of its own, and a GPU waits for other ranks in one of NCCL's. What it does when the host is
+    already in the next step is to copy the batch, without a kernel.
     """
     idle: _Seconds = defaultdict(float)
     end_s = gap.host_end_s
     for phase, seconds in reversed(gap.spent):
         begin_s = end_s - seconds
         alone_s = min(end_s, gap.gpu_end_s) - max(begin_s, gap.gpu_begin_s)
-        if alone_s > 0 and phase != VALIDATION:
+        if alone_s > 0 and base_phase(phase) not in (VALIDATION, RANK_WAIT):
             idle[phase] += alone_s
         end_s = begin_s
     copied_s = gap.gpu_end_s - max(gap.gpu_begin_s, gap.host_end_s)

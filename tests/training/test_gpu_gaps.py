@@ -23,8 +23,9 @@ def test_the_gpu_is_idle_between_two_kernels(begin_s: float, end_s: float, idle:
     assert idle_by_phase(Gap(begin_s, end_s, 10.0, PHASES)) == pytest.approx(idle)
 
 
-def test_of_validation_nothing_is_known() -> None:
-    spent = [("callback/A", 1.0), ("validation", 5.0), ("data_loading", 1.0)]
+@pytest.mark.parametrize("busy", ["validation", "rank_wait", "rank_wait/signal check"])
+def test_a_gpu_that_validates_or_waits_for_other_ranks_is_busy(busy: str) -> None:
+    spent = [("callback/A", 1.0), (busy, 5.0), ("data_loading", 1.0)]
     assert idle_by_phase(Gap(3.0, 10.0, 10.0, spent)) == {"callback/A": 1.0, "data_loading": 1.0}
 
 
