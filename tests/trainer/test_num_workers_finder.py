@@ -101,7 +101,7 @@ def shuffled(dataset: Samples | None = None, **options: Any) -> DataLoader[Any]:
 
 
 def find(
-    folder: Path, loader: Any, *others: Callback, budget_s: float = 6.0, **options: Any
+    folder: Path, loader: Any, *others: Callback, budget_s: float = 12.0, **options: Any
 ) -> tuple[LoaderResult, Watch]:
     """Train with a finder; return what it found, and what the training did."""
     finder = NumWorkersFinder(budget_s=budget_s)
@@ -136,7 +136,7 @@ def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, option
 
 
 def test_without_apply_the_settings_are_measured_and_advised(tmp_path: Path) -> None:
-    finder = NumWorkersFinder(budget_s=6.0, apply=False)
+    finder = NumWorkersFinder(budget_s=12.0, apply=False)
     advisor = GPUUtilizationAdvisor(min_steps=10, min_seconds=0.0)
     watch = train(tmp_path, [advisor, finder], shuffled(Slow(50)))
     assert finder.result is not None
@@ -273,7 +273,7 @@ def test_a_loader_of_the_users_is_as_before_after_the_fit(tmp_path: Path) -> Non
     before = dict(vars(loader))
     combined = CombinedLoader([other], "max_size_cycle")
     for model, loaders in ((Noisy(), loader), (Noisy(key=0), combined)):
-        finder = NumWorkersFinder(budget_s=6.0)
+        finder = NumWorkersFinder(budget_s=12.0)
         trainer = quiet_trainer(tmp_path, callbacks=[finder])
         trainer.fit(model, loaders)
         assert finder.result is not None
@@ -287,7 +287,7 @@ def test_a_loader_of_the_users_is_as_before_after_the_fit(tmp_path: Path) -> Non
 
 
 def test_a_second_fit_starts_anew_and_the_callback_pickles(tmp_path: Path) -> None:
-    finder = pickle.loads(pickle.dumps(NumWorkersFinder(budget_s=6.0)))
+    finder = pickle.loads(pickle.dumps(NumWorkersFinder(budget_s=12.0)))
     loader = shuffled()
     for steps in (20, -1):
         train(tmp_path, [finder], loader, max_steps=steps, max_epochs=1)
