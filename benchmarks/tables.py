@@ -51,7 +51,7 @@ from lightning_gpu_tools.training.phases import (
     UNEXPLAINED,
     VALIDATION,
 )
-from lightning_gpu_tools.training.run_measurements import RankStep
+from lightning_gpu_tools.training.run_measurements import RankStep, SourceLine
 from lightning_gpu_tools.training.timeline import Series
 from lightning_gpu_tools.units import format_bytes, format_duration
 
@@ -756,7 +756,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{
         kind.__name__: functools.partial(fields, kind)
         for kind in (
-            *(Report, GpuSummary, Diagnosis, Finding, RankStep, MemoryAccount, OtherProcess),
+            *(Report, GpuSummary, Diagnosis, Finding, RankStep, SourceLine, MemoryAccount, OtherProcess),
             *(LoaderSummary, ProcessId, Series, Stall),
         )
     },

@@ -58,6 +58,7 @@ _OWN = __name__.partition(".")[0]
 _PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _FETCH_FILE = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 _MAX_FILES = 10_000  # whose owner is remembered
 
 _files: dict[str, tuple[_Owner, str]] = {}
@@ -98,8 +99,18 @@ def line_of(frame: FrameType | None) -> Seen | None:
     found = users or library or outermost
     if found is None:
         return None
-    code = found.f_code
-    return Seen(_owner(found)[1], found.f_lineno or code.co_firstlineno, code.co_name, in_torch, owner == "fetch")
+    line = found.f_lineno or found.f_code.co_firstlineno
+    return Seen(_owner(found)[1], line, _function(found), in_torch, owner == "fetch")
+
+
+def _function(frame: FrameType) -> str:
+    """Return the function of a frame; of a comprehension's, that around it."""
+    around = frame.f_back
+    while frame.f_code.co_name in _COMPREHENSIONS and around is not None:
+        if around.f_code.co_filename != frame.f_code.co_filename:
+            break
+        frame, around = around, around.f_back
+    return frame.f_code.co_name
 
 
 def _owner(frame: FrameType) -> tuple[_Owner, str]:
