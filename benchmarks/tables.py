@@ -220,6 +220,25 @@ def step_overhead() -> str:
     )
 
 
+def source_lines() -> str:
+    found = results("source_lines")
+    ours, pythons = found["runs"]["sampled"], found["runs"]["with Python's switch interval"]
+    rows = [
+        (
+            name.replace("_", " ").replace("python", "Python").replace("c that", "C that"),
+            *(f"{one[key][name]:.0f} %" for one in (ours, pythons) for key in ("true_percent", "seen_percent")),
+        )
+        for name in ours["true_percent"]
+    ]
+    head = ("what a line does", "truth", "sampled", "truth, second run", "sampled with 5 ms")
+    return block(
+        table(head, *rows),
+        f"{ours['samples']} and {pythons['samples']} samples in {found['seconds']:.0f} s each. A sample takes "
+        f"{ours['us_per_sample']:.0f} us of CPU time. Where more threads are busy than there are cores, as here, the "
+        "sampler waits for one, and lines that sleep are seen too often. " + source("source_lines.py", "source_lines"),
+    )
+
+
 def loader_settings() -> str:
     found = results("loader_settings")
 
@@ -733,6 +752,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ceilings,
             diagnosis,
             step_overhead,
+            source_lines,
             loader_settings,
             loader_searches,
             checkpoint_keys,

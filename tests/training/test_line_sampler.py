@@ -258,6 +258,14 @@ def test_workers_name_their_lines(start_method: str) -> None:
     assert workers.lines(pids)[0].function == "decode"  # as it was read
 
 
+def test_a_worker_that_waits_is_not_counted(tmp_path: Path) -> None:
+    worker = line_sampler._WorkerSampler(str(tmp_path))
+    worker.close()
+    waiting = Seen("data.py", 1, "decode", in_torch=False, is_loading=False)
+    assert worker._phase(waiting) is None
+    assert worker._phase(waiting._replace(is_loading=True)) == IN_WORKER
+
+
 def test_a_loop_that_somebody_else_has_put_there_stays() -> None:
     def loop() -> None:
         """Stand in for torch's."""
