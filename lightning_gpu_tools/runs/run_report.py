@@ -99,6 +99,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         others_cores=None if measured.cores is None else measured.cores.others_cores,
         unseen=unseen,
         spans=tuple(measured.spans),
+        lines=measured.lines,
         gpu_step_s={} if idle is None else {phase: spent_s / idle.samples for phase, spent_s in idle.step_s.items()},
         ranks=measured.ranks,
         memory=session.ranks.memory_accounts(memory, all_ranks=ended),

@@ -113,6 +113,11 @@ def is_batch_ready(iterator: object) -> bool | None:
         return None
 
 
+def worker_loop() -> Any:
+    """Return what a DataLoader's worker runs. Without it no source line of a worker is named."""
+    return getattr(getattr(getattr(torch.utils.data, "_utils", None), "worker", None), "_worker_loop", None)
+
+
 def is_profiling() -> bool | None:
     """Return whether torch's profiler runs. Without it no step is profiled."""
     enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
