@@ -55,6 +55,7 @@ class Cause(AnyCause):
         begins: How *Why* begins, before "... % of the wall time"; by the evidence and ``has_trainer`` where it differs.
         find: Returns its findings; nothing where it costs nothing. ``None`` where ``diagnosis.py`` judges it by what
             the others have found.
+        phases: Those of the clock, or groups of them, whose source lines it names; by the evidence where they differ.
         needs: What has to be known to judge it, as attributes of ``RunMeasurements``; not ``None``.
         is_remark: It slows a busy GPU down and leaves none idle, so it makes no run ``low``.
         counts_while_busy: It makes a run ``low`` also where the GPU looks busy.
@@ -64,6 +65,7 @@ class Cause(AnyCause):
 
     begins: str | Callable[[Mapping[str, float | str], bool], str]
     find: Callable[[RunMeasurements], Iterable[Finding]] | None = None
+    phases: Sequence[str] | Callable[[Mapping[str, float | str]], Sequence[str]] = ()
     needs: Sequence[str] = ()
     is_remark: bool = False
     counts_while_busy: bool = False

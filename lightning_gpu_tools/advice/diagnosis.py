@@ -16,6 +16,7 @@ from lightning_gpu_tools.advice.causes.validation import MAX_USUAL as MAX_USUAL_
 from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import (
     AT_END,
+    FIND_FUNCTION,
     MIN_CEILING,
     MIN_CEILING_LOWER,
     MIN_COST_S_PER_STEP,
@@ -30,6 +31,7 @@ from lightning_gpu_tools.advice.findings import (
     mean_interval,
 )
 from lightning_gpu_tools.advice.idle_in_step import few_active_sms, is_tiny, without_cause
+from lightning_gpu_tools.advice.lines import sentence, where
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, as_searched
 from lightning_gpu_tools.advice.memory_account import growing_memory
 from lightning_gpu_tools.advice.memory_causes import judge
@@ -87,7 +89,7 @@ def diagnose(
         if run.steps >= min_steps and run.wall_s >= min_seconds and run.epochs >= _MIN_EPOCHS:
             found = _worth_reporting(run, epoch_start.find(run))
         verdict = "low" if found else "too_short"
-    findings = tuple(sorted(found, key=_by_gain)[:_MAX_FINDINGS])
+    findings = tuple(_with_lines(run, one) for one in sorted(found, key=_by_gain)[:_MAX_FINDINGS])
     is_judged = verdict != "too_short"
     if is_judged:
         why, next_step = _why(run, verdict, findings), _next_step(verdict, findings)
@@ -125,6 +127,19 @@ def diagnose(
 
 def _by_gain(finding: Finding) -> tuple[float, str]:
     return -finding.ceiling, finding.cause
+
+
+def _with_lines(run: RunMeasurements, finding: Finding) -> Finding:
+    """Return a finding with the source lines that take its time, where enough was seen of it."""
+    phases = CAUSES[finding.cause].phases
+    if callable(phases):
+        phases = phases(finding.evidence)
+    lines = where(run.lines, *phases)
+    if lines is None:
+        return finding
+    line = sentence(run.lines, *phases, whose="the loader's time" if finding.cause == "data_loading" else "this time")
+    advice = f"{finding.advice.replace(FIND_FUNCTION, '')} {line}".strip() if line else finding.advice
+    return replace(finding, evidence={**finding.evidence, "source_lines": lines}, advice=advice)
 
 
 def _judge(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import Evidence
@@ -35,6 +35,11 @@ def phases_of(run: RunMeasurements, group: str) -> Iterator[HostPhase]:
             share = min(run.lost_share(phase), run.idle_share)
             evidence = {**seconds_of(run, seconds), "name": name or None}
             yield HostPhase(printable(name or group), name.partition(".")[2], share, evidence)
+
+
+def named_phase(group: str) -> Callable[[Mapping[str, float | str]], Sequence[str]]:
+    """Return what gives the phase of a finding that was made of one of these."""
+    return lambda evidence: [f"{group}/{evidence['name']}" if "name" in evidence else group]
 
 
 def seconds_of(run: RunMeasurements, seconds: float) -> Evidence:

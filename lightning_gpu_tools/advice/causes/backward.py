@@ -8,6 +8,7 @@ from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.step_parts import step_parts
+from lightning_gpu_tools.training.phases import BACKWARD
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 # By forward: twice (Kaplan et al. 2020, section 2.1), three times with activation checkpointing, more on busy cores.
@@ -38,6 +39,7 @@ CAUSE = Cause(
         )
     ],
     find=find,
+    phases=[BACKWARD],
     verified_on="cpu",
     sick=cpu_run(
         {"training_step/forward": 2, "training_step/backward": 18, "training_step/optimizer": 2},

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
-from lightning_gpu_tools.advice.host_phases import HostPhase, phases_of
+from lightning_gpu_tools.advice.host_phases import HostPhase, named_phase, phases_of
 from lightning_gpu_tools.training.phases import CALLBACK
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
@@ -59,6 +59,7 @@ CAUSE = Cause(
         )
     ],
     find=find,
+    phases=named_phase(CALLBACK),
     verified_on="cpu",
     sick=cpu_run({"callback/A": 20, "training_step": 20}),
     healthy=cpu_run({"callback/A": 0.4, "training_step": 20}),

@@ -27,6 +27,7 @@ CAUSE = Cause(
     begins="Writing checkpoints takes",
     shapes=[Shape("Writing checkpoints takes ...", "less often, as advised; `AsyncCheckpointIO`")],
     find=find,
+    phases=[CHECKPOINT],
     verified_on="cpu",
     sick=cpu_run({"checkpoint": 30, "training_step": 70}),
     healthy=cpu_run({"checkpoint": 1, "training_step": 70}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from statistics import median
 
@@ -29,7 +29,7 @@ from lightning_gpu_tools.advice.loader_plan import (
     settings_line,
     with_range,
 )
-from lightning_gpu_tools.training.phases import PAUSES
+from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
 from lightning_gpu_tools.training.run_measurements import (
     DATA_LOADING,
     LoaderSettings,
@@ -234,6 +234,12 @@ def _cpu_times(run: RunMeasurements, load_cpu_s: float, step_cpu_s: float) -> st
     )
 
 
+def _phases(evidence: Mapping[str, float | str]) -> list[str]:
+    if not evidence.get("num_workers"):
+        return [DATA_LOADING]
+    return [] if evidence["kind"] == "main_process" else [IN_WORKER]  # there, what the workers do is not the limit
+
+
 CAUSE = Cause(
     name="data_loading",
     begins="Waiting for data takes",
@@ -277,6 +283,7 @@ CAUSE = Cause(
         ),
     ],
     find=find,
+    phases=_phases,
     verified_on="cpu",
     sick=cpu_run(WAITS),
     healthy=cpu_run({"data_loading": 0.2, "training_step": 40.0}),

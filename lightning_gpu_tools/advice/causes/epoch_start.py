@@ -24,6 +24,7 @@ CAUSE = Cause(
     begins="Starting epochs takes",
     shapes=[Shape("Starting epochs takes ...", "longer epochs; `persistent_workers=True`")],
     find=find,
+    phases=[EPOCH_START],
     verified_on="cpu",
     sick=cpu_run({"epoch_start": 20, "training_step": 20}),
     healthy=cpu_run({"epoch_start": 0.4, "training_step": 20}),

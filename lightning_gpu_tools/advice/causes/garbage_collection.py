@@ -31,6 +31,7 @@ CAUSE = Cause(
         )
     ],
     find=find,
+    phases=[GARBAGE_COLLECTION],
     verified_on="cpu",
     sick=cpu_run({"garbage_collection": 10, "training_step": 20}),
     healthy=cpu_run({"garbage_collection": 0.4, "training_step": 20}),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
-from lightning_gpu_tools.advice.host_phases import HostPhase, phases_of
+from lightning_gpu_tools.advice.host_phases import HostPhase, named_phase, phases_of
 from lightning_gpu_tools.training.phases import LOGGING
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
@@ -46,6 +46,7 @@ CAUSE = Cause(
         Shape("The logger ... takes ..., `self.log` takes ...", "`log_every_n_steps`; fewer metrics in `self.log`")
     ],
     find=find,
+    phases=named_phase(LOGGING),
     verified_on="cpu",
     sick=cpu_run({"logging/CSVLogger": 20, "training_step": 20}),
     healthy=cpu_run({"logging/CSVLogger": 0.4, "training_step": 20}),

@@ -8,6 +8,7 @@ from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Evidence, Finding, counted
 from lightning_gpu_tools.advice.step_parts import step_parts
+from lightning_gpu_tools.training.phases import OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
@@ -39,6 +40,7 @@ CAUSE = Cause(
         )
     ],
     find=find,
+    phases=[OPTIMIZER],
     after=("backward",),
     verified_on="cpu",
     sick=cpu_run(

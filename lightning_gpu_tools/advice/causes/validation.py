@@ -52,6 +52,7 @@ CAUSE = Cause(
         )
     ],
     find=find,
+    phases=[VALIDATION],
     verified_on="cpu",
     sick=cpu_run({"validation": 20, "training_step": 20}),
     healthy=cpu_run({"validation": 5, "training_step": 20}),

@@ -1,0 +1,134 @@
+"""Which source lines a finding names, by samples that a test makes up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import LOADER, WAITS, cpu_run
+from lightning_gpu_tools.advice.findings import FIND_FUNCTION
+from lightning_gpu_tools.advice.lines import MIN_SAMPLES, seen_in, sentence, where, worth_naming
+from lightning_gpu_tools.training.phases import BACKWARD, DATA_LOADING, IN_WORKER, OPTIMIZER
+from lightning_gpu_tools.training.run_measurements import SourceLine
+
+
+def seen(phase: str, samples: int, line: int = 41, **options: Any) -> SourceLine:
+    return SourceLine(
+        **{"phase": phase, "file": "data.py", "line": line, "function": "decode", "samples": samples, **options}
+    )
+
+
+LINES = st.lists(
+    st.builds(
+        SourceLine,
+        phase=st.sampled_from(["data_loading", "callback/A", "callback/B", "worker"]),
+        file=st.sampled_from(["a.py", "b.py", "torch/c.py"]),
+        line=st.integers(1, 3),
+        function=st.just("f"),
+        samples=st.integers(0, 50),
+    )
+)
+
+
+@given(LINES, st.sets(st.sampled_from(["data_loading", "callback", "callback/A", "worker"])))
+def test_shares_add_up_and_come_most_frequent_first(lines: list[SourceLine], phases: set[str]) -> None:
+    shares = [one.share for one in seen_in(lines, *phases)]
+    assert shares == sorted(shares, reverse=True)
+    assert not shares or math.isclose(sum(shares), 1.0)
+
+
+@given(LINES, st.permutations(range(4)))
+def test_the_order_of_samples_does_not_matter(lines: list[SourceLine], order: list[int]) -> None:
+    shuffled = [lines[i] for i in order if i < len(lines)] + lines[4:]
+    assert seen_in(shuffled, "data_loading", "callback") == seen_in(lines, "data_loading", "callback")
+
+
+@given(LINES)
+def test_few_lines_are_named_and_none_that_takes_little(lines: list[SourceLine]) -> None:
+    found = seen_in(lines, "callback")
+    named = worth_naming(found)
+    assert named == found[: len(named)]
+    assert len(named) <= 3
+    assert all(one.share >= 0.1 for one in named)
+    assert not named or sum(one.samples for one in found) >= MIN_SAMPLES
+
+
+def test_lines_are_named_with_file_line_function_and_share() -> None:
+    lines = [
+        seen(DATA_LOADING, 62),
+        seen(DATA_LOADING, 20, line=57, function="__getitem__"),
+        seen(DATA_LOADING, 9, line=1),
+        seen(DATA_LOADING, 9, line=2),
+        seen(BACKWARD, 1000),
+    ]
+    assert where(lines, DATA_LOADING) == "data.py:41 in decode (62 %), data.py:57 in __getitem__ (20 %)"
+
+
+def test_nothing_is_named_by_few_samples() -> None:
+    assert where([seen(DATA_LOADING, MIN_SAMPLES - 1)], DATA_LOADING) is None
+    assert where([seen(DATA_LOADING, MIN_SAMPLES)], DATA_LOADING) == "data.py:41 in decode (100 %)"
+
+
+def test_a_group_has_the_lines_of_its_phases() -> None:
+    lines = [seen("callback/A", 30), seen("callback/B", 10, line=7)]
+    assert where(lines, "callback") == "data.py:41 in decode (75 %), data.py:7 in decode (25 %)"
+    assert where(lines, "callback/A") == "data.py:41 in decode (100 %)"
+
+
+def test_a_line_of_a_framework_is_no_advice() -> None:
+    lines = [seen(OPTIMIZER, 30, file="lightning/pytorch/core/module.py")]
+    assert sentence(lines, OPTIMIZER) == ""
+    assert where(lines, OPTIMIZER) == "lightning/pytorch/core/module.py:41 in decode (100 %)"
+
+
+def test_a_name_of_another_user_reaches_no_terminal_raw() -> None:
+    assert "\x1b" not in str(where([seen(DATA_LOADING, 30, file="a\x1b[2J.py", function="\x1b[1m")], DATA_LOADING))
+
+
+@pytest.mark.parametrize(
+    ("phase", "phase_ms", "options", "cause"),
+    [
+        (DATA_LOADING, WAITS, {}, "data_loading"),
+        (DATA_LOADING, WAITS, {"loader": None}, "data_loading"),
+        (IN_WORKER, WAITS, {"loader": replace(LOADER, num_workers=1), "worker_cpu_s_per_batch": 0.04}, "data_loading"),
+        ("callback/A", {"callback/A": 20, "training_step": 20}, {}, "callback"),
+        ("logging/CSVLogger", {"logging/CSVLogger": 20, "training_step": 20}, {}, "logging"),
+        ("checkpoint", {"checkpoint": 30, "training_step": 70}, {}, "checkpoint"),
+        ("validation", {"validation": 20, "training_step": 20}, {}, "validation"),
+        ("epoch_start", {"epoch_start": 20, "training_step": 20}, {}, "epoch_start"),
+        ("garbage_collection", {"garbage_collection": 10, "training_step": 20}, {}, "garbage_collection"),
+    ],
+)
+def test_a_finding_on_the_host_names_its_line(
+    phase: str, phase_ms: Mapping[str, float], options: dict[str, Any], cause: str
+) -> None:
+    others = [seen("elsewhere", 1000, line=2), seen("callback/B", 1000, line=3)]
+    diagnosis = diagnose(cpu_run(phase_ms, lines=(*others, seen(phase, 62), seen(phase, 38, line=57)), **options))
+    first = diagnosis.findings[0]
+    assert first.cause == cause
+    assert first.evidence["source_lines"] == "data.py:41 in decode (62 %), data.py:57 in decode (38 %)"
+    time = "the loader's time" if cause == "data_loading" else "this time"
+    assert f"62 % of {time} is at data.py:41 in decode." in first.advice
+    assert first.advice in diagnosis.next_step
+
+
+def test_what_workers_do_is_not_named_where_unpacking_is_the_limit() -> None:
+    phases = CAUSES["data_loading"].phases
+    assert callable(phases)
+    assert not phases({"kind": "main_process", "num_workers": 2})
+
+
+def test_a_line_that_is_known_need_not_be_looked_for() -> None:
+    optimizing = {"training_step/forward": 2, "training_step/backward": 4, "training_step/optimizer": 14}
+    unknown = diagnose(cpu_run(optimizing, optimizers={"Own": "own"})).findings[0]
+    known = diagnose(cpu_run(optimizing, optimizers={"Own": "own"}, lines=(seen(OPTIMIZER, 40),))).findings[0]
+    assert FIND_FUNCTION in unknown.advice
+    assert known.advice == "100 % of this time is at data.py:41 in decode."
