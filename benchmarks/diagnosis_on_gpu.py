@@ -106,7 +106,7 @@ CASES = {
 
 def answer(case: Case, seconds: float, folder: str) -> dict[str, Any]:
     """Train and return what the advisor says, and where the GPU stood idle."""
-    advisor = GPUUtilizationAdvisor(min_seconds=seconds / 4, profile=True)
+    advisor = GPUUtilizationAdvisor(min_seconds=seconds / 4)
     dataset = Ready(case.shape)
     loader = DataLoader(dataset, batch_size=None, **case.loader)
     if case.slow_data_s:

@@ -17,22 +17,18 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import (
     GIB,
     LOADER,
-    PROFILE,
     STEP,
     WAITS,
     a_host,
     cpu_run,
     gpu_run,
     on_hopper,
-    profiled,
     ranks,
 )
 from lightning_gpu_tools.advice.findings import Finding
-from lightning_gpu_tools.advice.idle_in_step import wants_profile
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import GpuFacts, LoadingFacts, RunMeasurements
 
-FEW_SMS = on_hopper(sm_active_percent=25.0)
 NO_TENSOR_CORES = on_hopper(tensor_active_percent=0.0)
 
 
@@ -52,7 +48,6 @@ def capped(percent: float, clock_percent: float | None) -> dict[str, GpuFacts]:
 @pytest.mark.parametrize(
     ("run", "causes"),
     [
-        pytest.param(gpu_run(STEP, 40.0, **profiled(idle_s={"launch": 0.1})), ["unexplained"], id="long kernels"),
         pytest.param(gpu_run({**STEP, "data_loading": 1.5}, 98.0), [], id="a wait behind a busy GPU"),
         pytest.param(gpu_run({"training_step": 1, "data_loading": 3}, 12.0), ["data_loading"], id="tiny, slow loader"),
         pytest.param(
@@ -117,11 +112,6 @@ def test_the_advice_fits_the_case(run: RunMeasurements, words: str) -> None:
     assert words in first(run).advice
 
 
-def test_a_sync_without_a_gpu_trace_is_heuristic() -> None:
-    finding = first(gpu_run(STEP, 50.0, **profiled(kernels_per_step=0, kernel_median_us=None, syncs_per_step=1.0)))
-    assert (finding.cause, finding.basis) == ("device_sync", "heuristic")
-
-
 def test_a_phase_is_blamed_only_if_it_covers_most() -> None:
     quick = {"data_loading": 0.001, "forward": 0.010}
     finding = first(gpu_run(STEP, 99.0, **ranks(quick, {"data_loading": 0.014, "forward": 0.022})))
@@ -129,22 +119,6 @@ def test_a_phase_is_blamed_only_if_it_covers_most() -> None:
     assert "No single phase" in finding.advice
     finding = first(gpu_run(STEP, 99.0, **ranks(quick, {**quick, "data_loading": 0.026})))
     assert (finding.evidence["phase"], finding.evidence["node"]) == ("data_loading", 0)
-
-
-@pytest.mark.parametrize(
-    ("run", "wanted"),
-    [
-        (gpu_run(STEP, 50.0), True),  # idle inside the step
-        (gpu_run(STEP, 96.0), False),  # busy
-        (gpu_run({"data_loading": 45, **STEP}, 50.0), False),  # idle outside of it
-        (gpu_run(STEP, 95.0, **FEW_SMS), True),  # seems busy
-        (gpu_run({"training_step": 2}, 10.0), False),  # tiny: nothing more to find out
-        (gpu_run(STEP, None), False),  # nothing tells
-    ],
-)
-def test_the_profiler_is_asked_only_where_nothing_else_can_tell(run: RunMeasurements, wanted: bool) -> None:
-    assert wants_profile(run) is wanted
-    assert not wants_profile(dataclasses.replace(run, profile=PROFILE))
 
 
 # --- the parts of a step on the CPU -----------------------------------------------------------------------------

@@ -1,0 +1,128 @@
+"""Finds the source lines at which the host waits for the GPU, in a few steps, by torch's sync debug mode.
+
+What torch does not report there is ``torch.cuda.synchronize()``, which is noted by its call.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import warnings
+from collections import Counter
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_gpu_tools.training.phases import MONITORING, base_phase
+from lightning_gpu_tools.training.run_measurements import SourceLine, WatchedSteps
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.training.step_clock import StepClock
+
+_OFF = 0  # of torch.cuda.get_sync_debug_mode()
+_SYNC = "called a synchronizing CUDA operation"
+# Put in place and taken out by hand: after warnings.filterwarnings(), warnings that were shown once are shown again.
+_FILTER: Any = ("always", re.compile(f"{_SYNC}|Synchronization debug mode is a prototype"), UserWarning, None, 0)
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+# Whose lines are not the user's.
+_FRAMEWORKS = ("torch", "warnings", *_LIGHTNING, __name__.partition(".")[0])
+
+
+class SyncLines:
+    """Notes where the training thread waits for the GPU between ``start`` and ``stop``, and how much it queues."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+        self._steps = 0
+        self._operations = 0
+        self._lines: Counter[tuple[str, str, int, str]] = Counter()
+        self._before: Any = None  # filters, showwarning and synchronize; None while nothing is noted
+        self._thread = 0
+        self._operations_before = 0
+
+    @property
+    def phases(self) -> set[str]:
+        """Those in which the host waits for the GPU."""
+        return {phase for phase, *_ in self._lines}
+
+    def facts(self) -> WatchedSteps | None:
+        """Return what is known so far; ``None`` before the first step."""
+        if not self._steps:
+            return None
+        lines = tuple(
+            SourceLine(phase=phase, file=file, line=line, function=function, samples=count)
+            for (phase, file, line, function), count in self._lines.most_common()
+        )
+        return WatchedSteps(steps=self._steps, operations=self._operations / self._steps, syncs=lines)
+
+    def start(self) -> None:
+        """Begin, unless the mode is in use."""
+        if torch.cuda.get_sync_debug_mode() != _OFF:
+            return
+        self._thread = threading.get_ident()
+        self._before = warnings.filters, warnings.showwarning, torch.cuda.synchronize
+        warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined] # which types call a sequence
+        warnings.showwarning = self._shown
+        torch.cuda.synchronize = self._synchronized
+        torch.cuda.set_sync_debug_mode("warn")
+        self._operations_before = _operations()
+
+    def stop(self) -> None:
+        """Leave all as it was. Idempotent."""
+        if self._before is None:
+            return
+        (filters, shown, synchronize), self._before = self._before, None
+        torch.cuda.set_sync_debug_mode("default")
+        if _FILTER in filters:
+            filters.remove(_FILTER)
+        if warnings.showwarning == self._shown:
+            warnings.showwarning = shown
+        if torch.cuda.synchronize == self._synchronized:
+            torch.cuda.synchronize = synchronize
+        self._operations += _operations() - self._operations_before
+        self._steps += 1
+
+    def _shown(self, message: Any, category: Any, *where: Any, **more: Any) -> None:
+        text = str(message)
+        if category is UserWarning and _SYNC in text:
+            self._note(sys._getframe(1))
+        elif self._before is not None and not (category is UserWarning and _FILTER[1].match(text)):
+            self._before[1](message, category, *where, **more)
+
+    def _synchronized(self, *args: Any, **kwargs: Any) -> Any:
+        self._note(sys._getframe(1))
+        return self._before[2](*args, **kwargs)
+
+    def _note(self, frame: FrameType | None) -> None:
+        phase = self._clock.current.phase
+        if threading.get_ident() == self._thread and base_phase(phase) != MONITORING:
+            file, line, function = _line_of(frame)
+            self._lines[phase, file, line, function] += 1
+
+
+def _operations() -> int:
+    """Return how often torch has allocated memory of the GPU: about once for each operation."""
+    return int(torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]["allocated"])
+
+
+def _line_of(frame: FrameType | None) -> tuple[str, int, str]:
+    """Return the innermost line of the user's within the training, or the framework's if there is none."""
+    innermost = "", 0, ""
+    while frame is not None:
+        code, package = frame.f_code, str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        place = _short(code.co_filename), frame.f_lineno, code.co_name
+        if package not in _FRAMEWORKS and not code.co_filename.startswith("<"):
+            return place
+        if package in _LIGHTNING and not innermost[1]:
+            innermost = place
+        if package in _LIGHTNING and code.co_name == "fit":
+            return innermost
+        frame = frame.f_back
+    return innermost
+
+
+def _short(path: str) -> str:
+    return path.rpartition(f"{os.sep}site-packages{os.sep}")[2].removeprefix(os.getcwd() + os.sep)
