@@ -51,7 +51,7 @@ _MAX_UNREAD = 64  # samples, where the GPU is far behind the host
 _MAX_PARTS = 256  # of a step; the rest counts as part of the one around them
 _MAX_LAST_STEPS = 64
 # Behind these samples the waits of a step are noted, and then a step is held: often at first, and 16 times in all.
-_LOOK_AFTER = frozenset(count for power in range(8) for count in (2**power, 3 * 2**power))
+_LOOK_AFTER = frozenset(2**power for power in range(16))
 _HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, AFTER_STEP, BEFORE_STEP})
 _ENOUGH_HELD = 8  # times that the work on a part was measured
 _MAX_FAILED = 3  # more than it was measured: a part that waits for the GPU, or fills its queue, cannot be held
@@ -337,6 +337,8 @@ class GpuTimeline:
 
     def _hold_step(self) -> None:
         self._begin_sample(is_held=True)
+        # What is held may have the host wait in the next step, too, as for a copy of pageable memory.
+        self._clock.times.left_out |= {self._clock.steps + 1, self._clock.steps + 2}
         self._steps_to_sample = self._random.randint(_SETTLED, 2 * _SAMPLE_EVERY - 1)
 
     def _step_begins(self, phase: str) -> None:
