@@ -3,8 +3,8 @@
 Events are read once the GPU has passed them; nothing ever waits for the GPU.
 
 What lies between two events is all work if the host had queued it before the GPU came to the first one. Where the GPU
-is not so far behind, a few steps are held: before each part the GPU sleeps for about as long as the host will need to
-queue the part.
+is not so far behind, a few steps are held: before each part, and after each wait of the host for the GPU, the GPU
+sleeps for longer than the host needed to queue what comes next in a step before it, which was only watched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -50,7 +50,7 @@ _SETTLED = 4  # steps at the begin, in which kernels are loaded, and after a hel
 _MAX_UNREAD = 64  # samples, where the GPU is far behind the host
 _MAX_PARTS = 256  # of a step; the rest counts as part of the one around them
 _MAX_LAST_STEPS = 64
-# Behind these samples the waits of a step are noted, and then a step is held: often at first, and 16 times in all.
+# Behind these samples one step is watched and the next one held: often at first, and 16 times in all.
 _LOOK_AFTER = frozenset(2**power for power in range(16))
 _HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, AFTER_STEP, BEFORE_STEP})
 _ENOUGH_HELD = 8  # times that the work on a part was measured
@@ -130,29 +130,50 @@ class _Mark(NamedTuple):
     event: _Event
 
 
+class _Hold(NamedTuple):
+    """A sleep of the GPU before a part."""
+
+    since: _Event
+    cycles: int
+    host_s: float  # that the host needs for the part
+
+    def slept_s(self, until: _Event) -> float:
+        """Return how long it was, once the GPU is through with it."""
+        return float(self.since.elapsed_time(until)) / 1e3
+
+
 @dataclass(slots=True)
 class _Part:
-    """What the host queues in one phase, between two events on the GPU."""
+    """What the host queues in one phase up to the next one, or to its next wait for the GPU."""
 
     phase: str
     begin: _Event
     begin_s: float  # of the host
-    hold: tuple[_Event, int] | None  # since when the GPU slept before it, and for how many cycles
+    hold: _Hold | None
     end: _Event = None
     host_s: float = 0.0
-    is_work: bool = False  # all of it was queued before the GPU began with it
+    was_behind: bool = False  # the GPU began with it when all of it was queued
+    has_synced: bool = False  # it ends when the host has waited for it, so that nobody can ask for that
 
     @property
     def gpu_s(self) -> float:
         """From its begin to its end on the GPU."""
         return float(self.begin.elapsed_time(self.end)) / 1e3
 
+    @property
+    def is_work(self) -> bool:
+        """Whether all of that is the GPU's work."""
+        if not self.has_synced:
+            return self.was_behind
+        # A sync within backward is only reported behind it.
+        return self.phase != BACKWARD and self.hold is not None and self.hold.slept_s(self.begin) > self.hold.host_s
+
 
 @dataclass(slots=True)
 class _Sample:
     """A step, and what comes between it and the step before."""
 
-    is_held: bool
+    kind: Literal["timed", "watched", "held"]
     marks: list[_Mark] = field(default_factory=list)  # from the end of the step before to the begin of the step
     parts: list[_Part] = field(default_factory=list)
     parts_before: int = 0  # that are not of the step
@@ -160,21 +181,31 @@ class _Sample:
 
 
 class _Work:
-    """What is known of the GPU's work on one part."""
+    """What is known of the GPU's work in one phase."""
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=_MAX_LAST_STEPS)
         self.seen = 0  # in how many samples
         self.failed = 0  # attempts to hold it
-        self.is_behind = True  # the GPU began with it only when it was queued; in the last sample that was not held
-        self.host_s = 0.0  # that the host needed for it then
+        self.watched: Sequence[_Part] = ()  # its parts in the last step that was watched
+        self.has_synced = False
 
-    def hold_s(self) -> float:
-        """Return how long the GPU has to sleep before it; 0 if it is not to be held."""
-        is_possible = self.host_s < _MAX_HOLD_S and self.failed < _MAX_FAILED + len(self.seconds)
-        if self.is_behind or not is_possible or len(self.seconds) >= _ENOUGH_HELD:
+    @property
+    def usual_s(self) -> float:
+        """How long it takes where it occurs; 0 where that is unknown."""
+        if not self.seconds:
             return 0.0
-        return min(_MAX_HOLD_S, _HOLD * float(2**self.failed) * self.host_s)
+        # The host may notice late that its wait is over, but never early.
+        return min(self.seconds) if self.has_synced else median(self.seconds)
+
+    def hold_s(self, number: int) -> tuple[float, float]:
+        """Return how long the GPU has to sleep before one of its parts, 0 if not at all, and what the host needs."""
+        if number >= len(self.watched) or len(self.seconds) >= _ENOUGH_HELD:
+            return 0.0, 0.0
+        host_s, is_possible = self.watched[number].host_s, self.failed < _MAX_FAILED + len(self.seconds)
+        if self.watched[number].was_behind or host_s > _MAX_HOLD_S or not is_possible:
+            return 0.0, 0.0
+        return min(_MAX_HOLD_S, _HOLD * float(2**self.failed) * host_s), host_s
 
 
 def enclosed(begin: Callable[[], None], function: _Function, end: Callable[[], None]) -> _Function:
@@ -194,14 +225,14 @@ class GpuTimeline:
 
     def __init__(self, clock: StepClock) -> None:
         self.samples = 0  # read so far
-        self.syncs = SyncLines(clock)
+        self.syncs = SyncLines(clock, self._synced)
         self._clock = clock
         self._random = random.Random(
             0
         )  # its own, and alike on all ranks: the training's random numbers stay as they are
         self._steps_to_sample: float = _SETTLED
         self._taken = 0  # samples that were not held
-        self._due: list[Callable[[], None]] = []
+        self._due: list[Literal["watched", "held"]] = []
         self._sampling = True
         self._open: _Sample | None = None  # before its step
         self._sample: _Sample | None = None  # within its step
@@ -287,7 +318,7 @@ class GpuTimeline:
             step_s=dict(self._step_s),
             last_steps=tuple(self._last_steps),
             work_s={
-                phase: median(work.seconds) * work.seen / self._measured
+                phase: work.usual_s * work.seen / self._measured
                 for phase, work in self._work.items()
                 if len(work.seconds) >= _MIN_MEASURED
             },
@@ -321,30 +352,22 @@ class GpuTimeline:
         return _Mark(self._clock.since_s, self._clock.seconds, event())  # in this order, as HostTime needs it
 
     def _step_ended(self) -> None:
-        self.syncs.stop()
         self._read()
-        if self._due:
-            self._steps_to_sample = 1
-            self._due.pop(0)()
-        else:
-            self._steps_to_sample = self._random.randint(1, 2 * _SAMPLE_EVERY - 1)
-            self._begin_sample()
-
-    def _begin_sample(self, *, is_held: bool = False) -> None:
+        kind = self._due.pop(0) if self._due else "timed"
+        settled = 1 if kind == "timed" else _SETTLED
+        self._steps_to_sample = 1 if self._due else self._random.randint(settled, 2 * _SAMPLE_EVERY - 1)
+        if kind == "held":  # and the host may have to wait for that in the next step, as for a copy of pageable memory
+            self._clock.times.left_out |= {self._clock.steps + 1, self._clock.steps + 2}
         if len(self._unread) < _MAX_UNREAD:
-            self._open, self._sampling = _Sample(is_held), True
+            self._open, self._sampling = _Sample(kind), True
             self._open.marks.append(self._mark(partial(self._begin_part, self._open, AFTER_STEP)))
-
-    def _hold_step(self) -> None:
-        self._begin_sample(is_held=True)
-        # What is held may have the host wait in the next step, too, as for a copy of pageable memory.
-        self._clock.times.left_out |= {self._clock.steps + 1, self._clock.steps + 2}
-        self._steps_to_sample = self._random.randint(_SETTLED, 2 * _SAMPLE_EVERY - 1)
+            if kind != "timed":
+                self.syncs.start()
 
     def _step_begins(self, phase: str) -> None:
         self._sampling = False
         if self._open is None:  # the first step: the GPU has done nothing yet, so its time and the host's are one here
-            begins = self._mark(partial(self._event, _Sample(is_held=False)))
+            begins = self._mark(partial(self._event, _Sample("timed")))
             self._origin = begins.event
             self._host_time.learn(begins.host_s, 0.0)
             return
@@ -363,35 +386,45 @@ class GpuTimeline:
     def _begin_part(self, sample: _Sample, phase: str) -> _Event:
         first = event = sample.events[-1] if sample.parts else self._event(sample)
         hold = None
-        if sample.is_held and phase in _HELD and phase not in self.syncs.phases and self._sleep is not None:
-            cycles = int(self._work[phase].hold_s() * self._cycles_per_s)
-            if cycles:
-                self._sleep(cycles)
-                hold, event = (event, cycles), self._event(sample)
+        if sample.kind == "held" and phase in _HELD and self._sleep is not None:
+            seconds, host_s = self._work[phase].hold_s(sum(part.phase == phase for part in sample.parts))
+            if seconds:
+                hold = _Hold(event, int(seconds * self._cycles_per_s), host_s)
+                self._sleep(hold.cycles)
+                event = self._event(sample)
         sample.parts.append(_Part(phase, event, self._clock.now_s, hold))
         return first
 
     def _end_part(self, sample: _Sample) -> None:
         part = sample.parts[-1]
         part.host_s = self._clock.since_s - part.begin_s
-        part.is_work = not part.begin.query()
+        part.was_behind = not part.begin.query()
         part.end = self._event(sample)
+
+    def _synced(self) -> None:
+        """The host has waited for the GPU in a step that is watched or held."""
+        sample = self._sample or self._open
+        if sample is not None and len(sample.parts) < _MAX_PARTS:
+            self._clock.as_own_work(self._guard, self._part_synced, sample)
+
+    def _part_synced(self, sample: _Sample) -> None:
+        sample.parts[-1].has_synced = True
+        self._part_begins(sample, sample.parts[-1].phase)
 
     def _sample_ended(self) -> None:
         assert self._sample is not None
         sample, self._sample = self._sample, None
         self._end_part(sample)
+        self.syncs.stop()
         self._unread.append(sample)
-        if sample.is_held:
-            return
-        for phase, parts in _by_phase(sample.parts).items():
-            work = self._work[phase]
-            work.is_behind = all(part.is_work for part in parts)
-            work.host_s = max(part.host_s for part in parts)
-        self._taken += 1
-        if self._taken in _LOOK_AFTER:
-            self._due = [self.syncs.start, self._hold_step]
-            self._steps_to_sample = 1
+        if sample.kind == "watched":
+            for phase, parts in _by_phase(sample.parts).items():
+                self._work[phase].watched = parts
+        elif sample.kind == "timed":
+            self._taken += 1
+            if self._taken in _LOOK_AFTER:
+                self._due = ["watched", "held"]
+                self._steps_to_sample = 1
 
     def _read(self) -> None:
         while self._unread and self._unread[0].parts[-1].end.query():
@@ -401,7 +434,7 @@ class GpuTimeline:
                 one for before, after in pairwise(sample.marks) for one in _in_order(before.seconds, after.seconds)
             ]
             self._read_work(sample, validates=any(phase == VALIDATION for phase, _ in spent))
-            if not sample.is_held:
+            if sample.kind == "timed":
                 self._read_times(sample, spent)
             self._spare += (event for event in sample.events if event is not self._origin)
 
@@ -410,10 +443,10 @@ class GpuTimeline:
         for phase, parts in _by_phase(sample.parts).items():
             work = self._work[phase]
             work.seen += 1
+            work.has_synced |= any(part.has_synced for part in parts)
             for part in parts:
                 if part.hold is not None:
-                    since, cycles = part.hold
-                    self._cycles_per_s = cycles / max(1e-6, since.elapsed_time(part.begin) / 1e3)
+                    self._cycles_per_s = part.hold.cycles / max(1e-6, part.hold.slept_s(part.begin))
             if all(part.is_work for part in parts):
                 if not (validates and phase == AFTER_STEP):
                     work.seconds.append(sum(part.gpu_s for part in parts))
@@ -439,10 +472,8 @@ class GpuTimeline:
             self._origin, self._origin_s = begins.event, begins_s
 
     def _idle_in(self, gap: Gap) -> Iterable[tuple[str, float]]:
-        first_s, last_s = (
-            median(work.seconds) if (work := self._work[phase]).seconds else 0.0 for phase in (AFTER_STEP, BEFORE_STEP)
-        )
-        return idle_by_phase(without_work(gap, first_s, last_s)).items()
+        worked_s = (self._work[phase].usual_s for phase in (AFTER_STEP, BEFORE_STEP))
+        return idle_by_phase(without_work(gap, *worked_s)).items()
 
     def _gpu_s(self, mark: _Mark) -> float:
         return self._origin_s + float(self._origin.elapsed_time(mark.event)) / 1e3

@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -32,21 +33,20 @@ _FRAMEWORKS = ("torch", "warnings", *_LIGHTNING, __name__.partition(".")[0])
 
 
 class SyncLines:
-    """Notes where the training thread waits for the GPU between ``start`` and ``stop``, and how much it queues."""
+    """Notes where the training thread waits for the GPU between ``start`` and ``stop``, and how much it queues.
 
-    def __init__(self, clock: StepClock) -> None:
+    ``synced`` is called after each wait.
+    """
+
+    def __init__(self, clock: StepClock, synced: Callable[[], None]) -> None:
         self._clock = clock
+        self._synced = synced
         self._steps = 0
         self._operations = 0
         self._lines: Counter[tuple[str, str, int, str]] = Counter()
         self._before: Any = None  # filters, showwarning and synchronize; None while nothing is noted
         self._thread = 0
         self._operations_before = 0
-
-    @property
-    def phases(self) -> set[str]:
-        """Those in which the host waits for the GPU."""
-        return {phase for phase, *_ in self._lines}
 
     def facts(self) -> WatchedSteps | None:
         """Return what is known so far; ``None`` before the first step."""
@@ -93,12 +93,15 @@ class SyncLines:
             self._before[1](message, category, *where, **more)
 
     def _synchronized(self, *args: Any, **kwargs: Any) -> Any:
-        self._note(sys._getframe(1))
-        return self._before[2](*args, **kwargs)
+        try:
+            return (torch.cuda.synchronize if self._before is None else self._before[2])(*args, **kwargs)
+        finally:
+            self._note(sys._getframe(1))
 
     def _note(self, frame: FrameType | None) -> None:
         phase = self._clock.current.phase
         if threading.get_ident() == self._thread and base_phase(phase) != MONITORING:
+            self._synced()  # first, because the GPU is idle since
             file, line, function = _line_of(frame)
             self._lines[phase, file, line, function] += 1
 
@@ -110,19 +113,18 @@ def _operations() -> int:
 
 def _line_of(frame: FrameType | None) -> tuple[str, int, str]:
     """Return the innermost line of the user's within the training, or the framework's if there is none."""
-    innermost = "", 0, ""
+    found: FrameType | None = None
     while frame is not None:
-        code, package = frame.f_code, str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        place = _short(code.co_filename), frame.f_lineno, code.co_name
-        if package not in _FRAMEWORKS and not code.co_filename.startswith("<"):
-            return place
-        if package in _LIGHTNING and not innermost[1]:
-            innermost = place
-        if package in _LIGHTNING and code.co_name == "fit":
-            return innermost
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _FRAMEWORKS and not frame.f_code.co_filename.startswith("<"):
+            found = frame
+            break
+        if package in _LIGHTNING:
+            found = found or frame
+            if frame.f_code.co_name == "fit":
+                break
         frame = frame.f_back
-    return innermost
-
-
-def _short(path: str) -> str:
-    return path.rpartition(f"{os.sep}site-packages{os.sep}")[2].removeprefix(os.getcwd() + os.sep)
+    if found is None:
+        return "", 0, ""
+    path = found.f_code.co_filename.rpartition(f"{os.sep}site-packages{os.sep}")[2]
+    return path.removeprefix(os.getcwd() + os.sep), found.f_lineno, found.f_code.co_name
