@@ -51,7 +51,7 @@ from lightning_gpu_tools.training.phases import (
     UNEXPLAINED,
     VALIDATION,
 )
-from lightning_gpu_tools.training.run_measurements import RankStep
+from lightning_gpu_tools.training.run_measurements import RankStep, SourceLine
 from lightning_gpu_tools.training.timeline import Series
 from lightning_gpu_tools.units import format_bytes, format_duration
 
@@ -217,6 +217,25 @@ def step_overhead() -> str:
         f"of {plain['rounds']} paired differences ({fake['rounds']} with fake GPUs) between turns of "
         f"{plain['steps_per_turn']} steps, averaged over {plain['processes']} processes of each, with 95 % "
         "intervals, each tool by itself. " + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
+    )
+
+
+def source_lines() -> str:
+    found = results("source_lines")
+    ours, pythons = found["runs"]["sampled"], found["runs"]["with Python's switch interval"]
+    rows = [
+        (
+            name.replace("_", " ").replace("python", "Python").replace("c that", "C that"),
+            *(f"{one[key][name]:.0f} %" for one in (ours, pythons) for key in ("true_percent", "seen_percent")),
+        )
+        for name in ours["true_percent"]
+    ]
+    head = ("what a line does", "truth", "sampled", "truth, second run", "sampled with 5 ms")
+    return block(
+        table(head, *rows),
+        f"{ours['samples']} and {pythons['samples']} samples in {found['seconds']:.0f} s each. A sample takes "
+        f"{ours['us_per_sample']:.0f} us of CPU time. Where more threads are busy than there are cores, as here, the "
+        "sampler waits for one, and lines that sleep are seen too often. " + source("source_lines.py", "source_lines"),
     )
 
 
@@ -733,6 +752,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ceilings,
             diagnosis,
             step_overhead,
+            source_lines,
             loader_settings,
             loader_searches,
             checkpoint_keys,
@@ -756,7 +776,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{
         kind.__name__: functools.partial(fields, kind)
         for kind in (
-            *(Report, GpuSummary, Diagnosis, Finding, RankStep, MemoryAccount, OtherProcess),
+            *(Report, GpuSummary, Diagnosis, Finding, RankStep, SourceLine, MemoryAccount, OtherProcess),
             *(LoaderSummary, ProcessId, Series, Stall),
         )
     },

@@ -94,7 +94,7 @@ def test_the_wheel_is_complete_and_runs_without_other_packages(tmp_path: Path) -
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (scripts,) = (archive.read(name).decode() for name in names if name.endswith("/entry_points.txt"))
-    assert wheel.stat().st_size < 600_000  # source alone, 562 kB when this was written, 46 of them the simulated GPUs
+    assert wheel.stat().st_size < 620_000  # source alone, 606 kB when this was written, 46 of them the simulated GPUs
     assert "lightning_gpu_tools/py.typed" in names
     assert "lightning_gpu_tools/simulated/source/crt/host_defines.h" in names  # the C sources, all of which it needs
     assert not [name for name in names if name.startswith("tests")]

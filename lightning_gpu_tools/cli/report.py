@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Settings that OLD advised to change may differ; their gain is then the result. Exit code: 0 printed, or "
         "within the limit; 1 slower than the limit and beyond the runs' noise; 2 wrong usage; 3 the runs cannot be "
-        "compared, or a file is not a report. Without --against, 1 if FILE is not a report."
+        "compared, or a file is not a report. Without --against, 1 if FILE is not a report; 3 if --lines finds none."
     )
     parser.add_argument(
         "file",
@@ -49,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="list every GPU, stall, part and process of a large job, in more than 80 lines",
     )
     parser.add_argument(
+        "--lines",
+        action="store_true",
+        help="print a table of the source lines that were seen in each phase; with --full of all of them",
+    )
+    parser.add_argument(
         "--format",
         choices=["text", "markdown", "json", "html"],
         default="text",
@@ -66,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.full and (args.against is not None or args.format not in ("text", "markdown")):
         args.usage_error("--full is for the report of one run, as text or markdown")
+    if args.lines and (args.against is not None or args.format != "text"):
+        args.usage_error("--lines is for the report of one run, as text; --format json has them, too")
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
     max_slowdown = args.max_slowdown or 0.0
@@ -75,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("--format html needs bokeh, which is not installed: pip install 'lightning-gpu-tools[plot]'")
     if args.against is None:
         report = load_report(_found(args.file))
+        if args.lines:
+            return _print_lines(report, full=args.full)
         if args.format == "text":
             print(render_text(report, full=args.full))
         elif args.format == "markdown":
@@ -105,6 +114,35 @@ def _found(path: str) -> str:
         shown = printable_path(file.removeprefix("./"))
         print(f"Newest report in {printable_path(path)}: {shown}", file=sys.stderr)
     return file
+
+
+def _print_lines(report: Report, *, full: bool) -> int:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from lightning_gpu_tools.reports.text import LINE_COLUMNS, line_rows
+
+    rows = line_rows(report, full=full)
+    if not rows:
+        print(
+            f"lightning-gpu-tools: no source line was seen in {report.steps} steps. They are sampled some 20 times a "
+            "second, after the warm-up of at least 20 steps. Train longer.",
+            file=sys.stderr,
+        )
+        return 3
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in LINE_COLUMNS:
+        is_text = name in ("phase", "line")
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    for row in rows:
+        table.add_row(*map(Text, row))  # Text, so that rich does not take a bracket in a name for markup
+    console = Console(file=sys.__stdout__)  # rich writes the escape sequences of colors itself
+    if console.width > 100 or not console.is_terminal:
+        console.width = 100
+    console.print(table)
+    return 0
 
 
 def _page(*runs: Any) -> str:

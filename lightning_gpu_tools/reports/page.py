@@ -27,8 +27,10 @@ from lightning_gpu_tools.reports.markup import Bar, element, escaped, folded, ta
 from lightning_gpu_tools.reports.page_charts import Charts
 from lightning_gpu_tools.reports.report import PAGE_NAME, Report
 from lightning_gpu_tools.reports.text import (
+    LINE_COLUMNS,
     cause_phase,
     gpu_label,
+    line_rows,
     loader_line,
     measuring_lines,
     phase_groups,
@@ -144,6 +146,7 @@ def _article(report: Report, charts: Charts, title: str) -> str:
     sections = {
         "Findings": _findings(report),
         f"Where the {format_duration(report.wall_s)} went": _time(report, charts),
+        "Source lines": _lines(report),
         "GPUs": _gpus(report, charts),
         "GPU memory": _memory(report, charts),
         "Ranks": _ranks(report),
@@ -203,6 +206,10 @@ def _time(report: Report, charts: Charts) -> Iterable[str]:
             lines.append((marked, format_duration(seconds), f"{100 * share:.1f} %", per_step, bar))
             css.append("cause" if phase == cause else "part" if phase != group else "")
     yield table("Where the time went", ("phase", "time", "share", "mean per step", ""), lines, css)
+
+
+def _lines(report: Report) -> Iterable[str]:
+    yield table("Where the training thread and its loader's workers were seen", LINE_COLUMNS, line_rows(report))
 
 
 def _gpus(report: Report, charts: Charts) -> Iterable[str]:

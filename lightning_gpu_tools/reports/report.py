@@ -30,7 +30,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.training.lock_alarm import held_in
 from lightning_gpu_tools.training.phases import UNEXPLAINED
-from lightning_gpu_tools.training.run_measurements import RankStep
+from lightning_gpu_tools.training.run_measurements import RankStep, SourceLine
 from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.training.timeline import series_of
@@ -231,6 +231,8 @@ class Report:
         unseen: What could not be measured with this kernel, or this version of Lightning or torch; its time counts
             toward the phase around it.
         spans: The phases over time, in at most 401 parts.
+        lines: The source lines at which the training thread of rank 0 and the workers of its loader were seen, at most
+            1,000, most frequent first.
         gpu_step_s: How long the GPU works on a training step, by part; without the parts of which that is unknown.
         ranks: The steps of each rank that reported; empty with one rank.
         memory: What the memory of each GPU of the training was used for.
@@ -265,6 +267,7 @@ class Report:
     others_cores: float | None = None
     unseen: tuple[str, ...] = ()
     spans: tuple[PhaseSpan, ...] = ()
+    lines: tuple[SourceLine, ...] = ()
     gpu_step_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     ranks: tuple[RankStep, ...] = ()
     memory: tuple[MemoryAccount, ...] = ()

@@ -8,16 +8,18 @@ from __future__ import annotations
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.advice.lines import seen_in
 from lightning_gpu_tools.advice.memory_account import OTHER_PROCESSES, PARTS, MemoryAccount, MemoryPart
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.gpu_table import gpu_lines
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
-from lightning_gpu_tools.training.phases import PHASES, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
+from lightning_gpu_tools.training.phases import IN_WORKER, PHASES, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
@@ -28,6 +30,8 @@ _MAX_NAMES = 6
 _MAX_PROCESSES = 4
 _MAX_STALLS = 3
 _MIN_PART = 0.02
+_MAX_SOURCE_LINES = 10  # of a phase
+LINE_COLUMNS = ("phase", "of its time", "line", "samples")  # of line_rows
 _MIN_OTHERS_CORES = 0.2  # our default: with less, the other programs are the system's own
 # What Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
 _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
@@ -237,6 +241,23 @@ def gpu_label(gpu: GpuSummary | MemoryAccount) -> str:
 def phase_label(group: str) -> str:
     """Return the label of a group of phases; a file may have unknown ones."""
     return PHASES[group].label if group in PHASES else printable(group)
+
+
+def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str, str]]:
+    """Return what a table of source lines has: phase, share of its samples, line, samples; the most sampled first."""
+    samples: Counter[str] = Counter()
+    for one in report.lines:
+        samples[one.phase] += one.samples
+    rows = []
+    for phase, whole in samples.most_common():
+        group, _, name = phase.partition("/")
+        label = "loading in a worker" if group == IN_WORKER else phase_label(group)
+        shares = seen_in([one for one in report.lines if one.phase == phase], phase)
+        for line in shares if full else shares[:_MAX_SOURCE_LINES]:
+            if full or line.samples >= _MIN_PART * whole:
+                shown = f"{label}: {printable(name)}" if name else label
+                rows.append((shown, f"{100 * line.share:.0f} %", str(line), f"{line.samples:,}"))
+    return rows
 
 
 def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -30,6 +30,7 @@ from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.cores import CoreUsers, added_s, pressure_s, runnable_s
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
+from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import BACKWARD, EPOCH_START, FORWARD, OPTIMIZER, is_beside_step
 from lightning_gpu_tools.training.rank_waits import RankWaits
@@ -81,12 +82,14 @@ class RunRecorder:
         gpus: GpuWatch | None,
         memory: MemoryCounters | None,
         core_users: CoreUsers,
+        lines: LineSampler,
     ) -> None:
         self.run = run
         self.gpus = gpus
         self.memory = memory  # of this rank's GPU
         self.batch_bytes: int | None = None  # of the first batch
         self.core_users = core_users
+        self.lines = lines
         self._clock = clock
         self._rank_waits = rank_waits
         self._ranks: tuple[RankStep, ...] = ()
@@ -251,6 +254,7 @@ class RunRecorder:
             gpu_idle=clock.gpu_idle(),
             memory=None if self.memory is None else self.memory.facts(),
             watched=clock.watched_steps(),
+            lines=self.lines.seen(self._workers.pids),
             ranks=self._ranks,
             precision=run.precision,
             matmul_precision=compat.matmul_precision(),

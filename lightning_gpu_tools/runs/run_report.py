@@ -99,6 +99,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         others_cores=None if measured.cores is None else measured.cores.others_cores,
         unseen=unseen,
         spans=tuple(measured.spans),
+        lines=measured.lines,
         gpu_step_s={}
         if idle is None
         else {phase: s for phase, s in idle.work_s.items() if base_phase(phase) == TRAINING_STEP},

@@ -31,6 +31,7 @@ from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.cores import CoreUsers
+from lightning_gpu_tools.training.line_sampler import LineSampler, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters, MemoryHistory
 from lightning_gpu_tools.training.phases import VALIDATION, base_phase
 from lightning_gpu_tools.training.rank_exchange import Board, RankExchange
@@ -52,6 +53,7 @@ class Timer(Protocol):
     """What drives the clock of a session."""
 
     rank_waits: RankWaits  # takes waiting for other ranks out of the clock's phases
+    worker_lines: WorkerLines
     memory: MemoryCounters | None  # of this rank's GPU; None on another device
     fault: Exception | None  # what has ended the timing
 
@@ -122,6 +124,7 @@ class Session:
         for thread in self._threads:
             thread.close()
         self.timer.stop()
+        self.timer.worker_lines.close()
         if self.gpus is not None:
             self.gpus.close()
         self.ending.close()
@@ -159,10 +162,13 @@ class Session:
             if place.local_rank == 0:  # one process of a node is enough to sample its GPUs
                 self._open_gpus(**self._sampling)
             core_users = CoreUsers(lambda: self.clock.core_wait_s, lambda: self.ranks.pids_on_node() or ())
-            recorder = RunRecorder(self.run, self.clock, self.timer.rank_waits, self.gpus, memory, core_users)
+            lines = LineSampler(self.clock, self.timer.worker_lines)
+            recorder = RunRecorder(self.run, self.clock, self.timer.rank_waits, self.gpus, memory, core_users, lines)
             self.ranks = Ranks(f"{self._name}/measured", self._store, recorder, is_monitored=self._is_monitored)
             if place.rank == 0:
                 self.background.add("Sampling who uses the cores", recorder.core_users.poll)
+                self._threads.append(lines)
+                lines.start()
             self._threads.append(self.ranks.exchange)
             if memory is not None and self.gpus is not None:
                 memory.when_read = self.gpus.note_memory

@@ -21,6 +21,7 @@ from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun, trains_on_gpu
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, overrides
 from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
+from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
@@ -94,7 +95,9 @@ class FitTimer(Timer):
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
         self._wrappers = Wrappers()
         self._wrap = partial(self._wrappers.put, trainer)
+        self.worker_lines = WorkerLines()
         self._wrappers.put(torch.utils.data, FETCH, noting_index)  # before workers are forked
+        self._wrappers.put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
         self._wrap("fit_loop.on_run_start", self._timed_in_fit)
         self._wrap("fit_loop.on_run_start", partial(before, partial(self._safely, self._start)))
         self._wrap("fit_loop.on_run_end", self._timed_in_fit)

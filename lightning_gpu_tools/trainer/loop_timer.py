@@ -21,6 +21,7 @@ from lightning_gpu_tools.trainer.facts import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
@@ -82,6 +83,7 @@ class LoopTimer(Timer):
     ) -> None:
         self.fault: Exception | None = None
         self.rank_waits = RankWaits(clock)
+        self.worker_lines = WorkerLines()
         self._run = run
         self._fabric = fabric
         self._clock = clock
@@ -119,6 +121,7 @@ class LoopTimer(Timer):
             torch_optimizer.register_optimizer_step_post_hook(partial(self._safely, self._optimizer_ends)),
         ]
         put(torch.utils.data, FETCH, noting_index)  # before workers are forked
+        put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
         put(torch.autograd, "backward", self._meeting_backward)
         if self._run.place.world_size > 1:
             put(torch.distributed, "Work.wait", self.rank_waits.timed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import suppress
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 _Function = Callable[..., Any]
@@ -25,7 +25,9 @@ class _StandIn(functools.partial[Any]):
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
-    def __reduce__(self) -> tuple[_Function, tuple[object, str]]:
+    def __reduce__(self) -> tuple[_Function, tuple[object, ...]]:
+        if isinstance(self.owner, ModuleType):  # which cannot be pickled; a function of its own can
+            return functools.partial, (self.func, *self.args)
         return getattr, (self.owner, self.name)
 
     def take_off(self, function: _Function) -> None:

@@ -113,6 +113,11 @@ def is_batch_ready(iterator: object) -> bool | None:
         return None
 
 
+def worker_loop() -> Any:
+    """Return what a DataLoader's worker runs. Without it no source line of a worker is named."""
+    return getattr(getattr(getattr(torch.utils.data, "_utils", None), "worker", None), "_worker_loop", None)
+
+
 def gpu_sleep() -> Any:
     """Return what keeps the GPU waiting for some cycles of its clock. Without it no step is held."""
     return getattr(torch.cuda, "_sleep", None)

@@ -153,7 +153,7 @@ def frames_in(text: str) -> tuple[Frame, ...]:
 
 
 # Where Lightning's Trainer hands over to the loops.
-_TRAINER_FILE, _TRAINER_FUNCTIONS = os.path.join("trainer", "trainer.py"), ("fit", "_run_stage")
+TRAINER_FILE, TRAINER_FUNCTIONS = os.path.join("trainer", "trainer.py"), ("fit", "_run_stage")
 
 
 def stack_in_fit(frames: list[FrameType]) -> tuple[Frame, ...]:
@@ -165,7 +165,7 @@ def innermost_in_fit(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """Return the same of a stack that was read elsewhere."""
     stack = tuple(one for one in frames if not one.file.startswith(_OWN))
     for i, call in reversed(list(enumerate(stack))):
-        if call.function in _TRAINER_FUNCTIONS and call.file.endswith(_TRAINER_FILE):
+        if call.function in TRAINER_FUNCTIONS and call.file.endswith(TRAINER_FILE):
             return stack[i + 1 :]
     return stack
 

@@ -68,7 +68,8 @@ class StepClock(Stopwatch):
         self.running = False
         self._data_loading, self._epoch_start = self.account(DATA_LOADING), self.account(EPOCH_START)
         self._around_fetch = self._around_collection = self.current
-        self._collection, self._thread = self.account(GARBAGE_COLLECTION), 0
+        self._collection = self.account(GARBAGE_COLLECTION)
+        self.thread_id = 0  # of the training thread, once it has started
         self._before_fetch_s = 0.0
         self._gpu: GpuTimeline | None = None
         self._started_s = self._stopped_s = 0.0
@@ -90,7 +91,7 @@ class StepClock(Stopwatch):
         """Begin to book time."""
         super().start()
         self.running = True
-        self._thread = threading.get_ident()
+        self.thread_id = threading.get_ident()
         if self._clock is perf_counter:  # the kernel's seconds are no others
             self._core_wait = ThreadWait()
         gc.callbacks.append(self._book_collection)
@@ -112,7 +113,7 @@ class StepClock(Stopwatch):
 
     def _book_collection(self, stage: str, info: dict[str, int]) -> None:
         """Book the time of a garbage collection that starts in this thread; one of generation 0 takes none."""
-        if info["generation"] == 0 or threading.get_ident() != self._thread:
+        if info["generation"] == 0 or threading.get_ident() != self.thread_id:
             return
         if stage == "start":
             self._around_collection = self.switch(self._collection)

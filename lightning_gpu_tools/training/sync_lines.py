@@ -5,7 +5,6 @@ What torch does not report there is ``torch.cuda.synchronize()``, which is noted
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_gpu_tools.training.line_sampler import line_of
 from lightning_gpu_tools.training.phases import MONITORING, base_phase
 from lightning_gpu_tools.training.run_measurements import SourceLine, WatchedSteps
 
@@ -27,9 +27,6 @@ _OFF = 0  # of torch.cuda.get_sync_debug_mode()
 _SYNC = "called a synchronizing CUDA operation"
 # Put in place and taken out by hand: after warnings.filterwarnings(), warnings that were shown once are shown again.
 _FILTER: Any = ("always", re.compile(f"{_SYNC}|Synchronization debug mode is a prototype"), UserWarning, None, 0)
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-# Whose lines are not the user's.
-_FRAMEWORKS = ("torch", "warnings", *_LIGHTNING, __name__.partition(".")[0])
 
 
 class SyncLines:
@@ -102,29 +99,10 @@ class SyncLines:
         phase = self._clock.current.phase
         if threading.get_ident() == self._thread and base_phase(phase) != MONITORING:
             self._synced()  # first, because the GPU is idle since
-            file, line, function = _line_of(frame)
-            self._lines[phase, file, line, function] += 1
+            if (seen := line_of(frame)) is not None:
+                self._lines[phase, seen.file, seen.line, seen.function] += 1
 
 
 def _operations() -> int:
     """Return how often torch has allocated memory of the GPU: about once for each operation."""
     return int(torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]["allocated"])
-
-
-def _line_of(frame: FrameType | None) -> tuple[str, int, str]:
-    """Return the innermost line of the user's within the training, or the framework's if there is none."""
-    found: FrameType | None = None
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in _FRAMEWORKS and not frame.f_code.co_filename.startswith("<"):
-            found = frame
-            break
-        if package in _LIGHTNING:
-            found = found or frame
-            if frame.f_code.co_name == "fit":
-                break
-        frame = frame.f_back
-    if found is None:
-        return "", 0, ""
-    path = found.f_code.co_filename.rpartition(f"{os.sep}site-packages{os.sep}")[2]
-    return path.removeprefix(os.getcwd() + os.sep), found.f_lineno, found.f_code.co_name

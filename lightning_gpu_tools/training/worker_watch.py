@@ -20,6 +20,7 @@ class WorkerWatch:
     """Samples what the workers of a DataLoader do, by the iterator in use."""
 
     def __init__(self, iterator: Callable[[], object]) -> None:
+        self.pids: set[int] = set()  # of all workers that were seen
         self.unseen: set[str] | None = None  # names of torch's that no poll has found, also for lack of workers
         self._iterator = iterator
         self._due_s = 0.0
@@ -57,6 +58,7 @@ class WorkerWatch:
         missing = compat.missing_of_iterator(iterator)
         self.unseen = missing if self.unseen is None else self.unseen & missing
         pids = compat.worker_pids(iterator)
+        self.pids.update(pids)
         self._polls += bool(pids)
         for pid in pids:
             if fields := stat_fields(pid):

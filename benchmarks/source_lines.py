@@ -1,0 +1,111 @@
+"""How well sampled source lines agree with the truth, and what a sample costs.
+
+    python benchmarks/source_lines.py [--seconds 60] [--output results.json]
+
+A plain loop under watch() does five kinds of work in each step, one in a line each, and times them itself. The package
+samples it as it does every training, but for a window as long as the run. The same is done with Python's own switch
+interval of 5 ms, to show why it is shortened. The cost is the CPU time of the sampling thread.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe_machine
+
+from lightning_gpu_tools import load_report, watch
+from lightning_gpu_tools.training import line_sampler
+
+SQUARE, DATA = torch.randn(400, 400), list(range(30_000))
+
+
+def pure_python() -> Any:
+    return sum([i * i for i in DATA])
+
+
+def in_torch() -> Any:
+    return SQUARE @ SQUARE
+
+
+def c_that_calls_python() -> Any:
+    return sorted(DATA, key=lambda value: -value)
+
+
+def asleep() -> Any:
+    return time.sleep(0.002)
+
+
+def c_that_keeps_the_lock() -> Any:
+    return bytes(3_000_000).count(b"x")
+
+
+WORK: tuple[Callable[[], Any], ...] = (pure_python, in_torch, c_that_calls_python, asleep, c_that_keeps_the_lock)
+
+
+def measure(seconds: float, switch_s: float) -> dict[str, Any]:
+    """Return the shares of time and of samples of each kind of work, and the cost of a sample."""
+    line_sampler.WINDOW_SAMPLES, line_sampler.SWITCH_S = 10**9, switch_s
+    truth: Counter[str] = Counter()
+    sampler: Any = None
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        with watch(folder=folder) as run:
+            ends_s = time.perf_counter() + seconds
+            for step, _ in enumerate(run.batches(iter(int, 1))):
+                for do in WORK:
+                    began_s = time.perf_counter()
+                    do()
+                    if step > 20:  # as the package counts
+                        truth[do.__name__] += time.perf_counter() - began_s
+                if time.perf_counter() > ends_s:
+                    break
+            sampler = run._training.session.recorder.lines
+            cpu_s = sampler.cpu_s
+        lines = load_report(folder).lines
+    # A lambda is a function of its own, in the same line.
+    of_line = {do.__code__.co_firstlineno + 1: do.__name__ for do in WORK}
+    seen: Counter[str] = Counter()
+    for one in lines:
+        seen[of_line.get(one.line, "elsewhere") if Path(one.file).name == Path(__file__).name else "elsewhere"] += (
+            one.samples
+        )
+    return {
+        "samples": seen.total(),
+        "true_percent": {name: 100 * spent_s / truth.total() for name, spent_s in truth.items()},
+        "seen_percent": {name: 100 * seen[name] / seen.total() for name in [*truth, "elsewhere"]},
+        "us_per_sample": 1e6 * cpu_s / seen.total(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each run (default: %(default)g)")
+    parser.add_argument("--output", type=Path, help="where to write the result")
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    torch.set_num_threads(1)
+    ours_s, pythons_s = line_sampler.SWITCH_S, sys.getswitchinterval()
+    runs = {
+        "sampled": measure(options.seconds, ours_s),
+        "with Python's switch interval": measure(options.seconds, pythons_s),
+    }
+    for name, found in runs.items():
+        print(f"{name}: {found['samples']} samples, {found['us_per_sample']:.0f} us of CPU time each")
+        for work, percent in found["true_percent"].items():
+            print(f"  {work:24} true {percent:5.1f} %  seen {found['seen_percent'][work]:5.1f} %")
+    if options.output:
+        result = {"machine": describe_machine(), "load_average_before": load, "seconds": options.seconds, "runs": runs}
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

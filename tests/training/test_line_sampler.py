@@ -1,0 +1,295 @@
+"""At which source lines a thread is seen, and when: by stacks, a clock and samples that a test makes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import decoding
+import pytest
+from decoding import Decoded
+from torch.utils.data import DataLoader
+from trainings import HandClock
+
+from lightning_gpu_tools.trainer.wrappers import Wrappers
+from lightning_gpu_tools.training import line_sampler
+from lightning_gpu_tools.training.line_sampler import (
+    SWITCH_S,
+    WINDOW_SAMPLES,
+    WORKER_LOOP,
+    LineSampler,
+    Seen,
+    WorkerLines,
+    line_of,
+)
+from lightning_gpu_tools.training.phases import CALLBACK, IN_WORKER, MONITORING, TRAINING_STEP, VALIDATION
+from lightning_gpu_tools.training.run_measurements import SourceLine
+from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
+
+PACKAGES = sysconfig.get_path("purelib")
+SCRIPT = ("__main__", "/home/ada/train.py", "main")
+FIT = ("lightning.pytorch.trainer.trainer", f"{PACKAGES}/lightning/pytorch/trainer/trainer.py", "fit")
+HOOK = ("lightning.pytorch.trainer.call", f"{PACKAGES}/lightning/pytorch/trainer/call.py", "_call_callback_hooks")
+SAVE = ("lightning.pytorch.callbacks.x", f"{PACKAGES}/lightning/pytorch/callbacks/x.py", "save")
+FETCH = ("torch.utils.data._utils.fetch", f"{PACKAGES}/torch/utils/data/_utils/fetch.py", "fetch")
+COLLATE = ("torch.utils.data._utils.collate", f"{PACKAGES}/torch/utils/data/_utils/collate.py", "default_collate")
+TORCH = ("torch.nn.functional", f"{PACKAGES}/torch/nn/functional.py", "linear")
+PILLOW = ("PIL.ImageFile", f"{PACKAGES}/PIL/ImageFile.py", "load")
+VISION = ("torchvision.datasets", f"{PACKAGES}/torchvision/datasets/folder.py", "__getitem__")
+JSON = ("json.decoder", f"{sysconfig.get_path('stdlib')}/json/decoder.py", "decode")
+OURS = ("lightning_gpu_tools.training.stopwatch", "/anywhere/stopwatch.py", "timed")
+DECODE = ("data", f"{os.getcwd()}/data.py", "decode")
+GETITEM = ("data", f"{os.getcwd()}/data.py", "__getitem__")
+
+
+def seen_in(*calls: tuple[str, str, str]) -> Seen | None:
+    """Return the line of a stack of these calls, outermost first: module, file and function, each in line 2."""
+    frames: list[FrameType] = []
+
+    def innermost() -> None:
+        frame: FrameType | None = sys._getframe(1)
+        found = line_of(_Cut(frame, len(calls)))  # type: ignore[arg-type]
+        seen.append(found)
+        frames.clear()
+
+    seen: list[Seen | None] = []
+    call: Any = innermost
+    for module, path, function in reversed(calls):
+        names: dict[str, Any] = {"__name__": module, "inner": call}
+        exec(compile(f"def {function}():\n    inner()", path, "exec"), names)
+        call = names[function]
+    call()
+    return seen[0]
+
+
+class _Cut:
+    """A frame without those of the test around it."""
+
+    def __init__(self, frame: FrameType | None, count: int) -> None:
+        assert frame is not None
+        self.f_code, self.f_lineno, self.f_globals = frame.f_code, frame.f_lineno, frame.f_globals
+        self.f_back = _Cut(frame.f_back, count - 1) if count > 1 else None
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ((SCRIPT, DECODE), ("data.py", "decode", False, False)),
+        ((SCRIPT, DECODE, TORCH), ("data.py", "decode", True, False)),
+        ((SCRIPT, GETITEM, PILLOW, JSON), ("data.py", "__getitem__", False, False)),
+        ((SCRIPT, TORCH), ("/home/ada/train.py", "main", True, False)),
+        ((SCRIPT, FIT, HOOK, OURS, DECODE), ("data.py", "decode", False, False)),
+        ((SCRIPT, FIT, HOOK, SAVE, TORCH), ("lightning/pytorch/callbacks/x.py", "save", True, False)),
+        ((SCRIPT, FIT, HOOK, FETCH, GETITEM, DECODE), ("data.py", "decode", False, True)),
+        ((SCRIPT, OURS, FETCH, COLLATE, TORCH), ("torch/utils/data/_utils/collate.py", "default_collate", True, True)),
+        ((SCRIPT, FETCH, VISION, PILLOW), ("PIL/ImageFile.py", "load", False, True)),
+        ((SCRIPT, FETCH), ("torch/utils/data/_utils/fetch.py", "fetch", False, True)),
+    ],
+)
+def test_the_innermost_line_of_the_user_is_named(
+    calls: tuple[tuple[str, str, str], ...], expected: tuple[str, str, bool, bool]
+) -> None:
+    file, function, in_torch, is_loading = expected
+    assert seen_in(*calls) == Seen(file, 2, function, in_torch, is_loading)
+
+
+def test_a_stack_of_this_package_alone_has_no_line() -> None:
+    assert seen_in(OURS) is None
+    assert line_of(None) is None
+
+
+def test_a_comprehension_has_the_name_of_its_function() -> None:
+    seen = next(line_of(sys._getframe()) for _ in range(1))
+    assert seen is not None
+    assert (seen.file, seen.function) == (
+        os.path.relpath(__file__),
+        "test_a_comprehension_has_the_name_of_its_function",
+    )
+
+
+class Sampled:
+    """A training whose steps a test makes, and whose samples it takes."""
+
+    def __init__(self) -> None:
+        self.time = HandClock()
+        self.clock = StepClock(self.time)
+        self.clock.start()
+        self.sampler = LineSampler(self.clock, WorkerLines())
+        self.sampler._thread_id = self.clock.thread_id
+        self.clock.begin_epoch()
+
+    def step(self, count: int = 1, seconds: float = 0.01) -> None:
+        for _ in range(count):
+            self.clock.begin_fetch()
+            self.clock.end_fetch()
+            with self.clock.booked(TRAINING_STEP):
+                self.time.spend(seconds)
+
+    def sample(self, phase: str, count: int = 1) -> float:
+        with self.clock.booked(phase):
+            return [self.sampler._sample() for _ in range(count)][-1]
+
+    def seen(self) -> dict[str, int]:
+        return {one.phase: one.samples for one in self.sampler.seen(())}
+
+
+@pytest.fixture
+def sampled() -> Iterator[Sampled]:
+    before_s = sys.getswitchinterval()
+    training = Sampled()
+    yield training
+    training.sampler.close()
+    training.clock.stop()
+    assert sys.getswitchinterval() == before_s
+
+
+@pytest.fixture
+def steady(sampled: Sampled) -> Sampled:
+    sampled.step(WARM_UP_STEPS + 2)
+    return sampled
+
+
+def test_nothing_is_sampled_before_steps_are_steady(sampled: Sampled) -> None:
+    sampled.step(WARM_UP_STEPS)
+    sampled.sample(TRAINING_STEP, 5)
+    assert sampled.seen() == {}
+    assert sys.getswitchinterval() > SWITCH_S
+
+
+def test_a_window_ends_and_the_switch_interval_is_as_before(steady: Sampled) -> None:
+    before_s = sys.getswitchinterval()
+    steady.sample(TRAINING_STEP)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+    idle_s = steady.sample(CALLBACK, WINDOW_SAMPLES)
+    assert idle_s > 0.1
+    assert steady.seen() == {CALLBACK: WINDOW_SAMPLES - 1, TRAINING_STEP: 1}
+    assert sys.getswitchinterval() == before_s
+
+
+def test_pauses_are_sampled_whenever_they_come(steady: Sampled) -> None:
+    steady.sample(TRAINING_STEP, WINDOW_SAMPLES + 1)
+    steady.sample(VALIDATION, WINDOW_SAMPLES + 1)
+    assert steady.seen() == {TRAINING_STEP: WINDOW_SAMPLES, VALIDATION: WINDOW_SAMPLES}
+
+
+def test_this_packages_own_work_is_not_counted(steady: Sampled) -> None:
+    steady.sample(MONITORING, 5)
+    assert steady.seen() == {}
+
+
+@pytest.mark.parametrize(("seconds", "windows"), [(0.01, 1), (0.011, 1), (0.02, 2), (0.005, 2)])
+def test_another_window_begins_at_another_pace(steady: Sampled, seconds: float, windows: int) -> None:
+    steady.step(100)
+    steady.sample(TRAINING_STEP, WINDOW_SAMPLES + 1)
+    steady.step(100, seconds)
+    steady.sample(TRAINING_STEP, WINDOW_SAMPLES + 1)
+    assert steady.seen() == {TRAINING_STEP: windows * WINDOW_SAMPLES}
+
+
+def test_windows_come_to_an_end(steady: Sampled) -> None:
+    for turn in range(20):
+        steady.step(100, 0.01 * (1 + turn % 2))
+        steady.sample(TRAINING_STEP, WINDOW_SAMPLES + 1)
+    assert steady.seen() == {TRAINING_STEP: 5 * WINDOW_SAMPLES}
+
+
+def test_a_switch_interval_that_the_program_sets_stays(steady: Sampled) -> None:
+    before_s = sys.getswitchinterval()
+    try:
+        steady.sample(TRAINING_STEP)
+        sys.setswitchinterval(0.02)
+        steady.sample(TRAINING_STEP)
+        steady.sampler.close()
+        assert sys.getswitchinterval() == pytest.approx(0.02)
+    finally:
+        sys.setswitchinterval(before_s)
+
+
+def test_a_shorter_switch_interval_of_the_program_is_used(steady: Sampled) -> None:
+    before_s = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(SWITCH_S / 5)
+        steady.sample(TRAINING_STEP)
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S / 5)
+    finally:
+        sys.setswitchinterval(before_s)
+
+
+def test_a_fault_puts_the_switch_interval_back(steady: Sampled, monkeypatch: pytest.MonkeyPatch) -> None:
+    before_s = sys.getswitchinterval()
+    steady.sample(TRAINING_STEP)
+    monkeypatch.delattr(sys, "_current_frames")
+    with pytest.raises(AttributeError):
+        steady.sample(TRAINING_STEP)
+    assert sys.getswitchinterval() == before_s
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_workers_name_their_lines(start_method: str) -> None:
+    workers, wrappers = WorkerLines(), Wrappers()
+    wrappers.put(line_sampler.compat.torch.utils.data, WORKER_LOOP, workers.sampled)
+    try:
+        loader = DataLoader(Decoded(50_000), num_workers=1, multiprocessing_context=start_method)
+        batches: Any = iter(loader)
+        pids = [worker.pid for worker in batches._workers]
+        lines: list[SourceLine] = []
+        while not lines and next(batches, None) is not None:  # until a worker has written them
+            lines = workers.lines(pids)
+        assert (lines[0].phase, lines[0].file, lines[0].function) == (
+            IN_WORKER,
+            os.path.relpath(decoding.__file__),
+            "decode",
+        )
+        assert lines[0].samples > 0.5 * sum(one.samples for one in lines)
+        assert workers.lines([1]) == []
+        assert workers.lines(pids)
+        folder = Path(str(workers._folder))
+        assert folder.is_dir()
+        del batches
+    finally:
+        wrappers.undo()
+        workers.close()
+    assert not folder.exists()
+    assert workers.lines(pids)[0].function == "decode"  # as it was read
+
+
+def test_a_worker_that_waits_is_not_counted(tmp_path: Path) -> None:
+    worker = line_sampler._WorkerSampler(str(tmp_path))
+    worker.close()
+    waiting = Seen("data.py", 1, "decode", in_torch=False, is_loading=False)
+    assert worker._phase(waiting) is None
+    assert worker._phase(waiting._replace(is_loading=True)) == IN_WORKER
+
+
+def test_a_loop_that_somebody_else_has_put_there_stays() -> None:
+    def loop() -> None:
+        """Stand in for torch's."""
+
+    assert WorkerLines().sampled(loop) is loop
+
+
+def test_without_room_for_files_workers_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(line_sampler.tempfile, "mkdtemp", full)
+    workers = WorkerLines()
+    assert workers.sampled(line_sampler._worker_loop) is line_sampler._worker_loop
+    assert workers.lines([1]) == []
+    workers.close()
+
+
+def test_files_that_are_gone_or_broken_cost_their_lines_alone(tmp_path: Path) -> None:
+    workers = WorkerLines()
+    workers.sampled(line_sampler._worker_loop)
+    Path(str(workers._folder), "7.json").write_text("{")
+    assert workers.lines([7]) == []
+    Path(str(workers._folder), "7.json").unlink()
+    Path(str(workers._folder)).rmdir()
+    assert workers.lines([7]) == []
+    workers.close()
