@@ -22,10 +22,10 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "operations_per_step": run.watched.operations,
         "left_on_cpu": ", ".join(run.left_on_cpu) or None,
     }
-    advice = "The GPU waits for work of the host. Do it in the dataset, where workers run it ahead, or on the GPU. "
+    advice = f"{FIND_FUNCTION} Do that work in the dataset, where workers run it ahead, or on the GPU."
     if run.left_on_cpu:
-        advice += f"Start with what is left on the CPU: {', '.join(run.left_on_cpu)}. "
-    yield counted("host_work", idle.host_work, evidence, advice + FIND_FUNCTION)
+        advice += f" Start with what is left on the CPU: {', '.join(run.left_on_cpu)}."
+    yield counted("host_work", idle.host_work, evidence, advice)
 
 
 _BUSY_HOST = {
