@@ -333,9 +333,10 @@ class GpuTimeline:
         try:
             if action != self._read and torch.cuda.is_current_stream_capturing():  # what is queued would be kept
                 self._open = self._sample = None
+                self.close()
             else:
                 action(*args)
-        except RuntimeError:
+        except Exception:  # noqa: BLE001 - nor is an unknown torch a reason to stop a training
             self._open = self._sample = None
             self._sampling, self._steps_to_sample = False, math.inf
             self._unread.clear()

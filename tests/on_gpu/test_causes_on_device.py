@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from trainings import Boom, Model, Raise, Samples, Watch, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
@@ -39,9 +38,9 @@ def state_of_warnings() -> tuple[object, ...]:
     return tuple(warnings.filters), warnings.showwarning, torch.cuda.synchronize, torch.cuda.get_sync_debug_mode()
 
 
-def train(folder: Path, model: Model, *callbacks: Callback) -> Report:
+def train(folder: Path, model: Model, steps: int = STEPS) -> Report:
     own = [GPUUtilizationMonitor(interval_s=0.1), GPUUtilizationAdvisor(min_seconds=1)]
-    quiet_trainer(folder, accelerator="gpu", callbacks=[*own, *callbacks]).fit(model, loader(Samples(STEPS)))
+    quiet_trainer(folder, accelerator="gpu", callbacks=own).fit(model, loader(Samples(steps)))
     return load_report(folder)
 
 
@@ -102,7 +101,7 @@ class SmallKernels(Model):
 
 
 def test_many_small_kernels_are_launched_too_slowly(tmp_path: Path) -> None:
-    report = train(tmp_path, SmallKernels())
+    report = train(tmp_path, SmallKernels(), steps=400)
     first = report.diagnosis.findings[0]
     assert first.cause == "launch_bound", report.diagnosis
     assert float(first.evidence["operations_per_step"]) == pytest.approx(420, abs=20)
