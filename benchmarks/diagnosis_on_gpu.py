@@ -148,6 +148,8 @@ def synchronize(loss: torch.Tensor) -> None:
 
 def small_kernels(batch: torch.Tensor) -> None:
     for _ in range(400):
+        for _ in range(8):  # which takes the host longer than a kernel takes the GPU
+            batch = batch.unsqueeze(0).squeeze(0)
         batch = batch * 1.0
 
 
