@@ -9,10 +9,12 @@ that it waits for; a remark on precision counts as healthy where it is not what 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,12 +23,12 @@ from typing import Any
 
 import torch
 from diagnosis_suite import in_words
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from machine import describe_machine
 from torch.utils.data import DataLoader, Dataset
 from toys import Slow, SlowCallback, Stop
 
-from lightning_gpu_tools import GPUUtilizationAdvisor
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 
 
 class Ready(Dataset):
@@ -70,15 +72,112 @@ class Layers(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-9)
 
 
+class Waiting(LightningModule):
+    """Keeps the GPU busy in forward and calls a function before and after that.
+
+    Args:
+        gpu_ms: For how long.
+        before: Is called with the batch.
+        after: Is called with the loss; then the host sleeps 20 ms.
+    """
+
+    def __init__(
+        self,
+        gpu_ms: float,
+        before: Callable[[torch.Tensor], object] | None = None,
+        after: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 1)
+        self.gpu_ms, self.before, self.after = gpu_ms, before, after
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.before is not None:
+            self.before(batch)
+        occupy(self.gpu_ms)
+        loss = self.layer(batch).square().mean()
+        if self.after is not None:
+            self.after(loss)
+            time.sleep(0.020)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+
+class Augmenting(Waiting):
+    def on_after_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
+        occupy(20.0)
+        return batch
+
+
+class Averaging(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        occupy(20.0)
+
+
+@functools.cache
+def cycles_per_ms() -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    torch.cuda._sleep(50_000_000)
+    end.record()
+    end.synchronize()
+    return 50e6 / begin.elapsed_time(end)
+
+
+def occupy(ms: float) -> None:
+    torch.cuda._sleep(int(ms * cycles_per_ms()))
+
+
+def item(loss: torch.Tensor) -> None:
+    loss.item()
+
+
+def to_cpu(loss: torch.Tensor) -> None:
+    loss.detach().cpu()
+
+
+def nonzero(loss: torch.Tensor) -> None:
+    torch.nonzero(loss.detach())
+
+
+def synchronize(loss: torch.Tensor) -> None:
+    torch.cuda.synchronize()
+
+
+def small_kernels(batch: torch.Tensor) -> None:
+    for _ in range(400):
+        for _ in range(8):  # which takes the host longer than a kernel takes the GPU
+            batch = batch.unsqueeze(0).squeeze(0)
+        batch = batch * 1.0
+
+
+def pure_python(batch: torch.Tensor) -> None:
+    end_s = time.perf_counter() + 0.025
+    while time.perf_counter() < end_s:
+        pass
+
+
 @dataclass
 class Case:
+    """A training.
+
+    Attributes:
+        known: What may be said of it.
+        line: The function whose line has to be named in the first finding.
+        forward_ms: How long the GPU works in forward.
+    """
+
     known: tuple[str, ...]
     model: Callable[[], LightningModule]
     shape: tuple[int, ...]
+    line: str = field(default="", kw_only=True)
+    forward_ms: float | None = field(default=None, kw_only=True)
     loader: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     slow_data_s: float = 0.0
-    callback: bool = False
+    callback: Callable[[], Callback] | None = None
 
 
 _BF16 = {"precision": "bf16-mixed"}
@@ -88,7 +187,7 @@ CASES = {
         ("data_loading too_few_workers",), lambda: Layers(4096, 4), (64, 4096), options=_BF16, slow_data_s=0.03
     ),
     "slow callback": Case(
-        ("callback SlowCallback",), lambda: Layers(4096, 4), (64, 4096), options=_BF16, callback=True
+        ("callback SlowCallback",), lambda: Layers(4096, 4), (64, 4096), options=_BF16, callback=SlowCallback
     ),
     "large pageable batches": Case(("host_to_device_copy",), lambda: Layers(1024, 1), (65536, 1024), options=_BF16),
     "large pinned batches": Case(
@@ -101,17 +200,44 @@ CASES = {
     "a tiny model": Case(("launch_bound",), lambda: Layers(32, 2), (32, 32)),
     "a small batch": Case(("small_batch", "launch_bound"), lambda: Layers(1024, 20, repeat=10), (8, 1024), {}, _BF16),
     "fp32 products": Case(("low_precision",), lambda: Layers(8192, 4), (8192, 8192), {"pin_memory": True}),
-}
+    **{
+        f"{sync.__name__}, then 20 ms of the host": Case(
+            ("device_sync",), functools.partial(Waiting, 18.0, after=sync), (32, 32), line=sync.__name__,
+            forward_ms=18.0,
+        )
+        for sync in (item, to_cpu, nonzero, synchronize)
+    },
+    "a sync that costs less than the host behind it": Case(
+        ("host_work",), functools.partial(Waiting, 6.0, after=item), (32, 32), forward_ms=6.0
+    ),
+    "400 kernels, each of them small": Case(
+        ("launch_bound",), functools.partial(Waiting, 0.5, small_kernels), (32, 32), line="small_kernels"
+    ),
+    "25 ms of Python before the kernels": Case(
+        ("host_work",), functools.partial(Waiting, 6.0, pure_python), (32, 32), line="pure_python", forward_ms=6.0
+    ),
+    "kernels in on_after_batch_transfer": Case(
+        ("healthy",), functools.partial(Augmenting, 6.0), (32, 32), forward_ms=6.0
+    ),
+    "kernels in a callback": Case(
+        ("healthy",), functools.partial(Waiting, 6.0), (32, 32), callback=Averaging, forward_ms=6.0
+    ),
+}  # fmt: skip
 
 
 def answer(case: Case, seconds: float, folder: str) -> dict[str, Any]:
     """Train and return what the advisor says, and where the GPU stood idle."""
-    advisor = GPUUtilizationAdvisor(min_seconds=seconds / 4, profile=True)
+    advisor = GPUUtilizationAdvisor(min_seconds=seconds / 4)
     dataset = Ready(case.shape)
     loader = DataLoader(dataset, batch_size=None, **case.loader)
     if case.slow_data_s:
         loader = DataLoader(_SlowReady(case.shape, case.slow_data_s), batch_size=None, **case.loader)
-    callbacks = [Stop(seconds), advisor, *([SlowCallback()] if case.callback else [])]
+    callbacks = [
+        Stop(seconds),
+        GPUUtilizationMonitor(interval_s=0.1),
+        advisor,
+        *([case.callback()] if case.callback else []),
+    ]
     trainer = Trainer(
         accelerator="gpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, callbacks=callbacks,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **case.options,
@@ -119,9 +245,14 @@ def answer(case: Case, seconds: float, folder: str) -> dict[str, Any]:
     trainer.fit(case.model(), loader)
     diagnosis = advisor.diagnosis
     assert diagnosis is not None
+    measured_s = load_report(folder).gpu_step_s.get("training_step/forward")
+    lines = str(diagnosis.findings[0].evidence.get("source_lines", "")) if diagnosis.findings else ""
     return {
         "said": in_words(diagnosis),
         "verdict": diagnosis.verdict,
+        "line": lines,
+        "names_line": not case.line or f"in {case.line}" in lines,
+        "forward_ms": None if measured_s is None else round(measured_s * 1e3, 2),
         "why": diagnosis.why,
         "next": diagnosis.next_step,
         "utilization_percent": diagnosis.utilization_percent,
@@ -144,6 +275,7 @@ class _SlowReady(Ready):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=12.0, help="of each training (default: %(default)s)")
+    parser.add_argument("--only", default="", help="trainings whose names have this text")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -152,11 +284,19 @@ def main() -> int:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rows = []
     for name, case in CASES.items():
+        if args.only not in name:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             said = answer(case, args.seconds, folder)
         right = said["said"] in case.known
-        rows.append({"training": name, "known": case.known, "right": right, **said})
+        rows.append(
+            {"training": name, "known": case.known, "forward_ms_known": case.forward_ms, "right": right, **said}
+        )
         print(f"{'right' if right else 'WRONG':<6}{name}: known {' or '.join(case.known)}, said {said['said']}")
+        if case.line:
+            print(f"      line of {case.line}: {'named' if said['names_line'] else 'NOT NAMED'}")
+        if case.forward_ms:
+            print(f"      forward on the GPU: known {case.forward_ms} ms, measured {said['forward_ms']} ms")
         print(f"      {said['why']} {said['gpu_idle_percent']}")
     if args.output:
         result = {"benchmark": "diagnosis_on_gpu", "machine": describe_machine(), "answers": rows}

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from measured_runs import COPIES
 
+from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.examples import (
     GIB,
     HOPPER,
@@ -24,10 +25,11 @@ from lightning_gpu_tools.advice.examples import (
     contended,
     gpu_run,
     on_hopper,
-    profiled,
     ranks,
     sampled_idle,
+    watched,
 )
+from lightning_gpu_tools.training.phases import RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import (
     GpuFacts,
     LoadingFacts,
@@ -52,14 +54,13 @@ def cold_cache() -> RunMeasurements:
     return dataclasses.replace(run, blocks=[*run.blocks[:11], *warm])
 
 
-_SYNC = profiled(syncs_per_step=2.0, sync_lines=("train.py:42",), idle_s={"sync": 0.09, "launch": 0.01})
+_WAITS_FOR_RANKS = dataclasses.replace(sampled_idle(), step_s={RANK_WAIT_IN_STEP: 20 * 0.020})
 _OTHERS = GpuFacts(others_utilization_percent=40.0, others_memory_bytes=3 * GIB)
 _ON_STORAGE = LoadingFacts(samples=50, storage_wait_share=0.6)
 MEASURED = {
-    ".item() in every step": Measured("device_sync", gpu_run(STEP, 50.0, **_SYNC), 0.45, "train.py:42"),
+    ".item() in every step": Measured("device_sync", gpu_run(STEP, 50.0, **watched(line=42)), 0.5, "train.py:42"),
     "many small kernels": Measured(
-        "launch_bound", gpu_run(STEP, 40.0, **profiled(kernel_median_us=6.0, idle_s={"launch": 0.1})), 0.6,
-        "torch.compile",
+        "launch_bound", gpu_run(STEP, 40.0, **watched(operations=1500)), 0.6, "torch.compile",
     ),
     "a model too small for a GPU": Measured(
         "launch_bound", gpu_run({"training_step": 1.5, "callback/A": 0.2, "logging/B": 0.2, "trainer": 0.7}, 12.0),
@@ -93,6 +94,7 @@ MEASURED = {
         15 / 36,
     ),
     "a host slower than its kernels": Measured("unexplained training_step", gpu_run({"training_step": 30}, 33.0)),
+    "work of the host in the step": Measured("host_work", CAUSES["host_work"].sick, 0.6, "train.py:57 in augment"),
     "a small batch": Measured(
         "small_batch", gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496), 0.70,
         "batch_size=256 (now 32",
@@ -102,7 +104,7 @@ MEASURED = {
     ),
     "communication that nothing hides": Measured(
         "communication",
-        gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), **profiled(exposed_communication_s=0.06)), 0.4,
+        gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), gpu_idle=_WAITS_FOR_RANKS), 0.4,
     ),
     "a slow rank under a busy GPU": Measured(
         "straggler forward", gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": 0.03})), 0.4,

@@ -14,10 +14,11 @@ from lightning_gpu_tools.training.run_measurements import (
     GpuFacts,
     GpuIdle,
     LoaderSettings,
-    ProfiledSteps,
     RankStep,
     RunMeasurements,
+    SourceLine,
     StepBlock,
+    WatchedSteps,
 )
 
 GIB = 2**30
@@ -25,7 +26,6 @@ LOADER = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=Tru
 NO_WORKERS = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
 STEP = {"training_step": 50.0}
 WAITS = {"data_loading": 30.0, "training_step": 10.0}
-PROFILE = ProfiledSteps(steps=3, wall_s=0.15, kernels_per_step=400, kernel_median_us=80.0)
 HOPPER = GpuFacts(
     compute_capability=(9, 0), memory_total_bytes=80 * GIB, sm_active_percent=90.0, tensor_active_percent=30.0
 )
@@ -86,9 +86,16 @@ def cpu_run(phase_ms: Mapping[str, float], **options: Any) -> RunMeasurements:
     return gpu_run(phase_ms, None, **{"on_gpu": False, "loader": NO_WORKERS, **options})
 
 
-def profiled(**changes: Any) -> dict[str, Any]:
-    """Return the options of a run whose steps were profiled."""
-    return {"profile": replace(PROFILE, **changes)}
+def watched(operations: float = 400, line: int | None = None) -> dict[str, Any]:
+    """Return the options of a run with so many operations per step, in each of which a line waits for the GPU."""
+    place: dict[str, Any] = {
+        "phase": "training_step/forward",
+        "file": "train.py",
+        "function": "training_step",
+        "samples": 10,
+    }
+    syncs = () if line is None else (SourceLine(line=line, **place),)
+    return {"watched": WatchedSteps(steps=5, operations=operations, syncs=syncs)}
 
 
 def on_hopper(**changes: Any) -> dict[str, Any]:

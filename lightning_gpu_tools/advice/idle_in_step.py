@@ -3,34 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Finding
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.advice.lines import MIN_SAMPLES
+from lightning_gpu_tools.training.phases import (
+    HOST_TO_DEVICE_COPY,
+    IN_WORKER,
+    PAUSES,
+    TRAINING_STEP,
+    VALIDATION,
+    base_phase,
+)
+from lightning_gpu_tools.training.run_measurements import RunMeasurements, SourceLine
 
 MIN_SHARE = 0.05  # torch's TensorBoard plugin, of the DataLoader: what costs less has no finding
 _FEW_SMS_PERCENT = 50.0  # DCGM's guide: "likely" ineffective
-_TINY_STEP_S = 0.005  # our default
+# Our defaults.
+_TINY_STEP_S = 0.005
+_TINY_GPU_S = 0.0005  # of work per step: some hundred of the shortest kernels
+_MIN_SYNCS_PER_STEP = 0.5  # what waits more rarely leaves the steps in between alone
+_SLOW_LAUNCH_S = 100e-6  # for an operation; 10 to 50 are usual, with the Python code around it
+_NOT_IN_STEP = (HOST_TO_DEVICE_COPY, *PAUSES)
 CAVEAT_OF_LARGER_BATCH = " With a larger batch, scale the learning rate and compare the validation metric."
 
 
-def part_of_idle(run: RunMeasurements, reason: str) -> float | None:
-    """Return the share of the wall time that the GPU idles inside the step for a reason; ``None``: unknown."""
-    in_step, idle_s = run.idle_in_step_share, run.profile.idle_s if run.profile is not None else {}
-    total_s = sum(idle_s.values())
-    return in_step * idle_s.get(reason, 0.0) / total_s if in_step is not None and total_s > 0 else None
+class IdleInStep(NamedTuple):
+    """What the GPU waits for inside the training step, in shares of the wall time."""
+
+    syncs: float  # the host, because it had waited for the GPU before it went on
+    launches: float  # the host, which is slower than the kernels that it launches
+    host_work: float  # the host, which does something else
+
+
+def syncs_in_step(run: RunMeasurements) -> list[SourceLine]:
+    """Return the lines of the training step that wait for the GPU, most frequent first."""
+    found = () if run.watched is None else run.watched.syncs
+    return [one for one in found if base_phase(one.phase) not in _NOT_IN_STEP]
+
+
+def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
+    """Return what the GPU waits for inside the training step; ``None`` where that is unknown."""
+    in_step, watched = run.idle_in_step_share, run.watched
+    if in_step is None or watched is None:
+        return None
+    by_syncs = 0.0
+    syncs = syncs_in_step(run)
+    if sum(one.samples for one in syncs) >= _MIN_SYNCS_PER_STEP * watched.steps:
+        # While the GPU is idle, the host does not wait for it. So without syncs a step would take at least as long as
+        # the GPU is idle, and as long as it is busy.
+        busy = 1 - run.idle_share - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
+        by_syncs = min(in_step, max(0.0, busy), _share_of_lines(run, syncs))
+    rest = in_step - by_syncs
+    host_s = sum(seconds for phase, seconds in run.phase_s.items() if base_phase(phase) == TRAINING_STEP) / run.steps
+    launches = host_s - by_syncs * run.step_s <= watched.operations * _SLOW_LAUNCH_S
+    return IdleInStep(by_syncs, rest if launches else 0.0, 0.0 if launches else rest)
+
+
+def _share_of_lines(run: RunMeasurements, lines: Sequence[SourceLine]) -> float:
+    """Return the share of the time in which the training thread was at these lines; 1 if that was not sampled."""
+    sampled = [one for one in run.lines if one.phase != IN_WORKER]
+    count = sum(one.samples for one in sampled)
+    places = {(one.file, one.line) for one in lines}
+    at_lines = sum(one.samples for one in sampled if (one.file, one.line) in places)
+    return at_lines / count if count >= MIN_SAMPLES else 1.0
 
 
 def without_cause(run: RunMeasurements, found: Sequence[Finding]) -> float:
     """Return the fraction of the wall time that the GPU idles inside the step without a cause."""
-    of_step = ("device_sync", "launch_bound", "slow_steps", "cpu_contention")
-    named = sum(finding.share for finding in found if finding.cause in of_step)
-    return max(0.0, (run.idle_in_step_share or 0.0) - named - (part_of_idle(run, "copy") or 0.0))
+    of_step = ("device_sync", "launch_bound", "host_work", "slow_steps", "cpu_contention")
+    return max(0.0, (run.idle_in_step_share or 0.0) - sum(one.share for one in found if one.cause in of_step))
 
 
 def is_tiny(run: RunMeasurements) -> bool:
-    """Return whether the model is too small to gain from a GPU."""
-    step_s = run.steady_step_s
-    return run.on_gpu and step_s is not None and step_s < _TINY_STEP_S
+    """Return whether the model is too small to gain from a GPU: it keeps it busy for next to no time."""
+    step_s, percent = run.steady_step_s, run.utilization_percent
+    if not run.on_gpu or step_s is None or percent is None:
+        return False
+    return step_s < _TINY_STEP_S and step_s * percent / 100 < _TINY_GPU_S
 
 
 def few_active_sms(run: RunMeasurements) -> float | None:
@@ -50,12 +100,3 @@ def larger_batch(run: RunMeasurements) -> str:
         return ""
     doubled = batch_size * 2 ** ((fits // batch_size).bit_length() - 1)
     return f"batch_size={doubled} (now {batch_size}; up to {fits} fit by measured memory)"
-
-
-def wants_profile(run: RunMeasurements) -> bool:
-    """Return whether profiling the step would show what nothing else can."""
-    in_step = run.idle_in_step_share
-    if run.profile is not None or in_step is None or is_tiny(run):
-        return False
-    between = max(run.idle_by_phase().values(), default=0.0)
-    return few_active_sms(run) is not None or (in_step >= MIN_SHARE and in_step > between)

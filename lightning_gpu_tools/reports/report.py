@@ -233,7 +233,7 @@ class Report:
         spans: The phases over time, in at most 401 parts.
         lines: The source lines at which the training thread of rank 0 and the workers of its loader were seen, at most
             1,000, most frequent first.
-        gpu_step_s: Mean time of a training step by the GPU's own clock, by part.
+        gpu_step_s: How long the GPU works on a training step, by part; without the parts of which that is unknown.
         ranks: The steps of each rank that reported; empty with one rank.
         memory: What the memory of each GPU of the training was used for.
         allocator_failures: How often torch's allocator ran out of memory on rank 0 and the run went on: the program or

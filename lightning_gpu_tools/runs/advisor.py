@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.runs.session import Session
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
 
 
@@ -33,17 +31,9 @@ class Thresholds:
 
 
 class Advisor:
-    """Judges one training, whose session has begun.
+    """Judges one training, whose session has begun."""
 
-    ``look_inside`` gets the measurements of a low utilization, and returns how many steps it wants to profile first.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        thresholds: Thresholds,
-        look_inside: Callable[[RunMeasurements], int] = lambda measured: 0,
-    ) -> None:
+    def __init__(self, session: Session, thresholds: Thresholds) -> None:
         session.thresholds = {
             "min_utilization_percent": thresholds.min_utilization_percent,
             "min_steps": thresholds.min_steps,
@@ -51,7 +41,6 @@ class Advisor:
         }
         self._session = session
         self._min_seconds = thresholds.min_seconds
-        self._look_inside = look_inside
         self._next_judgment: float = WARM_UP_STEPS + thresholds.min_steps  # a step of the clock
 
     def after_step(self) -> float:
@@ -73,8 +62,6 @@ class Advisor:
             self._next_judgment = later
         elif diagnosis.verdict != "low":
             self._next_judgment *= 2  # judging costs about a millisecond
-        elif steps := self._look_inside(measured):
-            self._next_judgment += steps  # then judge with what it has found
         else:
             self._next_judgment = math.inf
             session.warn(f"{diagnosis.why} {diagnosis.next_step}", category=LowGPUUtilizationWarning)

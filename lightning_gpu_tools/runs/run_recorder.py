@@ -38,7 +38,6 @@ from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
     GpuFacts,
     LoaderSettings,
-    ProfiledSteps,
     RankStep,
     RunMeasurements,
     StepBlock,
@@ -89,7 +88,6 @@ class RunRecorder:
         self.gpus = gpus
         self.memory = memory  # of this rank's GPU
         self.batch_bytes: int | None = None  # of the first batch
-        self.profile: ProfiledSteps | None = None  # until an advisor sets it
         self.core_users = core_users
         self.lines = lines
         self._clock = clock
@@ -255,7 +253,7 @@ class RunRecorder:
             gpu=self._gpu_facts() if self._on_gpu else None,
             gpu_idle=clock.gpu_idle(),
             memory=None if self.memory is None else self.memory.facts(),
-            profile=self.profile,
+            watched=clock.watched_steps(),
             lines=self.lines.seen(self._workers.pids),
             ranks=self._ranks,
             precision=run.precision,

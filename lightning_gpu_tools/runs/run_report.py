@@ -32,7 +32,7 @@ from lightning_gpu_tools.runs.ranks import MemoryShare, own_share
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.runs.run_recorder import HostReading, loader_settings
 from lightning_gpu_tools.runs.session import Session
-from lightning_gpu_tools.training.phases import MONITORING
+from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -100,7 +100,9 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         unseen=unseen,
         spans=tuple(measured.spans),
         lines=measured.lines,
-        gpu_step_s={} if idle is None else {phase: spent_s / idle.samples for phase, spent_s in idle.step_s.items()},
+        gpu_step_s={}
+        if idle is None
+        else {phase: s for phase, s in idle.work_s.items() if base_phase(phase) == TRAINING_STEP},
         ranks=measured.ranks,
         memory=session.ranks.memory_accounts(memory, all_ranks=ended),
         allocator_failures=ending.allocator_failures,

@@ -72,9 +72,3 @@ def train_iterator(trainer: Trainer) -> object | None:
     combined = getattr(fetcher, "_combined_loader", None)
     iterators = getattr(getattr(combined, "_iterator", None), "iterators", None)
     return iterators[0] if iterators else None
-
-
-def step_runner(trainer: Trainer) -> Any:
-    """Return the loop whose ``run`` runs a training step. Lost: no step is profiled."""
-    kind = "automatic" if trainer.lightning_module.automatic_optimization else "manual"
-    return getattr(trainer.fit_loop.epoch_loop, f"{kind}_optimization", None)

@@ -63,6 +63,7 @@ _TIMED_HOOKS = frozenset(
 )
 _TRANSFER_HOOKS = frozenset({"on_before_batch_transfer", "on_after_batch_transfer"})
 # Of the strategy, and of a model that does not override them.
+_BATCH_HOOKS = frozenset({"on_after_batch_transfer", "on_train_batch_start"})  # may have kernels of their own
 _STEP_PARTS = {
     "training_step": FORWARD,
     "backward": BACKWARD,
@@ -170,6 +171,7 @@ class FitTimer(Timer):
         is_automatic = model.automatic_optimization
         if trains_on_gpu(self._trainer):
             gpu = self.rank_waits.gpu = clock.measure_gpu()
+            self._wrap(compat.BEFORE_FETCH, partial(before, gpu.begin_fetch))
             memory = self.memory = MemoryCounters(self._run, clock)
             run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
             self._wrap(run, gpu.around)
@@ -207,12 +209,32 @@ class FitTimer(Timer):
         return timed
 
     def _time_actions(self) -> None:
-        trainer, profiler = self._trainer, self._trainer.profiler  # type: ignore[attr-defined]
-        context = _contexts(lambda action: action_context(action, trainer, self.clock))
+        profiler = self._trainer.profiler  # type: ignore[attr-defined]
+        context = _contexts(self._context)
         if type(profiler) is base_of(profiler, "PassThroughProfiler"):  # does nothing, at a price
             self._wrappers.put(profiler, "profile", lambda profile: context)
         else:
             self._wrappers.put(profiler, "profile", lambda profile: _around(profile, context))
+
+    def _context(self, action: str) -> _Context:
+        context, gpu = action_context(action, self._trainer, self.clock), self.rank_waits.gpu
+        if gpu is None or isinstance(context, _Untimed) or action.rpartition(".")[2] not in _BATCH_HOOKS:
+            return context
+        return _Marked(gpu.enter_hook, context)
+
+
+class _Marked(AbstractContextManager[Any]):
+    """A context before which something is done."""
+
+    def __init__(self, mark: Callable[[], None], context: _Context) -> None:
+        self._mark, self._context = mark, context
+
+    def __enter__(self) -> Any:
+        self._mark()
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
 
 
 class _Untimed(str):

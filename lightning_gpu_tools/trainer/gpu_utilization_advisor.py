@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
-from lightning_gpu_tools.advice.idle_in_step import wants_profile
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
-from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.families import Trainer, base_of
+from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
-from lightning_gpu_tools.training.compat import is_profiling
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.training.step_profiler import PROFILED_STEPS, StepProfiler
 
 
 class GPUUtilizationAdvisor(MeasuringCallback):
@@ -27,9 +21,9 @@ class GPUUtilizationAdvisor(MeasuringCallback):
     the warning (:class:`~lightning_gpu_tools.errors.LowGPUUtilizationWarning`), and the report of a
     :class:`~lightning_gpu_tools.GPUUtilizationMonitor` the findings. Without a GPU all of this is about the step.
 
-    On a GPU only its idle time counts; nothing ever waits for the measuring. What idles inside the step is only broken
-    down with ``profile=True``; the advice says when that would help. For a GPU that others use, too, the only advice is
-    to take another one.
+    On a GPU only its idle time counts; nothing ever waits for the measuring. For idle time inside the step it names the
+    lines that wait for the GPU, too many small kernels, or work of the host. For a GPU that others use, too, the only
+    advice is to take another one.
 
     Not yet verified on GPU hardware: everything about the GPU was tested on simulated ones.
 
@@ -39,9 +33,6 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         min_steps: Steady steps needed to judge, 50 by default: not the first 20, nor the first of an epoch.
         min_seconds: Seconds of steady steps needed to warn during training, 20 by default. A quarter of that is needed
             for the verdict at the end; a shorter run is ``too_short``.
-        profile: Whether to run three steps once under torch.profiler, if the GPU idles most inside the step, and one
-            more to find the lines that wait for its results. That takes some seconds, clashes with other tracers
-            (Nsight, DCGM), and may slow kernels down for the rest of the run.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -57,21 +48,18 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
         min_steps: int = MIN_STEPS,
         min_seconds: float = MIN_SECONDS,
-        profile: bool = False,
     ) -> None:
         self._thresholds = Thresholds(min_utilization_percent, min_steps, min_seconds)
         super().__init__()
         self.min_utilization_percent = min_utilization_percent
         self.min_steps = min_steps
         self.min_seconds = min_seconds
-        self.profile = profile
-        self._profiler: StepProfiler | None = None
         self._diagnosis: Diagnosis | None = None
         self._advisor: Advisor | None = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_profiler": None, "_advisor": None}
+        return {**super().__getstate__(), "_advisor": None}
 
     @property
     def diagnosis(self) -> Diagnosis | None:
@@ -80,24 +68,11 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
     @override
     def _opened(self, trainer: Trainer, session: FitSession) -> None:
-        self._advisor = Advisor(session, self._thresholds, partial(self._look_inside, trainer, session))
+        self._advisor = Advisor(session, self._thresholds)
 
     @override
     def _stepped(self, trainer: Trainer, session: FitSession) -> float:
         return math.inf if self._advisor is None else self._advisor.after_step()
-
-    def _look_inside(self, trainer: Trainer, session: FitSession, measured: RunMeasurements) -> int:
-        """Return how many steps the profiler needs, if it is wanted."""
-        if not self.profile or self._profiler is not None or not wants_profile(measured) or not can_profile(trainer):
-            return 0
-        recorder = session.begin()
-        self._profiler = StepProfiler(
-            compat.step_runner(trainer),
-            trainer.lightning_module,
-            session.clock.as_own_work,
-            lambda profile: setattr(recorder, "profile", profile),
-        )
-        return 2 * PROFILED_STEPS
 
     @override
     def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
@@ -106,13 +81,4 @@ class GPUUtilizationAdvisor(MeasuringCallback):
     @override
     def _give_up(self) -> None:
         self._advisor = None
-        if self._profiler is not None:
-            self._profiler.close()
-            self._profiler = None
         super()._give_up()
-
-
-def can_profile(trainer: Trainer) -> bool:
-    """Return whether a step can be profiled: the one profiler of a process may be in use."""
-    users_own = base_of(trainer.profiler, "PyTorchProfiler") is not None  # type: ignore[attr-defined]
-    return is_profiling() is False and not users_own and compat.step_runner(trainer) is not None

@@ -187,6 +187,8 @@ class LoopTimer(Timer):
         if self._counting is None:
             clock.begin_epoch()
         self._counting = self._fetching = loop
+        if self._gpu is not None:
+            self._gpu.begin_fetch()
         clock.begin_fetch()
 
     def end_fetch(self, loop: Loop) -> bool:
@@ -204,7 +206,7 @@ class LoopTimer(Timer):
         if not self._has_trained and not torch.is_grad_enabled():
             self._has_evaluated = True
         if self._gpu is not None:
-            self._gpu.begin_step()
+            self._gpu.begin_step(FORWARD)
             self._gpu_is_in_step = True
         if self.memory is not None:
             self.memory.begin_step()

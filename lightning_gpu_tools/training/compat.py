@@ -118,29 +118,9 @@ def worker_loop() -> Any:
     return getattr(getattr(getattr(torch.utils.data, "_utils", None), "worker", None), "_worker_loop", None)
 
 
-def is_profiling() -> bool | None:
-    """Return whether torch's profiler runs. Without it no step is profiled."""
-    enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
-    return None if enabled is None else bool(enabled())
-
-
-def dispatch_mode() -> Any:
-    """Return the class whose subclasses see every operation. Without it no source line of a wait is named."""
-    try:
-        from torch.utils._python_dispatch import TorchDispatchMode
-    except ImportError:
-        return None
-    return TorchDispatchMode
-
-
-def value_operation() -> object:
-    """Return the operation by which ``.item()`` reads a value. Without it no source line of a wait is named."""
-    return getattr(getattr(torch.ops.aten, "_local_scalar_dense", None), "default", None)
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a module is compiled. Without it profiling compiles it once more."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+def gpu_sleep() -> Any:
+    """Return what keeps the GPU waiting for some cycles of its clock. Without it no step is held."""
+    return getattr(torch.cuda, "_sleep", None)
 
 
 def queue_in_backward() -> Any:

@@ -1,6 +1,10 @@
-"""How long the GPU was idle between two training steps, and how long it needs for the parts of one, by CUDA events.
+"""How long the GPU was idle between two training steps, and how long it works on the parts of one, by CUDA events.
 
 Events are read once the GPU has passed them; nothing ever waits for the GPU.
+
+What lies between two events is all work if the host had queued it before the GPU came to the first one. Where the GPU
+is not so far behind, a few steps are held: before each part, and after each wait of the host for the GPU, the GPU
+sleeps for longer than the host needed to queue what comes next in a step before it, which was only watched.
 """
 
 from __future__ import annotations
@@ -9,13 +13,18 @@ import math
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
+    DATA_LOADING,
     FORWARD,
     HOST_TO_DEVICE_COPY,
     OPTIMIZER,
@@ -26,17 +35,31 @@ from lightning_gpu_tools.training.phases import (
     base_phase,
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle
+from lightning_gpu_tools.training.sync_lines import SyncLines
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.training.step_clock import StepClock
+
+# Parts between two steps in which there may be kernels: callbacks after a step, and hooks that get the next batch.
+AFTER_STEP, BEFORE_STEP = "after a step", "before a step"
 
 # Between the GPU's clock and the host's; crystals keep within 50 parts in a million.
 _DRIFT = 50e-6
 # Our defaults.
 _SAMPLE_EVERY = 8  # on average: at random, so that nothing periodic is always or never hit
+_SETTLED = 4  # steps at the begin, in which kernels are loaded, and after a held one, until the GPU is through with it
 _MAX_UNREAD = 64  # samples, where the GPU is far behind the host
 _MAX_PARTS = 256  # of a step; the rest counts as part of the one around them
 _MAX_LAST_STEPS = 64
+# Behind these samples one step is watched and the next one held: often at first, and 16 times in all.
+_LOOK_AFTER = frozenset(2**power for power in range(16))
+_HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, AFTER_STEP, BEFORE_STEP})
+_ENOUGH_HELD = 8  # times that the work on a part was measured
+_MAX_FAILED = 3  # more than it was measured: a part that waits for the GPU, or fills its queue, cannot be held
+_HOLD = 2.0  # times what the host needs, which varies; doubled each time that it was too short
+_MAX_HOLD_S = 0.1
+_MIN_MEASURED = 2  # times, to say how long the GPU works
+_CYCLES_PER_S = 1e9  # of the GPU's sleep, until it was timed; GPUs have 1 to 2 GHz
 # torch gives times since an event in milliseconds as 32-bit floats, which lose 4 us after a minute.
 _NEW_ORIGIN_S = 60.0
 _ORDER = list(PHASES)
@@ -53,6 +76,12 @@ class Gap(NamedTuple):
     gpu_end_s: float  # the GPU begins the step after
     host_end_s: float  # the host has queued all that comes before the step after
     spent: Sequence[tuple[str, float]]  # what the host did until then since it queued the step before, in order
+
+
+def without_work(gap: Gap, first_s: float, last_s: float) -> Gap:
+    """Return the gap that is left if the GPU works for so long at its begin and at its end."""
+    begin_s = min(gap.gpu_begin_s + first_s, gap.gpu_end_s)
+    return gap._replace(gpu_begin_s=begin_s, gpu_end_s=max(begin_s, gap.gpu_end_s - last_s))
 
 
 def idle_by_phase(gap: Gap) -> dict[str, float]:
@@ -103,10 +132,82 @@ class _Mark(NamedTuple):
     event: _Event
 
 
-class _Sample(NamedTuple):
-    ended: _Mark  # the step before
-    begins: _Mark  # the step after
-    parts: list[tuple[str, _Event]]  # phases of the step after, each with the event at its begin
+class _Hold(NamedTuple):
+    """A sleep of the GPU before a part."""
+
+    since: _Event
+    cycles: int
+    host_s: float  # that the host needs for the part
+
+    def slept_s(self, until: _Event) -> float:
+        """Return how long it was, once the GPU is through with it."""
+        return float(self.since.elapsed_time(until)) / 1e3
+
+
+@dataclass(slots=True)
+class _Part:
+    """What the host queues in one phase up to the next one, or to its next wait for the GPU."""
+
+    phase: str
+    begin: _Event
+    begin_s: float  # of the host
+    hold: _Hold | None
+    end: _Event = None
+    host_s: float = 0.0
+    was_behind: bool = False  # the GPU began with it when all of it was queued
+    has_synced: bool = False  # it ends when the host has waited for it, so that nobody can ask for that
+
+    @property
+    def gpu_s(self) -> float:
+        """From its begin to its end on the GPU."""
+        return float(self.begin.elapsed_time(self.end)) / 1e3
+
+    @property
+    def is_work(self) -> bool:
+        """Whether all of that is the GPU's work."""
+        if not self.has_synced:
+            return self.was_behind
+        # A sync within backward is only reported behind it.
+        return self.phase != BACKWARD and self.hold is not None and self.hold.slept_s(self.begin) > self.hold.host_s
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A step, and what comes between it and the step before."""
+
+    kind: Literal["timed", "watched", "held"]
+    marks: list[_Mark] = field(default_factory=list)  # from the end of the step before to the begin of the step
+    parts: list[_Part] = field(default_factory=list)
+    parts_before: int = 0  # that are not of the step
+    events: list[_Event] = field(default_factory=list)
+
+
+class _Work:
+    """What is known of the GPU's work in one phase."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=_MAX_LAST_STEPS)
+        self.seen = 0  # in how many samples
+        self.failed = 0  # attempts to hold it
+        self.watched: Sequence[_Part] = ()  # its parts in the last step that was watched
+        self.has_synced = False
+
+    @property
+    def usual_s(self) -> float:
+        """How long it takes where it occurs; 0 where that is unknown."""
+        if not self.seconds:
+            return 0.0
+        # The host may notice late that its wait is over, but never early.
+        return min(self.seconds) if self.has_synced else median(self.seconds)
+
+    def hold_s(self, number: int) -> tuple[float, float]:
+        """Return how long the GPU has to sleep before one of its parts, 0 if not at all, and what the host needs."""
+        if number >= len(self.watched) or len(self.seconds) >= _ENOUGH_HELD:
+            return 0.0, 0.0
+        host_s, is_possible = self.watched[number].host_s, self.failed < _MAX_FAILED + len(self.seconds)
+        if self.watched[number].was_behind or host_s > _MAX_HOLD_S or not is_possible:
+            return 0.0, 0.0
+        return min(_MAX_HOLD_S, _HOLD * float(2**self.failed) * host_s), host_s
 
 
 def enclosed(begin: Callable[[], None], function: _Function, end: Callable[[], None]) -> _Function:
@@ -126,31 +227,41 @@ class GpuTimeline:
 
     def __init__(self, clock: StepClock) -> None:
         self.samples = 0  # read so far
+        self.syncs = SyncLines(clock, self._synced)
         self._clock = clock
-        self._random = random.Random(0)  # its own: the training's random numbers stay as they are
-        self._steps_to_sample = 1.0
+        self._random = random.Random(
+            0
+        )  # its own, and alike on all ranks: the training's random numbers stay as they are
+        self._steps_to_sample: float = _SETTLED
+        self._taken = 0  # samples that were not held
+        self._due: list[Literal["watched", "held"]] = []
         self._sampling = True
-        self._open: _Mark | None = None
-        self._sample: _Sample | None = None
+        self._open: _Sample | None = None  # before its step
+        self._sample: _Sample | None = None  # within its step
         self._unread: deque[_Sample] = deque()
         self._spare: list[_Event] = []
+        self._sleep = compat.gpu_sleep()
+        self._cycles_per_s = _CYCLES_PER_S
         self._origin: _Event = None
         self._origin_s = 0.0
         self._host_time = HostTime()
+        self._gaps: deque[Gap] = deque()  # the last ones, from which what is learned of work in them is yet to be taken
         self._host_s: _Seconds = defaultdict(float)
         self._idle_s: _Seconds = defaultdict(float)
         self._step_s: _Seconds = defaultdict(float)
         self._seen = Counter[str]()
         self._last_steps: deque[Mapping[str, float]] = deque(maxlen=_MAX_LAST_STEPS)
+        self._work: defaultdict[str, _Work] = defaultdict(_Work)
+        self._measured = 0  # samples of work, held or not
 
     def around(self, function: _Function) -> _Function:
         """Return what runs a training step, with its ends marked."""
         return enclosed(self.begin_step, function, self.end_step)
 
-    def begin_step(self) -> None:
-        """Mark the begin of a step, if it is sampled."""
+    def begin_step(self, phase: str = TRAINING_STEP) -> None:
+        """Mark the begin of a step, and of its first part, if it is sampled."""
         if self._sampling:
-            self._clock.as_own_work(self._guard, self._step_begins)
+            self._clock.as_own_work(self._guard, self._step_begins, phase)
 
     def end_step(self) -> None:
         """Mark its end."""
@@ -166,7 +277,7 @@ class GpuTimeline:
         def marked(*args: Any, **kwargs: Any) -> Any:
             if self._sample is None or len(self._sample.parts) >= _MAX_PARTS:
                 return function(*args, **kwargs)
-            around, _ = self._sample.parts[-1]
+            around = self._sample.parts[-1].phase
             self.enter(phase)
             try:
                 return function(*args, **kwargs)
@@ -178,7 +289,17 @@ class GpuTimeline:
     def enter(self, phase: str) -> None:
         """Mark that another phase of the step begins, if it is sampled."""
         if self._sample is not None:
-            self._clock.as_own_work(self._guard, self._part_begins, phase)
+            self._clock.as_own_work(self._guard, self._part_begins, self._sample, phase)
+
+    def begin_fetch(self) -> None:
+        """Mark that the host begins to wait for the batch of the next step, if that is sampled."""
+        if self._open is not None:
+            self._clock.as_own_work(self._guard, self._gap_goes_on, self._open, DATA_LOADING)
+
+    def enter_hook(self) -> None:
+        """Mark that a hook gets the batch, unless another one has had it before."""
+        if self._open is not None and self._open.parts[-1].phase == DATA_LOADING:
+            self._clock.as_own_work(self._guard, self._gap_goes_on, self._open, BEFORE_STEP)
 
     @property
     def own_step_s(self) -> float:
@@ -188,83 +309,184 @@ class GpuTimeline:
     def facts(self) -> GpuIdle:
         """Return what is known so far."""
         self._guard(self._read)
+        idle_s = self._idle_s.copy()
+        for gap in self._gaps:
+            _add(idle_s, self._idle_in(gap))
         return GpuIdle(
             samples=self.samples,
             host_s=dict(self._host_s),
-            idle_s=dict(self._idle_s),
+            idle_s=idle_s,
             seen=dict(self._seen),
             step_s=dict(self._step_s),
             last_steps=tuple(self._last_steps),
+            work_s={
+                phase: work.usual_s * work.seen / self._measured
+                for phase, work in self._work.items()
+                if len(work.seconds) >= _MIN_MEASURED
+            },
         )
 
-    def _guard(self, action: _Function, *args: str) -> None:
+    def close(self) -> None:
+        """Leave torch as it was."""
+        self.syncs.stop()
+
+    def _guard(self, action: _Function, *args: Any) -> None:
         """Do something with CUDA; an error that it brings to light is the training's, which will meet it, too."""
         try:
-            action(*args)
-        except RuntimeError:
+            if action != self._read and torch.cuda.is_current_stream_capturing():  # what is queued would be kept
+                self._open = self._sample = None
+                self.close()
+            else:
+                action(*args)
+        except Exception:  # noqa: BLE001 - nor is an unknown torch a reason to stop a training
             self._open = self._sample = None
             self._sampling, self._steps_to_sample = False, math.inf
             self._unread.clear()
+            self.close()
 
-    def _event(self) -> _Event:
+    def _event(self, sample: _Sample) -> _Event:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
+        sample.events.append(event)
         return event
 
-    def _mark(self) -> _Mark:
+    def _mark(self, event: Callable[[], _Event]) -> _Mark:
         self._clock.switch(self._clock.current)  # books the time up to now
-        return _Mark(self._clock.since_s, self._clock.seconds, self._event())
+        return _Mark(self._clock.since_s, self._clock.seconds, event())  # in this order, as HostTime needs it
 
     def _step_ended(self) -> None:
-        self._steps_to_sample = self._random.randint(1, 2 * _SAMPLE_EVERY - 1)
         self._read()
+        kind = self._due.pop(0) if self._due else "timed"
+        settled = 1 if kind == "timed" else _SETTLED
+        self._steps_to_sample = 1 if self._due else self._random.randint(settled, 2 * _SAMPLE_EVERY - 1)
+        if kind == "held":  # and the host may have to wait for that in the next step, as for a copy of pageable memory
+            self._clock.times.left_out |= {self._clock.steps + 1, self._clock.steps + 2}
         if len(self._unread) < _MAX_UNREAD:
-            self._open, self._sampling = self._mark(), True
+            self._open, self._sampling = _Sample(kind), True
+            self._open.marks.append(self._mark(partial(self._begin_part, self._open, AFTER_STEP)))
+            if kind != "timed":
+                self.syncs.start()
 
-    def _step_begins(self) -> None:
+    def _step_begins(self, phase: str) -> None:
         self._sampling = False
-        begins = self._mark()
-        if self._open is not None:
-            self._sample, self._open = _Sample(self._open, begins, [(TRAINING_STEP, begins.event)]), None
-        else:  # the first step: the GPU has done nothing yet, so its time and the host's are one here
+        if self._open is None:  # the first step: the GPU has done nothing yet, so its time and the host's are one here
+            begins = self._mark(partial(self._event, _Sample("timed")))
             self._origin = begins.event
             self._host_time.learn(begins.host_s, 0.0)
+            return
+        self._sample, self._open = self._open, None
+        self._sample.parts_before = len(self._sample.parts)
+        self._gap_goes_on(self._sample, phase)
 
-    def _part_begins(self, phase: str) -> None:
-        assert self._sample is not None
-        self._sample.parts.append((phase, self._event()))
+    def _gap_goes_on(self, sample: _Sample, phase: str) -> None:
+        sample.marks.append(self._mark(partial(self._part_begins, sample, phase)))
+
+    def _part_begins(self, sample: _Sample, phase: str) -> _Event:
+        """End the part before, too, and return the event between them."""
+        self._end_part(sample)
+        return self._begin_part(sample, phase)
+
+    def _begin_part(self, sample: _Sample, phase: str) -> _Event:
+        first = event = sample.events[-1] if sample.parts else self._event(sample)
+        hold = None
+        if sample.kind == "held" and phase in _HELD and self._sleep is not None:
+            seconds, host_s = self._work[phase].hold_s(sum(part.phase == phase for part in sample.parts))
+            if seconds:
+                hold = _Hold(event, int(seconds * self._cycles_per_s), host_s)
+                self._sleep(hold.cycles)
+                event = self._event(sample)
+        sample.parts.append(_Part(phase, event, self._clock.now_s, hold))
+        return first
+
+    def _end_part(self, sample: _Sample) -> None:
+        part = sample.parts[-1]
+        part.host_s = self._clock.since_s - part.begin_s
+        part.was_behind = not part.begin.query()
+        part.end = self._event(sample)
+
+    def _synced(self) -> None:
+        """The host has waited for the GPU in a step that is watched or held."""
+        sample = self._sample or self._open
+        if sample is not None and len(sample.parts) < _MAX_PARTS:
+            self._clock.as_own_work(self._guard, self._part_synced, sample)
+
+    def _part_synced(self, sample: _Sample) -> None:
+        sample.parts[-1].has_synced = True
+        self._part_begins(sample, sample.parts[-1].phase)
 
     def _sample_ended(self) -> None:
         assert self._sample is not None
-        self._part_begins("")
-        self._unread.append(self._sample)
-        self._sample = None
+        sample, self._sample = self._sample, None
+        self._end_part(sample)
+        self.syncs.stop()
+        self._unread.append(sample)
+        if sample.kind == "watched":
+            for phase, parts in _by_phase(sample.parts).items():
+                self._work[phase].watched = parts
+        elif sample.kind == "timed":
+            self._taken += 1
+            if self._taken in _LOOK_AFTER:
+                self._due = ["watched", "held"]
+                self._steps_to_sample = 1
 
     def _read(self) -> None:
-        while self._unread and self._unread[0].parts[-1][1].query():
-            ended, begins, parts = self._unread.popleft()
-            ended_s, begins_s = self._gpu_s(ended), self._gpu_s(begins)
-            self._host_time.learn(ended.host_s, ended_s)
-            self._host_time.learn(begins.host_s, begins_s)
-            spent = _in_order(ended.seconds, begins.seconds)
-            gap = Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.host_s, spent)
-            step_s: _Seconds = defaultdict(float)
-            for (phase, event), (_, next_event) in pairwise(parts):
-                step_s[phase] += event.elapsed_time(next_event) / 1e3
-            self.samples += 1
-            self._seen.update(phase for phase, _ in spent)
-            _add(self._host_s, spent)
-            _add(self._idle_s, idle_by_phase(gap).items())
-            _add(self._step_s, step_s.items())
-            self._last_steps.append(step_s)
-            self._spare += (ended.event, *(event for _, event in parts[1:]))
-            if begins_s - self._origin_s > _NEW_ORIGIN_S:
-                self._origin, self._origin_s = begins.event, begins_s  # it is left out of the spare ones
-            else:
-                self._spare.append(begins.event)
+        while self._unread and self._unread[0].parts[-1].end.query():
+            sample = self._unread.popleft()
+            # In the order of the table only between two marks: a callback after a step has the phase of one before it.
+            spent = [
+                one for before, after in pairwise(sample.marks) for one in _in_order(before.seconds, after.seconds)
+            ]
+            self._read_work(sample, validates=any(phase == VALIDATION for phase, _ in spent))
+            if sample.kind == "timed":
+                self._read_times(sample, spent)
+            self._spare += (event for event in sample.events if event is not self._origin)
+
+    def _read_work(self, sample: _Sample, *, validates: bool) -> None:
+        self._measured += 1
+        for phase, parts in _by_phase(sample.parts).items():
+            work = self._work[phase]
+            work.seen += 1
+            work.has_synced |= any(part.has_synced for part in parts)
+            for part in parts:
+                if part.hold is not None:
+                    self._cycles_per_s = part.hold.cycles / max(1e-6, part.hold.slept_s(part.begin))
+            if all(part.is_work for part in parts):
+                if not (validates and phase == AFTER_STEP):
+                    work.seconds.append(sum(part.gpu_s for part in parts))
+            elif any(part.hold is not None for part in parts):
+                work.failed += 1
+
+    def _read_times(self, sample: _Sample, spent: Sequence[tuple[str, float]]) -> None:
+        ended, begins = sample.marks[0], sample.marks[-1]
+        ended_s, begins_s = self._gpu_s(ended), self._gpu_s(begins)
+        self._host_time.learn(ended.host_s, ended_s)
+        self._host_time.learn(begins.host_s, begins_s)
+        self._gaps.append(Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.host_s, spent))
+        if len(self._gaps) > _MAX_LAST_STEPS:
+            _add(self._idle_s, self._idle_in(self._gaps.popleft()))
+        step_s: _Seconds = defaultdict(float)
+        _add(step_s, ((part.phase, part.gpu_s) for part in sample.parts[sample.parts_before :]))
+        self.samples += 1
+        self._seen.update({phase for phase, _ in spent})
+        _add(self._host_s, spent)
+        _add(self._step_s, step_s.items())
+        self._last_steps.append(step_s)
+        if begins_s - self._origin_s > _NEW_ORIGIN_S:
+            self._origin, self._origin_s = begins.event, begins_s
+
+    def _idle_in(self, gap: Gap) -> Iterable[tuple[str, float]]:
+        worked_s = (self._work[phase].usual_s for phase in (AFTER_STEP, BEFORE_STEP))
+        return idle_by_phase(without_work(gap, *worked_s)).items()
 
     def _gpu_s(self, mark: _Mark) -> float:
         return self._origin_s + float(self._origin.elapsed_time(mark.event)) / 1e3
+
+
+def _by_phase(parts: Iterable[_Part]) -> dict[str, list[_Part]]:
+    grouped: defaultdict[str, list[_Part]] = defaultdict(list)
+    for part in parts:
+        grouped[part.phase].append(part)
+    return grouped
 
 
 def _add(totals: _Seconds, times: Iterable[tuple[str, float]]) -> None:

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from typing_extensions import override
 
@@ -32,7 +32,9 @@ from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.phases import IN_WORKER, MONITORING, PAUSES, base_phase
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.stacks import TRAINER_FILE, TRAINER_FUNCTIONS
-from lightning_gpu_tools.training.step_clock import StepClock
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.training.step_clock import StepClock
 
 SWITCH_S = 0.0005  # a tenth of Python's own: see above
 # Our defaults.

@@ -86,8 +86,10 @@ class GpuIdle:
     # Of which the GPU was idle, by the host's phase; copies on the GPU count as host_to_device_copy.
     idle_s: Mapping[str, float]
     seen: Mapping[str, int]  # in how many gaps each phase occurred
-    step_s: Mapping[str, float] = field(default_factory=dict)  # by part of the step, with the GPU's waits in it
+    step_s: Mapping[str, float] = field(default_factory=dict)  # by part of the step, with the GPU's idle time in it
     last_steps: Sequence[Mapping[str, float]] = ()  # the same of each of the last steps
+    # What the GPU works per step, by part of it, and after and before a step; without the parts of which it is unknown.
+    work_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,23 +107,6 @@ class GpuFacts:
     thermal_throttled_percent: float | None = None  # of the time
     power_capped_percent: float | None = None  # of the time
     held_clock_percent: float | None = None  # of the highest clock, while power or heat held it down
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfiledSteps:
-    """A few steps under torch.profiler."""
-
-    steps: int
-    wall_s: float  # slowed down by the profiler
-    kernels_per_step: float = 0.0  # 0 where no GPU was traced
-    kernel_median_us: float | None = None
-    syncs_per_step: float = 0.0  # the host waits for the GPU, or on a CPU asks a tensor for its value
-    sync_lines: tuple[str, ...] = ()  # file:line, the most frequent first
-    pageable_copies_per_step: float = 0.0
-    # The GPU's idle time within the steps, by what it waited for: "sync" (the host had waited for the GPU), "copy" or
-    # "launch" (the host is slower than the kernels).
-    idle_s: Mapping[str, float] = field(default_factory=dict)
-    exposed_communication_s: float = 0.0  # the GPU only communicated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +128,15 @@ class SourceLine:
     function: str
     samples: int
     in_torch: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchedSteps:
+    """A few steps in which each wait of the host for the GPU was noted."""
+
+    steps: int
+    operations: float  # per step that allocate memory of the GPU, which most do
+    syncs: tuple[SourceLine, ...] = ()  # where it waited, most frequent first; samples are waits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,7 +268,7 @@ class RunMeasurements:
     gpu: GpuFacts | None = None
     gpu_idle: GpuIdle | None = None
     memory: RankMemory | None = None
-    profile: ProfiledSteps | None = None
+    watched: WatchedSteps | None = None
     lines: tuple[SourceLine, ...] = ()  # most frequent first
     ranks: tuple[RankStep, ...] = ()  # empty with one rank
     spans: Sequence[PhaseSpan] = ()

@@ -36,7 +36,7 @@ from lightning_gpu_tools.training.phases import (
     is_beside_step,
     rank_wait_in,
 )
-from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock
+from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock, WatchedSteps
 from lightning_gpu_tools.training.step_times import StepTimeRecord
 from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
 
@@ -105,6 +105,8 @@ class StepClock(Stopwatch):
             self.switch(self.account(UNEXPLAINED))
             self._stopped_s = self.since_s
             self.running = False
+            if self._gpu is not None:
+                self._gpu.close()
             if self._core_wait is not None:
                 self._core_wait.close()
             self.timeline.cut(self._stopped_s, self.seconds, self.steps)
@@ -208,6 +210,10 @@ class StepClock(Stopwatch):
         """Return when the GPU was idle between sampled steps; ``None`` without any."""
         facts = None if self._gpu is None else self._gpu.facts()
         return facts if facts is not None and facts.samples else None
+
+    def watched_steps(self) -> WatchedSteps | None:
+        """Return where the host waits for the GPU; ``None`` if no step was watched."""
+        return None if self._gpu is None else self._gpu.syncs.facts()
 
     def as_own_work(self, function: Callable[..., object], *args: object, part: str = "") -> None:
         """Call the function, with its time booked on this package, or a named part of it."""

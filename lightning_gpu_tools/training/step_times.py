@@ -29,6 +29,7 @@ class StepTimeRecord:
 
     def __init__(self, accounts: Collection[Account], pauses: Collection[Account]) -> None:
         self.batch_items: int | None = None  # numbers in the first tensor of the current batch
+        self.left_out: set[int] = set()  # numbers of steps that measuring has made longer
         self._accounts = accounts
         self._pauses = [place for place, account in enumerate(accounts) if account in pauses]
         self._begun: list[tuple[int, float, int | None, list[float]]] = []
@@ -67,7 +68,7 @@ class StepTimeRecord:
         if not self._first:
             self._first = self._before
             return
-        if had_no_batch:
+        if had_no_batch or step - 1 in self.left_out:
             return
         whole_s = now_s - began_s
         step_s = whole_s - (self._paused_s - paused_before_s)

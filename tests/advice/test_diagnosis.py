@@ -198,7 +198,7 @@ def test_a_wait_behind_gpu_work_is_no_cause() -> None:
     """The GPU is idle 40 % of the time, but not while the host waits for data: that is hidden behind its work."""
     run = gpu_run(waiting(40, 60), 60.0, gpu_idle=sampled_idle(data_loading=(40.0, 0.5)))
     assert [finding.cause for finding in diagnose(run).findings] == ["unexplained"]
-    assert "profile=True" in diagnose(run).next_step
+    assert "profiler='pytorch'" in diagnose(run).next_step
     without = dataclasses.replace(run, gpu_idle=None)
     assert [finding.cause for finding in diagnose(without).findings] == ["data_loading"]
 

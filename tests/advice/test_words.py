@@ -19,7 +19,6 @@ from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import (
     LOADER,
-    PROFILE,
     STEP,
     WAITS,
     contended,
@@ -72,7 +71,6 @@ RUNS = [
     gpu_run(**COPIES, ranks=late_rank("forward").ranks),
     gpu_run(**COPIES, loader=dataclasses.replace(LOADER, pin_memory=False)),
     gpu_run(STEP, 40.0),
-    gpu_run(STEP, 40.0, profile=PROFILE),
     gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 5))),
     *map(late_rank, ("data_loading", "backward", "callback/A", "logging/A", "checkpoint", "validation", "epoch_start")),
     *map(waiting_ranks, ("backward", "data_loading")),

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from trainings import Samples, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO, load_weights, watch
-from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.reports.report import Report, load_report
 
@@ -107,28 +106,9 @@ def test_a_gpu_that_waits_for_its_host_idles_inside_the_step(tmp_path: Path) -> 
 
     report, _ = train(tmp_path, SlowHost(10), loader(Samples(100)))
     first = report.diagnosis.findings[0]
-    assert (first.cause, first.evidence["phase"]) == ("unexplained", "training_step"), report.diagnosis
+    assert first.cause == "host_work", report.diagnosis
     assert first.share > 0.4
     assert report.diagnosis.gpu_idle_percent.get("data_loading", 0.0) < 5
-
-
-def test_a_step_is_profiled_on_request(tmp_path: Path) -> None:
-    """The GPU idles half of the time, and not because of anything around the step."""
-
-    class Curious(Busy):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            if loss.item() > 1e9:
-                raise OverflowError
-            time.sleep(0.02)
-            return loss
-
-    advisor = GPUUtilizationAdvisor(min_seconds=1.5, profile=True)
-    line = r"Waiting for GPU results .*test_training_on_device.py:"
-    with pytest.warns(LowGPUUtilizationWarning, match=line):
-        quiet_trainer(tmp_path, accelerator="gpu", callbacks=[advisor]).fit(Curious(10), loader(Samples(120)))
-    assert advisor.diagnosis is not None
-    assert advisor.diagnosis.findings[0].cause == "device_sync"
 
 
 @pytest.mark.parametrize("family", ["lightning.fabric", "lightning_fabric"])

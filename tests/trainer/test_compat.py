@@ -15,7 +15,6 @@ from trainings import Model, Samples, hide, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.report import load_report
 from lightning_gpu_tools.trainer import compat, wrappers
-from lightning_gpu_tools.trainer.gpu_utilization_advisor import can_profile
 from lightning_gpu_tools.training import compat as torch_compat
 from lightning_gpu_tools.training.rank_exchange import Board, RankExchange, RankPlace
 
@@ -84,15 +83,6 @@ def test_a_fit_whose_start_is_unseen_has_no_report(
     _, trained = train(tmp_path, GPUUtilizationMonitor(), GPUUtilizationAdvisor())
     assert "has no report: this Lightning has no _FitLoop.on_run_start" in capsys.readouterr().out
     assert all(map(torch.equal, trained, weights))
-
-
-def test_without_what_the_profiler_needs_no_step_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, _ = train(tmp_path)
-    assert can_profile(trainer)
-    for module, gone in ((torch_compat, "_profiler_enabled"), (compat, "automatic_optimization")):
-        with monkeypatch.context() as hidden:
-            hide(hidden, module, gone)
-            assert not can_profile(trainer)
 
 
 @pytest.fixture

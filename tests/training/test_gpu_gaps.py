@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.training.gpu_timeline import Gap, HostTime, idle_by_phase
+from lightning_gpu_tools.training.gpu_timeline import Gap, HostTime, idle_by_phase, without_work
 
 PHASES = [("callback/A", 2.0), ("trainer", 1.0), ("data_loading", 3.0), ("host_to_device_copy", 1.0)]  # from 3 to 10
 
@@ -41,6 +41,17 @@ def test_the_parts_never_exceed_the_gap_or_the_phase(
     assert sum(idle.values()) <= length_s + 1e-9
     for phase in {"a", "b", "c"} & idle.keys():
         assert idle[phase] <= sum(seconds for name, seconds in spent if name == phase) + 1e-9
+
+
+@given(*[st.floats(0, 50)] * 4)
+def test_work_in_a_gap_is_no_idle_time(begin_s: float, length_s: float, first_s: float, last_s: float) -> None:
+    spent = [("a", 20.0), ("b", 10.0)]
+    gap = Gap(begin_s, begin_s + length_s, 30.0, spent)
+    left_s = max(0.0, length_s - first_s - last_s)
+    left = without_work(gap, first_s, last_s)
+    assert left.gpu_end_s - left.gpu_begin_s == pytest.approx(left_s, abs=1e-9)
+    assert begin_s <= left.gpu_begin_s <= left.gpu_end_s <= begin_s + length_s
+    assert sum(idle_by_phase(left).values()) <= sum(idle_by_phase(gap).values()) + 1e-9
 
 
 def test_the_clocks_are_tied_where_the_gpu_was_idle() -> None:

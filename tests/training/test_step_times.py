@@ -47,6 +47,16 @@ def test_percentiles_are_within_two_percent_and_parts_add_up(seconds: list[float
     assert sum(slow.seconds for slow in times.slow) <= times.seconds * (1 + 1e-9)
 
 
+def test_a_step_that_measuring_has_made_longer_is_left_out() -> None:
+    steps = [{TRAINING_STEP: 0.02}] * 100
+    steps[98] = {TRAINING_STEP: 0.4}  # which is worked out later
+    clock = timed_steps([*[{TRAINING_STEP: 0.02}] * WARM_UP_STEPS, *steps, {}])
+    clock.times.left_out.add(WARM_UP_STEPS + 99)
+    times = clock.times.facts()
+    assert times is not None
+    assert (times.count, times.max_s, times.slow) == (99, pytest.approx(0.02), ())
+
+
 def test_slow_steps_are_told_apart_by_the_phase_that_made_them_slow() -> None:
     usual = {"data_loading": 0.005, TRAINING_STEP: 0.02}
     steps = [dict(usual) for _ in range(200)]

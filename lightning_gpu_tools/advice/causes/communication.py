@@ -10,6 +10,7 @@ from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.examples import ranks as a_job_of
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.ranks import mean_wait_s, waits_for_cores_of_others_s
+from lightning_gpu_tools.training.phases import RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 _MIN_SHARE = 0.10  # of the step: torch's TensorBoard plugin
@@ -17,7 +18,7 @@ _MIN_SHARE = 0.10  # of the step: torch's TensorBoard plugin
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
     yield from _seen_by_host(run)
-    yield from _seen_by_profiler(run)
+    yield from _seen_by_gpu(run)
 
 
 def _seen_by_host(run: RunMeasurements) -> Iterator[Finding]:
@@ -40,12 +41,12 @@ def _seen_by_host(run: RunMeasurements) -> Iterator[Finding]:
     )
 
 
-def _seen_by_profiler(run: RunMeasurements) -> Iterator[Finding]:
-    profile = run.profile
-    if not run.on_gpu or profile is None or profile.wall_s <= 0:
+def _seen_by_gpu(run: RunMeasurements) -> Iterator[Finding]:
+    idle = run.gpu_idle
+    if not run.on_gpu or idle is None:
         return
-    share = profile.exposed_communication_s / profile.wall_s
-    if share < _MIN_SHARE:
+    wait_s = idle.step_s.get(RANK_WAIT_IN_STEP, 0.0) / max(1, idle.samples)
+    if wait_s < _MIN_SHARE * run.step_s:
         return
     if run.has_trainer:
         seldom, ddp = "Trainer(accumulate_grad_batches=4)", "DDPStrategy"
@@ -55,8 +56,8 @@ def _seen_by_profiler(run: RunMeasurements) -> Iterator[Finding]:
         half = "register_comm_hook(None, bf16_compress_hook)"
     yield counted(
         "communication",
-        min(share, 1.0),
-        {"ms_per_step": profile.exposed_communication_s / profile.steps * 1e3, "ranks": max(1, len(run.ranks))},
+        min(wait_s / run.step_s, 1.0),
+        {"ms_per_step": wait_s * 1e3, "ranks": max(1, len(run.ranks))},
         f"The GPU waits for other GPUs. Average gradients less often ({seldom}) or send half the bytes ({half}). Also "
         f"set {ddp}(static_graph=True, gradient_as_bucket_view=True).",
     )

@@ -9,7 +9,7 @@ from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import LOADER, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
-from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE, part_of_idle
+from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 
 
@@ -26,7 +26,7 @@ def _on_cpu(run: RunMeasurements) -> Iterator[Finding]:
 
 def _to_gpu(run: RunMeasurements) -> Iterator[Finding]:
     between = 0.0 if run.gpu_idle is None else run.lost_share(COPY)
-    share = min(between + (part_of_idle(run, "copy") or 0.0), run.idle_share)
+    share = min(between, run.idle_share)
     if share < MIN_SHARE:
         return
     copy_s = share * run.step_s
@@ -34,7 +34,6 @@ def _to_gpu(run: RunMeasurements) -> Iterator[Finding]:
         "ms_per_step": copy_s * 1e3,
         "batch_bytes": run.batch_bytes or None,
         "bytes_per_second": run.batch_bytes / copy_s if run.batch_bytes else None,
-        "pageable_copies_per_step": None if run.profile is None else run.profile.pageable_copies_per_step,
         "left_on_cpu": ", ".join(run.left_on_cpu) or None,
     }
     yield counted("host_to_device_copy", share, evidence, _advice(run))

@@ -47,11 +47,7 @@ def long_lines(run: RunMeasurements) -> list[Finding]:
 
 def idle_in_step(run: RunMeasurements, idle: float) -> Finding:
     """Return that the GPU is idle inside the training step for so much of the wall time."""
-    if run.profile is None:
-        how = "GPUUtilizationAdvisor(profile=True) profiles" if run.has_trainer else "Profile"
-        torchs = "" if run.has_trainer else " with torch.profiler"
-        advice = f"{how} three steps{torchs}, which separates syncs, small kernels and copies."
-    elif run.has_trainer:
+    if run.has_trainer:
         advice = "Profile the training step: Trainer(profiler='pytorch', max_steps=50)."
     else:
         advice = "Profile some steps with torch.profiler."
@@ -74,7 +70,7 @@ CAUSE = Cause(
     shapes=[
         Shape(
             "Unexplained idle time inside the training step",
-            '`GPUUtilizationAdvisor(profile=True)`, then `Trainer(profiler="pytorch")`',
+            '`Trainer(profiler="pytorch")`',
         ),
         Shape(
             "The Trainer's own work, or work outside of all hooks and steps, takes ...",

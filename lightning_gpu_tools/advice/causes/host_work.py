@@ -1,0 +1,54 @@
+"""host_work: inside the training step the GPU waits for code that gives it little to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
+from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Finding, counted
+from lightning_gpu_tools.advice.idle_in_step import idle_in_step, is_tiny
+from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements, SourceLine
+
+_MIN_SHARE = 0.15  # our default: a well-fed GPU has some gaps, too
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    idle = idle_in_step(run)
+    if run.watched is None or idle is None or idle.host_work < _MIN_SHARE or is_tiny(run):
+        return
+    evidence = {
+        "ms_per_step": idle.host_work * run.step_s * 1e3,
+        "operations_per_step": run.watched.operations,
+        "left_on_cpu": ", ".join(run.left_on_cpu) or None,
+    }
+    advice = f"{FIND_FUNCTION} Do that work in the dataset, where workers run it ahead, or on the GPU."
+    if run.left_on_cpu:
+        advice += f" Start with what is left on the CPU: {', '.join(run.left_on_cpu)}."
+    yield counted("host_work", idle.host_work, evidence, advice)
+
+
+_BUSY_HOST = {
+    **watched(operations=30),
+    "lines": (
+        SourceLine(phase="training_step/forward", file="train.py", line=57, function="augment", samples=180),
+        SourceLine(phase="training_step/forward", file="train.py", line=61, function="training_step", samples=20),
+    ),
+}
+
+CAUSE = Cause(
+    name="host_work",
+    begins="Work of the host inside the training step takes",
+    shapes=[
+        Shape(
+            "Work of the host inside the training step takes ..., with the source line",
+            "do it in the dataset, where workers run it ahead, or on the GPU",
+        )
+    ],
+    find=find,
+    phases=(TRAINING_STEP,),
+    needs=("watched",),
+    verified_on="simulated GPU",
+    sick=gpu_run(STEP, 40.0, **_BUSY_HOST),
+    healthy=gpu_run(STEP, 97.0, **_BUSY_HOST),
+)

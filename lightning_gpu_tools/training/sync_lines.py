@@ -1,0 +1,108 @@
+"""Finds the source lines at which the host waits for the GPU, in a few steps, by torch's sync debug mode.
+
+What torch does not report there is ``torch.cuda.synchronize()``, which is noted by its call.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_gpu_tools.training.line_sampler import line_of
+from lightning_gpu_tools.training.phases import MONITORING, base_phase
+from lightning_gpu_tools.training.run_measurements import SourceLine, WatchedSteps
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.training.step_clock import StepClock
+
+_OFF = 0  # of torch.cuda.get_sync_debug_mode()
+_SYNC = "called a synchronizing CUDA operation"
+# Put in place and taken out by hand: after warnings.filterwarnings(), warnings that were shown once are shown again.
+_FILTER: Any = ("always", re.compile(f"{_SYNC}|Synchronization debug mode is a prototype"), UserWarning, None, 0)
+
+
+class SyncLines:
+    """Notes where the training thread waits for the GPU between ``start`` and ``stop``, and how much it queues.
+
+    ``synced`` is called after each wait.
+    """
+
+    def __init__(self, clock: StepClock, synced: Callable[[], None]) -> None:
+        self._clock = clock
+        self._synced = synced
+        self._steps = 0
+        self._operations = 0
+        self._lines: Counter[tuple[str, str, int, str]] = Counter()
+        self._before: Any = None  # filters, showwarning and synchronize; None while nothing is noted
+        self._thread = 0
+        self._operations_before = 0
+
+    def facts(self) -> WatchedSteps | None:
+        """Return what is known so far; ``None`` before the first step."""
+        if not self._steps:
+            return None
+        lines = tuple(
+            SourceLine(phase=phase, file=file, line=line, function=function, samples=count)
+            for (phase, file, line, function), count in self._lines.most_common()
+        )
+        return WatchedSteps(steps=self._steps, operations=self._operations / self._steps, syncs=lines)
+
+    def start(self) -> None:
+        """Begin, unless the mode is in use."""
+        if torch.cuda.get_sync_debug_mode() != _OFF:
+            return
+        self._thread = threading.get_ident()
+        self._before = warnings.filters, warnings.showwarning, torch.cuda.synchronize
+        warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined] # which types call a sequence
+        warnings.showwarning = self._shown
+        torch.cuda.synchronize = self._synchronized
+        torch.cuda.set_sync_debug_mode("warn")
+        self._operations_before = _operations()
+
+    def stop(self) -> None:
+        """Leave all as it was. Idempotent."""
+        if self._before is None:
+            return
+        (filters, shown, synchronize), self._before = self._before, None
+        torch.cuda.set_sync_debug_mode("default")
+        if _FILTER in filters:
+            filters.remove(_FILTER)
+        if warnings.showwarning == self._shown:
+            warnings.showwarning = shown
+        if torch.cuda.synchronize == self._synchronized:
+            torch.cuda.synchronize = synchronize
+        self._operations += _operations() - self._operations_before
+        self._steps += 1
+
+    def _shown(self, message: Any, category: Any, *where: Any, **more: Any) -> None:
+        text = str(message)
+        if category is UserWarning and _SYNC in text:
+            self._note(sys._getframe(1))
+        elif self._before is not None and not (category is UserWarning and _FILTER[1].match(text)):
+            self._before[1](message, category, *where, **more)
+
+    def _synchronized(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return (torch.cuda.synchronize if self._before is None else self._before[2])(*args, **kwargs)
+        finally:
+            self._note(sys._getframe(1))
+
+    def _note(self, frame: FrameType | None) -> None:
+        phase = self._clock.current.phase
+        if threading.get_ident() == self._thread and base_phase(phase) != MONITORING:
+            self._synced()  # first, because the GPU is idle since
+            if (seen := line_of(frame)) is not None:
+                self._lines[phase, seen.file, seen.line, seen.function] += 1
+
+
+def _operations() -> int:
+    """Return how often torch has allocated memory of the GPU: about once for each operation."""
+    return int(torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]["allocated"])
