@@ -229,9 +229,8 @@ class GpuTimeline:
         self.samples = 0  # read so far
         self.syncs = SyncLines(clock, self._synced)
         self._clock = clock
-        self._random = random.Random(
-            0
-        )  # its own, and alike on all ranks: the training's random numbers stay as they are
+        # Alike on all ranks, and its own: the training's random numbers stay as they are.
+        self._random = random.Random(0)
         self._steps_to_sample: float = _SETTLED
         self._taken = 0  # samples that were not held
         self._due: list[Literal["watched", "held"]] = []
