@@ -130,7 +130,7 @@ class Structure:
     devices: set[str]  # from which it was saved
     metadata: Mapping[str, str] = field(default_factory=dict)  # of a safetensors file
     records: Mapping[str, Record] = field(default_factory=dict)  # of a zip file
-    places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages that are not compressed
+    places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages
     filled: set[str] = field(default_factory=set)  # as in StructureReader
     part: Fault | None = None  # what it is, if it is one shard of a checkpoint
     assembly: Assembly | None = None  # of a folder
@@ -149,11 +149,6 @@ class Structure:
     def files(self) -> Iterable[Structure]:
         """It, or the files of the folder."""
         return [self] if self.assembly is None else self.assembly.shards.values()
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether something in it is compressed, so that it cannot be mapped."""
-        return not all(record.is_stored for record in self.records.values())
 
     @property
     def has_checksums(self) -> bool:

@@ -22,7 +22,6 @@ from lightning_gpu_tools.checkpoints.content import Opaque, StorageInfo, TensorI
 from lightning_gpu_tools.checkpoints.describing import describe
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.file_tensors import (
-    bytes_of,
     dtype_of,
     mapped_bytes,
     moved,
@@ -31,7 +30,6 @@ from lightning_gpu_tools.checkpoints.file_tensors import (
 )
 from lightning_gpu_tools.checkpoints.formats import safetensors
 from lightning_gpu_tools.checkpoints.formats.torch_distributed import Place
-from lightning_gpu_tools.checkpoints.formats.torch_zip import is_byte_swapped
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.shards import SplitTensorInfo
 from lightning_gpu_tools.checkpoints.sources import opened_source
@@ -52,11 +50,11 @@ def read_checkpoint(
 ) -> Any:
     """Return what a checkpoint file, or a folder with the shards of one, holds.
 
-    Tensors are mapped, unless they are compressed: they take no memory until they are used, and change with the file.
+    Tensors are mapped: they take no memory until they are used, and change with the file.
     A tensor of several parts is put together for each operation, and takes memory only meanwhile.
 
-    ``weights_only`` refuses all but plain data with an ``UnsafeCheckpointError``; ``verify`` compares checksums first,
-    as is always done with compressed files. Other errors are those of ``read_structure``.
+    ``weights_only`` refuses all but plain data with an ``UnsafeCheckpointError``; ``verify`` compares checksums first.
+    Other errors are those of ``read_structure``.
     """
 
     def load(structure: Structure) -> Any:
@@ -142,9 +140,8 @@ def _read(
     with opened_source(path) as structure, faults_of(path):
         if structure.part is not None:
             raise structure.part
-        for file in structure.files:
-            if verify or file.is_packed:  # torch ignores damaged compressed records
-                compare_with_checksums(file)
+        for file in structure.files if verify else ():
+            compare_with_checksums(file)
         if structure.assembly is None:
             return load(structure)
         return _load_shards(structure.assembly, load, map_location)
@@ -180,9 +177,8 @@ def _load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
         if refusal is None and map_location == "cpu":
             with contextlib.suppress(NotPlainError):
                 return _Builder(structure).build(structure.content)
-    can_be_mapped = structure.format == "zip" and not structure.is_packed
     file = structure.file
-    name = name_of_open_file(file) if can_be_mapped else None
+    name = name_of_open_file(file) if structure.format == "zip" else None
     file.seek(0)
     try:
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # torch's default is not to
@@ -288,21 +284,13 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _storages(structure: Structure) -> Callable[[Any], Any]:
-    """Return what gives the numbers of a storage: a part of the mapped file, unless they are compressed."""
+    """Return what gives the numbers of a storage: a part of the mapped file."""
     whole: Any = mapped_bytes(structure.file).untyped_storage()
-    is_swapped = is_byte_swapped(structure)
 
     @functools.cache
     def numbers(storage: StorageInfo) -> Any:
-        start = structure.places.get(storage.key)
-        if start is not None:
-            block = whole[start : start + storage.size_bytes]
-        else:
-            block = bytes_of(bytearray(structure.records[f"data/{storage.key}"].read())).untyped_storage()
-        if is_swapped:
-            block = block.clone()
-            block.byteswap(getattr(torch, storage.dtype))
-        return block
+        start = structure.places[storage.key]
+        return whole[start : start + storage.size_bytes]
 
     return numbers
 

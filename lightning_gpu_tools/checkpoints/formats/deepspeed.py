@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, LIGHTNING_VERSION, TensorInfo, are_sizes
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.formats.torch_zip import check_byte_order
 from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, is_plain_name
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 from lightning_gpu_tools.units import printable, printable_path
@@ -66,8 +65,6 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         raise damaged("its model_states.pt are of two checkpoints" if is_whole else "it has no model_states.pt")
     models = [folder.describe(name) for name in model_names or [_WHOLE_MODEL]]
     optimizers = [folder.describe(name) for name in optimizer_names]
-    for shard in (*models, *optimizers):
-        check_byte_order(shard)
     loaded = models[0].name
     with any_error_is(damaged(_DAMAGE)):
         model: Mapping[str, Any] = models[0].content
@@ -198,8 +195,6 @@ def _join_frozen(models: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
 
 
 def _row(shard: Structure, tensors: Sequence[TensorInfo], dtype: str) -> list[Piece]:
-    if shard.is_packed:
-        raise Fault(f"has {printable(shard.name)} compressed", "Unpack it, and zip it without compression: zip -0.")
     row = []
     for info in tensors:
         if info.kind or len(info.shape or ()) != 1 or info.strides != (1,) or info.dtype != dtype:

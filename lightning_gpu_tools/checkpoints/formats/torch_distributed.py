@@ -19,7 +19,6 @@ from lightning_gpu_tools.checkpoints.content import (
 )
 from lightning_gpu_tools.checkpoints.describing import describe as describe_file
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.formats.torch_zip import check_byte_order
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_cover
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
@@ -169,7 +168,6 @@ def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
     whole = shards[place.file]
     part: Any = _Slice(whole.file, place)
     found = describe_file(part, whole.path)
-    check_byte_order(found)
     records: dict[str, Record] = whole.records  # type: ignore[assignment]
     for name, record in found.records.items():
         records[f"{place.start}/{name}"] = record._replace(file=whole.file, start=place.start + record.start)
@@ -186,7 +184,7 @@ def _part(
 ) -> Part:
     found = _described(shards, place)
     block = found.content
-    is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind and not found.is_packed
+    is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind
     if not is_plain or (block.dtype, block.shape) != (info.dtype, sizes):
         raise damaged(f"{printable(place.file)} does not hold the part of {printable(key)} that .metadata describes")
     start = place.start + found.places[block.storage.key] + block.offset * BYTES_OF_DTYPE[block.dtype]
