@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Iterable
@@ -71,29 +70,6 @@ class Folder:
 def is_plain_name(name: Any) -> bool:
     """Whether this names nothing outside of its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
-
-
-def part_of_dtensor(described: Any) -> Fault | None:
-    """Return the fault of a DTensor that one rank has saved; ``None`` for anything whole."""
-    if not isinstance(described, TensorInfo) or not described.kind.endswith(".DTensor"):
-        return None
-    with contextlib.suppress(LookupError, TypeError, AttributeError, ValueError):  # of another version
-        state = described.attributes[0]
-        spec = (state[1] if isinstance(state, tuple) else state)["_spec"].state
-        mesh = spec["mesh"].state
-        ranks = math.prod(mesh.get("_rank_map", mesh.get("mesh")).shape)
-        ways = [(way.kind.rpartition(".")[2], (way.state or {}).get("dim")) for way in spec["placements"]]
-        if ranks > 1 and any(way != "Replicate" for way, _ in ways):
-            how = ", ".join(way if dim is None else f"{way}(dim={int(dim)})" for way, dim in ways)
-            place = mesh.get("_coordinate_on_dim") or []  # all that torch 2.10 keeps of the rank
-            rank = mesh.get("_rank", place[0] if len(place) == 1 else None)
-            who = "one rank" if rank is None else f"rank {int(rank)}"
-            return Fault(
-                f"holds one part of each sharded tensor, {who} of {ranks}, {printable(how)}",
-                "Save one file of all ranks with torch.distributed.checkpoint.state_dict.get_model_state_dict and "
-                "StateDictOptions(full_state_dict=True), or a folder with torch.distributed.checkpoint.save.",
-            )
-    return None
 
 
 def check_cover(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:

@@ -18,7 +18,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint
-from checkpoint_files import EXPLOIT, Exploit, described_by, records_of, safetensors, saved, text, zipped
+from checkpoint_files import (
+    EXPLOIT,
+    Exploit,
+    described_by,
+    lightning_checkpoint,
+    records_of,
+    safetensors,
+    saved,
+    text,
+    zipped,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,22 +113,12 @@ def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Pat
     content, message = FAULTS[fault]
     path = tmp_path / "last.ckpt"
     path.write_bytes(content)
-    write_checkpoint(CONTENT, tmp_path / "epoch=2.ckpt")
+    write_checkpoint(lightning_checkpoint({"a": torch.ones(5)}), tmp_path / "epoch=2.ckpt")
     with pytest.raises(BrokenCheckpointError, match=message) as caught:
         read_checkpoint(path)
     text = str(caught.value)
     assert text.startswith(str(path))
-    known = (
-        "cut in",
-        "cut by",
-        "zeros at",
-        "damaged zip",
-        "missing",
-        "safetensors of another",
-        "safetensors cut in its w",
-    )
-    of_model = " of the same model" * fault.startswith(known)
-    assert text.endswith(f" The newest complete checkpoint{of_model} in that folder: {tmp_path / 'epoch=2.ckpt'}")
+    assert text.endswith(f" The newest complete checkpoint in that folder: {tmp_path / 'epoch=2.ckpt'}")
     assert "weights_only" not in text
     # The same without torch.
     with pytest.raises(BrokenCheckpointError, match=message):
@@ -126,33 +126,14 @@ def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Pat
 
 
 def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) -> None:
-    other_model = saved({"state_dict": {"a": torch.ones(7)}})
-    endless = torch.nn.Linear(2, 2)
-    endless._modules["again"] = endless
-    files = {
-        "old.ckpt": GOOD,
-        "newer.ckpt": GOOD,
-        "broken.ckpt": GOOD[:-50],
-        "other.ckpt": other_model,
-        "rng_state.pth": saved({"cpu": torch.get_rng_state(), "cuda": torch.get_rng_state()}),
-        "optimizer.pt": saved(torch.optim.Adam([torch.ones(2)]).state_dict()),
-        "module.bin": saved({"state_dict": torch.nn.Linear(600, 30).state_dict(), "where": Path()}),
-        "endless.ckpt": saved(endless),
-        "model-00001-of-00002.bin": GOOD,
-        "mp_rank_00_model_states.pt": GOOD,
-        "notes.txt": GOOD,
-    }
+    good = saved(lightning_checkpoint(CONTENT["state_dict"]))
+    files = {"old.ckpt": good, "newer.ckpt": good, "broken.ckpt": good[:-50], "other.ckpt": saved({}), "a.pt": good}
     for age, (name, data) in enumerate(files.items()):
         (tmp_path / name).write_bytes(data)
         os.utime(tmp_path / name, (1000 + age, 1000 + age))
-    with pytest.raises(BrokenCheckpointError, match=r"checkpoint of the same model in that folder: .*/newer\.ckpt$"):
-        read_checkpoint(tmp_path / "broken.ckpt")
-    with pytest.raises(CheckpointNotFoundError, match=r"The newest complete checkpoint in that folder: .*module\.bin$"):
-        read_checkpoint(tmp_path / "gone.ckpt")
-    (tmp_path / "old.ckpt").unlink()
-    (tmp_path / "newer.ckpt").unlink()
-    with pytest.raises(BrokenCheckpointError, match=r"use an earlier checkpoint\.$"):
-        read_checkpoint(tmp_path / "broken.ckpt")
+    for name in ("broken.ckpt", "gone.ckpt"):
+        with pytest.raises(CheckpointError, match=r"newest complete checkpoint in that folder: .*/newer\.ckpt$"):
+            read_checkpoint(tmp_path / name)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BrokenCheckpointError, match=r"is a JSON text.*Name the file with the weights\.$"):
         read_checkpoint(tmp_path / "config.json")

@@ -23,9 +23,9 @@ from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_cover
 from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 from lightning_gpu_tools.checkpoints.zip_records import Record
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import printable
 
-_PIECE = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
+PART = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
 _METADATA = ".metadata"
 _EXTRA = "meta.pt"
 _DAMAGE = "its .metadata does not describe a checkpoint"
@@ -67,7 +67,7 @@ class _Slice(io.RawIOBase):
 
 def find(path: str, names: set[str]) -> str | None:
     """Return the folder if it has such files."""
-    return path if any(map(_PIECE.fullmatch, names)) else None
+    return path if any(map(PART.fullmatch, names)) else None
 
 
 def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
@@ -92,15 +92,6 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     loaded = (_EXTRA,) if _EXTRA in names else ()
     shards.update((name, folder.describe(name)) for name in loaded)
     return Assembly("dcp", shards, loaded, lambda contents: _with_extra(content, contents.get(_EXTRA, {})))
-
-
-def check_name(folder: str, name: str) -> None:
-    """Raise the fault of one of these files alone, by its name."""
-    if _PIECE.fullmatch(name):
-        rank = re.match(r"__(\d+)", name)
-        what = f"is rank {rank[1]}'s part" if rank else "is the list of parts"
-        advice = f"Name the folder instead: {printable_path(folder or '.')}"
-        raise Fault(f"{what} of a checkpoint by torch.distributed.checkpoint", advice)
 
 
 Blocks = list[tuple[tuple[int, ...], tuple[int, ...], Place]]
