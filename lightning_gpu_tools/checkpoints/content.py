@@ -76,6 +76,25 @@ class TensorInfo:
     is_parameter: bool = field(default=False, compare=False)  # or requires gradients, or has attributes
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block of a tensor, in one of the files."""
+
+    file: str
+    start: int  # of its first number in the file, in bytes
+    offsets: tuple[int, ...]  # in the tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in the file, in elements
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class SplitTensorInfo(TensorInfo):
+    """A tensor whose numbers are in several places."""
+
+    laid_out: tuple[int, ...] = ()  # the shape that the parts make up: its own, or all its numbers in a row
+    parts: tuple[Part, ...] = ()  # empty until they are looked up
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Opaque:
     """An object that only running code could build: inert, whatever is done to it."""

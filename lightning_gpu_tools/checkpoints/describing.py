@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import BinaryIO, Protocol
+from dataclasses import replace
+from typing import Any, BinaryIO, Protocol
 
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, faults_of
 from lightning_gpu_tools.checkpoints.formats import safetensors, torch_legacy, torch_zip
@@ -22,6 +23,9 @@ class FileFormat(Protocol):
     def describe(self, file: BinaryIO, path: str, size_bytes: int) -> Structure:
         """Read the description of an open file and check it against what the file holds."""
 
+    def load(self, structure: Structure, map_location: Any, weights_only: bool) -> Any:
+        """Load what was described; its numbers are mapped where they can be."""
+
 
 _FORMATS: tuple[FileFormat, ...] = (torch_zip, torch_legacy, safetensors)
 
@@ -35,7 +39,7 @@ def describe(file: BinaryIO, path: str) -> Structure:
         for form in _FORMATS:
             if form.recognizes(head):
                 with collector_paused(), any_error_is(Fault(form.DAMAGE, RESTORE)):
-                    return form.describe(file, path, size_bytes)
+                    return replace(form.describe(file, path, size_bytes), form=form)
         raise _something_else(head, size_bytes)
 
 

@@ -1,4 +1,4 @@
-"""What the formats of several files share: their folder, the parts of a tensor, and how these make it up."""
+"""What the formats of several files share: their folder, and whether parts make up a whole."""
 
 from __future__ import annotations
 
@@ -6,35 +6,14 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.content import TensorInfo
 from lightning_gpu_tools.checkpoints.describing import describe
 from lightning_gpu_tools.checkpoints.faults import Fault, damaged
 from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.checkpoints.opening import opened
 from lightning_gpu_tools.checkpoints.structure import Structure
 from lightning_gpu_tools.units import printable
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A block of a tensor, in one of the files."""
-
-    file: str
-    start: int  # of its first number in the file, in bytes
-    offsets: tuple[int, ...]  # in the tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in the file, in elements
-
-
-@dataclass(slots=True, unsafe_hash=True)
-class SplitTensorInfo(TensorInfo):
-    """A tensor whose numbers are in several places."""
-
-    laid_out: tuple[int, ...] = ()  # the shape that the parts make up: its own, or all its numbers in a row
-    parts: tuple[Part, ...] = ()  # empty until they are looked up
 
 
 class Folder:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.describing import describe
@@ -18,6 +18,7 @@ from lightning_gpu_tools.checkpoints.opening import opened
 from lightning_gpu_tools.checkpoints.shards import Folder
 from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
+    LoadFile,
     Progress,
     Structure,
     check_contents,
@@ -77,6 +78,9 @@ class FolderFormat(Protocol):
     def describe(self, folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         """Describe the files, with the places of all numbers if it costs no time or ``to_load`` them."""
 
+    def load(self, assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
+        """Load what was described; its tensors are mapped, or put together when they are used."""
+
 
 _FORMATS: tuple[FolderFormat, ...] = (torch_distributed, deepspeed, shard_index)
 
@@ -86,18 +90,24 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     local = os.path.expanduser(path)
     folder, name = os.path.split(local)
     is_index = shard_index.INDEX.fullmatch(name)
-    assembly = None
     if "://" in path:
         if is_index:
             raise Fault("lists shards that are at a URL", "Download the whole folder, and name the copy.")
     elif os.path.isdir(local):
-        assembly = _assembly_in(local, stack, to_load)
+        names = set(os.listdir(local))
+        for form in _FORMATS:
+            place = form.find(local, names)
+            if place is not None:
+                found = form.describe(Folder(place, stack), set(os.listdir(place)), to_load=to_load)
+                return _assembled(path, found, form)
     elif (part := _part(path)) and torch_distributed.PART.fullmatch(name):  # which cannot be described alone
         raise part
     elif is_index and os.path.isfile(local):
-        assembly = shard_index.describe_index(Folder(folder, stack), name)
-    if assembly is None:
-        return None
+        return _assembled(path, shard_index.describe_index(Folder(folder, stack), name), shard_index)
+    return None
+
+
+def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:
     shards = assembly.shards
     with any_error_is(damaged("its files do not fit together")):
         content = assembly.assemble({name: shards[name].content for name in assembly.loaded})
@@ -110,16 +120,8 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         set().union(*(shards[name].globals for name in assembly.loaded)),
         set().union(*(shard.devices for shard in shards.values())),
         assembly=assembly,
+        form=form,
     )
-
-
-def _assembly_in(path: str, stack: contextlib.ExitStack, to_load: bool) -> Assembly | None:
-    names = set(os.listdir(path))
-    for form in _FORMATS:
-        folder = form.find(path, names)
-        if folder is not None:
-            return form.describe(Folder(folder, stack), set(os.listdir(folder)), to_load=to_load)
-    return None
 
 
 def _part(path: str) -> Fault | None:

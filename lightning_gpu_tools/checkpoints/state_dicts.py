@@ -23,6 +23,7 @@ from lightning_gpu_tools.checkpoints.content import (
     likely,
     unopened_objects,
 )
+from lightning_gpu_tools.checkpoints.file_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, is_average, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import (
     WRAPPER_COUNTER,
@@ -32,7 +33,6 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     without_private_segments,
     without_wrappers,
 )
-from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.structure import check_contents
 from lightning_gpu_tools.checkpoints.unsafe_globals import explain_blocked
 from lightning_gpu_tools.errors import (

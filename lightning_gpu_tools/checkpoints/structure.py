@@ -134,6 +134,7 @@ class Structure:
     filled: set[str] = field(default_factory=set)  # as in StructureReader
     part: Fault | None = None  # what it is, if it is one shard of a checkpoint
     assembly: Assembly | None = None  # of a folder
+    form: Any = None  # the module of ``formats`` that described it, and loads it
 
     @property
     def name(self) -> str:
@@ -164,6 +165,13 @@ class Assembly:
     shards: Mapping[str, Structure]
     loaded: tuple[str, ...]  # from others only numbers are taken
     assemble: Callable[[Mapping[str, Any]], Any]  # gets the contents of these, described or loaded
+
+    def load(self, load_file: LoadFile) -> Any:
+        """Return the whole content, loaded."""
+        return self.assemble({name: load_file(self.shards[name]) for name in self.loaded})
+
+
+LoadFile = Callable[[Structure], Any]  # loads one of several files
 
 
 @contextlib.contextmanager

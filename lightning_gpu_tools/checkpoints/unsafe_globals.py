@@ -74,8 +74,10 @@ def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (),
     unknown = [name for name in others if name not in dangerous]
     lines = [f"{printable_path(path)} holds more than plain data, so it was not opened. Nothing of it has run."]
     if reason:
-        lines.append(f"torch refuses it although it was allowed: {printable(reason, 300)}.")
-        lines.append("Plain lists, dictionaries and numbers load.")
+        lines.append(f"torch refuses it although all it names is allowed: {printable(reason, 300)}.")
+        lines.append(
+            "Plain lists, dictionaries and numbers load if torch.save wrote them in its default pickle_protocol."
+        )
     for some, what, advice in (
         (sorted(filled), "allowing is not enough: torch fills plain lists and dictionaries only, not", ""),
         (calls, "calls what plain data never needs:", " Only its author can vouch for it."),

@@ -39,6 +39,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     list_groups,
     without_private_segments,
 )
+from lightning_gpu_tools.checkpoints.reading import Unread, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     is_sharded,
@@ -51,7 +52,6 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     weights_in,
 )
 from lightning_gpu_tools.checkpoints.structure import collector_paused
-from lightning_gpu_tools.checkpoints.torch_files import Unread, read_weights
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unopened, describe_unread
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,

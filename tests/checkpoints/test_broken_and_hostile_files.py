@@ -33,9 +33,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights, write_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
+from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import (
     BrokenCheckpointError,

@@ -33,8 +33,8 @@ from checkpoint_files import (
 
 from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, TensorInfo
 from lightning_gpu_tools.checkpoints.formats.safetensors import restore_metadata
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 
@@ -192,7 +192,7 @@ def test_a_newer_pickle_protocol_is_read_or_not_called_damage(tmp_path: Path) ->
     torch.save({"w": torch.ones(2)}, tmp_path / "last.ckpt", pickle_protocol=4)
     assert read_checkpoint(tmp_path / "last.ckpt")["w"].tolist() == [1, 1]
     torch.save({"w": torch.ones(2), "names": {"a"}}, tmp_path / "last.ckpt", pickle_protocol=4)
-    with pytest.raises(UnsafeCheckpointError, match=r"pickle protocol .* save it again"):
+    with pytest.raises(UnsafeCheckpointError, match=r"Unsupported operand(.|\n)*in its default pickle_protocol"):
         read_checkpoint(tmp_path / "last.ckpt")
 
 

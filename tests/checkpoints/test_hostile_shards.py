@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from sharded_checkpoints import divided, write_deepspeed, write_distributed, write_index
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
 WEIGHTS = {"a": torch.rand(4, 3), "b": torch.rand(3), "c": torch.rand(2)}

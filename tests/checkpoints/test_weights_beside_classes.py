@@ -20,8 +20,8 @@ from torch import nn
 from wrapped_models import ARCHITECTURES, TiedTransformer, contents, normed, quantized
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.sources import read_structure
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError, UnsafeCheckpointError
 

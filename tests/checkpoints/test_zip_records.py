@@ -15,8 +15,8 @@ import torch
 from checkpoint_files import records_of, refuse_everywhere, saved, zipped
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
 CONTENT = OrderedDict(weight=torch.arange(600.0).view(20, 30), bias=torch.linspace(-1, 1, 20))

@@ -23,7 +23,8 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import nn
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint
+from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import CheckpointMismatchError
 

@@ -20,7 +20,7 @@ from rank_processes import run_ranks
 from torch import nn
 
 from lightning_gpu_tools import load_from_checkpoint, load_weights
-from lightning_gpu_tools.checkpoints import torch_files
+from lightning_gpu_tools.checkpoints import torch_loading
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
@@ -101,7 +101,7 @@ def test_a_torch_with_known_holes_is_warned_of_once(
 ) -> None:
     torch.save({"lr": 1}, tmp_path / "a.ckpt")
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
-    torch_files._warn_of_old_torch.cache_clear()
+    torch_loading._warn_of_old_torch.cache_clear()
     for _ in range(2):
         PortableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
     assert sum("CVE-2026-24747" in str(one.message) for one in recwarn) == warnings

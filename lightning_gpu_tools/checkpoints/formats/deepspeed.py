@@ -9,10 +9,17 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, LIGHTNING_VERSION, TensorInfo, are_sizes
+from lightning_gpu_tools.checkpoints.content import (
+    BYTES_OF_DTYPE,
+    LIGHTNING_VERSION,
+    Part,
+    SplitTensorInfo,
+    TensorInfo,
+    are_sizes,
+)
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, is_plain_name
-from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
+from lightning_gpu_tools.checkpoints.shards import Folder, is_plain_name
+from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
 from lightning_gpu_tools.units import printable
 
 # DeepSpeedEngine._get_ckpt_name and _get_rank_zero_ckpt_name, if only ZeRO splits the model.
@@ -96,6 +103,13 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         return {**{name: entry for name, entry in content.items() if name not in _OWN_ENTRIES}, "state_dict": weights}
 
     return Assembly("deepspeed", {shard.name: shard for shard in (*models, *optimizers)}, (loaded,), assemble)
+
+
+def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
+    """Load the file of the first rank, and put in the weights of all."""
+    from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
+
+    return with_numbers(assembly.load(load_file), assembly.shards, map_location)
 
 
 def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:

@@ -82,8 +82,8 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def load(structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
-    """Return what the file holds, mapped to it."""
+def load(structure: Structure, map_location: Any, weights_only: bool) -> OrderedDict[str, Any]:
+    """Return what the file holds, mapped to it; there is nothing but weights in it."""
     import torch
 
     from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, moved

@@ -14,14 +14,16 @@ from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MAX_DEPTH,
     Opaque,
+    Part,
+    SplitTensorInfo,
     TensorInfo,
     are_sizes,
 )
 from lightning_gpu_tools.checkpoints.describing import describe as describe_file
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
-from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_cover
-from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
+from lightning_gpu_tools.checkpoints.shards import Folder, check_cover
+from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
 
@@ -92,6 +94,19 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     loaded = (_EXTRA,) if _EXTRA in names else ()
     shards.update((name, folder.describe(name)) for name in loaded)
     return Assembly("dcp", shards, loaded, lambda contents: _with_extra(content, contents.get(_EXTRA, {})))
+
+
+def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
+    """Put the tensors together, and load each other object as the file that it is."""
+    from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
+
+    def load_object(leaf: Any) -> Any:
+        if not isinstance(leaf, Place):
+            return leaf
+        shard = assembly.shards[leaf.file]
+        return load_file(describe_file(io.BytesIO(leaf.read_from(shard.file)), shard.path))
+
+    return with_numbers(assembly.load(load_file), assembly.shards, map_location, load_object)
 
 
 Blocks = list[tuple[tuple[int, ...], tuple[int, ...], Place]]

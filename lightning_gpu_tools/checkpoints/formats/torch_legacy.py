@@ -6,7 +6,7 @@ import contextlib
 import re
 import struct
 import tarfile
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.faults import Fault, damaged
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
@@ -50,3 +50,10 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
             raise ValueError("cut short, or a storage of another length")
     devices = {storage.location for storage in storages.values()}
     return Structure(file, path, size_bytes, "legacy", content, named, devices, places=places, filled=readers[3].filled)
+
+
+def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
+    """Build what was described, mapped, or let torch load it, which reads it."""
+    from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
+
+    return load_by_torch(structure, map_location, weights_only, can_be_mapped=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from io import BytesIO
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, StorageInfo
 from lightning_gpu_tools.checkpoints.faults import Fault, damaged
@@ -51,6 +51,13 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         places={key: _record_of(storage, records).start for key, storage in reader.storages.items()},
         filled=reader.filled,
     )
+
+
+def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
+    """Build what was described, or let torch load it; mapped."""
+    from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
+
+    return load_by_torch(structure, map_location, weights_only, can_be_mapped=True)
 
 
 def _record_of(storage: StorageInfo, records: Mapping[str, Record]) -> Record:
