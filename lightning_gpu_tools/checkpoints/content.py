@@ -222,24 +222,19 @@ def describe_content(content: Any) -> str:
     return f"an object of {printable(type(content).__name__)}"
 
 
-def unopened_objects(content: Any) -> dict[str, Opaque | StandIn]:
-    """Return the objects that only running code could build, by where they are: ``"state_dict"``, ``"a key"``."""
-    found: dict[str, Opaque | StandIn] = {}
+def unopened_objects(content: Any) -> set[str]:
+    """Return what would build those objects in it that only running code could build: ``"module.name"``."""
+    found: set[str] = set()
     seen: set[int] = set()
-    level = [("all of it", content)]
-    for depth in range(_MAX_LEVELS + 2):  # the weights are in the last one
-        below: list[tuple[str, Any]] = []
-        for place, value in level:
-            if isinstance(value, (Opaque, StandIn)):
-                if not value.is_plain:
-                    found.setdefault(place, value)
-            elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
-                seen.add(id(value))
-                items = value.items() if isinstance(value, Mapping) else enumerate(value)
-                inside = f"{place}." if depth else ""
-                for key, item in items:
-                    below += [("a key", key), (f"{inside}{key if isinstance(key, str) else f'[{key}]'}", item)]
-        level = below
+    stack = [content]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, (Opaque, StandIn)):
+            if not value.is_plain:
+                found.add(value.kind or "an unknown class" if isinstance(value, Opaque) else str(value))
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            stack += [*value, *value.values()] if isinstance(value, Mapping) else value
     return found
 
 

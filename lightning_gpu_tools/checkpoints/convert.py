@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -119,7 +118,11 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
     for wrapper in changes.wrappers:
         node = tree.find(wrapper)
         if node is None or not is_wrapper(node):
-            raise CheckpointMismatchError(f"{source}: {_no_wrapper(wrapper, weights)}")
+            inside = f"{wrapper}.{WRAPPER_SEGMENT}.".lstrip(".")
+            raise CheckpointMismatchError(
+                f"{source}: {printable(repr(wrapper))} is no wrapper. No key begins with {printable(repr(inside))}, or "
+                "there are others beside it."
+            )
     kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
     if changes.drop_root and not kept:
         root = printable(repr(changes.drop_root))
@@ -127,15 +130,6 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
     return RenamePlan(
         renames={key: changes.add_root + name.removeprefix(changes.drop_root) for key, name in kept.items()},
         unused=tuple(key for key in weights if key not in kept),
-    )
-
-
-def _no_wrapper(path: str, weights: Mapping[str, Any]) -> str:
-    inside = f"{path}.{WRAPPER_SEGMENT}.".lstrip(".")
-    paths = {key[: match.start()] for key in weights for match in re.finditer(rf"\.?\b{WRAPPER_SEGMENT}\.", key)}
-    return (
-        f"{printable(repr(path))} is no wrapper. No key begins with {printable(repr(inside))}, or there are others "
-        f"beside it. That name is at: {list_groups(map(repr, sorted(paths))) or 'no place'}."
     )
 
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.describing import describe
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
+from lightning_gpu_tools.checkpoints.folder import Folder
 from lightning_gpu_tools.checkpoints.formats import deepspeed, shard_index, torch_distributed
 from lightning_gpu_tools.checkpoints.opening import opened
-from lightning_gpu_tools.checkpoints.shards import Folder
 from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
     LoadFile,

@@ -81,15 +81,6 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
     return root, records
 
 
-def _no_index(tail: bytes, size_bytes: int) -> Fault:
-    zeros = len(tail) - len(tail.rstrip(b"\0"))
-    if zeros < 512:  # a disk sector: less may be the file's own padding
-        what = f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing. "
-        return Fault(f"{what}Most likely a save or a copy was interrupted", RESTORE)
-    what = f"ends in zeros where its index should be ({format_bytes(size_bytes)} in all)"
-    return Fault(f"{what}: the machine stopped before the data was written", RESTORE)
-
-
 def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
     """Return the central directory, the number of its entries and its place in the file."""
     tail_start = max(0, size_bytes - _END.size - _MAX_COMMENT_BYTES - _LOCATOR64.size - _END64.size)
@@ -97,7 +88,8 @@ def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
     tail = file.read(size_bytes - tail_start)
     end = tail.rfind(b"PK\5\6")  # the last one, as in torch's reader
     if not 0 <= end <= len(tail) - _END.size:
-        raise _no_index(tail, size_bytes)
+        what = f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing"
+        raise Fault(f"{what}. Most likely a save or a copy was interrupted", RESTORE)
     _, disk, index_disk, count_here, count, length, start, _ = _END.unpack_from(tail, end)
     locator = end - _LOCATOR64.size
     if locator >= _END64.size and tail[locator : locator + 4] == b"PK\6\7":

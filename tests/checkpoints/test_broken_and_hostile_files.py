@@ -66,8 +66,7 @@ FAULTS = {
     "empty": (b"", "is empty.*disk was full"),
     "cut in the middle": (GOOD[: len(GOOD) // 2], "is cut short: .*index.*is missing.*interrupted"),
     "cut by 100 bytes": (GOOD[:-100], "is cut short"),
-    "zeros at the end": (GOOD[:2000] + bytes(len(GOOD) - 2000), "ends in zeros.*before the data was written"),
-    "zeros only": (bytes(5000), "nothing but zeros"),
+    "zeros at the end": (GOOD[:2000] + bytes(len(GOOD) - 2000), "is cut short"),
     "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer.*git lfs pull"),
     "web page": (b"<!DOCTYPE html><html>Sign in</html>", "web page.*log-in.*Download"),
     "web page in capitals": (b"\n <HTML><head>", "web page"),
@@ -75,9 +74,7 @@ FAULTS = {
     "json": (b'{"error": "not found"}', "JSON text"),
     "gzip": (b"\x1f\x8b\x08\x00" + bytes(100), "is compressed .gzip.*Unpack"),
     "tar": (tar(), "tar archive.*Unpack"),
-    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5.*Keras"),
     "zip that is no checkpoint": (zipped([("photos/cat.txt", b"meow")]), "zip archive but no checkpoint.*photos/cat"),
-    "npz": (zipped([("a.npy", b"\x93NUMPY")]), r"zip archive but no checkpoint.*a\.npy\. Load it with numpy\.load"),
     "torchscript": (
         zipped([(f"model/{name}", b"") for name in ("data.pkl", "constants.pkl", "version")]),
         "TorchScript archive.*torch.jit.load",
@@ -97,10 +94,7 @@ FAULTS = {
         safetensors({**HEADER, "a": {**HEADER["a"], "dtype": "F6_E2M3"}}),
         "has a in the type F6_E2M3, which",
     ),
-    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "GGUF file, as llama.cpp"),
-    "onnx": (b"\x08\x07\x12\x07pytorch\x1a\x052.0.1:" + bytes(100), "ONNX model"),
-    "npy": (b"\x93NUMPY\x01\x00" + bytes(100), r"NumPy array \(\.npy\)"),
-    "msgpack": (b"\x81\xa6params\x81\xa5Dense" + bytes(100), "msgpack file, as Flax"),
+    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "is no checkpoint.*begin with b'GGUF"),
     "safetensors of nonsense": (safetensors(b'{"a": 1}'), "damaged safetensors file"),
     "safetensors cut in its weights": (
         safetensors(HEADER) + bytes(8),
@@ -148,20 +142,18 @@ def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "place"),
+    "content",
     [
-        (lambda it: {"state_dict": it}, "state_dict is an object"),
-        (lambda it: {"state_dict": it, "pytorch-lightning_version": "2.6.6", "epoch": 1}, "state_dict is an object"),
-        (lambda it: {"state_dict": os.mkdir}, "state_dict is the class or function"),
-        (lambda it: {"model": {"weights": it}, "epoch": 1}, "model.weights is an object"),
-        (lambda it: {"callbacks": {"average": {"state": {"w": it}}}}, "callbacks.average.state.w is an object"),
-        (lambda it: it, "all of it is an object"),
-        (lambda it: [1, it], "[1] is an object"),
-        (lambda it: {it: torch.ones(2)}, "a key is an object"),
+        lambda it: {"state_dict": it, "pytorch-lightning_version": "2.6.6", "epoch": 1},
+        lambda it: {"state_dict": os.mkdir},
+        lambda it: {"model": {"weights": it}, "epoch": 1},
+        lambda it: it,
+        lambda it: [1, it],
+        lambda it: {it: torch.ones(2)},
     ],
 )
 def test_an_object_in_the_place_of_weights_is_named_and_not_opened(
-    content: Callable[[Exploit], object], place: str, tmp_path: Path
+    content: Callable[[Exploit], object], tmp_path: Path
 ) -> None:
     path, witness = tmp_path / "a.pt", tmp_path / "it ran"
     torch.save(content(Exploit(witness)), path)
@@ -169,8 +161,8 @@ def test_an_object_in_the_place_of_weights_is_named_and_not_opened(
         load_weights(torch.nn.Linear(2, 2), path)
     words = str(refused.value)
     assert "was not opened. Nothing of it has run.\n" in words
-    assert f"{EXPLOIT}. Ask its author for the model's state_dict()." in words
-    assert f"without opening it: {place}" in words
+    assert EXPLOIT in words
+    assert re.search(r"It holds no weights but .*\. Ask its author for the model's state_dict\(\)\.", words)
     assert f"load_weights(model, {str(path)!r}, weights_only=False) opens it, which runs its code." in words
     for command in (["diff", str(path), str(path)], ["convert", str(path), str(tmp_path / "b.pt"), "--weights"]):
         assert main(["checkpoint", *command]) == {"diff": 3, "convert": 1}[command[0]]
@@ -191,7 +183,7 @@ def test_a_weight_that_is_an_object_is_named_where_it_is_missing(tmp_path: Path)
 def test_an_object_among_the_names_of_weights_is_not_opened(tmp_path: Path) -> None:
     weights = {Exploit(tmp_path / "it ran"): torch.ones(1), **torch.nn.Linear(2, 2).state_dict()}
     torch.save({"state_dict": weights, "pytorch-lightning_version": "2.6.6"}, tmp_path / "a.ckpt")
-    with pytest.raises(BrokenCheckpointError, match=rf"a key is an object of {EXPLOIT}, not opened"):
+    with pytest.raises(BrokenCheckpointError, match=rf"has weights under an object of {EXPLOIT}"):
         load_weights(torch.nn.Linear(2, 2), tmp_path / "a.ckpt")
 
 

@@ -222,7 +222,7 @@ def test_a_module_that_a_trainer_saved_is_an_attribute(tmp_path: Path) -> None:
     ("options", "code", "words"),
     [
         (["b.pt", "--wrapper", "WRONG"], 1, "'WRONG' is no wrapper. No key begins with 'WRONG.module.'"),
-        (["b.pt", "--wrapper", "head"], 1, "That name is at: 'body'."),
+        (["b.pt", "--wrapper", "head"], 1, "'head' is no wrapper. No key begins with 'head.module.'"),
         (["b.pt", "--wrapper", "body", "--wrapper", ""], 1, "'' is no wrapper. No key begins with 'module.'"),
         (["b.onnx"], 2, "b.onnx must end in .ckpt, .pt, .pth, .bin, .safetensors"),
         (["b"], 2, "b must end in .ckpt"),

@@ -62,7 +62,7 @@ def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
 
 # torch before 2.10 sets the item, and reads beyond the record (CVE-2026-24747); mapped, newer ones load what there is.
 CRAFTED = {
-    "does what no pickle by torch.save does": tensor(storage()) + number(0) + number(9) + b"s",
+    "what torch.save writes in no file": tensor(storage()) + number(0) + number(9) + b"s",
     "record data/0 is shorter than the weights": tensor(storage(5)),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -21,8 +21,8 @@ from lightning_gpu_tools.checkpoints.content import (
 )
 from lightning_gpu_tools.checkpoints.describing import describe as describe_file
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
+from lightning_gpu_tools.checkpoints.folder import Folder
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
-from lightning_gpu_tools.checkpoints.shards import Folder, check_cover
 from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
@@ -137,11 +137,31 @@ def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | No
         numbers = [shape, *(part for offsets, sizes, _ in blocks for part in (offsets, sizes))]
         if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and are_sizes(part) for part in numbers):
             raise damaged(_DAMAGE)
-        check_cover(key, shape, [block[:2] for block in blocks])
+        _check_cover(key, shape, [block[:2] for block in blocks])
         filled = [block for block in blocks if 0 not in block[1]] or blocks[:1]
         objects[key] = SplitTensorInfo(dtype, shape, None, laid_out=shape), filled
     paths = metadata.get("planner_data")
     return objects, paths if isinstance(paths, Mapping) else {}
+
+
+def _check_cover(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Raise unless blocks, given by their offsets and sizes, fill a shape without gaps and overlaps."""
+    if not _is_filled(shape, [(*zip(*block, strict=True),) for block in blocks if 0 not in block[1]]):
+        raise damaged(f"the parts of {printable(name)} do not make up its shape {printable(shape)}")
+
+
+def _is_filled(shape: tuple[int, ...], blocks: list[tuple[tuple[int, int], ...]]) -> bool:
+    if 0 in shape or not shape:
+        return len(blocks) == (0 not in shape)
+    rows: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = {}
+    for (offset, size), *rest in blocks:
+        rows.setdefault((offset, size), []).append(tuple(rest))
+    end = 0
+    for offset, size in sorted(rows):
+        if offset != end:
+            return False
+        end += size
+    return end == shape[0] and all(_is_filled(shape[1:], below) for below in rows.values())
 
 
 def _state(described: Any, kind: str) -> Any:

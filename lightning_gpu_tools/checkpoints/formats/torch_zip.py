@@ -28,9 +28,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     root, records = read_records(file, size_bytes)
     if not root or "data.pkl" not in records:
         shown = listed([root + name for name in records], 4) or "nothing"
-        is_npz = {name[-4:] for name in records} == {".npy"}
-        advice = "Load it with numpy.load." if is_npz else "If one is inside, unpack it."
-        raise Fault(f"is a zip archive but no checkpoint; it holds {shown}", advice)
+        raise Fault(f"is a zip archive but no checkpoint; it holds {shown}", "If one is inside, unpack it.")
     if "constants.pkl" in records:
         raise Fault("is a TorchScript archive, not a checkpoint", "Open it with torch.jit.load.")
     if "byteorder" in records and records["byteorder"].read() != sys.byteorder.encode():

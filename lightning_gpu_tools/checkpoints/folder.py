@@ -1,4 +1,4 @@
-"""What the formats of several files share: their folder, and whether parts make up a whole."""
+"""The folder that the formats of several files have in common."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.describing import describe
-from lightning_gpu_tools.checkpoints.faults import Fault, damaged
+from lightning_gpu_tools.checkpoints.faults import Fault
 from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.checkpoints.opening import opened
 from lightning_gpu_tools.checkpoints.structure import Structure
@@ -49,23 +49,3 @@ class Folder:
 def is_plain_name(name: Any) -> bool:
     """Whether this names nothing outside of its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
-
-
-def check_cover(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Raise unless blocks, given by their offsets and sizes, fill a shape without gaps and overlaps."""
-    if not _is_filled(shape, [(*zip(*block, strict=True),) for block in blocks if 0 not in block[1]]):
-        raise damaged(f"the parts of {printable(name)} do not make up its shape {printable(shape)}")
-
-
-def _is_filled(shape: tuple[int, ...], blocks: list[tuple[tuple[int, int], ...]]) -> bool:
-    if 0 in shape or not shape:
-        return len(blocks) == (0 not in shape)
-    rows: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = {}
-    for (offset, size), *rest in blocks:
-        rows.setdefault((offset, size), []).append(tuple(rest))
-    end = 0
-    for offset, size in sorted(rows):
-        if offset != end:
-            return False
-        end += size
-    return end == shape[0] and all(_is_filled(shape[1:], below) for below in rows.values())
