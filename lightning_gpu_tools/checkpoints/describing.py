@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO
 
-from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, faults_of
-from lightning_gpu_tools.checkpoints.formats import safetensors, torch_legacy, torch_zip
+from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
+from lightning_gpu_tools.checkpoints.formats import FileFormat, safetensors, torch_legacy, torch_zip
 from lightning_gpu_tools.checkpoints.structure import Structure, collector_paused
 from lightning_gpu_tools.units import format_bytes
-
-
-class FileFormat(Protocol):
-    """What a module of ``formats`` has for a format of one file."""
-
-    DAMAGE: str  # what is wrong with a file if describing it raises anything but a fault
-
-    def recognizes(self, head: bytes) -> bool:
-        """Whether a file that begins so is of this format."""
-
-    def describe(self, file: BinaryIO, path: str, size_bytes: int) -> Structure:
-        """Read the description of an open file and check it against what the file holds."""
-
-    def load(self, structure: Structure, map_location: Any, weights_only: bool) -> Any:
-        """Load what was described; its numbers are mapped where they can be."""
-
 
 _FORMATS: tuple[FileFormat, ...] = (torch_zip, torch_legacy, safetensors)
 
@@ -38,7 +22,7 @@ def describe(file: BinaryIO, path: str) -> Structure:
     with faults_of(path):
         for form in _FORMATS:
             if form.recognizes(head):
-                with collector_paused(), any_error_is(Fault(form.DAMAGE, RESTORE)):
+                with collector_paused(), any_error_is(damaged("what it describes and what it holds do not agree")):
                     return replace(form.describe(file, path, size_bytes), form=form)
         raise _something_else(head, size_bytes)
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.describing import describe
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
-from lightning_gpu_tools.checkpoints.folder import Folder
-from lightning_gpu_tools.checkpoints.formats import deepspeed, shard_index, torch_distributed
-from lightning_gpu_tools.checkpoints.opening import opened
+from lightning_gpu_tools.checkpoints.formats import FolderFormat, deepspeed, shard_index, torch_distributed
+from lightning_gpu_tools.checkpoints.opening import Folder, opened
 from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
-    LoadFile,
     Progress,
     Structure,
     check_contents,
@@ -65,21 +61,6 @@ def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iter
             structure = describe(stack.enter_context(opened(path)), text)
             structure = replace(structure, part=_part(text))
         yield structure
-
-
-class FolderFormat(Protocol):
-    """What a module of ``formats`` has for a format of several files."""
-
-    PART: re.Pattern[str]  # names of files that are no checkpoint without the others
-
-    def find(self, path: str, names: set[str]) -> str | None:
-        """Return the folder with its files, by the names in a folder; ``None`` if it is of no such format."""
-
-    def describe(self, folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
-        """Describe the files, with the places of all numbers if it costs no time or ``to_load`` them."""
-
-    def load(self, assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-        """Load what was described; its tensors are mapped, or put together when they are used."""
 
 
 _FORMATS: tuple[FolderFormat, ...] = (torch_distributed, deepspeed, shard_index)

@@ -21,6 +21,7 @@ from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.errors import BrokenCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last two are folders
 
 

@@ -216,13 +216,13 @@ AMBIGUOUS: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "a record too short": (
         lambda: zipped([(name, data[:-4] if name.endswith("data/0") else data) for name, data in records_of(GOOD)]),
-        "record data/0 is shorter than the weights in it",
+        "what it describes and what it holds do not agree",
     ),
     "a record too long": (
         lambda: zipped(
             [(name, data + bytes(4) if name.endswith("data/0") else data) for name, data in records_of(GOOD)]
         ),
-        "record data/0 is longer than the weights in it",
+        "what it describes and what it holds do not agree",
     ),
 }
 

@@ -63,7 +63,7 @@ def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
 # torch before 2.10 sets the item, and reads beyond the record (CVE-2026-24747); mapped, newer ones load what there is.
 CRAFTED = {
     "what torch.save writes in no file": tensor(storage()) + number(0) + number(9) + b"s",
-    "record data/0 is shorter than the weights": tensor(storage(5)),
+    "what it describes and what it holds do not agree": tensor(storage(5)),
 }
 
 

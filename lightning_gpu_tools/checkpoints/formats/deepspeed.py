@@ -18,7 +18,7 @@ from lightning_gpu_tools.checkpoints.content import (
     are_sizes,
 )
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.folder import Folder, is_plain_name
+from lightning_gpu_tools.checkpoints.opening import Folder, is_plain_name
 from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
 from lightning_gpu_tools.units import printable
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.folder import Folder
 from lightning_gpu_tools.checkpoints.formats.safetensors import without_repeats
 from lightning_gpu_tools.checkpoints.key_tree import list_groups, listed
+from lightning_gpu_tools.checkpoints.opening import Folder
 from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile
 from lightning_gpu_tools.units import printable
 
