@@ -192,7 +192,7 @@ def test_a_newer_pickle_protocol_is_read_or_not_called_damage(tmp_path: Path) ->
     torch.save({"w": torch.ones(2)}, tmp_path / "last.ckpt", pickle_protocol=4)
     assert read_checkpoint(tmp_path / "last.ckpt")["w"].tolist() == [1, 1]
     torch.save({"w": torch.ones(2), "names": {"a"}}, tmp_path / "last.ckpt", pickle_protocol=4)
-    with pytest.raises(UnsafeCheckpointError, match=r"Unsupported operand(.|\n)*in its default pickle_protocol"):
+    with pytest.raises(UnsafeCheckpointError, match=r"Unsupported operand(.|\n)*default pickle_protocol"):
         read_checkpoint(tmp_path / "last.ckpt")
 
 
@@ -308,7 +308,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_that_plain_data_never_needs_are_refused(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "last.ckpt", CALLS[name])
-    with pytest.raises(UnsafeCheckpointError, match=rf"calls what plain data never needs: {name}\(\.\.\.\)") as caught:
+    with pytest.raises(UnsafeCheckpointError, match=rf"can run code when opened.*: {name}\(\.\.\.\)") as caught:
         read_checkpoint(path)
     assert "add_safe_globals" not in str(caught.value)
     assert f"{name}(...)" in read_structure(str(path)).globals
@@ -392,7 +392,7 @@ def test_every_pickle_of_an_old_file_is_checked(tmp_path: Path) -> None:
     start = empty.index(version) + len(version)
     contents = empty.index(b"}q\x00.") - 2
     path.write_bytes(empty[:start] + b"\x80\x02" + CALLS["torch.FloatTensor"] + b"." + empty[contents:])
-    with pytest.raises(UnsafeCheckpointError, match="calls what plain data never needs"):
+    with pytest.raises(UnsafeCheckpointError, match="can run code when opened"):
         read_checkpoint(path)
 
 
