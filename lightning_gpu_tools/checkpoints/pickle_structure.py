@@ -120,10 +120,12 @@ class StructureReader(pickle._Unpickler):
         _, kind, key, location, numel, *view = pid
         if kind_of_pid not in ("storage", b"storage") or view != ([None] if self._is_legacy else []):
             raise _not_by_torch()  # or by one before 0.4, whose tensors share numbers
-        dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, StandIn) else "")
-        is_never_read_back = self._is_legacy and dtype is not None and kind.name == "UntypedStorage"
-        are_right = isinstance(key, str) and isinstance(location, (str, bytes)) and are_sizes((numel,))
-        if dtype is None or is_never_read_back or not are_right:
+        name = kind.name if isinstance(kind, StandIn) else ""
+        if self._is_legacy and name == "UntypedStorage":  # written, but never read back
+            name = ""
+        dtype = DTYPE_OF_STORAGE.get(name)
+        are_of_their_types = isinstance(key, str) and isinstance(location, (str, bytes)) and are_sizes((numel,))
+        if dtype is None or not are_of_their_types:
             raise _not_by_torch()
         place = location if isinstance(location, str) else location.decode("ascii", "replace")
         storage = StorageInfo(key, dtype, place, numel)

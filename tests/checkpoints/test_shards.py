@@ -284,6 +284,12 @@ def test_tensors_in_parts_take_no_memory_in_between(tmp_path: Path) -> None:
     assert gone() is None
 
 
+@pytest.mark.parametrize("name", ["model-00001-of-00001.bin", "my_model_states.pt", "mp_rank_00_model_states.pt"])
+def test_a_whole_file_of_any_name_loads(name: str, tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / name)
+    load_weights(Net(), tmp_path / name)
+
+
 @given(
     kind=st.sampled_from(["safetensors", "bin", "dcp", "zero 2", "zero 3"]),
     keys=st.lists(st.sampled_from("abcdefgh"), min_size=4, max_size=8, unique=True),

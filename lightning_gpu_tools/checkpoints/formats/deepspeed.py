@@ -27,7 +27,7 @@ _WHOLE_MODEL = "mp_rank_00_model_states.pt"
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
 _OPTIMIZER_OF_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _ANY = re.compile(r".*(model|optim)_states\.pt")
-PART = re.compile(rf"(?!{_WHOLE_MODEL}){_ANY.pattern}")
+PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
 # DeepSpeedEngine._common_checkpoint_state; all else is Lightning's.
 _OWN_ENTRIES = frozenset(
     {
