@@ -6,14 +6,13 @@ import math
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import IO, Any, ClassVar
 
 from lightning_gpu_tools.checkpoints.content import (
     BYTES_OF_DTYPE,
     DTYPE_OF_STORAGE,
-    MAX_DEPTH,
     Opaque,
     StandIn,
     StorageInfo,
@@ -93,11 +92,7 @@ class StructureReader(pickle._Unpickler):
             while True:
                 dispatch[read(1)[0]](self)
         except pickle._Stop as stop:  # type: ignore[attr-defined]
-            content = stop.value
-        if _depth([content], {}) > MAX_DEPTH + 1:
-            what = f"nests its contents more than {MAX_DEPTH} levels deep, or without end"
-            raise Fault(what, "Python can neither copy nor save that.")
-        return content
+            return stop.value
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a stand-in instead of importing anything."""
@@ -383,24 +378,3 @@ def _needs_no_more_memory(name: str, arguments: tuple[Any, ...]) -> bool:
 
 def _changed(described: Any, **changes: Any) -> Any:
     return replace(described, **changes) if isinstance(described, TensorInfo) else described
-
-
-def _depth(container: Any, known: dict[int, int], level: int = 0) -> int:
-    """Return how deep containers are nested; above ``MAX_DEPTH``, only that it is too deep or without end."""
-    known[id(container)] = MAX_DEPTH + 1  # until it is known
-    if level > MAX_DEPTH:
-        return MAX_DEPTH + 1
-    deepest = 0
-    for part in _parts(container):
-        if part.attributes if isinstance(part, TensorInfo) else isinstance(part, (dict, list, tuple)):
-            deepest = max(deepest, known.get(id(part)) or _depth(part, known, level + 1))
-    known[id(container)] = deepest + 1
-    return deepest + 1
-
-
-def _parts(container: Any) -> Iterable[Any]:
-    if isinstance(container, TensorInfo):
-        return [container.attributes]
-    if isinstance(container, dict):
-        return [*container, *container.values(), *getattr(container, "__dict__", {}).values()]
-    return container  # type: ignore[no-any-return]
