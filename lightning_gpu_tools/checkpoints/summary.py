@@ -34,7 +34,6 @@ from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 SCHEMA_VERSION = 1
-_MAX_COUNT = 2**63  # as torch counts
 _WIDTH = 100
 _MAX_ENTRIES = 20
 # Entries that have a line or a number of their own.
@@ -201,7 +200,7 @@ def _manifest(structure: Structure) -> Mapping[str, Any]:
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and abs(value) < _MAX_COUNT else None
+    return value if isinstance(value, int) else None
 
 
 def _text(name: Any) -> str:
