@@ -133,7 +133,7 @@ def measure(action: str, plugin: str, folder: Path, gib: float) -> dict[str, flo
 def write_file_to_load(folder: Path, gib: float) -> None:
     import torch
 
-    from lightning_gpu_tools.checkpoints.torch_files import write_checkpoint
+    from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 
     count = int(gib * 1024 / TENSOR_MIB)
     weights = {str(i): torch.full((TENSOR_MIB << 18,), float(i)) for i in range(count)}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_gpu_tools.checkpoints.convert import write_content
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint
+from lightning_gpu_tools.checkpoints.writing import write_checkpoint, write_content
 from lightning_gpu_tools.files import replacing, sweep
 
 

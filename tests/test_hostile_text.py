@@ -35,7 +35,7 @@ from lightning_gpu_tools import (
     load_from_checkpoint,
     load_weights,
 )
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.gpus.nvml import read_gpus

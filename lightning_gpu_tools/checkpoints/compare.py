@@ -14,6 +14,7 @@ import torch
 from lightning_gpu_tools.checkpoints.content import shown_shape
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, plan_renaming
 from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, counted, group_keys, list_groups
+from lightning_gpu_tools.checkpoints.reading import read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
     check_numbers,
     check_repetition,
@@ -26,7 +27,6 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
 )
 from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
 from lightning_gpu_tools.checkpoints.summary import prose, table
-from lightning_gpu_tools.checkpoints.torch_files import read_weights
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable, printable_path

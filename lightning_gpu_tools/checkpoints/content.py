@@ -76,6 +76,25 @@ class TensorInfo:
     is_parameter: bool = field(default=False, compare=False)  # or requires gradients, or has attributes
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block of a tensor, in one of the files."""
+
+    file: str
+    start: int  # of its first number in the file, in bytes
+    offsets: tuple[int, ...]  # in the tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in the file, in elements
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class SplitTensorInfo(TensorInfo):
+    """A tensor whose numbers are in several places."""
+
+    laid_out: tuple[int, ...] = ()  # the shape that the parts make up: its own, or all its numbers in a row
+    parts: tuple[Part, ...] = ()  # empty until they are looked up
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Opaque:
     """An object that only running code could build: inert, whatever is done to it."""
@@ -203,24 +222,19 @@ def describe_content(content: Any) -> str:
     return f"an object of {printable(type(content).__name__)}"
 
 
-def unopened_objects(content: Any) -> dict[str, Opaque | StandIn]:
-    """Return the objects that only running code could build, by where they are: ``"state_dict"``, ``"a key"``."""
-    found: dict[str, Opaque | StandIn] = {}
+def unopened_objects(content: Any) -> set[str]:
+    """Return what would build those objects in it that only running code could build: ``"module.name"``."""
+    found: set[str] = set()
     seen: set[int] = set()
-    level = [("all of it", content)]
-    for depth in range(_MAX_LEVELS + 2):  # the weights are in the last one
-        below: list[tuple[str, Any]] = []
-        for place, value in level:
-            if isinstance(value, (Opaque, StandIn)):
-                if not value.is_plain:
-                    found.setdefault(place, value)
-            elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
-                seen.add(id(value))
-                items = value.items() if isinstance(value, Mapping) else enumerate(value)
-                inside = f"{place}." if depth else ""
-                for key, item in items:
-                    below += [("a key", key), (f"{inside}{key if isinstance(key, str) else f'[{key}]'}", item)]
-        level = below
+    stack = [content]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, (Opaque, StandIn)):
+            if not value.is_plain:
+                found.add(value.kind or "an unknown class" if isinstance(value, Opaque) else str(value))
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            stack += [*value, *value.values()] if isinstance(value, Mapping) else value
     return found
 
 

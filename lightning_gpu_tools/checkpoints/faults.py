@@ -34,6 +34,8 @@ def faults_of(path: object) -> Iterator[None]:
         yield
     except Fault as fault:
         raise BrokenCheckpointError(f"{printable_path(path)} {fault.what}. {fault.advice}".rstrip()) from None
+    except RecursionError:
+        raise BrokenCheckpointError(f"{printable_path(path)} nests its contents too deep, or without end.") from None
 
 
 @contextlib.contextmanager

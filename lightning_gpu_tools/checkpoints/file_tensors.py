@@ -1,15 +1,22 @@
-"""The numbers of an open file as tensors, mapped instead of read."""
+"""The numbers of open files as tensors, mapped instead of read; those in several places are put together when used."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import io
 import os
 import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from lightning_gpu_tools.checkpoints.content import Part, SplitTensorInfo
 from lightning_gpu_tools.checkpoints.faults import Fault
+from lightning_gpu_tools.checkpoints.structure import Structure
 from lightning_gpu_tools.units import printable
 
 
@@ -30,11 +37,7 @@ def mapped_bytes(file: BinaryIO) -> torch.Tensor:
     if source is not None:
         return torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
     file.seek(0)
-    return bytes_of(bytearray(file.read()))
-
-
-def bytes_of(data: bytearray) -> torch.Tensor:
-    """Return bytes as a tensor of them, without a copy."""
+    data = bytearray(file.read())
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -48,10 +51,101 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of this name; raise a :class:`Fault` if only a newer torch has it."""
     dtype: torch.dtype | None = getattr(torch, name, None)
     if dtype is None:
-        raise needs_newer_torch(f"torch.{name}")
+        what = f"holds torch.{printable(name)}, which torch {torch.__version__} does not know"
+        raise Fault(what, "Use a newer torch.")
     return dtype
 
 
-def needs_newer_torch(name: str) -> Fault:
-    """Return the fault of a file that needs a newer torch."""
-    return Fault(f"holds {printable(name)}, which torch {torch.__version__} does not know", "Use a newer torch.")
+def with_numbers(
+    content: Any,
+    shards: Mapping[str, Structure],
+    map_location: Any,
+    made: Callable[[Any], Any] = lambda leaf: leaf,
+) -> Any:
+    """Return the content of a folder with tensors for descriptions, and what ``made`` returns of everything else."""
+    numbers: dict[str, torch.UntypedStorage] = {}
+
+    def replaced(leaf: Any) -> Any:
+        if not isinstance(leaf, SplitTensorInfo):
+            return made(leaf)
+        for part in leaf.parts:
+            if part.file not in numbers and 0 not in part.shape:
+                numbers[part.file] = mapped_bytes(shards[part.file].file).untyped_storage()
+        return moved(_joined(leaf, numbers), map_location)
+
+    return _put_in_place(content, replaced, {})
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor that is made anew for each operation, so that it takes no memory in between.
+
+    Results of operations, copies and what is saved are ordinary tensors.
+    """
+
+    _make: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> LazyTensor:  # noqa: D102
+        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        lazy._make = make
+        return lazy
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy._make(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def data_ptr(self) -> int:
+        """Return a unique number: this tensor is nowhere in memory."""
+        return id(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied: torch.Tensor = memo.setdefault(id(self), self._make())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._make().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, Any]) -> Any:
+    """Copy dictionaries and lists with what ``made`` returns for each leaf."""
+    if id(content) not in copies:
+        if type(content) in (dict, OrderedDict, list):
+            copies[id(content)] = container = copy.copy(content)  # with the _metadata of a state_dict
+            for key, item in enumerate(content) if isinstance(content, list) else content.items():
+                container[key] = _put_in_place(item, made, copies)
+        else:
+            copies[id(content)] = made(content)
+    return copies[id(content)]
+
+
+def _joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
+    """Return a mapped tensor if its numbers are in one place, else one that is made for each use."""
+    dtype, shape = dtype_of(info.dtype), info.shape or ()
+    if len(info.parts) == 1 and info.parts[0].start % dtype.itemsize == 0:
+        return _block(info.parts[0], dtype, numbers).reshape(shape)
+    return LazyTensor(shape, dtype, functools.partial(_join, info, dtype, numbers))
+
+
+def _join(info: SplitTensorInfo, dtype: torch.dtype, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
+    whole = torch.empty(info.laid_out, dtype=dtype, device="cpu")
+    for part in info.parts:
+        place = whole[tuple(slice(at, at + size) for at, size in zip(part.offsets, part.shape, strict=True))]
+        if place.is_contiguous() and place.stride() == part.strides and place.numel():  # with one copy less
+            block = numbers[part.file][part.start : part.start + place.nbytes]
+            place.view(-1).view(torch.uint8).copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(block))
+        else:
+            place.copy_(_block(part, dtype, numbers))
+    return whole.view(info.shape or ())
+
+
+def _block(part: Part, dtype: torch.dtype, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
+    if 0 in part.shape:
+        return torch.empty(part.shape, dtype=dtype, device="cpu")
+    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
+    block = numbers[part.file][part.start : part.start + (last + 1) * dtype.itemsize]
+    if part.start % dtype.itemsize:  # torch reads aligned numbers only
+        block = block.clone()
+    return torch.empty(0, dtype=dtype, device="cpu").set_(block, 0, part.shape, part.strides)

@@ -149,7 +149,7 @@ class Overlay:
         self._model_shapes = model_shapes
         self._of_wrappers: dict[tuple[int, int], Overlap] = {}
 
-    # As deep as keys have levels, which envelope.check_contents limits.
+    # As deep as keys have levels, which structure.check_contents limits.
     def largest(self, checkpoint: Node, model: Node) -> Overlap:
         """Return the largest overlap, without those ``module`` levels of the checkpoint that are in the way."""
         if not is_wrapper(checkpoint):

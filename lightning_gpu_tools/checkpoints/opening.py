@@ -1,21 +1,22 @@
-"""Opening a checkpoint file once for all uses."""
+"""Opening a checkpoint file, or the folder of several, once for all uses."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from lightning_gpu_tools.checkpoints.describing import describe
 from lightning_gpu_tools.checkpoints.faults import Fault, faults_of
 from lightning_gpu_tools.checkpoints.key_tree import listed
+from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Structure
 from lightning_gpu_tools.errors import CheckpointNotFoundError
 from lightning_gpu_tools.files import local_copy
-from lightning_gpu_tools.units import printable_path
-
-SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+from lightning_gpu_tools.units import printable, printable_path
 
 
 @contextlib.contextmanager
@@ -45,3 +46,38 @@ def _open(path: str) -> BinaryIO:
         return file
     file.close()
     raise Fault("is a pipe or a device, not a file")
+
+
+class Folder:
+    """A folder with the files of a checkpoint."""
+
+    def __init__(self, path: str, stack: contextlib.ExitStack) -> None:
+        self.path = path
+        self._stack = stack
+
+    def check_names(self, names: Iterable[Any]) -> list[str]:
+        """Return each name once; raise unless there is a file, or a link, of this name in the folder."""
+        unique = list(dict.fromkeys(names))
+        for name in unique:
+            if not is_plain_name(name):
+                raise Fault(f"names a file outside of its own folder: {printable(name)}", "Nothing of it was opened.")
+        missing = [name for name in unique if not os.path.exists(os.path.join(self.path, name))]
+        if missing:
+            gone = f"{len(missing)} of {len(unique)} files are missing, {listed(missing, 3)}"
+            raise Fault(
+                f"is not complete: {gone}", "Most likely a save or a copy was interrupted. Copy all files again."
+            )
+        return unique
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file until the stack is closed."""
+        return self._stack.enter_context(opened(os.path.join(self.path, name)))
+
+    def describe(self, name: str) -> Structure:
+        """Describe a file that is a checkpoint of its own."""
+        return describe(self.open(name), os.path.join(self.path, name))
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether this names nothing outside of its folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)

@@ -6,14 +6,13 @@ import math
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import IO, Any, ClassVar
 
 from lightning_gpu_tools.checkpoints.content import (
     BYTES_OF_DTYPE,
     DTYPE_OF_STORAGE,
-    MAX_DEPTH,
     Opaque,
     StandIn,
     StorageInfo,
@@ -93,11 +92,7 @@ class StructureReader(pickle._Unpickler):
             while True:
                 dispatch[read(1)[0]](self)
         except pickle._Stop as stop:  # type: ignore[attr-defined]
-            content = stop.value
-        if _depth([content], {}) > MAX_DEPTH + 1:
-            what = f"nests its contents more than {MAX_DEPTH} levels deep, or without end"
-            raise Fault(what, "Python can neither copy nor save that.")
-        return content
+            return stop.value
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a stand-in instead of importing anything."""
@@ -119,17 +114,19 @@ class StructureReader(pickle._Unpickler):
             return pid[1]  # a module's class, before its source
         _, kind, key, location, numel, *view = pid
         if kind_of_pid not in ("storage", b"storage") or view != ([None] if self._is_legacy else []):
-            raise damaged("it describes a storage in a way that no version of torch since 0.4 does")
-        dtype = DTYPE_OF_STORAGE.get(kind.name if isinstance(kind, StandIn) else "")
-        if dtype is None or (self._is_legacy and kind.name == "UntypedStorage"):  # written, but never read back
-            raise _impossible("storage")
-        if not isinstance(key, str) or not isinstance(location, (str, bytes)) or not are_sizes((numel,)):
-            raise _impossible("storage")
+            raise _not_by_torch()  # or by one before 0.4, whose tensors share numbers
+        name = kind.name if isinstance(kind, StandIn) else ""
+        if self._is_legacy and name == "UntypedStorage":  # written, but never read back
+            name = ""
+        dtype = DTYPE_OF_STORAGE.get(name)
+        are_of_their_types = isinstance(key, str) and isinstance(location, (str, bytes)) and are_sizes((numel,))
+        if dtype is None or not are_of_their_types:
+            raise _not_by_torch()
         place = location if isinstance(location, str) else location.decode("ascii", "replace")
         storage = StorageInfo(key, dtype, place, numel)
         before = self.storages.setdefault(key, storage)  # torch goes by the first
         if before.size_bytes != storage.size_bytes or (before.dtype != dtype and before.size_bytes):
-            raise _impossible("storage")
+            raise _not_by_torch()
         return storage
 
     # -- opcodes that in pickle run, copy or trust something ---------------------------------------------------------
@@ -282,7 +279,7 @@ class StructureReader(pickle._Unpickler):
     def _other_tensor(self, maker: StandIn, arguments: tuple[Any, ...]) -> TensorInfo:
         first = arguments[0] if arguments else None
         if len(arguments) >= _MAX_ARGUMENTS or isinstance(first, StorageInfo):
-            raise _impossible("tensor")
+            raise _not_by_torch()
         dtypes = _dtypes(arguments)
         if isinstance(first, TensorInfo) and maker.name == "_rebuild_device_tensor_from_cpu_tensor":
             if dtypes == [first.dtype]:
@@ -292,11 +289,11 @@ class StructureReader(pickle._Unpickler):
         if maker.name == "_rebuild_sparse_tensor":
             arguments = arguments[1] if len(arguments) == 2 else ()
             if not isinstance(arguments, tuple) or len(arguments) not in (3, 4):
-                raise _impossible("tensor")
+                raise _not_by_torch()
             dtypes = [part.dtype for part in arguments if isinstance(part, TensorInfo)][-1:]
         sizes = [a for a in arguments if _is_short(a) and all(isinstance(n, int) for n in a)]
         if sizes and not are_sizes(sizes[0]):
-            raise _impossible("tensor")
+            raise _not_by_torch()
         kind = _MAKERS_OF_OTHERS[maker.name]
         if kind == "subclassed" and isinstance(first, StandIn):
             kind = str(first)
@@ -306,7 +303,7 @@ class StructureReader(pickle._Unpickler):
 def _view(maker: str, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorInfo:
     counts = _MAKERS_OF_VIEWS[maker]
     if 4 + len(rest) not in counts or not isinstance(storage, StorageInfo):
-        raise _impossible("tensor")
+        raise _not_by_torch()
     dtype = storage.dtype
     if maker == "_rebuild_tensor_v3" and (own := _dtypes(rest)):  # of an untyped storage
         dtype = own[0]
@@ -321,12 +318,8 @@ def _view(maker: str, storage: Any, offset: Any, shape: Any, strides: Any, *rest
     return TensorInfo(dtype, tuple(shape), storage, None, offset, tuple(strides), kind, has_more)
 
 
-def _impossible(what: str) -> Fault:
-    return damaged(f"it describes an impossible {what}")
-
-
 def _not_by_torch() -> Fault:
-    return damaged("its pickle does what no pickle by torch.save does")
+    return damaged("its pickle describes what torch.save writes in no file")
 
 
 def _dtypes(arguments: Sequence[Any]) -> list[str]:
@@ -341,11 +334,11 @@ def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, dty
     """Raise unless all elements of a tensor are inside its storage."""
     are_lists = _is_short(shape) and _is_short(strides) and len(shape) == len(strides)
     if not are_lists or not are_sizes((offset, *shape, *strides)) or dtype not in BYTES_OF_DTYPE:
-        raise _impossible("tensor")
+        raise _not_by_torch()
     elements = storage.size_bytes * _ELEMENTS_PER_BYTE.get(dtype, 1) // BYTES_OF_DTYPE[dtype]
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if 0 not in shape and (last >= elements or math.prod(shape) >= 2**63):
-        raise _impossible("tensor")
+        raise _not_by_torch()
 
 
 def _check_channels(shape: Sequence[int], quantizer: Any) -> None:
@@ -357,7 +350,7 @@ def _check_channels(shape: Sequence[int], quantizer: Any) -> None:
     for numbers in (scales, zero_points):
         count = math.prod(numbers.shape or ()) if isinstance(numbers, TensorInfo) else len(numbers)
         if count != channels:
-            raise _impossible("tensor")
+            raise _not_by_torch()
 
 
 def _check_key(key: Any) -> None:
@@ -385,24 +378,3 @@ def _needs_no_more_memory(name: str, arguments: tuple[Any, ...]) -> bool:
 
 def _changed(described: Any, **changes: Any) -> Any:
     return replace(described, **changes) if isinstance(described, TensorInfo) else described
-
-
-def _depth(container: Any, known: dict[int, int], level: int = 0) -> int:
-    """Return how deep containers are nested; above ``MAX_DEPTH``, only that it is too deep or without end."""
-    known[id(container)] = MAX_DEPTH + 1  # until it is known
-    if level > MAX_DEPTH:
-        return MAX_DEPTH + 1
-    deepest = 0
-    for part in _parts(container):
-        if part.attributes if isinstance(part, TensorInfo) else isinstance(part, (dict, list, tuple)):
-            deepest = max(deepest, known.get(id(part)) or _depth(part, known, level + 1))
-    known[id(container)] = deepest + 1
-    return deepest + 1
-
-
-def _parts(container: Any) -> Iterable[Any]:
-    if isinstance(container, TensorInfo):
-        return [container.attributes]
-    if isinstance(container, dict):
-        return [*container, *container.values(), *getattr(container, "__dict__", {}).values()]
-    return container  # type: ignore[no-any-return]

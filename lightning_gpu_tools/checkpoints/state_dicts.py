@@ -16,23 +16,21 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpu_tools.checkpoints.content import (
     MODEL_STATES,
-    StandIn,
     all_state_dicts,
     describe_content,
     is_state_dict,
     likely,
     unopened_objects,
 )
+from lightning_gpu_tools.checkpoints.file_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, is_average, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import (
     WRAPPER_COUNTER,
     Shape,
     list_groups,
-    shortened,
     without_private_segments,
     without_wrappers,
 )
-from lightning_gpu_tools.checkpoints.split_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.structure import check_contents
 from lightning_gpu_tools.checkpoints.unsafe_globals import explain_blocked
 from lightning_gpu_tools.errors import (
@@ -42,7 +40,7 @@ from lightning_gpu_tools.errors import (
     CheckpointMismatchError,
     UnsafeCheckpointError,
 )
-from lightning_gpu_tools.units import format_bytes, printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 # Wrappers that keep what they wrap in ``module``, those of other packages by package and class. A wrapper that keeps it
 # in an attribute that nobody gives by hand belongs to ``key_tree.PRIVATE_SEGMENTS``.
@@ -211,16 +209,14 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     entries = check_contents(content, path)
     if entries:
         return entries
-    objects = unopened_objects(content)
-    if not objects:
-        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
-    places = shortened([f"{printable(place)} is {describe_content(value)}" for place, value in objects.items()])
-    kinds = {str(value) if isinstance(value, StandIn) else value.kind for value in objects.values()}
+    kinds = unopened_objects(content)
+    held = f"holds no weights but {describe_content(content)}"
+    if not kinds:
+        raise BrokenCheckpointError(f"{printable_path(path)} {held}.")
     raise UnsafeCheckpointError(
-        f"{explain_blocked(str(path), kinds - {''})}\n  It holds no weights that can be taken without opening it: "
-        f"{places}. Ask its author for the model's state_dict(). If you trust the author, "
-        f"lightning_gpu_tools.load_weights(model, {printable_path(path)!r}, weights_only=False) opens it, which runs "
-        "its code."
+        f"{explain_blocked(str(path), kinds)}\n  It {held}. Ask its author for the model's state_dict(). If you trust "
+        f"the author, lightning_gpu_tools.load_weights(model, {printable_path(path)!r}, weights_only=False) opens it, "
+        "which runs its code."
     )
 
 
@@ -300,39 +296,24 @@ def check_numbers(path: str, weights: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{printable_path(path)} has no numbers for {list_groups(without)}: {FROM_META}.")
 
 
-# Beyond what a file holds. Our default: a float32 mask of 16,384 x 16,384, or as much again.
+# Beyond what a file holds. Our default: a float32 mask of 16,384 x 16,384.
 _MAX_REPEATED_BYTES = 1 << 30
 
 
 def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
     """Refuse weights that take far more memory number by number than the file holds.
 
-    A tensor may repeat its numbers (``expand``), share them, or leave out zeros: 1 KiB can describe 256 GiB.
+    A tensor may repeat its numbers (``expand``) or leave out zeros (sparse): 1 KiB can describe 256 GiB.
     """
-    sizes = {
-        key: value.numel() * value.element_size()
-        for key, value in weights.items()
-        if shape_of(value) is not None and not value.is_meta
-    }
-    if sum(sizes.values()) <= _MAX_REPEATED_BYTES:
-        return
-    identity = same_tensors(weights)
-    needed_bytes = sum({identity.get(key, key): size for key, size in sizes.items()}.values())
-    held: dict[int, int] = {}
-    for key, size in sizes.items():
-        value = weights[key]
-        if isinstance(value, LazyTensor) or is_packed(value):
-            held[id(value)] = size
-        elif value.layout is torch.strided:
-            held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-    held_bytes = sum(held.values())
-    if needed_bytes - held_bytes > max(held_bytes, _MAX_REPEATED_BYTES):
-        largest = max(sizes, key=sizes.__getitem__)
-        raise CheckpointError(
-            f"{printable_path(path)} holds {format_bytes(held_bytes)} of numbers, but repeats them: its weights would "
-            f"take {format_bytes(needed_bytes)}. The largest is {quoted(largest)} of shape "
-            f"{tuple(weights[largest].shape)}. Take out what is not needed, or convert it to .pt without --dtype."
-        )
+    for key, value in weights.items():
+        if shape_of(value) is None or value.is_meta or isinstance(value, LazyTensor) or is_packed(value):
+            continue
+        held_bytes = value.untyped_storage().nbytes() if value.layout is torch.strided else 0
+        if value.numel() * value.element_size() > held_bytes + _MAX_REPEATED_BYTES:
+            raise CheckpointError(
+                f"{printable_path(path)} holds {quoted(key)} of shape {tuple(value.shape)} in far fewer numbers. Take "
+                "it out, or convert the file to .pt without --dtype."
+            )
 
 
 def rename_optimizers(states: Any, plan: RenamePlan) -> Any:

@@ -11,11 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_gpu_tools.checkpoints.content import (
-    LIGHTNING_VERSION,
     MANIFEST,
     MAX_DEPTH,
-    Opaque,
-    StandIn,
     all_state_dicts,
     describe_content,
 )
@@ -24,9 +21,8 @@ from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.errors import BrokenCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last two are folders
-# The entries that load_from_checkpoint and Trainer read beside the weights.
-HYPERPARAMETERS_FORM = ("hparams_name", "hparams_type")
 
 
 def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
@@ -35,19 +31,12 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
         entries = all_state_dicts(content)
     for entry, weights in entries.items():
         where = f'"{printable(entry)}" of {printable_path(path)}' if entry else printable_path(path)
-        for key in weights:
-            if not isinstance(key, str):
-                is_object = isinstance(key, (Opaque, StandIn))
-                what = f"{describe_content(key)}, not opened" if is_object else f"of type {type(key).__name__}"
-                raise BrokenCheckpointError(
-                    f"{where} has weights without a name: {'a key' if is_object else f'the key {printable(key)}'} is "
-                    f"{what}. Save the state_dict of a module."
-                )
-            if key.count(".") > MAX_DEPTH:
-                raise BrokenCheckpointError(
-                    f"{where} has the key {printable(key)} of {key.count('.')} levels. No model is nested more than "
-                    f"{MAX_DEPTH} levels deep."
-                )
+        odd = [key for key in weights if not isinstance(key, str) or key.count(".") > MAX_DEPTH]
+        if odd:
+            raise BrokenCheckpointError(
+                f"{where} has weights under {describe_content(odd[0])}, which is no name in a module. Save the "
+                "state_dict of a module."
+            )
         if not are_versions(getattr(weights, "_metadata", None)):
             raise BrokenCheckpointError(
                 f"{where} has wrong _metadata: torch keeps the version of each module there, as a whole number. Delete "
@@ -56,28 +45,13 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     return entries
 
 
-def check_entries(checkpoint: Mapping[Any, Any], path: object, names: Iterable[str]) -> None:
-    """Check the types of entries of a Lightning checkpoint before they are used."""
-    for name in names:
-        is_right, wanted = _ENTRIES[name]
-        if name in checkpoint and not is_right(checkpoint[name]):
-            value = checkpoint[name]
-            raise BrokenCheckpointError(
-                f'"{name}" of {printable_path(path)} must be {wanted}, but is {printable(value)} of type '
-                f"{type(value).__name__}. Put it right or take it out, and save the checkpoint again."
-            )
-
-
 def manifest_of(content: Any) -> dict[str, Any]:
-    """Return what this package has noted in a checkpoint, without what others have put there."""
+    """Return what this package has noted in a checkpoint."""
     manifest = content.get(MANIFEST) if isinstance(content, Mapping) else None
     if not isinstance(manifest, Mapping):
         return {}
-    return {
-        name: manifest[name]
-        for name, is_right in _ENVELOPE_NOTES.items()
-        if name in manifest and is_right(manifest[name])
-    }
+    kinds = {"wrappers": dict, "devices": list, "torch": str, "lightning": str}
+    return {name: manifest[name] for name, kind in kinds.items() if isinstance(manifest.get(name), kind)}
 
 
 def are_versions(metadata: Any) -> bool:
@@ -90,31 +64,9 @@ def are_versions(metadata: Any) -> bool:
     )
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def is_named(value: Any) -> bool:
     """Whether this is a dictionary with names for keys."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-
-# The types that Lightning reads, which are more than it writes: LightningModule.load_from_checkpoint
-_ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    LIGHTNING_VERSION: (_is_text, "text"),
-    "hyper_parameters": (is_named, "a dictionary with names for keys"),
-    "hparams_name": (lambda value: value is None or _is_text(value), "text"),
-    "hparams_type": (
-        lambda value: value is None or _is_text(value) or (isinstance(value, type) and issubclass(value, Mapping)),
-        "a class of dictionaries",
-    ),
-}
-_ENVELOPE_NOTES: dict[str, Callable[[Any], bool]] = {
-    "wrappers": lambda value: is_named(value) and all(map(_is_text, value.values())),
-    "devices": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "torch": _is_text,
-    "lightning": _is_text,
-}
 
 
 @dataclass(frozen=True)
@@ -130,10 +82,11 @@ class Structure:
     devices: set[str]  # from which it was saved
     metadata: Mapping[str, str] = field(default_factory=dict)  # of a safetensors file
     records: Mapping[str, Record] = field(default_factory=dict)  # of a zip file
-    places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages that are not compressed
+    places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages
     filled: set[str] = field(default_factory=set)  # as in StructureReader
     part: Fault | None = None  # what it is, if it is one shard of a checkpoint
     assembly: Assembly | None = None  # of a folder
+    form: Any = None  # the module of ``formats`` that described it, and loads it
 
     @property
     def name(self) -> str:
@@ -151,11 +104,6 @@ class Structure:
         return [self] if self.assembly is None else self.assembly.shards.values()
 
     @property
-    def is_packed(self) -> bool:
-        """Whether something in it is compressed, so that it cannot be mapped."""
-        return not all(record.is_stored for record in self.records.values())
-
-    @property
     def has_checksums(self) -> bool:
         """Whether damaged weights can be found; not in safetensors and files before torch 1.6."""
         return all(any(record.crc for record in file.records.values()) for file in self.files)
@@ -169,6 +117,13 @@ class Assembly:
     shards: Mapping[str, Structure]
     loaded: tuple[str, ...]  # from others only numbers are taken
     assemble: Callable[[Mapping[str, Any]], Any]  # gets the contents of these, described or loaded
+
+    def load(self, load_file: LoadFile) -> Any:
+        """Return the whole content, loaded."""
+        return self.assemble({name: load_file(self.shards[name]) for name in self.loaded})
+
+
+LoadFile = Callable[[Structure], Any]  # loads one of several files
 
 
 @contextlib.contextmanager

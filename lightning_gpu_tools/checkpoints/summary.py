@@ -29,13 +29,11 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     is_wrapper,
     keys_below,
 )
-from lightning_gpu_tools.checkpoints.shards import part_of_dtensor
 from lightning_gpu_tools.checkpoints.structure import Structure, manifest_of
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 SCHEMA_VERSION = 1
-_MAX_COUNT = 2**63  # as torch counts
 _WIDTH = 100
 _MAX_ENTRIES = 20
 # Entries that have a line or a number of their own.
@@ -53,14 +51,12 @@ def summarize(structure: Structure) -> dict[str, Any]:
     entries = structure.entries
     version, states = top.get(LIGHTNING_VERSION), top.get("optimizer_states")
     kind = _kind_of(content, entries)
-    parts = (part_of_dtensor(value) for weights in entries.values() for value in weights.values())
-    part = structure.part or next(filter(None, parts), None)
     return {
         "schema_version": SCHEMA_VERSION,
         "path": structure.path,
         "format": structure.format,
         "shards": len(structure.assembly.shards) if structure.assembly else None,
-        "part": part and f"{part.what}. {part.advice}",
+        "part": structure.part and f"{structure.part.what}. {structure.part.advice}",
         "size_bytes": structure.size_bytes,
         "kind": kind,
         "content": describe_content(content),
@@ -204,7 +200,7 @@ def _manifest(structure: Structure) -> Mapping[str, Any]:
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and abs(value) < _MAX_COUNT else None
+    return value if isinstance(value, int) else None
 
 
 def _text(name: Any) -> str:

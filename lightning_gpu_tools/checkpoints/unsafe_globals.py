@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from lightning_gpu_tools.checkpoints.key_tree import listed, shortened
+from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.units import printable, printable_path
 
 _NUMBERS = "Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Complex(Float|Double)"
@@ -62,33 +62,33 @@ def beyond_plain_data(names: Iterable[str]) -> list[str]:
 
 
 def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (), reason: str = "") -> str:
-    """Say which names block a file, what each of them is, and which line would allow the harmless ones.
+    """Say which names block a file, and which line would allow them if none of them runs code.
 
     ``filled`` are classes of objects that get elements; ``reason`` is why torch refuses the file if all are allowed.
     """
-    calls = sorted(name for name in names if name.endswith("(...)"))
-    blocked = sorted({*names} - {*calls})
-    harmless = [name for name in blocked if _HARMLESS.fullmatch(name) and name == printable(name)]
-    others = [name for name in blocked if name not in harmless]
-    dangerous = [name for name in others if name.partition(".")[0] in _CODE_MODULES or _RUNS_CODE.fullmatch(name)]
-    unknown = [name for name in others if name not in dangerous]
+    blocked = sorted({*names})
+    risky = [name for name in blocked if _can_run_code(name)]
+    others = [name for name in blocked if name not in risky]
     lines = [f"{printable_path(path)} holds more than plain data, so it was not opened. Nothing of it has run."]
     if reason:
-        lines.append(f"torch refuses it although it was allowed: {printable(reason, 300)}.")
-        lines.append("Plain lists, dictionaries and numbers load.")
-    for some, what, advice in (
-        (sorted(filled), "allowing is not enough: torch fills plain lists and dictionaries only, not", ""),
-        (calls, "calls what plain data never needs:", " Only its author can vouch for it."),
-        (dangerous, "can run code when opened:", " Only its author can vouch for it."),
-        (unknown, "unknown:", " Look at their source before you allow them."),
-        (harmless, "only hold values:", ""),
+        lines.append(f"torch refuses it although all it names is allowed: {printable(reason, 300)}.")
+        lines.append("Plain lists, dictionaries and numbers load, in torch.save's default pickle_protocol.")
+    for some, what in (
+        (sorted(filled), "allowing is not enough: torch fills plain lists and dictionaries only, not"),
+        (risky, "can run code when opened, so that only its author can vouch for it:"),
+        (others, "holds objects of:"),
     ):
         if some:
-            lines.append(f"{what} {listed(some)}.{advice}")
+            lines.append(f"{what} {listed(some)}.")
     can_be_typed = all(name == printable(name) and all(map(str.isidentifier, name.split("."))) for name in blocked)
-    if can_be_typed and not (dangerous or calls or filled) and (not reason or "numpy.dtype" in harmless):
-        lines.append(f"To allow {'what you trust' if unknown else 'what only holds values'}: {_allowing(blocked)}")
+    if can_be_typed and not (risky or filled) and (not reason or "numpy.dtype" in blocked):
+        lines.append(f"To allow what you trust: {_allowing(blocked)}")
     return "\n  ".join(lines)
+
+
+def _can_run_code(name: str) -> bool:
+    is_code = name.endswith("(...)") or name.partition(".")[0] in _CODE_MODULES or _RUNS_CODE.fullmatch(name)
+    return bool(is_code) and not _HARMLESS.fullmatch(name)
 
 
 def _allowing(names: Iterable[str]) -> str:
@@ -107,8 +107,3 @@ def _allowing(names: Iterable[str]) -> str:
 def describe_unread(names: Sequence[str]) -> str:
     """Say what a load has left unread; ``""`` if nothing."""
     return f"left unread, as it takes code to open: {listed(names, 3)}" if names else ""
-
-
-def describe_unopened(values: Mapping[str, str]) -> str:
-    """Say which weights (key -> class) were not opened."""
-    return shortened([f"{printable(key)} ({printable(kind)})" for key, kind in values.items()])

@@ -37,8 +37,10 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     is_copied_into,
     is_inside,
     list_groups,
+    shortened,
     without_private_segments,
 )
+from lightning_gpu_tools.checkpoints.reading import Unread, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     is_sharded,
@@ -51,8 +53,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     weights_in,
 )
 from lightning_gpu_tools.checkpoints.structure import collector_paused
-from lightning_gpu_tools.checkpoints.torch_files import Unread, read_weights
-from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unopened, describe_unread
+from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,
@@ -157,9 +158,11 @@ def _naming_unopened(unread: Unread) -> Iterator[None]:
     try:
         yield
     except CheckpointMismatchError as error:
-        unopened = {key: kind for values in unread.values.values() for key, kind in values.items()}
+        unopened = [
+            f"{printable(k)} ({printable(kind)})" for values in unread.values.values() for k, kind in values.items()
+        ]
         if unopened:
-            message = f"{error.args[0]}\n  not opened, because that takes code: {describe_unopened(unopened)}"
+            message = f"{error.args[0]}\n  not opened, because that takes code: {shortened(unopened)}"
             error.args = (message, *error.args[1:])
         raise
 

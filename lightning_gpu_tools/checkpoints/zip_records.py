@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, damaged
@@ -17,16 +17,12 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
 _MAX_COMMENT_BYTES = 65535
-_STORED, _DEFLATED = 0, 8
+_STORED = 0
 # Encrypted, patched, strongly encrypted, masked headers: 4.4.4.
 _UNREADABLE_FLAGS = 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
 _FOLDER_ATTRIBUTE = 1 << 4  # of MS-DOS: 4.4.15
 # After a record that was written as a stream, with or without signature and zip64: 4.3.9.
 _DESCRIPTOR_BYTES = frozenset({0, 12, 16, 20, 24})
-_MAX_DEFLATE_RATIO = 1032  # https://zlib.net/zlib_tech.html
-# Trained weights shrink to a half at best, pruned ones to a tenth.
-_MAX_UNPACKED_RATIO = 100
-_MIN_UNPACKED_LIMIT_BYTES = 256 << 20
 _CHUNK_BYTES = 16 << 20
 _CONTRADICTION = "its records and the index at its end do not agree"
 
@@ -37,10 +33,8 @@ class Record(NamedTuple):
     file: BinaryIO
     name: str
     start: int  # of its first byte; in the index, of its header
-    packed_bytes: int
-    size_bytes: int  # unpacked
-    crc: int  # of the unpacked bytes; torch writes 0 after set_crc32_options(False)
-    is_stored: bool  # as it is, not compressed
+    size_bytes: int
+    crc: int  # torch writes 0 after set_crc32_options(False)
 
     def __str__(self) -> str:
         return printable(self.name)
@@ -50,17 +44,14 @@ class Record(NamedTuple):
         return b"".join(self.chunks())
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield what is in the record, unpacked; raise at the end if its length or checksum is wrong."""
-        crc = total = 0
-        for chunk in _packed(self) if self.is_stored else _inflated(self):
+        """Yield what is in the record; raise at the end if its checksum is wrong."""
+        crc, left = 0, self.size_bytes
+        self.file.seek(self.start)
+        while left and (chunk := self.file.read(min(left, _CHUNK_BYTES))):
             crc = zlib.crc32(chunk, crc)
-            total += len(chunk)
-            if total > self.size_bytes:
-                break
+            left -= len(chunk)
             yield chunk
-        if total != self.size_bytes:
-            raise damaged(f"the record {self} is not as long as the index says")
-        if self.crc not in (crc, 0):
+        if left or self.crc not in (crc, 0):
             raise damaged(f"the checksum of the record {self} is wrong")
 
 
@@ -78,7 +69,7 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
         if entry.start - end not in _DESCRIPTOR_BYTES:
             raise damaged(_CONTRADICTION)
         start = _start(entry)
-        end = start + entry.packed_bytes
+        end = start + entry.size_bytes
         if entry.name.lower() in names:
             raise damaged(_CONTRADICTION)
         names.add(entry.name.lower())
@@ -87,17 +78,7 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
             records[name] = entry._replace(name=name, start=start)
     if index_start - end not in _DESCRIPTOR_BYTES:
         raise damaged(_CONTRADICTION)
-    _refuse_bomb(records.values(), size_bytes)
     return root, records
-
-
-def _no_index(tail: bytes, size_bytes: int) -> Fault:
-    zeros = len(tail) - len(tail.rstrip(b"\0"))
-    if zeros < 512:  # a disk sector: less may be the file's own padding
-        what = f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing. "
-        return Fault(f"{what}Most likely a save or a copy was interrupted", RESTORE)
-    what = f"ends in zeros where its index should be ({format_bytes(size_bytes)} in all)"
-    return Fault(f"{what}: the machine stopped before the data was written", RESTORE)
 
 
 def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
@@ -107,7 +88,8 @@ def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
     tail = file.read(size_bytes - tail_start)
     end = tail.rfind(b"PK\5\6")  # the last one, as in torch's reader
     if not 0 <= end <= len(tail) - _END.size:
-        raise _no_index(tail, size_bytes)
+        what = f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing"
+        raise Fault(f"{what}. Most likely a save or a copy was interrupted", RESTORE)
     _, disk, index_disk, count_here, count, length, start, _ = _END.unpack_from(tail, end)
     locator = end - _LOCATOR64.size
     if locator >= _END64.size and tail[locator : locator + 4] == b"PK\6\7":
@@ -132,8 +114,7 @@ def _start(entry: Record) -> int:
     header = entry.file.read(_LOCAL_HEADER.size + len(name))
     if header[_LOCAL_HEADER.size :] == name:
         signature, _, flags, method, *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
-        expected = (b"PK\3\4", _STORED if entry.is_stored else _DEFLATED, len(name))
-        if (signature, method, name_bytes) == expected and not flags & _UNREADABLE_FLAGS:
+        if (signature, method, name_bytes) == (b"PK\3\4", _STORED, len(name)) and not flags & _UNREADABLE_FLAGS:
             return entry.start + len(header) + int(extra_bytes)
     raise damaged(_CONTRADICTION)
 
@@ -154,12 +135,12 @@ def _entries(file: BinaryIO, index: bytes) -> Iterator[Record]:
             extra = index[extra_start : extra_start + extra_length]
             size, packed, header_start = _zip64(extra, size, packed, header_start)
         text = name.decode(errors="surrogateescape")
-        entry = Record(file, text, header_start, packed, size, crc, method == _STORED)
-        if method not in (_STORED, _DEFLATED) or flags & _UNREADABLE_FLAGS or disk:
-            raise damaged(f"the record {entry} is encrypted or compressed in a way that torch cannot read")
-        if attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/"):  # torch silently unpacks nothing then
-            raise damaged(_CONTRADICTION)
-        if size > packed * _MAX_DEFLATE_RATIO or (method == _STORED and size != packed):
+        entry = Record(file, text, header_start, size, crc)
+        if method != _STORED or flags & _UNREADABLE_FLAGS:  # torch.save does neither
+            advice = "Unpack it, and zip its folder again without compression: zip -0 -r."
+            raise Fault(f"has the record {entry} compressed or encrypted", advice)
+        # Of a record that is marked as a folder, torch silently reads nothing.
+        if size != packed or disk or (attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/")):
             raise damaged(_CONTRADICTION)
         yield entry
 
@@ -185,36 +166,3 @@ def _only_root(entries: list[Record]) -> str:
         shown = " and ".join(printable(root or "none") for root in sorted(roots)[:3])
         raise Fault(f"has its records in more than one folder: {shown}", "Zip the folder of the checkpoint alone.")
     return ""
-
-
-def _refuse_bomb(records: Iterable[Record], size_bytes: int) -> None:
-    unpacked = sum(record.size_bytes for record in records if not record.is_stored)
-    if unpacked > max(_MIN_UNPACKED_LIMIT_BYTES, _MAX_UNPACKED_RATIO * size_bytes):
-        raise Fault(
-            f"is compressed and would unpack to {format_bytes(unpacked)}, {unpacked // size_bytes} times its size",
-            "Weights do not shrink that much. If you trust it, zip it without compression: zip -0.",
-        )
-
-
-def _packed(record: Record) -> Iterator[bytes]:
-    left = record.packed_bytes
-    record.file.seek(record.start)
-    while left and (chunk := record.file.read(min(left, _CHUNK_BYTES))):
-        left -= len(chunk)
-        yield chunk
-
-
-def _inflated(record: Record) -> Iterator[bytes]:
-    inflate = zlib.decompressobj(-zlib.MAX_WBITS)
-    chunks = _packed(record)
-    packed = b""
-    while not inflate.eof:
-        packed = packed or next(chunks, b"")
-        try:
-            chunk = inflate.decompress(packed, _CHUNK_BYTES)
-        except zlib.error as error:
-            raise damaged(f"the record {record} cannot be unpacked ({error})") from None
-        if not packed and not chunk:
-            return
-        packed = inflate.unconsumed_tail
-        yield chunk

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
-from lightning_gpu_tools.checkpoints.opening import SUFFIXES
-from lightning_gpu_tools.checkpoints.structure import Progress, collector_paused, no_progress
+from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Progress, collector_paused, no_progress
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 

@@ -15,11 +15,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, describe_content, is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.key_renaming import Root
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, weights_in
-from lightning_gpu_tools.checkpoints.structure import HYPERPARAMETERS_FORM, check_contents, check_entries
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights
+from lightning_gpu_tools.checkpoints.structure import check_contents, is_named
 from lightning_gpu_tools.checkpoints.weights import copy_weights, fit_weights, naming_file, warn_of_what_is_left
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.trainer.families import LightningModule, is_lightnings, lookup, version_of
@@ -49,7 +49,6 @@ def migrated(checkpoint: Mapping[str, Any], path: str | os.PathLike[str], taker:
     Raises:
         BrokenCheckpointError: It is not what the version that it names has written.
     """
-    check_entries(checkpoint, path, (LIGHTNING_VERSION,))
     changed_in_place = {name: checkpoint[name] for name in ("callbacks", "loops") if name in checkpoint}
     try:
         migrate = lookup(taker, "utilities.migration.utils:migrate_checkpoint")
@@ -71,23 +70,27 @@ def _build_module(
     arguments: Mapping[str, Any],
 ) -> Module:
     """Call ``model_class`` with the hyperparameters of a checkpoint; ``arguments`` come before them."""
-    check_entries(checkpoint, path, HYPERPARAMETERS_FORM)
-    if hparams_file is None:
-        check_entries(checkpoint, path, [model_class.CHECKPOINT_HYPER_PARAMS_KEY])
-        values = dict(checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_KEY, {}))
-    else:
-        values = dict(_read_hparams(hparams_file, model_class))
+    given = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    if hparams_file is not None:
+        given = _read_hparams(hparams_file, model_class)
+    elif not is_named(given):
+        raise BrokenCheckpointError(
+            f"{printable_path(path)} has {describe_content(given)} for hyperparameters, not a dictionary with names "
+            "for keys. Give them in an hparams_file."
+        )
+    values = dict(given)
     values.update(arguments)
     parameters = dict(inspect.signature(model_class.__init__).parameters)
     me = next(iter(parameters))
     del parameters[me]
     values.pop(me, None)
     whole = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_NAME)
-    if whole in parameters and whole != "kwargs":  # the class takes all of them as one argument
-        kind = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_TYPE)
-        if kind:  # OmegaConf's class, or in old files its name
-            values = (lookup(model_class, "core.saving:AttributeDict") if isinstance(kind, str) else kind)(values)
-        values = {whole: values, **arguments}
+    if isinstance(whole, str) and whole in parameters and whole != "kwargs":  # the class takes all as one argument
+        kind: Any = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_TYPE)  # OmegaConf's class
+        if isinstance(kind, str):  # its name, in old files
+            kind = lookup(model_class, "core.saving:AttributeDict")
+        is_mapping = isinstance(kind, type) and issubclass(kind, Mapping)
+        values = {whole: kind(values) if is_mapping else values, **arguments}
     instantiator = values.pop("_instantiator", None)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         values = {name: value for name, value in values.items() if name in parameters or name == "_class_path"}

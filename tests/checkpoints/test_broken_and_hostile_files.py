@@ -18,14 +18,25 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint
-from checkpoint_files import EXPLOIT, Exploit, described_by, records_of, safetensors, saved, text, zipped
+from checkpoint_files import (
+    EXPLOIT,
+    Exploit,
+    described_by,
+    lightning_checkpoint,
+    records_of,
+    safetensors,
+    saved,
+    text,
+    zipped,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, read_weights, write_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
+from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import (
     BrokenCheckpointError,
@@ -51,12 +62,12 @@ HEADER = {
     "a": {"dtype": "F32", "shape": [30, 20], "data_offsets": [0, 2400]},
     "b": {"dtype": "F32", "shape": [5], "data_offsets": [2400, 2420]},
 }
+CONTRADICTION = "what it describes and what it holds do not agree"
 FAULTS = {
     "empty": (b"", "is empty.*disk was full"),
     "cut in the middle": (GOOD[: len(GOOD) // 2], "is cut short: .*index.*is missing.*interrupted"),
     "cut by 100 bytes": (GOOD[:-100], "is cut short"),
-    "zeros at the end": (GOOD[:2000] + bytes(len(GOOD) - 2000), "ends in zeros.*before the data was written"),
-    "zeros only": (bytes(5000), "nothing but zeros"),
+    "zeros at the end": (GOOD[:2000] + bytes(len(GOOD) - 2000), "is cut short"),
     "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer.*git lfs pull"),
     "web page": (b"<!DOCTYPE html><html>Sign in</html>", "web page.*log-in.*Download"),
     "web page in capitals": (b"\n <HTML><head>", "web page"),
@@ -64,9 +75,7 @@ FAULTS = {
     "json": (b'{"error": "not found"}', "JSON text"),
     "gzip": (b"\x1f\x8b\x08\x00" + bytes(100), "is compressed .gzip.*Unpack"),
     "tar": (tar(), "tar archive.*Unpack"),
-    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5.*Keras"),
     "zip that is no checkpoint": (zipped([("photos/cat.txt", b"meow")]), "zip archive but no checkpoint.*photos/cat"),
-    "npz": (zipped([("a.npy", b"\x93NUMPY")]), r"zip archive but no checkpoint.*a\.npy\. Load it with numpy\.load"),
     "torchscript": (
         zipped([(f"model/{name}", b"") for name in ("data.pkl", "constants.pkl", "version")]),
         "TorchScript archive.*torch.jit.load",
@@ -77,23 +86,23 @@ FAULTS = {
     ),
     "missing record": (
         zipped([r for r in records_of(GOOD) if "data/1" not in r[0]]),
-        "weights in its record data/1 are missing",
+        CONTRADICTION,
     ),
     "plain pickle": (pickle.dumps({"a": 1}), "pickle that torch.save did not write"),
-    "cut legacy file": (LEGACY[: len(LEGACY) // 2], "damaged or cut file in torch's old format"),
-    "safetensors cut in its header": (struct.pack("<Q", 5000) + b'{"a":', "safetensors file cut short"),
+    "cut legacy file": (LEGACY[: len(LEGACY) // 2], CONTRADICTION),
+    "safetensors cut in its header": (
+        struct.pack("<Q", 5000) + b'{"a":',
+        CONTRADICTION,
+    ),
     "safetensors of another type": (
         safetensors({**HEADER, "a": {**HEADER["a"], "dtype": "F6_E2M3"}}),
         "has a in the type F6_E2M3, which",
     ),
-    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "GGUF file, as llama.cpp"),
-    "onnx": (b"\x08\x07\x12\x07pytorch\x1a\x052.0.1:" + bytes(100), "ONNX model"),
-    "npy": (b"\x93NUMPY\x01\x00" + bytes(100), r"NumPy array \(\.npy\)"),
-    "msgpack": (b"\x81\xa6params\x81\xa5Dense" + bytes(100), "msgpack file, as Flax"),
-    "safetensors of nonsense": (safetensors(b'{"a": 1}'), "damaged safetensors file"),
+    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "is no checkpoint.*begin with b'GGUF"),
+    "safetensors of nonsense": (safetensors(b'{"a": 1}'), CONTRADICTION),
     "safetensors cut in its weights": (
         safetensors(HEADER) + bytes(8),
-        "is cut short: the weights of a end beyond the end",
+        CONTRADICTION,
     ),
 }
 
@@ -103,22 +112,12 @@ def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Pat
     content, message = FAULTS[fault]
     path = tmp_path / "last.ckpt"
     path.write_bytes(content)
-    write_checkpoint(CONTENT, tmp_path / "epoch=2.ckpt")
+    write_checkpoint(lightning_checkpoint({"a": torch.ones(5)}), tmp_path / "epoch=2.ckpt")
     with pytest.raises(BrokenCheckpointError, match=message) as caught:
         read_checkpoint(path)
     text = str(caught.value)
     assert text.startswith(str(path))
-    known = (
-        "cut in",
-        "cut by",
-        "zeros at",
-        "damaged zip",
-        "missing",
-        "safetensors of another",
-        "safetensors cut in its w",
-    )
-    of_model = " of the same model" * fault.startswith(known)
-    assert text.endswith(f" The newest complete checkpoint{of_model} in that folder: {tmp_path / 'epoch=2.ckpt'}")
+    assert text.endswith(f" The newest complete checkpoint in that folder: {tmp_path / 'epoch=2.ckpt'}")
     assert "weights_only" not in text
     # The same without torch.
     with pytest.raises(BrokenCheckpointError, match=message):
@@ -126,33 +125,14 @@ def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Pat
 
 
 def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) -> None:
-    other_model = saved({"state_dict": {"a": torch.ones(7)}})
-    endless = torch.nn.Linear(2, 2)
-    endless._modules["again"] = endless
-    files = {
-        "old.ckpt": GOOD,
-        "newer.ckpt": GOOD,
-        "broken.ckpt": GOOD[:-50],
-        "other.ckpt": other_model,
-        "rng_state.pth": saved({"cpu": torch.get_rng_state(), "cuda": torch.get_rng_state()}),
-        "optimizer.pt": saved(torch.optim.Adam([torch.ones(2)]).state_dict()),
-        "module.bin": saved({"state_dict": torch.nn.Linear(600, 30).state_dict(), "where": Path()}),
-        "endless.ckpt": saved(endless),
-        "model-00001-of-00002.bin": GOOD,
-        "mp_rank_00_model_states.pt": GOOD,
-        "notes.txt": GOOD,
-    }
+    good = saved(lightning_checkpoint(CONTENT["state_dict"]))
+    files = {"old.ckpt": good, "newer.ckpt": good, "broken.ckpt": good[:-50], "other.ckpt": saved({}), "a.pt": good}
     for age, (name, data) in enumerate(files.items()):
         (tmp_path / name).write_bytes(data)
         os.utime(tmp_path / name, (1000 + age, 1000 + age))
-    with pytest.raises(BrokenCheckpointError, match=r"checkpoint of the same model in that folder: .*/newer\.ckpt$"):
-        read_checkpoint(tmp_path / "broken.ckpt")
-    with pytest.raises(CheckpointNotFoundError, match=r"The newest complete checkpoint in that folder: .*module\.bin$"):
-        read_checkpoint(tmp_path / "gone.ckpt")
-    (tmp_path / "old.ckpt").unlink()
-    (tmp_path / "newer.ckpt").unlink()
-    with pytest.raises(BrokenCheckpointError, match=r"use an earlier checkpoint\.$"):
-        read_checkpoint(tmp_path / "broken.ckpt")
+    for name in ("broken.ckpt", "gone.ckpt"):
+        with pytest.raises(CheckpointError, match=r"newest complete checkpoint in that folder: .*/newer\.ckpt$"):
+            read_checkpoint(tmp_path / name)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BrokenCheckpointError, match=r"is a JSON text.*Name the file with the weights\.$"):
         read_checkpoint(tmp_path / "config.json")
@@ -166,20 +146,18 @@ def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "place"),
+    "content",
     [
-        (lambda it: {"state_dict": it}, "state_dict is an object"),
-        (lambda it: {"state_dict": it, "pytorch-lightning_version": "2.6.6", "epoch": 1}, "state_dict is an object"),
-        (lambda it: {"state_dict": os.mkdir}, "state_dict is the class or function"),
-        (lambda it: {"model": {"weights": it}, "epoch": 1}, "model.weights is an object"),
-        (lambda it: {"callbacks": {"average": {"state": {"w": it}}}}, "callbacks.average.state.w is an object"),
-        (lambda it: it, "all of it is an object"),
-        (lambda it: [1, it], "[1] is an object"),
-        (lambda it: {it: torch.ones(2)}, "a key is an object"),
+        lambda it: {"state_dict": it, "pytorch-lightning_version": "2.6.6", "epoch": 1},
+        lambda it: {"state_dict": os.mkdir},
+        lambda it: {"model": {"weights": it}, "epoch": 1},
+        lambda it: it,
+        lambda it: [1, it],
+        lambda it: {it: torch.ones(2)},
     ],
 )
 def test_an_object_in_the_place_of_weights_is_named_and_not_opened(
-    content: Callable[[Exploit], object], place: str, tmp_path: Path
+    content: Callable[[Exploit], object], tmp_path: Path
 ) -> None:
     path, witness = tmp_path / "a.pt", tmp_path / "it ran"
     torch.save(content(Exploit(witness)), path)
@@ -187,8 +165,8 @@ def test_an_object_in_the_place_of_weights_is_named_and_not_opened(
         load_weights(torch.nn.Linear(2, 2), path)
     words = str(refused.value)
     assert "was not opened. Nothing of it has run.\n" in words
-    assert f"{EXPLOIT}. Ask its author for the model's state_dict()." in words
-    assert f"without opening it: {place}" in words
+    assert EXPLOIT in words
+    assert re.search(r"It holds no weights but .*\. Ask its author for the model's state_dict\(\)\.", words)
     assert f"load_weights(model, {str(path)!r}, weights_only=False) opens it, which runs its code." in words
     for command in (["diff", str(path), str(path)], ["convert", str(path), str(tmp_path / "b.pt"), "--weights"]):
         assert main(["checkpoint", *command]) == {"diff": 3, "convert": 1}[command[0]]
@@ -209,7 +187,7 @@ def test_a_weight_that_is_an_object_is_named_where_it_is_missing(tmp_path: Path)
 def test_an_object_among_the_names_of_weights_is_not_opened(tmp_path: Path) -> None:
     weights = {Exploit(tmp_path / "it ran"): torch.ones(1), **torch.nn.Linear(2, 2).state_dict()}
     torch.save({"state_dict": weights, "pytorch-lightning_version": "2.6.6"}, tmp_path / "a.ckpt")
-    with pytest.raises(BrokenCheckpointError, match=rf"a key is an object of {EXPLOIT}, not opened"):
+    with pytest.raises(BrokenCheckpointError, match=rf"has weights under an object of {EXPLOIT}"):
         load_weights(torch.nn.Linear(2, 2), tmp_path / "a.ckpt")
 
 
@@ -240,7 +218,7 @@ def test_a_malicious_file_is_refused_and_has_not_run(new_format: bool, tmp_path:
         read_checkpoint(path)
     text = str(caught.value)
     assert "Nothing of it has run" in text
-    assert "can run code when opened: posix.mkdir. Only its author can vouch for it." in text
+    assert "can run code when opened, so that only its author can vouch for it: posix.mkdir." in text
     assert "weights_only" not in text
     assert "add_safe_globals" not in text
     structure = read_structure(str(path))
@@ -287,7 +265,7 @@ def test_the_suggested_line_allows_what_only_holds_values(name: str, tmp_path: P
     torch.save({"hyper_parameters": VALUES[name]}, path)
     with pytest.raises(UnsafeCheckpointError) as caught:
         read_checkpoint(path)
-    line = re.search(r"To allow what (?:only holds values|you trust): (.*)", str(caught.value))[1]  # type: ignore[index]
+    line = re.search(r"To allow what you trust: (.*)", str(caught.value))[1]  # type: ignore[index]
     before = torch.serialization.get_safe_globals()
     try:
         exec(line, {})  # as a user would paste it
@@ -308,7 +286,7 @@ def test_the_suggested_line_finds_what_has_moved(written: bytes, value: str, tmp
         read_checkpoint(tmp_path / "a.pt")
     before = torch.serialization.get_safe_globals()
     try:
-        exec(str(caught.value).rpartition("values: ")[2], {})
+        exec(str(caught.value).rpartition("trust: ")[2], {})
         assert repr(read_checkpoint(tmp_path / "a.pt")) == value
     finally:
         torch.serialization.clear_safe_globals()
@@ -348,7 +326,7 @@ def test_what_lies_inside_a_class_is_foreign_and_not_damaged(value: object, tmp_
     path = tmp_path / "last.ckpt"
     torch.save({"state_dict": {"w": torch.ones(2)}, "hyper_parameters": {"mode": value}}, path)
     assert read_structure(path).content["state_dict"]["w"].shape == (2,)
-    with pytest.raises(UnsafeCheckpointError, match=r"can run code when opened: builtins\.getattr"):
+    with pytest.raises(UnsafeCheckpointError, match=r"can run code when opened.*: builtins\.getattr"):
         read_checkpoint(path)
 
 

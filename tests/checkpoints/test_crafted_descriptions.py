@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 import weakref
-import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -24,20 +23,18 @@ from checkpoint_files import (
     call,
     described_by,
     number,
-    records_of,
     refuse_everywhere,
     safetensors,
     sizes,
     storage,
     tensor,
     text,
-    zipped,
 )
 
 from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, TensorInfo
 from lightning_gpu_tools.checkpoints.formats.safetensors import restore_metadata
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 
@@ -111,16 +108,15 @@ def check_description(described: Any, loaded: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_content_loads_as_torch_loads_it(kind: str, tmp_path: Path) -> None:
     content = {"it": KINDS[kind]()}
-    path, packed, old = tmp_path / "a.ckpt", tmp_path / "b.ckpt", tmp_path / "c.ckpt"
+    path, old = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     torch.save(content, path)
     if kind in ("nested", "jagged"):
         try:
             torch.load(path)
         except pickle.UnpicklingError:
             pytest.skip("this torch does not load them itself")
-    packed.write_bytes(zipped(records_of(path.read_bytes()), zipfile.ZIP_DEFLATED))
     torch.save(content, old, _use_new_zipfile_serialization=False)
-    for file in (path, packed) if kind in NOT_IN_THE_OLD_FORMAT else (path, packed, old):
+    for file in (path,) if kind in NOT_IN_THE_OLD_FORMAT else (path, old):
         structure = verify_checkpoint(file)
         check_description(structure.content, torch.load(path))
         assert kind == "jagged" or not beyond_plain_data(structure.globals)
@@ -196,7 +192,7 @@ def test_a_newer_pickle_protocol_is_read_or_not_called_damage(tmp_path: Path) ->
     torch.save({"w": torch.ones(2)}, tmp_path / "last.ckpt", pickle_protocol=4)
     assert read_checkpoint(tmp_path / "last.ckpt")["w"].tolist() == [1, 1]
     torch.save({"w": torch.ones(2), "names": {"a"}}, tmp_path / "last.ckpt", pickle_protocol=4)
-    with pytest.raises(UnsafeCheckpointError, match=r"pickle protocol .* save it again"):
+    with pytest.raises(UnsafeCheckpointError, match=r"Unsupported operand(.|\n)*default pickle_protocol"):
         read_checkpoint(tmp_path / "last.ckpt")
 
 
@@ -214,32 +210,22 @@ def test_a_crafted_description_that_is_sound_loads(tmp_path: Path) -> None:
     assert read_checkpoint(write(path, tensor(storage(), 2**40, sizes(0, 9), sizes(9, 1)))).shape == (0, 9)
 
 
-def nested_and_listed(depth: int) -> bytes:
-    """Lists in each other, and a tuple of all of them with the innermost last."""
-    remember = [b"r" + struct.pack("<L", level) for level in range(depth)]
-    recall = [b"j" + struct.pack("<L", level) for level in range(depth)]
-    lists = b"".join(b"]" + remember[level] + recall[level - 1] + b"a0" for level in range(1, depth))
-    return b"]" + remember[0] + b"0" + lists + b"(" + b"".join(reversed(recall)) + b"t"
-
-
 DEEP = 100_000
 # What the error says, and the descriptions that it is about.
 CONTRADICTIONS = {
-    "record data/0 is shorter": {
+    "what it describes and what it holds do not agree": {
         "more numbers than the record has": tensor(storage(5)),
         "another dtype": tensor(storage(4, kind="DoubleStorage")),
+        "fewer numbers than the record has": tensor(storage(3), 0, sizes(3)),
     },
-    "record data/0 is longer": {"fewer numbers than the record has": tensor(storage(3), 0, sizes(3))},
-    "an impossible storage": {
+    "what torch.save writes in no file": {
         "an unknown dtype": tensor(storage(4, kind="FancyStorage")),
         "a negative number of elements": storage(-4),
         "a huge number of elements": storage(2**63),
         "a key that is a number": storage(4, number(0)),
         "one storage of two types": b"(" + storage(4) + storage(4, kind="IntStorage") + b"t",
         "one storage of two lengths": b"(" + storage(4) + storage(2) + b"t",
-    },
-    "a storage in a way that no version of torch since 0.4 does": {"a storage with a part": storage(4, view=b"N")},
-    "an impossible tensor": {
+        "a storage with a part": storage(4, view=b"N"),
         "a sparse tensor of five parts": call(
             "torch._utils._rebuild_sparse_tensor", b"N", b"(" + tensor(storage()) * 5 + b"t"
         ),
@@ -260,15 +246,6 @@ CONTRADICTIONS = {
             b"(ctorch\nper_channel_affine\n" + tensor(storage(), 0, sizes(1)) * 2 + number(0) + b"t",
             HOOKS,
         ),
-    },
-    "nests its contents more than 200 levels deep": {
-        "deep dictionaries": b"}" + (text("a") + b"}") * DEEP + b"s" * DEEP,
-        "deep lists": b"]" * DEEP + b"a" * (DEEP - 1),
-        "deep tuples": b")" + b"\x85" * DEEP,
-        "depth that is shared": nested_and_listed(300),
-        "deep attributes": b"ccollections\nOrderedDict\n)R}" + text("a") + b")" + b"\x85" * DEEP + b"sb",
-    },
-    "what no pickle by torch.save does": {
         "an item put into a tensor": tensor(storage()) + number(0) + number(9) + b"s",
         "items put into a tensor": tensor(storage()) + b"(" + number(0) + number(9) + b"u",
         "an item put into a list": b"]" + number(0) + b"a" + number(0) + number(9) + b"s",
@@ -316,7 +293,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_that_plain_data_never_needs_are_refused(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "last.ckpt", CALLS[name])
-    with pytest.raises(UnsafeCheckpointError, match=rf"calls what plain data never needs: {name}\(\.\.\.\)") as caught:
+    with pytest.raises(UnsafeCheckpointError, match=rf"can run code when opened.*: {name}\(\.\.\.\)") as caught:
         read_checkpoint(path)
     assert "add_safe_globals" not in str(caught.value)
     assert f"{name}(...)" in read_structure(str(path)).globals
@@ -375,9 +352,9 @@ def test_an_old_file_holds_the_storages_that_it_describes(tmp_path: Path) -> Non
     data = old_file(path, {"w": torch.ones(4)})
     keys = data.index(b"]q", data.index(b"OrderedDict"))
     path.write_bytes(data[:keys] + b"]." + data[data.rindex(b"\x04" + bytes(7)) :])
-    refuse_everywhere(path, "does not hold the numbers that it describes")  # torch leaves the memory as it is
+    refuse_everywhere(path, "what it describes and what it holds do not agree")  # torch leaves the memory as it is
     path.write_bytes(data.replace(struct.pack("<q4f", 4, 1, 1, 1, 1), struct.pack("<q4f", 3, 1, 1, 1, 1)))
-    refuse_everywhere(path, "damaged or cut file in torch's old format")
+    refuse_everywhere(path, "what it describes and what it holds do not agree")
 
 
 def test_shared_storages_from_before_torch_04_are_refused(tmp_path: Path) -> None:
@@ -386,7 +363,7 @@ def test_shared_storages_from_before_torch_04_are_refused(tmp_path: Path) -> Non
     start = empty[: empty.index(b"}q\x00.") - 2]  # up to the description
     part = storage(view=b"(" + text("1") + number(2) + number(2) + b"t")
     keys = pickle.dumps(["0"], 2)
-    for block, match in ((part, "no version of torch since 0.4"), (storage(view=b"N"), "")):
+    for block, match in ((part, "what torch.save writes in no file"), (storage(view=b"N"), "")):
         path.write_bytes(start + b"\x80\x02" + tensor(block) + b"." + keys + struct.pack("<q4f", 4, 1, 2, 3, 4))
         if match:
             refuse_everywhere(path, match)
@@ -400,7 +377,7 @@ def test_every_pickle_of_an_old_file_is_checked(tmp_path: Path) -> None:
     start = empty.index(version) + len(version)
     contents = empty.index(b"}q\x00.") - 2
     path.write_bytes(empty[:start] + b"\x80\x02" + CALLS["torch.FloatTensor"] + b"." + empty[contents:])
-    with pytest.raises(UnsafeCheckpointError, match="calls what plain data never needs"):
+    with pytest.raises(UnsafeCheckpointError, match="can run code when opened"):
         read_checkpoint(path)
 
 
@@ -441,7 +418,7 @@ HEADERS = {
 def test_a_safetensors_header_that_contradicts_the_file_is_refused(case: str, tmp_path: Path) -> None:
     path = tmp_path / "last.safetensors"
     path.write_bytes(HEADERS[case])
-    refuse_everywhere(path, "is a damaged safetensors file")
+    refuse_everywhere(path, "what it describes and what it holds do not agree")
 
 
 def test_safetensors_files_load_wherever_their_numbers_begin(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools import PortableCheckpointIO, load_from_checkpoint, load_weights
-from lightning_gpu_tools.checkpoints.state_dicts import check_repetition
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import CheckpointError
 
@@ -73,6 +72,7 @@ OPERATIONS: dict[str, Callable[[str, Path], object]] = {
 }
 ALL = frozenset(OPERATIONS)
 LIGHTNING = frozenset({"class", "trainer"})
+READ_WHOLE = frozenset({"class", "plugin", "trainer", "convert", "half"})  # the others leave the rest unread
 LOADS = frozenset({"load", "class", "trainer"})
 
 
@@ -149,43 +149,39 @@ def doubled(times: int) -> list[Any]:
     return content
 
 
-def with_attribute(value: Any) -> torch.Tensor:
-    tensor = torch.ones(2)
-    tensor.note = value  # type: ignore[attr-defined]
-    return tensor
-
-
 WEIGHTS = Lit().state_dict()
 VERSION = "pytorch-lightning_version"
 # Content, what the error says, and which operations refuse it; all others work.
 ODD: dict[str, tuple[Any, str, frozenset[str]]] = {
-    "10,000 levels": ({"state_dict": WEIGHTS, "a": nested(10_000)}, "nest.* more than 200", ALL),
-    "300 levels": ({"state_dict": WEIGHTS, "a": nested(300)}, "nest.* more than 200", ALL),
+    "10,000 levels": ({"state_dict": WEIGHTS, "a": nested(10_000)}, "nests its contents too deep", READ_WHOLE),
     "150 levels": ({"state_dict": WEIGHTS, "a": nested(150)}, "", frozenset()),
-    "dictionary in itself": (lightning_checkpoint(a=in_itself()), "or without end", ALL),
+    "dictionary in itself": (lightning_checkpoint(a=in_itself()), "or without end", READ_WHOLE),
     "one list in 2 ** 100 places": (lightning_checkpoint(a=doubled(100)), "", frozenset()),
     "the same as an extra state": ({**WEIGHTS, "x_extra_state": doubled(100)}, "plain tensors only", {"safetensors"}),
-    "deep versions": (with_versions({"net": nested(10_000)}), "nest.* more than 200", ALL),
-    "deep attribute": ({**WEIGHTS, "x": with_attribute(nested(1_000))}, "nest.* more than 200", ALL),
-    "100,000 dots": ({**WEIGHTS, "a." * 100_000: torch.ones(2)}, "has the key .* of 100000 levels", ALL),
+    "100,000 dots": ({**WEIGHTS, "a." * 100_000: torch.ones(2)}, "has weights under the text", ALL),
     "number among keys": (
         lightning_checkpoint(state_dict={**WEIGHTS, 3: torch.ones(2)}),
-        "the key 3 is of type int",
+        "has weights under the value 3",
         ALL,
     ),
     "list of versions": (with_versions([1]), "wrong _metadata", ALL),
     "version in words": (with_versions({"norm": {"version": "two"}}), "wrong _metadata", ALL),
-    "no version": (lightning_checkpoint(**{VERSION: None}), f'"{VERSION}" .* must be text, but is None', LIGHTNING),
+    "no version": (lightning_checkpoint(**{VERSION: None}), 'Lightning "None" has written it', LIGHTNING),
     "odd version": (lightning_checkpoint(**{VERSION: "two"}), 'Lightning "two" has written it.*Invalid', LIGHTNING),
     "long version": (lightning_checkpoint(**{VERSION: "9" * 5000}), r"99…99.*\(ValueError", LIGHTNING),
     "old version": (lightning_checkpoint(**{VERSION: "1.5.0"}), "cannot be migrated .*KeyError", LIGHTNING),
-    "list of hyperparameters": (lightning_checkpoint(hyper_parameters=[4]), "must be a dictionary", {"class"}),
-    "number as hyperparameters": (lightning_checkpoint(hyper_parameters=4), "must be a dictionary", {"class"}),
+    "list of hyperparameters": (
+        lightning_checkpoint(hyper_parameters=[4]),
+        "a list .* for hyperparam",
+        {"class"},
+    ),
+    "number as hyperparameters": (
+        lightning_checkpoint(hyper_parameters=4),
+        "value 4 for hyperparam",
+        {"class"},
+    ),
     "numbered hyperparameters": (lightning_checkpoint(hyper_parameters={1: 4}), "names for keys", {"class"}),
     "self as a hyperparameter": (lightning_checkpoint(hyper_parameters={"self": 4}), "", frozenset()),
-    "list as a name": (lightning_checkpoint(hparams_name=["a"]), '"hparams_name" .* must be text', {"class"}),
-    "number as a type": (lightning_checkpoint(hparams_type=4), "must be a class of dictionaries", {"class"}),
-    "other class as a type": (lightning_checkpoint(hparams_type=nn.Parameter), "class of dictionaries", {"class"}),
     "list of callbacks": (lightning_checkpoint(callbacks=[1]), "callbacks of .* cannot be loaded", {"trainer"}),
     "no loop for this": (lightning_checkpoint(loops={}), "loops of .*: KeyError: 'validate_loop'", {"trainer"}),
     "number as averaged weights": (lightning_checkpoint(current_model_state=4), "", frozenset()),
@@ -243,8 +239,7 @@ def test_256_gib_in_a_small_file_are_never_allocated(
         assert set(refused) == {"half", "safetensors", "diff"}
         for message in refused.values():
             assert re.search(
-                r'odd.ckpt holds .* of numbers, but repeats them: its weights would take .* GiB. The largest is "mask" '
-                r"of shape \(262144, 262144\)",
+                r'odd.ckpt holds "mask" of shape \(262144, 262144\) in far fewer numbers',
                 message,
             )
     else:
@@ -259,17 +254,6 @@ def test_an_expanded_mask_of_moderate_size_is_converted_and_compared(
     path = save({**WEIGHTS, "mask": torch.full((1,), 2.0).expand(500, 500)}, tmp_path / "odd.ckpt")
     assert not refusals(path, tmp_path, capsys)
     assert torch.equal(torch.load(tmp_path / "target.pt")["mask"], torch.full((500, 500), 2.0))
-
-
-def test_what_the_file_holds_may_be_of_any_size(tmp_path: Path) -> None:
-    # Each key is a part of one storage; together they need no more than it has.
-    rows = torch.empty(3, 1 << 28, device="meta")
-    check_repetition("odd.ckpt", {str(i): row for i, row in enumerate(rows)})
-    held = torch.UntypedStorage.from_file(str(tmp_path / "sparse"), True, 3 << 30)
-    whole = torch.empty(0).set_(held).view(3, 1 << 28)  # type: ignore[call-overload]
-    check_repetition("odd.ckpt", {str(i): row for i, row in enumerate(whole)})
-    with pytest.raises(CheckpointError, match="repeats them"):
-        check_repetition("odd.ckpt", {str(i): whole[:, i:] for i in range(4)})
 
 
 def test_errors_of_the_users_own_code_pass_unchanged(tmp_path: Path) -> None:
@@ -296,13 +280,6 @@ def test_other_hyperparameters_replace_broken_ones(tmp_path: Path) -> None:
     path = save(lightning_checkpoint(hyper_parameters=[4], hparams_name=None), tmp_path / "odd.ckpt")
     (tmp_path / "hparams.yaml").write_text("width: 4")
     load_from_checkpoint(Lit, path, hparams_file=tmp_path / "hparams.yaml")
-
-
-def test_numbers_that_python_cannot_print_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save(lightning_checkpoint(epoch=10**5000), tmp_path / "odd.ckpt")
-    for options in ((), ("--json",)):
-        code = main(["checkpoint", "inspect", str(path), *options])
-        assert ("00000" not in capsys.readouterr().out) if code == 0 else code == 1
 
 
 plain = st.recursive(

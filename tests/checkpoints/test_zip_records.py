@@ -15,19 +15,15 @@ import torch
 from checkpoint_files import records_of, refuse_everywhere, saved, zipped
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
 CONTENT = OrderedDict(weight=torch.arange(600.0).view(20, 30), bias=torch.linspace(-1, 1, 20))
-DEFLATED, STORED = zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED
-
-
 GOOD = saved(CONTENT)
 
 
 PLAIN = zipped(records_of(GOOD))
-PACKED = zipped(records_of(GOOD), DEFLATED)
 
 
 def is_mapped(path: Path) -> bool:
@@ -49,32 +45,24 @@ class Unseekable(io.BytesIO):
 
 def streamed() -> bytes:
     buffer = Unseekable()
-    with zipfile.ZipFile(buffer, "w", DEFLATED) as archive:  # type: ignore[arg-type]
+    with zipfile.ZipFile(buffer, "w") as archive:  # type: ignore[arg-type]
         for name, data in records_of(GOOD):
             archive.writestr(name, data)
     return buffer.getvalue()
 
 
 def with_folders() -> bytes:
-    """As ``zip -r`` does it."""
+    """As ``zip -0 -r`` does it."""
     folders = [("archive/", b""), ("archive/data/", b"")]
-    return zipped([*folders, *sorted(records_of(GOOD))], DEFLATED)
+    return zipped([*folders, *sorted(records_of(GOOD))])
 
 
 def large_sizes() -> bytes:
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", DEFLATED) as archive:
+    with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in records_of(GOOD):
             with archive.open(name, "w", force_zip64=True) as file:
                 file.write(data)
-    return buffer.getvalue()
-
-
-def mixed() -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for number, (name, data) in enumerate(records_of(GOOD)):
-            archive.writestr(name, data, DEFLATED if number % 2 else STORED)
     return buffer.getvalue()
 
 
@@ -94,27 +82,24 @@ def without_checksums() -> bytes:
 
 
 SOUND = {
-    "torch.save": (GOOD, True),
-    "zip -0": (PLAIN, True),
-    "zip": (PACKED, False),
-    "zip -r": (with_folders(), False),
-    "a stream": (streamed(), False),
-    "zip64": (large_sizes(), False),
-    "stored and deflated": (mixed(), None),  # in parts
-    "a comment": (commented(), True),
-    "padding": (GOOD + bytes(300), True),
-    "no checksums": (without_checksums(), True),
+    "torch.save": GOOD,
+    "zip -0": PLAIN,
+    "zip -0 -r": with_folders(),
+    "a stream": streamed(),
+    "zip64": large_sizes(),
+    "a comment": commented(),
+    "padding": GOOD + bytes(300),
+    "no checksums": without_checksums(),
 }
 
 
 @pytest.mark.parametrize("case", SOUND)
 def test_whatever_wrote_the_zip_its_weights_load_to_the_bit(case: str, tmp_path: Path) -> None:
-    data, mapped = SOUND[case]
     path = tmp_path / "last.ckpt"
-    path.write_bytes(data)
+    path.write_bytes(SOUND[case])
     for weights_only in (True, False):
         loaded = read_checkpoint(path, weights_only=weights_only, verify=True)
-        assert mapped is None or is_mapped(path) is mapped
+        assert is_mapped(path)
         assert [*loaded] == [*CONTENT]
         assert all(torch.equal(loaded[name], CONTENT[name]) for name in CONTENT)
         del loaded
@@ -127,17 +112,16 @@ def test_whatever_wrote_the_zip_its_weights_load_to_the_bit(case: str, tmp_path:
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("data", "verify"), [(GOOD, True), (PACKED, True), (PACKED, False)])
-def test_no_flipped_bit_changes_what_is_loaded(data: bytes, verify: bool, tmp_path: Path) -> None:
+def test_no_flipped_bit_changes_what_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     places = random.Random(0)
     loaded = 0
     for _ in range(150):
-        damaged = bytearray(data)
-        damaged[places.randrange(len(data))] ^= 1 << places.randrange(8)
+        damaged = bytearray(GOOD)
+        damaged[places.randrange(len(GOOD))] ^= 1 << places.randrange(8)
         path.write_bytes(damaged)
         try:
-            content = read_checkpoint(path, verify=verify)
+            content = read_checkpoint(path, verify=True)
         except CheckpointError:
             continue
         loaded += 1
@@ -190,24 +174,12 @@ def one_after_the_other() -> bytes:
     return buffer.getvalue()
 
 
-def too_short_inside() -> bytes:
-    """Without a checksum, and four bytes shorter than the index says."""
-    records = [(name, data[:-4] if name.endswith("data/1") else data) for name, data in records_of(GOOD)]
-    return edited(zipped(records, DEFLATED), "archive/data/1", index={16: bytes(4), 24: struct.pack("<L", 80)})
-
-
 def inserted(data: bytes) -> bytes:
     """Bytes before the index that belong to nothing; its place is corrected."""
     end = data.rindex(b"PK\5\6")
     length, start = struct.unpack_from("<2L", data, end + 12)
     assert start + length == end
     return data[:start] + b"hidden" * 9 + data[start:end] + data[end : end + 16] + struct.pack("<LH", start + 54, 0)
-
-
-def bomb() -> bytes:
-    """Says that it unpacks to 300 MiB, which it could."""
-    data = zipped([*records_of(GOOD), ("archive/bomb", random.Random(0).randbytes(300 << 10))], DEFLATED)
-    return edited(data, "archive/bomb", index={24: struct.pack("<L", 300 << 20)})
 
 
 CONTRADICTION = "its records and the index at its end do not agree"
@@ -228,14 +200,10 @@ AMBIGUOUS: dict[str, tuple[Callable[[], bytes], str]] = {
     "bytes before the first record": (lambda: b"PK\3\4" + PLAIN, CONTRADICTION),
     "two archives": (one_after_the_other, CONTRADICTION),
     "bytes between records and index": (lambda: inserted(PLAIN), CONTRADICTION),
-    "encrypted": (lambda: edited(PLAIN, "archive/data/1", index={8: b"\x01"}), "data/1 is encrypted"),
-    "another compression": (lambda: zipped(records_of(GOOD), zipfile.ZIP_LZMA), "is encrypted or compressed in a way"),
+    "encrypted": (lambda: edited(PLAIN, "archive/data/1", index={8: b"\x01"}), "data/1 compressed or encrypted"),
+    "compressed": (lambda: zipped(records_of(GOOD), zipfile.ZIP_DEFLATED), "compressed or encrypted.*zip -0 -r"),
     "stored in fewer bytes": (
         lambda: edited(PLAIN, "archive/data/1", index={24: struct.pack("<L", 90)}),
-        CONTRADICTION,
-    ),
-    "more than deflate can hold": (
-        lambda: edited(PACKED, "archive/data/1", index={24: struct.pack("<L", 1 << 30)}),
         CONTRADICTION,
     ),
     "a record that is a folder": (
@@ -246,35 +214,17 @@ AMBIGUOUS: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: PLAIN[:-14] + struct.pack("<2H", 2, 2) + PLAIN[-10:],
         CONTRADICTION,
     ),
-    "a bomb": (bomb, r"would unpack to 300 MiB, \d+ times its size"),
-    "no version": (lambda: zipped([r for r in records_of(GOOD) if "version" not in r[0]]), "record version is missing"),
-    "no byte order": (
-        lambda: zipped([(name, b"middle" if name.endswith("order") else data) for name, data in records_of(GOOD)]),
-        "record byteorder says nothing that torch understands",
-    ),
     "a record too short": (
         lambda: zipped([(name, data[:-4] if name.endswith("data/0") else data) for name, data in records_of(GOOD)]),
-        "record data/0 is shorter than the weights in it",
+        "what it describes and what it holds do not agree",
     ),
     "a record too long": (
         lambda: zipped(
             [(name, data + bytes(4) if name.endswith("data/0") else data) for name, data in records_of(GOOD)]
         ),
-        "record data/0 is longer than the weights in it",
-    ),
-    "a description of zeros": (
-        lambda: zipped([("archive/data.pkl", bytes(5 << 20)), ("archive/version", b"3\n")], DEFLATED),
-        "which is no description",
+        "what it describes and what it holds do not agree",
     ),
 }
-
-
-def test_what_unpacks_to_less_than_the_index_says_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    path.write_bytes(too_short_inside())
-    for act in (lambda: verify_checkpoint(str(path)), lambda: read_checkpoint(path)):
-        with pytest.raises(BrokenCheckpointError, match="record data/1 is not as long as the index says"):
-            act()
 
 
 @pytest.mark.parametrize("case", AMBIGUOUS)
@@ -288,12 +238,9 @@ def test_a_zip_that_readers_read_differently_is_refused(case: str, tmp_path: Pat
 # -- what is checked is what is loaded ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [GOOD, PACKED], ids=["mapped", "read"])
-def test_a_file_replaced_after_the_check_is_not_loaded(
-    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_replaced_after_the_check_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
-    path.write_bytes(data)
+    path.write_bytes(GOOD)
     other.write_bytes(OTHER)
     from_file = torch.from_file
 

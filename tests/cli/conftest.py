@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkpoint_files import Tied, lightning_checkpoint, wrapped
 
-from lightning_gpu_tools.checkpoints.torch_files import write_checkpoint
+from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.cli import main
 
 

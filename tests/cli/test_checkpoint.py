@@ -23,7 +23,8 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import nn
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint
+from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import CheckpointMismatchError
 
@@ -237,7 +238,7 @@ def test_inspect_says_what_is_no_dictionary(content: object, words: str, tmp_pat
     if isinstance(content, nn.Module):
         assert code == 0
     else:
-        assert f"holds no weights but {words}." in err or f"without opening it: all of it is {words}." in err
+        assert f"holds no weights but {words}." in err
 
 
 def test_weights_without_numbers_are_shown_and_refused(tmp_path: Path, run: Run) -> None:

@@ -11,8 +11,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from lightning_gpu_tools import PortableCheckpointIO, load_from_checkpoint, load_weights
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure
-from lightning_gpu_tools.checkpoints.torch_files import read_checkpoint, write_checkpoint
+from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 
 pytestmark = pytest.mark.gpu
 

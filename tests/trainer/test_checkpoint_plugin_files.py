@@ -20,7 +20,7 @@ from rank_processes import run_ranks
 from torch import nn
 
 from lightning_gpu_tools import load_from_checkpoint, load_weights
-from lightning_gpu_tools.checkpoints import torch_files
+from lightning_gpu_tools.checkpoints import torch_loading
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
@@ -62,8 +62,8 @@ def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
 
 # torch before 2.10 sets the item, and reads beyond the record (CVE-2026-24747); mapped, newer ones load what there is.
 CRAFTED = {
-    "does what no pickle by torch.save does": tensor(storage()) + number(0) + number(9) + b"s",
-    "record data/0 is shorter than the weights": tensor(storage(5)),
+    "what torch.save writes in no file": tensor(storage()) + number(0) + number(9) + b"s",
+    "what it describes and what it holds do not agree": tensor(storage(5)),
 }
 
 
@@ -101,7 +101,7 @@ def test_a_torch_with_known_holes_is_warned_of_once(
 ) -> None:
     torch.save({"lr": 1}, tmp_path / "a.ckpt")
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
-    torch_files._warn_of_old_torch.cache_clear()
+    torch_loading._warn_of_old_torch.cache_clear()
     for _ in range(2):
         PortableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
     assert sum("CVE-2026-24747" in str(one.message) for one in recwarn) == warnings

@@ -14,7 +14,7 @@ from torch import nn
 from wrapped_models import WRAPPINGS, TiedTransformer, contents
 
 from lightning_gpu_tools import load_from_checkpoint, load_weights
-from lightning_gpu_tools.checkpoints.torch_files import write_checkpoint
+from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, UnsafeCheckpointError
 
 

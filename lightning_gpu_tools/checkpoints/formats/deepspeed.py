@@ -9,18 +9,25 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, LIGHTNING_VERSION, TensorInfo, are_sizes
+from lightning_gpu_tools.checkpoints.content import (
+    BYTES_OF_DTYPE,
+    LIGHTNING_VERSION,
+    Part,
+    SplitTensorInfo,
+    TensorInfo,
+    are_sizes,
+)
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.formats.torch_zip import check_byte_order
-from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, is_plain_name
-from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.checkpoints.opening import Folder, is_plain_name
+from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
+from lightning_gpu_tools.units import printable
 
 # DeepSpeedEngine._get_ckpt_name and _get_rank_zero_ckpt_name, if only ZeRO splits the model.
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
 _OPTIMIZER_OF_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _ANY = re.compile(r".*(model|optim)_states\.pt")
+PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
 # DeepSpeedEngine._common_checkpoint_state; all else is Lightning's.
 _OWN_ENTRIES = frozenset(
     {
@@ -66,8 +73,6 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         raise damaged("its model_states.pt are of two checkpoints" if is_whole else "it has no model_states.pt")
     models = [folder.describe(name) for name in model_names or [_WHOLE_MODEL]]
     optimizers = [folder.describe(name) for name in optimizer_names]
-    for shard in (*models, *optimizers):
-        check_byte_order(shard)
     loaded = models[0].name
     with any_error_is(damaged(_DAMAGE)):
         model: Mapping[str, Any] = models[0].content
@@ -100,27 +105,11 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     return Assembly("deepspeed", {shard.name: shard for shard in (*models, *optimizers)}, (loaded,), assemble)
 
 
-def part(path: str, content: Any) -> Fault | None:
-    """Return the fault of a file of DeepSpeed's without all weights; ``None`` for any other file."""
-    if not isinstance(content, Mapping):
-        return None
-    optimizer, shapes, module = (content.get(entry) for entry in (_OPTIMIZER, "param_shapes", "module"))
-    if isinstance(optimizer, Mapping) and _RANKS in optimizer:
-        pattern, ranks = _OPTIMIZER_OF_RANK, _count(optimizer[_RANKS])
-        what = "holds the optimizer of {} of a DeepSpeed checkpoint, not the weights by name"
-    elif isinstance(shapes, list) and isinstance(module, Mapping):
-        wanted = {key: shape for group in shapes if isinstance(group, Mapping) for key, shape in group.items()}
-        tensors = [(key, value.shape) for key, value in module.items() if isinstance(value, TensorInfo)]
-        if all(shape == wanted.get(key, shape) for key, shape in tensors):
-            return None
-        pattern, ranks = _MODEL_OF_RANK, content.get("dp_world_size")
-        what = "is the file of {} of a DeepSpeed ZeRO-3 checkpoint, without the weights"
-    else:
-        return None
-    rank = pattern.fullmatch(os.path.basename(path))
-    whose = f"rank {int(rank[1])} of {printable(ranks)}" if rank else f"one of {printable(ranks)} ranks"
-    folder = printable_path(os.path.dirname(path) or ".")
-    return Fault(what.format(whose), f"Name the folder with the files of all ranks instead: {folder}")
+def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
+    """Load the file of the first rank, and put in the weights of all."""
+    from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
+
+    return with_numbers(assembly.load(load_file), assembly.shards, map_location)
 
 
 def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:
@@ -198,8 +187,6 @@ def _join_frozen(models: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
 
 
 def _row(shard: Structure, tensors: Sequence[TensorInfo], dtype: str) -> list[Piece]:
-    if shard.is_packed:
-        raise Fault(f"has {printable(shard.name)} compressed", "Unpack it, and zip it without compression: zip -0.")
     row = []
     for info in tensors:
         if info.kind or len(info.shape or ()) != 1 or info.strides != (1,) or info.dtype != dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -14,19 +14,20 @@ from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MAX_DEPTH,
     Opaque,
+    Part,
+    SplitTensorInfo,
     TensorInfo,
     are_sizes,
 )
 from lightning_gpu_tools.checkpoints.describing import describe as describe_file
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.formats.torch_zip import check_byte_order
+from lightning_gpu_tools.checkpoints.opening import Folder
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
-from lightning_gpu_tools.checkpoints.shards import Folder, Part, SplitTensorInfo, check_cover
-from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
+from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
 from lightning_gpu_tools.checkpoints.zip_records import Record
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import printable
 
-_PIECE = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
+PART = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
 _METADATA = ".metadata"
 _EXTRA = "meta.pt"
 _DAMAGE = "its .metadata does not describe a checkpoint"
@@ -68,7 +69,7 @@ class _Slice(io.RawIOBase):
 
 def find(path: str, names: set[str]) -> str | None:
     """Return the folder if it has such files."""
-    return path if any(map(_PIECE.fullmatch, names)) else None
+    return path if any(map(PART.fullmatch, names)) else None
 
 
 def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
@@ -95,13 +96,17 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     return Assembly("dcp", shards, loaded, lambda contents: _with_extra(content, contents.get(_EXTRA, {})))
 
 
-def check_name(folder: str, name: str) -> None:
-    """Raise the fault of one of these files alone, by its name."""
-    if _PIECE.fullmatch(name):
-        rank = re.match(r"__(\d+)", name)
-        what = f"is rank {rank[1]}'s part" if rank else "is the list of parts"
-        advice = f"Name the folder instead: {printable_path(folder or '.')}"
-        raise Fault(f"{what} of a checkpoint by torch.distributed.checkpoint", advice)
+def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
+    """Put the tensors together, and load each other object as the file that it is."""
+    from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
+
+    def load_object(leaf: Any) -> Any:
+        if not isinstance(leaf, Place):
+            return leaf
+        shard = assembly.shards[leaf.file]
+        return load_file(describe_file(io.BytesIO(leaf.read_from(shard.file)), shard.path))
+
+    return with_numbers(assembly.load(load_file), assembly.shards, map_location, load_object)
 
 
 Blocks = list[tuple[tuple[int, ...], tuple[int, ...], Place]]
@@ -132,11 +137,31 @@ def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | No
         numbers = [shape, *(part for offsets, sizes, _ in blocks for part in (offsets, sizes))]
         if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and are_sizes(part) for part in numbers):
             raise damaged(_DAMAGE)
-        check_cover(key, shape, [block[:2] for block in blocks])
+        _check_cover(key, shape, [block[:2] for block in blocks])
         filled = [block for block in blocks if 0 not in block[1]] or blocks[:1]
         objects[key] = SplitTensorInfo(dtype, shape, None, laid_out=shape), filled
     paths = metadata.get("planner_data")
     return objects, paths if isinstance(paths, Mapping) else {}
+
+
+def _check_cover(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Raise unless blocks, given by their offsets and sizes, fill a shape without gaps and overlaps."""
+    if not _is_filled(shape, [(*zip(*block, strict=True),) for block in blocks if 0 not in block[1]]):
+        raise damaged(f"the parts of {printable(name)} do not make up its shape {printable(shape)}")
+
+
+def _is_filled(shape: tuple[int, ...], blocks: list[tuple[tuple[int, int], ...]]) -> bool:
+    if 0 in shape or not shape:
+        return len(blocks) == (0 not in shape)
+    rows: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = {}
+    for (offset, size), *rest in blocks:
+        rows.setdefault((offset, size), []).append(tuple(rest))
+    end = 0
+    for offset, size in sorted(rows):
+        if offset != end:
+            return False
+        end += size
+    return end == shape[0] and all(_is_filled(shape[1:], below) for below in rows.values())
 
 
 def _state(described: Any, kind: str) -> Any:
@@ -169,7 +194,6 @@ def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
     whole = shards[place.file]
     part: Any = _Slice(whole.file, place)
     found = describe_file(part, whole.path)
-    check_byte_order(found)
     records: dict[str, Record] = whole.records  # type: ignore[assignment]
     for name, record in found.records.items():
         records[f"{place.start}/{name}"] = record._replace(file=whole.file, start=place.start + record.start)
@@ -186,7 +210,7 @@ def _part(
 ) -> Part:
     found = _described(shards, place)
     block = found.content
-    is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind and not found.is_packed
+    is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind
     if not is_plain or (block.dtype, block.shape) != (info.dtype, sizes):
         raise damaged(f"{printable(place.file)} does not hold the part of {printable(key)} that .metadata describes")
     start = place.start + found.places[block.storage.key] + block.offset * BYTES_OF_DTYPE[block.dtype]

@@ -6,13 +6,12 @@ import contextlib
 import re
 import struct
 import tarfile
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.faults import Fault, damaged
+from lightning_gpu_tools.checkpoints.faults import Fault
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.structure import Structure
 
-DAMAGE = "is a damaged or cut file in torch's old format (before 1.6)"
 # torch.serialization.MAGIC_NUMBER, pickled: in protocol 2 to 5, or 0.
 _LEGACY_START = re.compile(
     rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L119547037146038801333356L\n\.", re.DOTALL
@@ -37,7 +36,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     storages = readers[3].storages
     # To rebuild nested tensors torch needs the numbers, which come later.
     if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
-        raise damaged("it does not hold the numbers that it describes")
+        raise ValueError("other numbers than those that it describes")
     place = file.tell()
     places = {}
     for key in keys:  # each storage comes after its length in 8 bytes
@@ -50,3 +49,10 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
             raise ValueError("cut short, or a storage of another length")
     devices = {storage.location for storage in storages.values()}
     return Structure(file, path, size_bytes, "legacy", content, named, devices, places=places, filled=readers[3].filled)
+
+
+def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
+    """Build what was described, mapped, or let torch load it, which reads it."""
+    from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
+
+    return load_by_torch(structure, map_location, weights_only, can_be_mapped=False)

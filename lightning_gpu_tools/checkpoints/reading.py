@@ -1,0 +1,115 @@
+"""Reading checkpoints, of whatever format: safely, to the CPU, and with errors that say what is the matter."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from lightning_gpu_tools.checkpoints.content import Opaque, all_state_dicts, put_weights
+from lightning_gpu_tools.checkpoints.faults import faults_of
+from lightning_gpu_tools.checkpoints.key_tree import list_groups
+from lightning_gpu_tools.checkpoints.sources import opened_source
+from lightning_gpu_tools.checkpoints.structure import Structure, compare_with_checksums
+from lightning_gpu_tools.checkpoints.torch_loading import described_weights, holds_tensors, is_plain, refusal
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
+from lightning_gpu_tools.errors import UnsafeCheckpointError
+from lightning_gpu_tools.units import printable_path
+
+
+def read_checkpoint(
+    path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True, verify: bool = False
+) -> Any:
+    """Return what a checkpoint file, or a folder with the shards of one, holds.
+
+    Tensors are mapped: they take no memory until they are used, and change with the file.
+    A tensor of several parts is put together for each operation, and takes memory only meanwhile.
+
+    ``weights_only`` refuses all but plain data with an ``UnsafeCheckpointError``; ``verify`` compares checksums first.
+    Other errors are those of ``read_structure``.
+    """
+
+    def load(structure: Structure) -> Any:
+        try:
+            return structure.form.load(structure, map_location, weights_only)
+        except UnsafeCheckpointError as error:
+            values = [value for weights in structure.entries.values() for value in weights.values()]
+            is_shard = structure.path != os.fspath(path)  # and the weights are elsewhere
+            if is_shard or (values and all(is_plain(value) or not holds_tensors(value) for value in values)):
+                shown = printable_path(path)
+                error.args = (
+                    f"{error}\n  To take only the weights, without opening the rest: "
+                    f"lightning_gpu_tools.load_weights(model, {shown!r}), "
+                    f"or: lightning-gpu-tools checkpoint convert {shlex.quote(shown)} weights.pt --weights",
+                )
+            raise
+
+    return _read(path, load, verify, map_location)
+
+
+class Unread(NamedTuple):
+    """What was left unread of a checkpoint because only running code could open it."""
+
+    classes: tuple[str, ...]  # classes and functions that the file names
+    values: Mapping[str, Mapping[str, str]]  # entry -> key -> class, of objects among the weights
+
+
+def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> tuple[Any, Unread]:
+    """Return the weights of a file or a folder of shards among descriptions of the rest, and what was left unread.
+
+    A weight that is no block of plain numbers is an ``UnsafeCheckpointError``. If not ``weights_only``, everything is
+    opened instead, and may run code.
+    """
+    classes: set[str] = set()
+    values: defaultdict[str, dict[str, str]] = defaultdict(dict)
+
+    def load(structure: Structure) -> Any:
+        if not weights_only or structure.format == "safetensors":
+            return structure.form.load(structure, "cpu", weights_only)
+        content, left_out = described_weights(structure)
+        refused = refusal(structure)
+        if left_out and refused is None:
+            try:
+                return structure.form.load(structure, "cpu", weights_only)
+            except UnsafeCheckpointError as error:
+                refused = error
+        weights = {
+            key: kind
+            for entry, kinds in left_out.items()
+            for key, kind in kinds.items()
+            if holds_tensors(structure.entries[entry][key]) and not key.endswith("_extra_state")
+        }
+        if weights:
+            kinds = ", ".join(sorted({*weights.values()}))
+            raise UnsafeCheckpointError(
+                f"{refused}\n  Some of its weights are more than numbers, so they cannot be taken without opening it "
+                f"({kinds}): {list_groups(weights)}."
+            )
+        classes.update(beyond_plain_data(structure.globals))
+        for entry, unopened in left_out.items():
+            values[entry].update(unopened)
+        return content
+
+    content = _read(path, load)
+    for entry, weights in all_state_dicts(content).items() if classes else ():
+        objects = {key: value.kind for key, value in weights.items() if isinstance(value, Opaque)}
+        if objects:  # of a folder by torch.distributed.checkpoint, where each is a file of its own
+            values[entry].update(objects)
+            rest = OrderedDict((key, value) for key, value in weights.items() if key not in objects)
+            content = put_weights(content, {entry: rest})
+    return content, Unread(tuple(sorted(classes)), values)
+
+
+def _read(
+    path: str | os.PathLike[str], load: Callable[[Structure], Any], verify: bool = False, map_location: Any = "cpu"
+) -> Any:
+    with opened_source(path) as structure, faults_of(path):
+        if structure.part is not None:
+            raise structure.part
+        for file in structure.files if verify else ():
+            compare_with_checksums(file)
+        if structure.assembly is None:
+            return load(structure)
+        return structure.form.load(structure.assembly, load, map_location)

@@ -1,0 +1,188 @@
+"""What the formats by torch share: the content is built from its description, and only what is left goes to torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pickle
+import re
+import warnings
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_gpu_tools.checkpoints.content import Opaque, StorageInfo, TensorInfo, put_weights
+from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
+from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, name_of_open_file
+from lightning_gpu_tools.checkpoints.structure import Structure
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
+from lightning_gpu_tools.errors import UnsafeCheckpointError
+from lightning_gpu_tools.units import printable
+
+
+def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *, can_be_mapped: bool) -> Any:
+    """Return what an open file holds; ``can_be_mapped`` by ``torch.load``.
+
+    Raises:
+        UnsafeCheckpointError: It holds more than plain data, and ``weights_only`` is true.
+        BrokenCheckpointError: Torch cannot put its contents together.
+    """
+    refused = refusal(structure) if weights_only else None
+    if refused is not None and any(name.endswith("(...)") for name in structure.globals):  # torch lets it pass
+        raise refused
+    if weights_only:
+        _warn_of_old_torch()
+        if refused is None and map_location == "cpu":
+            with contextlib.suppress(NotPlainError):
+                return _Builder(structure).build(structure.content)
+    file = structure.file
+    name = name_of_open_file(file) if can_be_mapped else None
+    file.seek(0)
+    try:
+        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # torch's default is not to
+            return torch.load(name or file, map_location=map_location, weights_only=weights_only, mmap=name is not None)
+    except Exception as error:  # damaged or hostile bytes make torch raise anything
+        explained = refused or _explained(structure, error, weights_only, map_location)
+        if explained is None:
+            raise
+        with faults_of(structure.path):
+            raise explained from None
+
+
+@functools.cache
+def _warn_of_old_torch() -> None:
+    if torch.__version__ < "2.10":  # this compares versions, not text
+        warnings.warn(
+            f"torch {torch.__version__} has known holes in weights_only=True (CVE-2026-24747). Each file is checked "
+            "before torch opens it, but update to torch 2.10 or later.",
+            stacklevel=2,
+        )
+
+
+def described_weights(structure: Structure) -> tuple[Any, dict[str, dict[str, str]]]:
+    """Return the content with tensors for weights, and entry -> key -> kind of the values left out."""
+    build = _Builder(structure, weights_alone=True).build
+    sets: dict[str, OrderedDict[str, Any]] = {}
+    left_out: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for entry, weights in structure.entries.items():
+        sets[entry] = OrderedDict()
+        for key, value in weights.items():
+            try:
+                sets[entry][key] = build(value)
+            except NotPlainError as error:  # noqa: PERF203 - costs nothing since Python 3.11
+                left_out[entry][key] = printable(error)
+        with contextlib.suppress(AttributeError, NotPlainError):
+            sets[entry]._metadata = build(weights._metadata)  # type: ignore[attr-defined]
+    return put_weights(structure.content, sets), left_out
+
+
+class _Builder:
+    """Makes of a description what torch would load, in half the time, with tensors mapped to the file.
+
+    Raises :class:`NotPlainError` for all but plain data and tensors. ``weights_alone`` takes parameters as tensors.
+    """
+
+    def __init__(self, structure: Structure, *, weights_alone: bool = False) -> None:
+        self._storage = _storages(structure)
+        self._weights_alone = weights_alone
+        self._made: dict[int, Any] = {}  # what was one object stays one
+
+    def build(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)]
+        built: Any
+        if isinstance(value, TensorInfo):
+            if not is_plain(value) or (value.is_parameter and not self._weights_alone):
+                raise NotPlainError(value.kind or value.dtype)
+            empty: Any = torch.empty(0, dtype=dtype_of(value.dtype), device="cpu")
+            built = empty.set_(self._storage(value.storage), value.offset, value.shape, value.strides)
+        elif kind in (dict, OrderedDict, Counter):
+            built = kind()
+            for key, item in value.items():
+                built[self.build(key)] = self.build(item)
+            if attributes := getattr(value, "__dict__", None):
+                vars(built).update(self.build(attributes))
+        elif kind in (list, tuple):
+            built = kind(map(self.build, value))
+        else:
+            raise NotPlainError(value.kind if isinstance(value, Opaque) else kind.__name__)
+        self._made[id(value)] = built
+        return built
+
+
+_ATOMS = frozenset({str, int, float, bool, bytes, bytearray, type(None)})
+
+
+class NotPlainError(Exception):
+    """What is named is more than plain data and plain tensors."""
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether a described value is or holds a tensor."""
+    stack, seen = [value], set[int]()
+    while stack:
+        part = stack.pop()
+        if isinstance(part, (TensorInfo, StorageInfo)):
+            return True
+        if id(part) not in seen:
+            seen.add(id(part))
+            if isinstance(part, Opaque):
+                stack += part.state, part.items
+            elif isinstance(part, (dict, list, tuple)):
+                stack += part.values() if isinstance(part, dict) else part
+    return False
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether a description is that of a tensor of plain numbers."""
+    if not isinstance(tensor, TensorInfo) or tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
+        return False
+    return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
+
+
+def _storages(structure: Structure) -> Callable[[Any], Any]:
+    """Return what gives the numbers of a storage: a part of the mapped file."""
+    whole: Any = mapped_bytes(structure.file).untyped_storage()
+
+    @functools.cache
+    def numbers(storage: StorageInfo) -> Any:
+        start = structure.places[storage.key]
+        return whole[start : start + storage.size_bytes]
+
+    return numbers
+
+
+# torch takes these for plain data only after this module is imported.
+_REGISTERED_BY = {"torch.distributed.": "torch.distributed.tensor", "torch.nested._internal.": "torch._dynamo"}
+
+
+def _explained(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> Exception | None:
+    """Return why torch could not load a file; ``None`` if its own error says it best."""
+    if weights_only and isinstance(error, pickle.UnpicklingError):
+        reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
+        foreign = beyond_plain_data(structure.globals)
+        why = reason[1] if reason else type(error).__name__
+        return UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why))
+    asked_for = not weights_only or map_location != "cpu"  # the caller's class or device may be what fails
+    if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
+        return None
+    return Fault(f"is damaged: its contents cannot be put together ({type(error).__name__})", RESTORE)
+
+
+def refusal(structure: Structure) -> UnsafeCheckpointError | None:
+    """Return why ``weights_only=True`` refuses a file, as far as its description shows it."""
+    for prefix, module in _REGISTERED_BY.items():
+        if any(name.startswith(prefix) for name in structure.globals):
+            importlib.import_module(module)
+    foreign = beyond_plain_data(structure.globals)
+    calls = [name for name in foreign if name.endswith("(...)")]
+    items = torch.serialization.get_safe_globals()
+    allowed = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in items}
+    blocked = calls or [name for name in foreign if name not in allowed]
+    return UnsafeCheckpointError(explain_blocked(structure.path, blocked, structure.filled)) if blocked else None

@@ -1,0 +1,220 @@
+"""Writing checkpoint files, whole or not at all, without a second copy of the weights in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import pickle
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import IO, Any, BinaryIO
+
+import torch
+
+from lightning_gpu_tools.checkpoints.content import DTYPE_OF_STORAGE
+from lightning_gpu_tools.checkpoints.file_tensors import LazyTensor
+from lightning_gpu_tools.checkpoints.formats.safetensors import DTYPE_OF_SAFETENSORS, TWO_IN_A_BYTE
+from lightning_gpu_tools.checkpoints.key_tree import list_groups
+from lightning_gpu_tools.checkpoints.state_dicts import is_dense, same_tensors
+from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
+from lightning_gpu_tools.errors import CheckpointError
+from lightning_gpu_tools.files import writing
+from lightning_gpu_tools.units import printable_path
+
+_STORAGE_OF_DTYPE = {
+    getattr(torch, dtype): getattr(torch, storage)
+    for storage, dtype in DTYPE_OF_STORAGE.items()
+    if not storage.startswith(("Q", "Untyped"))
+}
+_SAFETENSORS_DTYPES = {
+    getattr(torch, dtype): name
+    for name, dtype in DTYPE_OF_SAFETENSORS.items()
+    if hasattr(torch, dtype)  # F8_E8M0 since torch 2.7, F4 since 2.8
+}
+# Our defaults: a copy of a MiB costs nothing.
+_COPIED_BYTES = 1 << 10
+_BATCH = 1 << 10
+
+
+def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
+    """Replace a file in one step by what ``torch.save`` writes."""
+    with writing(path) as file, _watched(file) as watched_file:
+        torch.save(content, watched_file)
+
+
+def write_content(content: Any, path: str, progress: Progress = no_progress) -> None:
+    """Write what ``torch.load`` returns; plain tensors one by one, without the rest of their storages."""
+    description = io.BytesIO()
+    pickler = _Pickler(description, protocol=2)
+    try:
+        pickler.dump(content)
+    except _NotPlainError:
+        write_checkpoint(content, path)
+        return
+    advance = progress(sum(block.nbytes for block in pickler.blocks))
+    with writing(path) as file, _watched(file) as watched_file:
+        archive: Any = torch._C.PyTorchFileWriter(watched_file)  # torch.save's own
+        try:
+            archive.write_record("data.pkl", description.getvalue(), description.tell())
+            archive.write_record("byteorder", sys.byteorder, len(sys.byteorder))
+            for number, numbers in enumerate(_numbers(pickler.blocks)):
+                is_small = len(numbers) <= _COPIED_BYTES
+                block = bytes(numbers) if is_small else torch.frombuffer(numbers, dtype=torch.uint8).untyped_storage()
+                archive.write_record(f"data/{number}", block, len(numbers))
+                advance(len(numbers))
+        finally:
+            archive.write_end_of_file()
+
+
+class _NotPlainError(Exception):
+    """There are tensors that only ``torch.save`` can write."""
+
+
+class _Pickler(pickle.Pickler):
+    """Writes what ``torch.save`` writes, but only refers to the numbers of tensors.
+
+    The pickler of ``torch.save`` asks in Python of nineteen parts of each tensor whether it is a storage.
+    """
+
+    def __init__(self, file: IO[bytes], protocol: int) -> None:
+        super().__init__(file, protocol)
+        self.blocks: list[torch.Tensor] = []  # in the order of their storages
+        self._storages: dict[Any, _Storage] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        """Describe a tensor by its storage, shape and strides."""
+        if not isinstance(value, torch.Tensor):
+            if torch.is_storage(value) or isinstance(value, torch.TypedStorage):
+                raise _NotPlainError
+            return NotImplemented
+        if not _is_plain(value):
+            raise _NotPlainError
+        # Tensors at one place are the same tensor, or another shape of it.
+        block = value.data_ptr(), value.numel(), value.dtype
+        storage = self._storages.get(block)
+        if storage is None:
+            kind = _STORAGE_OF_DTYPE.get(value.dtype, torch.UntypedStorage)
+            size = value.nbytes if kind is torch.UntypedStorage else value.numel()
+            storage = self._storages[block] = _Storage(("storage", kind, str(len(self.blocks)), "cpu", size))
+            self.blocks.append(value)
+        parts: Any = (storage, 0, tuple(value.shape), value.stride(), False, OrderedDict())
+        if value.dtype in _STORAGE_OF_DTYPE:
+            return torch._utils._rebuild_tensor_v2, parts
+        return torch._utils._rebuild_tensor_v3, (*parts, value.dtype)
+
+    def persistent_id(self, value: Any) -> Any:
+        """Refer to a storage."""
+        return tuple(value) if type(value) is _Storage else None
+
+
+class _Storage(tuple[Any, ...]):
+    """Stands for the storage of a tensor; its numbers are written later."""
+
+    __slots__ = ()
+
+
+def write_safetensors(
+    weights: Mapping[str, Any], path: str, texts: Mapping[str, str], progress: Progress = no_progress
+) -> None:
+    """Write weights as safetensors, without its library, which writes in place.
+
+    The format: https://huggingface.co/docs/safetensors#format.
+    """
+    unfit = [key for key, value in weights.items() if not _fits_safetensors(key, value)]
+    if unfit:
+        raise CheckpointError(
+            f"{printable_path(path)}: safetensors holds plain tensors only, not {list_groups(unfit)}, "
+            "under names in UTF-8 other than __metadata__. Choose another suffix than .safetensors to keep them."
+        )
+    same = same_tensors(weights)
+    first: dict[Hashable, str] = {}
+    leaders = {key: first.setdefault(same.get(key, key), key) for key in weights}
+    tied = {key: leader for key, leader in leaders.items() if key != leader}
+    more = {"module_versions": getattr(weights, "_metadata", None), "tied": tied}
+    more_texts = {name: json.dumps(value) for name, value in more.items() if value}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **texts, **more_texts}}
+    # The largest elements first, so that each tensor begins at a multiple of its element size.
+    order = sorted(((key, weights[key]) for key in first.values()), key=lambda item: -item[1].element_size())
+    end = 0
+    for key, value in order:
+        start, end = end, end + value.nbytes
+        dtype, shape = _SAFETENSORS_DTYPES[value.dtype], list(value.shape)
+        if DTYPE_OF_SAFETENSORS[dtype] == TWO_IN_A_BYTE:
+            shape[-1] *= 2
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with writing(path) as file, torch.no_grad():
+        file.write(struct.pack("<Q", len(text)) + text)
+        advance = progress(end)
+        for numbers in _numbers(value for _, value in order):
+            advance(file.write(numbers))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a tensor is numbers in a row, their type and a shape, and nothing else."""
+    return (
+        type(value) in (torch.Tensor, LazyTensor)
+        and value.layout is torch.strided
+        and value.is_cpu
+        and not (value.is_nested or value.is_quantized or value.requires_grad or value.is_conj() or value.is_neg())
+        and (type(value) is LazyTensor or not value.__dict__)
+        and value.is_contiguous()
+    )
+
+
+def _numbers(values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of each tensor. Small ones are copied together: one by one they take ten times as long."""
+    for (_, is_small), run in itertools.groupby(values, key=lambda value: (value.dtype, value.nbytes <= _COPIED_BYTES)):
+        while batch := [*itertools.islice(run, _BATCH if is_small else 1)]:
+            flat = [value if value.ndim == 1 else value.reshape(-1) for value in batch]
+            together = flat[0] if len(flat) == 1 else torch.cat(flat)
+            in_a_row = together.detach().cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().data
+            start = 0
+            for value in batch:
+                yield in_a_row[start : (start := start + value.nbytes)]
+
+
+def _fits_safetensors(key: str, value: Any) -> bool:
+    # Half of a surrogate pair is no Unicode, and __metadata__ is the format's own entry.
+    if key == "__metadata__" or not (key.isascii() or key.encode(errors="ignore").decode() == key):
+        return False
+    return is_dense(value) and value.dtype in _SAFETENSORS_DTYPES
+
+
+@contextlib.contextmanager
+def _watched(file: BinaryIO) -> Iterator[Any]:
+    """Give a file for torch to write to, and raise what made that fail; torch only says that it failed."""
+    watched_file = _WatchedFile(file)
+    try:
+        buffered = io.BufferedWriter(watched_file, _BUFFER_BYTES)
+        yield buffered
+        buffered.flush()
+    except Exception:  # torch's own, of any kind, instead of the disk's
+        if watched_file.error is not None:
+            raise watched_file.error from None
+        raise
+
+
+_BUFFER_BYTES = 1 << 20  # torch writes a few bytes at a time
+
+
+class _WatchedFile(io.RawIOBase):
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
