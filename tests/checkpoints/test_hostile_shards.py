@@ -49,6 +49,7 @@ def test_an_index_names_files_of_its_own_folder_only(name: str, tmp_path: Path) 
     [
         (lambda weight_map: weight_map.update(d=SECOND), f"{SECOND} does not hold d"),
         (lambda weight_map: weight_map.pop("b"), "model-00001-of-00002.safetensors also holds b"),
+        (lambda weight_map: weight_map.pop("c"), "lists only 1 of 2 shards"),
         (
             lambda weight_map: weight_map.update(b=SECOND),
             f"-00001-.* also holds b|{SECOND} does not hold b",

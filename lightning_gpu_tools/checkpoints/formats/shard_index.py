@@ -17,6 +17,7 @@ from lightning_gpu_tools.units import printable
 
 # Names by Hugging Face's tools: model.safetensors.index.json or .index.fp16.json, and model-00001-of-00002.safetensors.
 INDEX = re.compile(r".+\.index(\.\w+)?\.json")
+_SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
 # torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)
 _PART_BY_DCP = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 PART = re.compile(rf".+-\d{{5}}-of-(?!00001\.)\d{{5}}\.\w+|{_PART_BY_DCP.pattern}")
@@ -45,6 +46,9 @@ def describe_index(folder: Folder, name: str) -> Assembly:
     """Describe the shards that an index lists."""
     file_of = _read_index(folder.open(name))
     names = folder.check_names(file_of.values())
+    numbered = [match for match in map(_SHARD.fullmatch, names) if match]
+    if len(numbered) == len(names) and {int(match[1]) for match in numbered} != set(range(1, int(numbered[0][2]) + 1)):
+        raise Fault(f"lists only {len(numbered)} of {int(numbered[0][2])} shards", RESTORE)
     shards = {shard: folder.describe(shard) for shard in names}
     return Assembly(
         next(iter(shards.values())).format, shards, tuple(names), lambda contents: _merged(file_of, contents)
