@@ -27,9 +27,9 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, Nu
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.types import LoaderResult
 
-# A batch takes eight times as long as a step, and both are waiting, which no load of the machine makes shorter, so that
+# A batch takes six times as long as a step, and both are waiting, which no load of the machine makes shorter, so that
 # workers are faster than none whatever else the machine does.
-LOAD_S, STEP_S = 0.032, 0.004
+LOAD_S, STEP_S = 0.024, 0.004
 
 
 @pytest.fixture(autouse=True)
@@ -370,7 +370,7 @@ class SlowerSteps(Noisy):
     flag: Path
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.step_s = 8 * STEP_S if self.flag.exists() else STEP_S
+        self.step_s = 12 * STEP_S if self.flag.exists() else STEP_S
         return super().training_step(batch, batch_idx)
 
 
