@@ -140,7 +140,7 @@ def test_fsdp2_trains_saves_and_resumes(
     one = torch.load(tmp_path / "one.ckpt")
     assert (one["global_step"], [*one["state_dict"]]) == (2, ["layer.weight", "layer.bias"])
     assert main(["checkpoint", "inspect", str(tmp_path / "rank1.pt")]) == 0
-    assert "rank 1 of 2, Shard(dim=0)" in " ".join(capsys.readouterr().out.split())
+    assert "layer.weight 2x32 float32 (DTensor)" in " ".join(capsys.readouterr().out.split())
     report = json.loads((tmp_path / "gpu_report" / "gpu_report.json").read_text())
     assert (report["outcome"], report["steps"]) == ("completed", 3)
 
