@@ -89,7 +89,7 @@ def test_a_line_that_waits_for_the_gpu_is_named(tmp_path: Path, model: type[Mode
     assert first.cause == "device_sync", report.diagnosis
     assert line_of(model.training_step, text) in str(first.evidence["source_lines"])
     assert line_of(model.training_step, text) in first.advice
-    assert 1.5 < first.ceiling < 2.3  # of 40 ms, the 20 of the GPU or of the host are left
+    assert 1.2 < first.ceiling < 2.3  # of 40 ms, the 20 of the GPU or of the host are left, and what a busy host adds
 
 
 class SmallKernels(Model):
