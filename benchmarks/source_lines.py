@@ -2,9 +2,10 @@
 
     python benchmarks/source_lines.py [--seconds 60] [--output results.json]
 
-A plain loop under watch() does five kinds of work in each step, one in a line each, and times them itself. The package
-samples it as it does every training, but for a window as long as the run. The same is done with Python's own switch
-interval of 5 ms, to show why it is shortened. The cost is the CPU time of the sampling thread.
+A plain loop under watch() does five kinds of work in each step, one in a line each, and times them itself: each for
+some milliseconds at a time, and then for about one. The package samples it as it does every training, but for a window
+as long as the run. The same is done with Python's own switch interval of 5 ms, to show why it is shortened. The cost is
+the CPU time of the sampling thread.
 """
 
 import argparse
@@ -26,33 +27,35 @@ from machine import describe_machine
 from lightning_gpu_tools import load_report, watch
 from lightning_gpu_tools.training import line_sampler
 
-SQUARE, DATA = torch.randn(400, 400), list(range(30_000))
+LONG, SHORT = 5, 1  # how much there is to do at a time
+SQUARES = {LONG: torch.randn(700, 700), SHORT: torch.randn(400, 400)}
+DATA = {much: list(range(30_000 * much)) for much in (LONG, SHORT)}
 
 
-def pure_python() -> Any:
-    return sum([i * i for i in DATA])
+def pure_python(much: int) -> Any:
+    return sum([i * i for i in DATA[much]])
 
 
-def in_torch() -> Any:
-    return SQUARE @ SQUARE
+def in_torch(much: int) -> Any:
+    return SQUARES[much] @ SQUARES[much]
 
 
-def c_that_calls_python() -> Any:
-    return sorted(DATA, key=lambda value: -value)
+def c_that_calls_python(much: int) -> Any:
+    return sorted(DATA[much], key=lambda value: -value)
 
 
-def asleep() -> Any:
-    return time.sleep(0.002)
+def asleep(much: int) -> Any:
+    return time.sleep(0.002 * much)
 
 
-def c_that_keeps_the_lock() -> Any:
-    return bytes(3_000_000).count(b"x")
+def c_that_keeps_the_lock(much: int) -> Any:
+    return bytes(3_000_000 * much).count(b"x")
 
 
-WORK: tuple[Callable[[], Any], ...] = (pure_python, in_torch, c_that_calls_python, asleep, c_that_keeps_the_lock)
+WORK: tuple[Callable[[int], Any], ...] = (pure_python, in_torch, c_that_calls_python, asleep, c_that_keeps_the_lock)
 
 
-def measure(seconds: float, switch_s: float) -> dict[str, Any]:
+def measure(seconds: float, switch_s: float, much: int) -> dict[str, Any]:
     """Return the shares of time and of samples of each kind of work, and the cost of a sample."""
     line_sampler.WINDOW_SAMPLES, line_sampler.SWITCH_S = 10**9, switch_s
     truth: Counter[str] = Counter()
@@ -63,7 +66,7 @@ def measure(seconds: float, switch_s: float) -> dict[str, Any]:
             for step, _ in enumerate(run.batches(iter(int, 1))):
                 for do in WORK:
                     began_s = time.perf_counter()
-                    do()
+                    do(much)
                     if step > 20:  # as the package counts
                         truth[do.__name__] += time.perf_counter() - began_s
                 if time.perf_counter() > ends_s:
@@ -95,8 +98,9 @@ def main() -> None:
     torch.set_num_threads(1)
     ours_s, pythons_s = line_sampler.SWITCH_S, sys.getswitchinterval()
     runs = {
-        "sampled": measure(options.seconds, ours_s),
-        "with Python's switch interval": measure(options.seconds, pythons_s),
+        "milliseconds at a time": measure(options.seconds, ours_s, LONG),
+        "one millisecond at a time": measure(options.seconds, ours_s, SHORT),
+        "milliseconds at a time, with Python's switch interval": measure(options.seconds, pythons_s, LONG),
     }
     for name, found in runs.items():
         print(f"{name}: {found['samples']} samples, {found['us_per_sample']:.0f} us of CPU time each")

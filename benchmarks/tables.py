@@ -222,20 +222,19 @@ def step_overhead() -> str:
 
 def source_lines() -> str:
     found = results("source_lines")
-    ours, pythons = found["runs"]["sampled"], found["runs"]["with Python's switch interval"]
+    runs = found["runs"]
     rows = [
         (
             name.replace("_", " ").replace("python", "Python").replace("c that", "C that"),
-            *(f"{one[key][name]:.0f} %" for one in (ours, pythons) for key in ("true_percent", "seen_percent")),
+            *(f"{one['true_percent'][name]:.0f} %, {one['seen_percent'][name]:.0f} %" for one in runs.values()),
         )
-        for name in ours["true_percent"]
+        for name in next(iter(runs.values()))["true_percent"]
     ]
-    head = ("what a line does", "truth", "sampled", "truth, second run", "sampled with 5 ms")
+    counts, costs = ([one[key] for one in runs.values()] for key in ("samples", "us_per_sample"))
     return block(
-        table(head, *rows),
-        f"{ours['samples']} and {pythons['samples']} samples in {found['seconds']:.0f} s each. A sample takes "
-        f"{ours['us_per_sample']:.0f} us of CPU time. Where more threads are busy than there are cores, as here, the "
-        "sampler waits for one, and lines that sleep are seen too often. " + source("source_lines.py", "source_lines"),
+        table(("truth, sampled, of a line", *runs), *rows),
+        f"{min(counts)} to {max(counts)} samples in {found['seconds']:.0f} s each. A sample takes {min(costs):.0f} to "
+        f"{max(costs):.0f} us of CPU time. {source('source_lines.py', 'source_lines')}",
     )
 
 

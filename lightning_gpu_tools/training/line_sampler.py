@@ -1,8 +1,9 @@
 """Which source lines the training thread, and the workers of its loader, are at: sampled at random moments, in windows.
 
-Python hands its lock (the GIL) over only every 5 ms, so a sampler gets it where a thread lets it go by itself: lines of
-torch and of sleep were seen twice as often as they should be, and lines of Python ten times too rarely. While samples
-are taken, the lock is handed over every 0.5 ms, and then shares are right within 8 points (benchmarks/source_lines.py).
+Python hands its lock (the GIL) over only every 5 ms, so a sampler gets it where a thread lets it go by itself: it sees
+lines of torch and of sleep too often, and lines of Python too rarely. While samples are taken, the lock is handed over
+every 0.1 ms. What takes milliseconds at a time is then seen as often as it should be; of what takes one, up to half is
+seen at the next line that lets go of the lock (benchmarks/source_lines.py).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from lightning_gpu_tools.training.stacks import TRAINER_FILE, TRAINER_FUNCTIONS
 if TYPE_CHECKING:
     from lightning_gpu_tools.training.step_clock import StepClock
 
-SWITCH_S = 0.0005  # a tenth of Python's own: see above
+SWITCH_S = 0.0001  # a fiftieth of Python's own: see above
 # Our defaults.
 MEAN_S = 1 / 20  # between two samples
 WINDOW_SAMPLES = 200  # of 10 s: then a share is known to 7 points (95 %)
