@@ -2,7 +2,8 @@
 
     python benchmarks/diagnosis_on_gpu.py [--seconds 12] [--output results.json]
 
-The sizes are for a GPU of the Ampere generation or later. "healthy" means that the GPU is busy and nothing is advised
+The sizes are for a GPU of the Ampere generation or later; a simulated one, which computes nothing, leaves out the
+trainings whose cause lies in how fast a GPU computes. "healthy" means that the GPU is busy and nothing is advised
 that it waits for; a remark on precision counts as healthy where it is not what was asked.
 """
 
@@ -12,6 +13,7 @@ import argparse
 import functools
 import json
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -167,6 +169,7 @@ class Case:
         known: What may be said of it.
         line: The function whose line has to be named in the first finding.
         forward_ms: How long the GPU works in forward.
+        by_speed: Whether the cause lies in how fast a GPU computes. A simulated one computes nothing.
     """
 
     known: tuple[str, ...]
@@ -174,6 +177,7 @@ class Case:
     shape: tuple[int, ...]
     line: str = field(default="", kw_only=True)
     forward_ms: float | None = field(default=None, kw_only=True)
+    by_speed: bool = field(default=False, kw_only=True)
     loader: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     slow_data_s: float = 0.0
@@ -182,7 +186,9 @@ class Case:
 
 _BF16 = {"precision": "bf16-mixed"}
 CASES = {
-    "large products": Case(("healthy",), lambda: Layers(8192, 8), (8192, 8192), {"pin_memory": True}, _BF16),
+    "large products": Case(
+        ("healthy",), lambda: Layers(8192, 8), (8192, 8192), {"pin_memory": True}, _BF16, by_speed=True
+    ),
     "slow data": Case(
         ("data_loading too_few_workers",), lambda: Layers(4096, 4), (64, 4096), options=_BF16, slow_data_s=0.03
     ),
@@ -191,15 +197,22 @@ CASES = {
     ),
     "large pageable batches": Case(("host_to_device_copy",), lambda: Layers(1024, 1), (65536, 1024), options=_BF16),
     "large pinned batches": Case(
-        ("host_to_device_copy",), lambda: Layers(1024, 1), (65536, 1024), {"pin_memory": True, "num_workers": 2}, _BF16
+        ("host_to_device_copy",), lambda: Layers(1024, 1), (65536, 1024), {"pin_memory": True, "num_workers": 2}, _BF16,
+        by_speed=True,
     ),
     ".item() after every layer": Case(
         ("device_sync",), lambda: Layers(2048, 60, item=True), (512, 2048), options=_BF16
     ),
-    "many small kernels": Case(("launch_bound",), lambda: Layers(64, 400), (32, 64), options=_BF16),
+    "many small kernels": Case(
+        ("launch_bound",), lambda: Layers(64, 400), (32, 64), options=_BF16, by_speed=True
+    ),
     "a tiny model": Case(("launch_bound",), lambda: Layers(32, 2), (32, 32)),
-    "a small batch": Case(("small_batch", "launch_bound"), lambda: Layers(1024, 20, repeat=10), (8, 1024), {}, _BF16),
-    "fp32 products": Case(("low_precision",), lambda: Layers(8192, 4), (8192, 8192), {"pin_memory": True}),
+    "a small batch": Case(
+        ("small_batch", "launch_bound"), lambda: Layers(1024, 20, repeat=10), (8, 1024), {}, _BF16, by_speed=True
+    ),
+    "fp32 products": Case(
+        ("low_precision",), lambda: Layers(8192, 4), (8192, 8192), {"pin_memory": True}, by_speed=True
+    ),
     **{
         f"{sync.__name__}, then 20 ms of the host": Case(
             ("device_sync",), functools.partial(Waiting, 18.0, after=sync), (32, 32), line=sync.__name__,
@@ -284,7 +297,7 @@ def main() -> int:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rows = []
     for name, case in CASES.items():
-        if args.only not in name:
+        if args.only not in name or (case.by_speed and "SIMULATED_CUDA" in os.environ):
             continue
         with tempfile.TemporaryDirectory() as folder:
             said = answer(case, args.seconds, folder)

@@ -137,15 +137,26 @@ def _prediction(sizes: list[dict[str, Any]], measured_at: int) -> str:
     )
 
 
+def _gpu_times(found: Results) -> str:
+    known = [(one["forward_ms"], one["forward_ms_known"]) for one in found["answers"] if one["forward_ms_known"]]
+    errors = [abs(measured / truth - 1) for measured, truth in known if measured is not None]
+    return (
+        f"Of {len(known)} of them it is known how long the GPU works in forward: measured in {len(errors)}, at most "
+        f"{100 * max(errors):.0f} % off."
+    )
+
+
 def diagnosis() -> str:
     suite, peers, memory = results("diagnosis_suite"), results("diagnosis_peers"), results("out_of_memory")
     kinds = {
         "on the CPU": "real trainings on the CPU",
-        "on a simulated GPU": "real trainings on a simulated GPU",
         "as measurements": "measurements written by hand, as such a run would give them",
     }
+    on_gpu = results("simulated_gpu/gpu_diagnosis")
+    gpu_rights = [one["right"] and one["names_line"] for one in on_gpu["answers"]]
     count, right = (Counter(one["ran"] for one in suite["answers"] if one["right"] or every) for every in (True, False))
     rows = [(words, f"{right[kind]} of {count[kind]}") for kind, words in kinds.items() if count[kind]]
+    rows.append(("real trainings on a simulated GPU", f"{sum(gpu_rights)} of {len(gpu_rights)}"))
     rows.append(("out of memory, or not, on a simulated GPU", f"{memory['right']} of {memory['of']}"))
 
     outcomes = {
@@ -169,6 +180,7 @@ def diagnosis() -> str:
     return block(
         table(("cases with a known cause", "diagnosed right"), *rows),
         source("diagnosis_suite.py", "diagnosis_suite"),
+        f"Simulated GPU: {source('diagnosis_on_gpu.py', 'simulated_gpu/gpu_diagnosis')} {_gpu_times(on_gpu)}",
         f"Out of memory: {source('out_of_memory.py', 'out_of_memory')} There the largest batch size that fits was "
         f"predicted for {len(memory['sizes'])} models: {predicted}.",
         f"TraceML {other} (the newest) under `traceml run`, on the {peers['both']} of these trainings on the CPU that "
@@ -182,6 +194,7 @@ def diagnosis() -> str:
 
 def step_overhead() -> str:
     plain, fake = results("step_overhead"), results("step_overhead_fake_gpus")
+    on_gpu = results("simulated_gpu/gpu_step_overhead")
 
     none, empty, ours = "no callbacks", "two empty callbacks", "monitor + advisor"
 
@@ -217,6 +230,8 @@ def step_overhead() -> str:
         f"of {plain['rounds']} paired differences ({fake['rounds']} with fake GPUs) between turns of "
         f"{plain['steps_per_turn']} steps, averaged over {plain['processes']} processes of each, with 95 % "
         "intervals, each tool by itself. " + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
+        f"On a simulated GPU the same adds {beyond(on_gpu, ours, none, 'wall')} us, and two empty callbacks "
+        f"{beyond(on_gpu, empty, none, 'wall')}. " + source("step_overhead.py", "simulated_gpu/gpu_step_overhead"),
     )
 
 

@@ -207,7 +207,8 @@ def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> l
         for finding in surer
         if finding.ceiling >= MIN_CEILING
         and finding.ceiling_lower > MIN_CEILING_LOWER
-        and finding.share * run.step_s >= MIN_COST_S_PER_STEP
+        # A larger batch makes launches rarer, however short the step is.
+        and (finding.share * run.step_s >= MIN_COST_S_PER_STEP or finding.cause == "launch_bound")
     ]
 
 

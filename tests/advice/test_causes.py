@@ -54,6 +54,7 @@ def capped(percent: float, clock_percent: float | None) -> dict[str, GpuFacts]:
     [
         pytest.param(gpu_run({**STEP, "data_loading": 1.5}, 98.0), [], id="a wait behind a busy GPU"),
         pytest.param(gpu_run({"training_step": 1, "data_loading": 3}, 12.0), ["data_loading"], id="tiny, slow loader"),
+        pytest.param(gpu_run({"training_step": 0.6}, 19.0), ["launch_bound"], id="tiny"),
         pytest.param(
             gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=63),
             ["unexplained"],
