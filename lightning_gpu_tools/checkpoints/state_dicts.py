@@ -28,6 +28,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     WRAPPER_COUNTER,
     Shape,
     list_groups,
+    shortened,
     without_private_segments,
     without_wrappers,
 )
@@ -210,13 +211,16 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     if entries:
         return entries
     kinds = unopened_objects(content)
-    held = f"holds no weights but {describe_content(content)}"
     if not kinds:
-        raise BrokenCheckpointError(f"{printable_path(path)} {held}.")
+        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
+    objects = describe_content(content)
+    if isinstance(content, (Mapping, list, tuple)):  # somewhere in it
+        objects = shortened([f"an object of {printable(kind)}" for kind in sorted(kinds)])
     raise UnsafeCheckpointError(
-        f"{explain_blocked(str(path), kinds)}\n  It {held}. Ask its author for the model's state_dict(). If you trust "
-        f"the author, lightning_gpu_tools.load_weights(model, {printable_path(path)!r}, weights_only=False) opens it, "
-        "which runs its code."
+        f"{explain_blocked(str(path), kinds)}\n  It holds no weights that can be taken without opening it, but "
+        f"{objects}. Ask its author for the model's state_dict(). If you trust the author, "
+        f"lightning_gpu_tools.load_weights(model, {printable_path(path)!r}, weights_only=False) opens it, which runs "
+        "its code."
     )
 
 
