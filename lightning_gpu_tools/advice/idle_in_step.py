@@ -29,7 +29,7 @@ CAVEAT_OF_LARGER_BATCH = " With a larger batch, scale the learning rate and comp
 
 
 class IdleInStep(NamedTuple):
-    """What the GPU waits for inside the training step, in shares of the wall time."""
+    """Reasons why the GPU waits inside the training step, in shares of the wall time."""
 
     syncs: float  # the host, because it had waited for the GPU before it went on
     launches: float  # the host, which is slower than the kernels that it launches

@@ -27,7 +27,6 @@ class LineShare(NamedTuple):
     function: str
     share: float
     samples: int
-    in_torch: float  # share of these samples in which it had called Python code of torch
 
     def __str__(self) -> str:
         return f"{printable(self.file, _MAX_NAME)}:{self.line} in {printable(self.function, _MAX_NAME)}"
@@ -39,15 +38,12 @@ def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[LineShare]:
     The shares add up to 1: samples without a line of the user's count for the framework's line.
     """
     samples: Counter[tuple[str, int, str]] = Counter()
-    in_torch: Counter[tuple[str, int, str]] = Counter()
     for one in lines:
         if one.phase in phases or base_phase(one.phase) in phases:
-            place = one.file, one.line, one.function
-            samples[place] += one.samples
-            in_torch[place] += one.in_torch
+            samples[one.file, one.line, one.function] += one.samples
     whole = samples.total()
     by_share = sorted(samples.items(), key=lambda item: (-item[1], item[0]))
-    return [LineShare(*place, count / whole, count, in_torch[place] / count) for place, count in by_share if count]
+    return [LineShare(*place, count / whole, count) for place, count in by_share if count]
 
 
 def worth_naming(shares: Sequence[LineShare]) -> list[LineShare]:

@@ -50,7 +50,7 @@ def read_checkpoint(
 
 
 class Unread(NamedTuple):
-    """What was left unread of a checkpoint because only running code could open it."""
+    """A part of a checkpoint that was left unread, because only running code could open it."""
 
     classes: tuple[str, ...]  # classes and functions that the file names
     values: Mapping[str, Mapping[str, str]]  # entry -> key -> class, of objects among the weights

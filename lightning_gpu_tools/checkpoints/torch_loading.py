@@ -1,4 +1,4 @@
-"""What the formats by torch share: the content is built from its description, and only what is left goes to torch."""
+"""Loading for the formats of torch: the content is built from its description, and only the rest goes to torch."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ _ATOMS = frozenset({str, int, float, bool, bytes, bytearray, type(None)})
 
 
 class NotPlainError(Exception):
-    """What is named is more than plain data and plain tensors."""
+    """Anything named here is more than plain data and plain tensors."""
 
 
 def holds_tensors(value: Any) -> bool:

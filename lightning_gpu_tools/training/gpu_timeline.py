@@ -16,20 +16,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.gpu_gaps import Gap, HostTime, idle_by_phase, without_work
+from lightning_gpu_tools.training.gpu_work import Hold, Part, Work, by_phase
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
     DATA_LOADING,
     FORWARD,
-    HOST_TO_DEVICE_COPY,
     OPTIMIZER,
     PHASES,
-    RANK_WAIT,
     TRAINING_STEP,
     VALIDATION,
     base_phase,
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 # Parts between two steps in which there may be kernels: callbacks after a step, and hooks that get the next batch.
 AFTER_STEP, BEFORE_STEP = "after a step", "before a step"
 
-# Between the GPU's clock and the host's; crystals keep within 50 parts in a million.
-_DRIFT = 50e-6
 # Our defaults.
 _SAMPLE_EVERY = 8  # on average: at random, so that nothing periodic is always or never hit
 _SETTLED = 4  # steps at the begin, in which kernels are loaded, and after a held one, until the GPU is through with it
@@ -54,10 +51,6 @@ _MAX_LAST_STEPS = 64
 # Behind these samples one step is watched and the next one held: often at first, and 16 times in all.
 _LOOK_AFTER = frozenset(2**power for power in range(16))
 _HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, AFTER_STEP, BEFORE_STEP})
-_ENOUGH_HELD = 8  # times that the work on a part was measured
-_MAX_FAILED = 3  # more than it was measured: a part that waits for the GPU, or fills its queue, cannot be held
-_HOLD = 2.0  # times what the host needs, which varies; doubled each time that it was too short
-_MAX_HOLD_S = 0.1
 _MIN_MEASURED = 2  # times, to say how long the GPU works
 _CYCLES_PER_S = 1e9  # of the GPU's sleep, until it was timed; GPUs have 1 to 2 GHz
 # torch gives times since an event in milliseconds as 32-bit floats, which lose 4 us after a minute.
@@ -69,106 +62,10 @@ _Event = Any  # torch.cuda.Event, which has no types
 _Seconds = defaultdict[str, float]  # by phase
 
 
-class Gap(NamedTuple):
-    """The time between two training steps, in seconds of the host's clock."""
-
-    gpu_begin_s: float  # the GPU ends the step before
-    gpu_end_s: float  # the GPU begins the step after
-    host_end_s: float  # the host has queued all that comes before the step after
-    spent: Sequence[tuple[str, float]]  # what the host did until then since it queued the step before, in order
-
-
-def without_work(gap: Gap, first_s: float, last_s: float) -> Gap:
-    """Return the gap that is left if the GPU works for so long at its begin and at its end."""
-    begin_s = min(gap.gpu_begin_s + first_s, gap.gpu_end_s)
-    return gap._replace(gpu_begin_s=begin_s, gpu_end_s=max(begin_s, gap.gpu_end_s - last_s))
-
-
-def idle_by_phase(gap: Gap) -> dict[str, float]:
-    """Return the seconds in which the GPU was idle, by what the host did meanwhile.
-
-    Validation has kernels of its own, and a GPU waits for other ranks in one of NCCL's. What it does when the host is
-    already in the next step is to copy the batch, without a kernel.
-    """
-    idle: _Seconds = defaultdict(float)
-    end_s = gap.host_end_s
-    for phase, seconds in reversed(gap.spent):
-        begin_s = end_s - seconds
-        alone_s = min(end_s, gap.gpu_end_s) - max(begin_s, gap.gpu_begin_s)
-        if alone_s > 0 and base_phase(phase) not in (VALIDATION, RANK_WAIT):
-            idle[phase] += alone_s
-        end_s = begin_s
-    copied_s = gap.gpu_end_s - max(gap.gpu_begin_s, gap.host_end_s)
-    if copied_s > 0:
-        idle[HOST_TO_DEVICE_COPY] += copied_s
-    return idle
-
-
-class HostTime:
-    """Converts the GPU's time to the host's.
-
-    The GPU comes to an event only after the host has recorded it. So each event gives a lower bound of the difference,
-    which is exact where the GPU was idle, as in every gap to be measured.
-    """
-
-    def __init__(self) -> None:
-        self._ahead_s = -math.inf
-        self._gpu_s = 0.0
-
-    def learn(self, host_s: float, gpu_s: float) -> None:
-        """Learn that the GPU came at ``gpu_s`` to an event that the host recorded at ``host_s``."""
-        self._ahead_s -= _DRIFT * max(0.0, gpu_s - self._gpu_s)
-        self._gpu_s = max(self._gpu_s, gpu_s)
-        self._ahead_s = max(self._ahead_s, host_s - gpu_s)
-
-    def at(self, gpu_s: float) -> float:
-        """Return the host's time at a time of the GPU."""
-        return gpu_s + self._ahead_s
-
-
 class _Mark(NamedTuple):
     host_s: float
     seconds: dict[str, float]  # of the host by phase up to then
     event: _Event
-
-
-class _Hold(NamedTuple):
-    """A sleep of the GPU before a part."""
-
-    since: _Event
-    cycles: int
-    host_s: float  # that the host needs for the part
-
-    def slept_s(self, until: _Event) -> float:
-        """Return how long it was, once the GPU is through with it."""
-        return float(self.since.elapsed_time(until)) / 1e3
-
-
-@dataclass(slots=True)
-class _Part:
-    """What the host queues in one phase up to the next one, or to its next wait for the GPU."""
-
-    phase: str
-    begin: _Event
-    begin_s: float  # of the host
-    hold: _Hold | None
-    end: _Event = None
-    host_s: float = 0.0
-    was_behind: bool = False  # the GPU began with it when all of it was queued
-    has_synced: bool = False  # it ends when the host has waited for it, so that nobody can ask for that
-
-    @property
-    def gpu_s(self) -> float:
-        """From its begin to its end on the GPU."""
-        return float(self.begin.elapsed_time(self.end)) / 1e3
-
-    @property
-    def is_work(self) -> bool:
-        """Whether all of that is the GPU's work."""
-        if not self.has_synced:
-            return self.was_behind
-        # A sync within backward is only reported behind it.
-        return self.phase != BACKWARD and self.hold is not None and self.hold.slept_s(self.begin) > self.hold.host_s
 
 
 @dataclass(slots=True)
@@ -177,37 +74,9 @@ class _Sample:
 
     kind: Literal["timed", "watched", "held"]
     marks: list[_Mark] = field(default_factory=list)  # from the end of the step before to the begin of the step
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     parts_before: int = 0  # that are not of the step
     events: list[_Event] = field(default_factory=list)
-
-
-class _Work:
-    """What is known of the GPU's work in one phase."""
-
-    def __init__(self) -> None:
-        self.seconds: deque[float] = deque(maxlen=_MAX_LAST_STEPS)
-        self.seen = 0  # in how many samples
-        self.failed = 0  # attempts to hold it
-        self.watched: Sequence[_Part] = ()  # its parts in the last step that was watched
-        self.has_synced = False
-
-    @property
-    def usual_s(self) -> float:
-        """How long it takes where it occurs; 0 where that is unknown."""
-        if not self.seconds:
-            return 0.0
-        # The host may notice late that its wait is over, but never early.
-        return min(self.seconds) if self.has_synced else median(self.seconds)
-
-    def hold_s(self, number: int) -> tuple[float, float]:
-        """Return how long the GPU has to sleep before one of its parts, 0 if not at all, and what the host needs."""
-        if number >= len(self.watched) or len(self.seconds) >= _ENOUGH_HELD:
-            return 0.0, 0.0
-        host_s, is_possible = self.watched[number].host_s, self.failed < _MAX_FAILED + len(self.seconds)
-        if self.watched[number].was_behind or host_s > _MAX_HOLD_S or not is_possible:
-            return 0.0, 0.0
-        return min(_MAX_HOLD_S, _HOLD * float(2**self.failed) * host_s), host_s
 
 
 def enclosed(begin: Callable[[], None], function: _Function, end: Callable[[], None]) -> _Function:
@@ -250,7 +119,7 @@ class GpuTimeline:
         self._step_s: _Seconds = defaultdict(float)
         self._seen = Counter[str]()
         self._last_steps: deque[Mapping[str, float]] = deque(maxlen=_MAX_LAST_STEPS)
-        self._work: defaultdict[str, _Work] = defaultdict(_Work)
+        self._work: defaultdict[str, Work] = defaultdict(Work)
         self._measured = 0  # samples of work, held or not
 
     def around(self, function: _Function) -> _Function:
@@ -391,10 +260,10 @@ class GpuTimeline:
         if sample.kind == "held" and phase in _HELD and self._sleep is not None:
             seconds, host_s = self._work[phase].hold_s(sum(part.phase == phase for part in sample.parts))
             if seconds:
-                hold = _Hold(event, int(seconds * self._cycles_per_s), host_s)
+                hold = Hold(event, int(seconds * self._cycles_per_s), host_s)
                 self._sleep(hold.cycles)
                 event = self._event(sample)
-        sample.parts.append(_Part(phase, event, self._clock.now_s, hold))
+        sample.parts.append(Part(phase, event, self._clock.now_s, hold))
         return first
 
     def _end_part(self, sample: _Sample) -> None:
@@ -420,7 +289,7 @@ class GpuTimeline:
         self.syncs.stop()
         self._unread.append(sample)
         if sample.kind == "watched":
-            for phase, parts in _by_phase(sample.parts).items():
+            for phase, parts in by_phase(sample.parts).items():
                 self._work[phase].watched = parts
         elif sample.kind == "timed":
             self._taken += 1
@@ -442,7 +311,7 @@ class GpuTimeline:
 
     def _read_work(self, sample: _Sample, *, validates: bool) -> None:
         self._measured += 1
-        for phase, parts in _by_phase(sample.parts).items():
+        for phase, parts in by_phase(sample.parts).items():
             work = self._work[phase]
             work.seen += 1
             work.has_synced |= any(part.has_synced for part in parts)
@@ -479,13 +348,6 @@ class GpuTimeline:
 
     def _gpu_s(self, mark: _Mark) -> float:
         return self._origin_s + float(self._origin.elapsed_time(mark.event)) / 1e3
-
-
-def _by_phase(parts: Iterable[_Part]) -> dict[str, list[_Part]]:
-    grouped: defaultdict[str, list[_Part]] = defaultdict(list)
-    for part in parts:
-        grouped[part.phase].append(part)
-    return grouped
 
 
 def _add(totals: _Seconds, times: Iterable[tuple[str, float]]) -> None:

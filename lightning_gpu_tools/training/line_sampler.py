@@ -73,7 +73,6 @@ class Seen(NamedTuple):
     file: str
     line: int
     function: str
-    in_torch: bool  # the innermost Python code was torch's
     is_loading: bool  # torch's loader was getting samples from the program
 
 
@@ -82,7 +81,6 @@ def line_of(frame: FrameType | None) -> Seen | None:
 
     Where the user has none, the innermost one of a library, else the outermost one of torch.
     """
-    in_torch = frame is not None and _owner(frame)[0] == "torch"
     users = library = outermost = None
     owner: _Owner = "python"
     while frame is not None:
@@ -103,7 +101,7 @@ def line_of(frame: FrameType | None) -> Seen | None:
     if found is None:
         return None
     line = found.f_lineno or found.f_code.co_firstlineno
-    return Seen(_owner(found)[1], line, _function(found), in_torch, owner == "fetch")
+    return Seen(_owner(found)[1], line, _function(found), owner == "fetch")
 
 
 def _function(frame: FrameType) -> str:
@@ -156,26 +154,15 @@ class _Counts:
 
     def __init__(self) -> None:
         self._samples: Counter[tuple[str, str, int, str]] = Counter()
-        self._in_torch: Counter[tuple[str, str, int, str]] = Counter()
 
-    def add(self, one: SourceLine) -> None:
-        place = one.phase, one.file, one.line, one.function
-        self._samples[place] += one.samples
-        self._in_torch[place] += one.in_torch
+    def add(self, phase: str, file: str, line: int, function: str, samples: int = 1) -> None:
+        self._samples[phase, file, line, function] += samples
 
     def lines(self) -> list[SourceLine]:
         """Return them, most frequent first; from any thread."""
-        in_torch = self._in_torch.copy()
         return [
-            SourceLine(
-                phase=place[0],
-                file=place[1],
-                line=place[2],
-                function=place[3],
-                samples=samples,
-                in_torch=in_torch[place],
-            )
-            for place, samples in self._samples.copy().most_common(_MAX_LINES)
+            SourceLine(phase=phase, file=file, line=line, function=function, samples=samples)
+            for (phase, file, line, function), samples in self._samples.copy().most_common(_MAX_LINES)
         ]
 
 
@@ -211,17 +198,8 @@ class _Sampler(BackgroundJobs):
             seen = line_of(sys._current_frames().get(self._thread_id))
             phase = None if seen is None else self._phase(seen)
             if seen is not None and phase is not None:
-                self._counts.add(
-                    SourceLine(
-                        phase=phase,
-                        file=seen.file,
-                        line=seen.line,
-                        function=seen.function,
-                        samples=1,
-                        in_torch=seen.in_torch,
-                    )
-                )
-        except BaseException:
+                self._counts.add(phase, seen.file, seen.line, seen.function)
+        except BaseException:  # whatever ends the sampling: the interval is the whole program's
             self._switch_as_before()
             raise
         return MEAN_S * self._random.uniform(0.5, 1.5)
@@ -345,7 +323,7 @@ def _sampled_loop(folder: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class WorkerLines:
-    """What the workers of all loaders saw that were started meanwhile; each has a file in a temporary folder."""
+    """Lines seen by the workers of all loaders that were started meanwhile; each has a file in a temporary folder."""
 
     def __init__(self) -> None:
         self._folder: str | None = None
@@ -369,7 +347,7 @@ class WorkerLines:
         with suppress(OSError, ValueError):  # a program that cleans up has removed them
             for name in {f"{pid}.json" for pid in pids}.intersection(os.listdir(self._folder)):
                 for one in json.loads(Path(self._folder, name).read_text()):
-                    counts.add(SourceLine(**one))
+                    counts.add(**one)
             self._lines = counts.lines()
         return self._lines
 

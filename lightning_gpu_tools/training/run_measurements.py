@@ -119,7 +119,6 @@ class SourceLine:
         line: Its number in the file.
         function: The function that it belongs to.
         samples: How often it was seen.
-        in_torch: How often torch's own Python code was running that it had called.
     """
 
     phase: str
@@ -127,7 +126,6 @@ class SourceLine:
     line: int
     function: str
     samples: int
-    in_torch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -79,23 +79,23 @@ class _Cut:
 @pytest.mark.parametrize(
     ("calls", "expected"),
     [
-        ((SCRIPT, DECODE), ("data.py", "decode", False, False)),
-        ((SCRIPT, DECODE, TORCH), ("data.py", "decode", True, False)),
-        ((SCRIPT, GETITEM, PILLOW, JSON), ("data.py", "__getitem__", False, False)),
-        ((SCRIPT, TORCH), ("/home/ada/train.py", "main", True, False)),
-        ((SCRIPT, FIT, HOOK, OURS, DECODE), ("data.py", "decode", False, False)),
-        ((SCRIPT, FIT, HOOK, SAVE, TORCH), ("lightning/pytorch/callbacks/x.py", "save", True, False)),
-        ((SCRIPT, FIT, HOOK, FETCH, GETITEM, DECODE), ("data.py", "decode", False, True)),
-        ((SCRIPT, OURS, FETCH, COLLATE, TORCH), ("torch/utils/data/_utils/collate.py", "default_collate", True, True)),
-        ((SCRIPT, FETCH, VISION, PILLOW), ("PIL/ImageFile.py", "load", False, True)),
-        ((SCRIPT, FETCH), ("torch/utils/data/_utils/fetch.py", "fetch", False, True)),
+        ((SCRIPT, DECODE), ("data.py", "decode", False)),
+        ((SCRIPT, DECODE, TORCH), ("data.py", "decode", False)),
+        ((SCRIPT, GETITEM, PILLOW, JSON), ("data.py", "__getitem__", False)),
+        ((SCRIPT, TORCH), ("/home/ada/train.py", "main", False)),
+        ((SCRIPT, FIT, HOOK, OURS, DECODE), ("data.py", "decode", False)),
+        ((SCRIPT, FIT, HOOK, SAVE, TORCH), ("lightning/pytorch/callbacks/x.py", "save", False)),
+        ((SCRIPT, FIT, HOOK, FETCH, GETITEM, DECODE), ("data.py", "decode", True)),
+        ((SCRIPT, OURS, FETCH, COLLATE, TORCH), ("torch/utils/data/_utils/collate.py", "default_collate", True)),
+        ((SCRIPT, FETCH, VISION, PILLOW), ("PIL/ImageFile.py", "load", True)),
+        ((SCRIPT, FETCH), ("torch/utils/data/_utils/fetch.py", "fetch", True)),
     ],
 )
 def test_the_innermost_line_of_the_user_is_named(
-    calls: tuple[tuple[str, str, str], ...], expected: tuple[str, str, bool, bool]
+    calls: tuple[tuple[str, str, str], ...], expected: tuple[str, str, bool]
 ) -> None:
-    file, function, in_torch, is_loading = expected
-    assert seen_in(*calls) == Seen(file, 2, function, in_torch, is_loading)
+    file, function, is_loading = expected
+    assert seen_in(*calls) == Seen(file, 2, function, is_loading)
 
 
 def test_a_stack_of_this_package_alone_has_no_line() -> None:
@@ -261,7 +261,7 @@ def test_workers_name_their_lines(start_method: str) -> None:
 def test_a_worker_that_waits_is_not_counted(tmp_path: Path) -> None:
     worker = line_sampler._WorkerSampler(str(tmp_path))
     worker.close()
-    waiting = Seen("data.py", 1, "decode", in_torch=False, is_loading=False)
+    waiting = Seen("data.py", 1, "decode", is_loading=False)
     assert worker._phase(waiting) is None
     assert worker._phase(waiting._replace(is_loading=True)) == IN_WORKER
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class FileFormat(Protocol):
-    """What a module has for a format of one file."""
+    """The functions of a module for a format of one file."""
 
     def recognizes(self, head: bytes) -> bool:
         """Whether a file that begins so is of this format."""
@@ -24,7 +24,7 @@ class FileFormat(Protocol):
 
 
 class FolderFormat(Protocol):
-    """What a module has for a format of several files."""
+    """The functions of a module for a format of several files."""
 
     PART: re.Pattern[str]  # names of files that are no checkpoint without the others
 

@@ -1,0 +1,70 @@
+"""Times between two training steps in which the GPU is idle, by what the host does meanwhile. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_gpu_tools.training.phases import HOST_TO_DEVICE_COPY, RANK_WAIT, VALIDATION, base_phase
+
+# Between the GPU's clock and the host's; crystals keep within 50 parts in a million.
+_DRIFT = 50e-6
+
+
+class Gap(NamedTuple):
+    """The time between two training steps, in seconds of the host's clock."""
+
+    gpu_begin_s: float  # the GPU ends the step before
+    gpu_end_s: float  # the GPU begins the step after
+    host_end_s: float  # the host has queued all that comes before the step after
+    spent: Sequence[tuple[str, float]]  # what the host did until then since it queued the step before, in order
+
+
+def without_work(gap: Gap, first_s: float, last_s: float) -> Gap:
+    """Return the gap that is left if the GPU works for so long at its begin and at its end."""
+    begin_s = min(gap.gpu_begin_s + first_s, gap.gpu_end_s)
+    return gap._replace(gpu_begin_s=begin_s, gpu_end_s=max(begin_s, gap.gpu_end_s - last_s))
+
+
+def idle_by_phase(gap: Gap) -> dict[str, float]:
+    """Return the seconds in which the GPU was idle, by what the host did meanwhile.
+
+    Validation has kernels of its own, and a GPU waits for other ranks in one of NCCL's. What it does when the host is
+    already in the next step is to copy the batch, without a kernel.
+    """
+    idle: defaultdict[str, float] = defaultdict(float)
+    end_s = gap.host_end_s
+    for phase, seconds in reversed(gap.spent):
+        begin_s = end_s - seconds
+        alone_s = min(end_s, gap.gpu_end_s) - max(begin_s, gap.gpu_begin_s)
+        if alone_s > 0 and base_phase(phase) not in (VALIDATION, RANK_WAIT):
+            idle[phase] += alone_s
+        end_s = begin_s
+    copied_s = gap.gpu_end_s - max(gap.gpu_begin_s, gap.host_end_s)
+    if copied_s > 0:
+        idle[HOST_TO_DEVICE_COPY] += copied_s
+    return idle
+
+
+class HostTime:
+    """Converts the GPU's time to the host's.
+
+    The GPU comes to an event only after the host has recorded it. So each event gives a lower bound of the difference,
+    which is exact where the GPU was idle, as in every gap to be measured.
+    """
+
+    def __init__(self) -> None:
+        self._ahead_s = -math.inf
+        self._gpu_s = 0.0
+
+    def learn(self, host_s: float, gpu_s: float) -> None:
+        """Learn that the GPU came at ``gpu_s`` to an event that the host recorded at ``host_s``."""
+        self._ahead_s -= _DRIFT * max(0.0, gpu_s - self._gpu_s)
+        self._gpu_s = max(self._gpu_s, gpu_s)
+        self._ahead_s = max(self._ahead_s, host_s - gpu_s)
+
+    def at(self, gpu_s: float) -> float:
+        """Return the host's time at a time of the GPU."""
+        return gpu_s + self._ahead_s
