@@ -27,9 +27,10 @@ STACKS_NAME = "gpu_stacks.txt"  # beside the report of a run that may hang
 _MAX_BYTES = 1 << 20  # of it that is read; faulthandler writes at most 100 calls of each of 100 threads
 _TIMEOUT = re.compile(r"^Timeout \((\d+):(\d+):(\d+(?:\.\d+)?)\)!$", re.MULTILINE)
 _THREAD = re.compile(r"^Thread (0x[0-9a-f]+).*:$", re.MULTILINE)
-# Our default. A thread that waits for the lock wakes up after each switch interval (5 ms by default) to ask for it, and
-# one of a process that was stopped does not: the share of the time that these intervals make up.
-_MIN_WAITING_SHARE = 0.1
+# A thread that waits for the lock wakes up after each switch interval to ask for it, and one of a process that was
+# stopped does not. Source lines are sampled at a shorter interval than Python's own, which may begin or end meanwhile.
+_SWITCH_S = 0.005  # Python's own (sys.setswitchinterval)
+_MIN_WAITING_SHARE = 0.1  # of the time that these intervals make up; our default
 
 
 class HeldLock(NamedTuple):
@@ -206,7 +207,8 @@ class LockAlarm:
         if lasted_s < self._after_s:  # written just before it was armed again, as when a stopped process goes on
             return None
         switches = None if self._watcher is None else voluntary_switches(self._watcher)
-        waited_s = math.inf if switches is None else (switches - self._switches) * sys.getswitchinterval()
+        interval_s = max(sys.getswitchinterval(), _SWITCH_S)
+        waited_s = math.inf if switches is None else (switches - self._switches) * interval_s
         if waited_s < _MIN_WAITING_SHARE * lasted_s:
             return None
         return HeldLock(_stack_of(self._thread, text), lasted_s)

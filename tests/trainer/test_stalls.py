@@ -249,6 +249,21 @@ def test_stacks_written_before_the_last_beat_are_no_stall(
     assert run_python(str(script)).stdout == "None\nFalse\n"
 
 
+def test_a_lock_that_was_held_is_seen_whatever_the_switch_interval_is_by_then(
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """Source lines may begin to be sampled, at a hundred times as short an interval, as soon as the lock is free."""
+    script = tmp_path / "held.py"
+    script.write_text(
+        f"import ctypes, sys, threading, time\n{ALARM}armed = threading.Event()\n"
+        "def watch():\n    alarm.arm(0.5)\n    armed.set()\n    time.sleep(0.1)\n"
+        "    sys.setswitchinterval(0.0001)\n    print(alarm.take() is not None)\n"
+        "watcher = threading.Thread(target=watch)\nwatcher.start()\narmed.wait()\n"
+        "ctypes.PyDLL(None).sleep(2)\nwatcher.join()\nalarm.close()\n"
+    )
+    assert run_python(str(script)).stdout == "True\n"
+
+
 def test_a_forked_process_ends_while_the_timer_runs(
     run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
