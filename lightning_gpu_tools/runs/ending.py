@@ -234,7 +234,8 @@ class Ending:
         self.allocator = None if run.gpu is None else MemoryFailures(run.gpu, lambda: clock.current.phase)
         self._clock = clock
         self._oom_kills_before = oom_kills()
-        self._begun: tuple[int, ...] = ()  # the last step, or the last step and batch of validation
+        self.begun_step = -1  # the last one, by the clock
+        self._begun_validation = (-1, -1)  # likewise, and its batch
         self.listen()
 
     def listen(self) -> None:
@@ -249,16 +250,16 @@ class Ending:
 
     def begin_step(self, batch: Any) -> None:
         """Note the batch of a step that begins; only the first call counts."""
-        step = self._clock.steps
-        if self.allocator is not None and self._begun != (step,):
-            self._begun = (step,)
-            self.allocator.begin_step(step, _shape(batch))
+        if self.begun_step != self._clock.steps:
+            self.begun_step = self._clock.steps
+            if self.allocator is not None:
+                self.allocator.begin_step(self.begun_step, _shape(batch))
 
     def begin_validation_batch(self, batch: Any, number: int) -> None:
         """Note a batch of validation, likewise; number 0 begins another validation."""
         place = self._clock.steps, number
-        if self.allocator is not None and self._begun != place:
-            self._begun = place
+        if self.allocator is not None and self._begun_validation != place:
+            self._begun_validation = place
             self.allocator.begin_validation_batch(number, _shape(batch))
 
     def note_error(self, session: Session, error: BaseException, step: int) -> str:

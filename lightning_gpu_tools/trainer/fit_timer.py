@@ -170,17 +170,7 @@ class FitTimer(Timer):
         clock, model = self.clock, self._trainer.lightning_module
         is_automatic = model.automatic_optimization
         if trains_on_gpu(self._trainer):
-            gpu = self.rank_waits.gpu = clock.measure_gpu()
-            self._wrap(compat.BEFORE_FETCH, partial(before, gpu.begin_fetch))
-            memory = self.memory = MemoryCounters(self._run, clock)
-            run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
-            self._wrap(run, gpu.around)
-            for part in ("training_step", "backward", "optimizer_step"):
-                self._wrap(f"strategy.{part}", partial(gpu.part, _STEP_PARTS[part]))
-            self._wrap(run, memory.around_step)
-            if is_automatic:  # else all of the step is in there
-                self._wrap("strategy.training_step", memory.after_forward)
-            self._wrap("strategy.backward", memory.around_backward)
+            self._measure_gpu(is_automatic=is_automatic)
         if not is_automatic:
             self._time("strategy.backward", BACKWARD)
             self._wrap("strategy.optimizer_step", clock.timed_optimizer_step)
@@ -194,6 +184,27 @@ class FitTimer(Timer):
         if getattr(self._trainer.precision_plugin, "scaler", None) is not None:
             for method in ("scale", "unscale_", "update"):
                 self._time(f"strategy.precision_plugin.scaler.{method}", GRADIENT_SCALER)
+
+    def _measure_gpu(self, *, is_automatic: bool) -> None:
+        gpu = self.rank_waits.gpu = self.clock.measure_gpu()
+        memory = self.memory = MemoryCounters(self._run, self.clock)
+        run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
+        self._wrap(run, gpu.around)
+        self._wrap(run, memory.around_step)
+        around = {"backward": memory.around_backward}
+        if is_automatic:  # else all of the step is in there
+            around["training_step"] = memory.after_forward
+
+        def sometimes(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            measured = gpu.part(_STEP_PARTS[part], around.get(part, _as_it_is)(function))
+
+            def called(*args: Any, **kwargs: Any) -> Any:
+                return (measured if gpu.sample is not None or memory.is_reading else function)(*args, **kwargs)
+
+            return called
+
+        for part in ("training_step", "backward", "optimizer_step"):
+            self._wrap(f"strategy.{part}", partial(sometimes, part))
 
     def _time(self, method: str, phase: str, except_in: str = "") -> None:
         self._wrap(method, partial(self.clock.timed, phase, except_in=except_in))
@@ -221,6 +232,10 @@ class FitTimer(Timer):
         if gpu is None or isinstance(context, _Untimed) or action.rpartition(".")[2] not in _BATCH_HOOKS:
             return context
         return _Marked(gpu.enter_hook, context)
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 class _Marked(AbstractContextManager[Any]):

@@ -187,8 +187,6 @@ class LoopTimer(Timer):
         if self._counting is None:
             clock.begin_epoch()
         self._counting = self._fetching = loop
-        if self._gpu is not None:
-            self._gpu.begin_fetch()
         clock.begin_fetch()
 
     def end_fetch(self, loop: Loop) -> bool:

@@ -142,7 +142,7 @@ class MeasuringCallback(GuardedCallback):
     @guards_itself
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         session = self._session
-        if session is not None and session.ending.allocator is not None:
+        if session is not None and session.ending.begun_step != session.clock.steps:
             try:
                 session.ending.begin_step(batch)
             except Exception as error:

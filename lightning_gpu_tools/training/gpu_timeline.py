@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 AFTER_STEP, BEFORE_STEP = "after a step", "before a step"
 
 # Our defaults.
-_SAMPLE_EVERY = 8  # on average: at random, so that nothing periodic is always or never hit
+# Steps of which one is a sample, on average: at random, so that nothing periodic is always or never hit. A sample takes
+# some 200 us; the first ones are soon enough for a short training to be judged.
+_SAMPLE_EVERY, _SAMPLE_LATER_EVERY, _EARLY_SAMPLES = 8, 64, 64
 _SETTLED = 4  # steps at the begin, in which kernels are loaded, and after a held one, until the GPU is through with it
 _MAX_UNREAD = 64  # samples, where the GPU is far behind the host
 _MAX_PARTS = 256  # of a step; the rest counts as part of the one around them
@@ -105,7 +107,7 @@ class GpuTimeline:
         self._due: list[Literal["watched", "held"]] = []
         self._sampling = True
         self._open: _Sample | None = None  # before its step
-        self._sample: _Sample | None = None  # within its step
+        self.sample: _Sample | None = None  # within its step
         self._unread: deque[_Sample] = deque()
         self._spare: list[_Event] = []
         self._sleep = compat.gpu_sleep()
@@ -133,7 +135,7 @@ class GpuTimeline:
 
     def end_step(self) -> None:
         """Mark its end."""
-        if self._sample is not None:
+        if self.sample is not None:
             self._clock.as_own_work(self._guard, self._sample_ended)
         self._steps_to_sample -= 1
         if self._steps_to_sample <= 0:
@@ -143,9 +145,9 @@ class GpuTimeline:
         """Return what runs a part of a step, which may be within another one, with its ends marked."""
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            if self._sample is None or len(self._sample.parts) >= _MAX_PARTS:
+            if self.sample is None or len(self.sample.parts) >= _MAX_PARTS:
                 return function(*args, **kwargs)
-            around = self._sample.parts[-1].phase
+            around = self.sample.parts[-1].phase
             self.enter(phase)
             try:
                 return function(*args, **kwargs)
@@ -156,8 +158,8 @@ class GpuTimeline:
 
     def enter(self, phase: str) -> None:
         """Mark that another phase of the step begins, if it is sampled."""
-        if self._sample is not None:
-            self._clock.as_own_work(self._guard, self._part_begins, self._sample, phase)
+        if self.sample is not None:
+            self._clock.as_own_work(self._guard, self._part_begins, self.sample, phase)
 
     def begin_fetch(self) -> None:
         """Mark that the host begins to wait for the batch of the next step, if that is sampled."""
@@ -202,12 +204,12 @@ class GpuTimeline:
         """Do something with CUDA; an error that it brings to light is the training's, which will meet it, too."""
         try:
             if action != self._read and torch.cuda.is_current_stream_capturing():  # what is queued would be kept
-                self._open = self._sample = None
+                self._open = self.sample = None
                 self.close()
             else:
                 action(*args)
         except Exception:  # noqa: BLE001 - nor is an unknown torch a reason to stop a training
-            self._open = self._sample = None
+            self._open = self.sample = None
             self._sampling, self._steps_to_sample = False, math.inf
             self._unread.clear()
             self.close()
@@ -226,7 +228,8 @@ class GpuTimeline:
         self._read()
         kind = self._due.pop(0) if self._due else "timed"
         settled = 1 if kind == "timed" else _SETTLED
-        self._steps_to_sample = 1 if self._due else self._random.randint(settled, 2 * _SAMPLE_EVERY - 1)
+        every = _SAMPLE_EVERY if self._taken < _EARLY_SAMPLES else _SAMPLE_LATER_EVERY
+        self._steps_to_sample = 1 if self._due else self._random.randint(settled, 2 * every - 1)
         if kind == "held":  # and the host may have to wait for that in the next step, as for a copy of pageable memory
             self._clock.times.left_out |= {self._clock.steps + 1, self._clock.steps + 2}
         if len(self._unread) < _MAX_UNREAD:
@@ -242,9 +245,9 @@ class GpuTimeline:
             self._origin = begins.event
             self._host_time.learn(begins.host_s, 0.0)
             return
-        self._sample, self._open = self._open, None
-        self._sample.parts_before = len(self._sample.parts)
-        self._gap_goes_on(self._sample, phase)
+        self.sample, self._open = self._open, None
+        self.sample.parts_before = len(self.sample.parts)
+        self._gap_goes_on(self.sample, phase)
 
     def _gap_goes_on(self, sample: _Sample, phase: str) -> None:
         sample.marks.append(self._mark(partial(self._part_begins, sample, phase)))
@@ -274,7 +277,7 @@ class GpuTimeline:
 
     def _synced(self) -> None:
         """The host has waited for the GPU in a step that is watched or held."""
-        sample = self._sample or self._open
+        sample = self.sample or self._open
         if sample is not None and len(sample.parts) < _MAX_PARTS:
             self._clock.as_own_work(self._guard, self._part_synced, sample)
 
@@ -283,8 +286,8 @@ class GpuTimeline:
         self._part_begins(sample, sample.parts[-1].phase)
 
     def _sample_ended(self) -> None:
-        assert self._sample is not None
-        sample, self._sample = self._sample, None
+        assert self.sample is not None
+        sample, self.sample = self.sample, None
         self._end_part(sample)
         self.syncs.stop()
         self._unread.append(sample)

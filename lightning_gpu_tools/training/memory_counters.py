@@ -29,7 +29,7 @@ from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.timeline import Timeline
 
 # Our defaults.
-_BUDGET_S = 5e-6  # of reading, a step on average; a step that is read costs some 100 us
+_BUDGET_S = 2e-6  # a step on average; a step that is read costs some 100 us
 _MAX_INTERVAL = 200  # steps, even if reading is slow
 _MAX_EARLY_STEPS = 64  # read until the optimizer makes a step; gradients are hardly ever accumulated over more
 _MAX_SKIPPED_STEPS = 4  # by a gradient scaler; an optimizer without a state after more never has one
@@ -158,7 +158,7 @@ class MemoryCounters:
         assert training.gpu is not None
         self.when_read: Callable[[], None] = lambda: None  # after a step
         self.failure: Exception | None = None  # why nothing more is read
-        self._reading = False
+        self.is_reading = False
         self._training = training
         self._gpu = training.gpu
         self._clock = clock
@@ -206,20 +206,20 @@ class MemoryCounters:
         if self._clock.steps >= self._next_step:
             self._spent_s, self._moments = 0.0, {}
             self._batch_step, self._batch_shape = self._clock.steps, None
-            self._reading = True
+            self.is_reading = True
             self.note("begin", "training")
 
     def note(self, moment: str, phase: str) -> None:
         """Read the counters at the first such moment (a field of ``StepMemory``) of the step, after this phase."""
-        if self._reading:
+        if self.is_reading:
             self._do(self._note, moment, phase)
 
     def end_step(self) -> None:
         """End a step, after the optimizer."""
-        if self._reading:
+        if self.is_reading:
             self.note("end", "optimizer")
             self._do(self._keep_step)
-            self._reading = False
+            self.is_reading = False
 
     def enter(self, phase: str) -> None:
         """Read the counters when validation begins, or when training goes on."""
@@ -234,7 +234,7 @@ class MemoryCounters:
     def note_batch(self, shape: tuple[int, ...] | None) -> None:
         """Note the shape of the current step's batch."""
         self._batch_step, self._batch_shape = 0, shape
-        if not self._reading and self._last is not None:  # a Trainer gives the batch when the step has ended
+        if not self.is_reading and self._last is not None:  # a Trainer gives the batch when the step has ended
             is_first = self._last is self._first
             self._last = dataclasses.replace(self._last, batch_shape=shape)
             self._first = self._last if is_first else self._first
@@ -244,17 +244,17 @@ class MemoryCounters:
             self._clock.as_own_work(self._guard, action, *args)
 
     def _guard(self, action: _Function, *args: Any) -> None:
+        began_s = perf_counter()
         try:
             action(*args)
         except Exception as error:  # noqa: BLE001 - counters with other names, an allocator without any, an odd tensor
             self.failure = error.with_traceback(None)  # whose frames would keep a batch
-            self._reading, self._next_step = False, math.inf
+            self.is_reading, self._next_step = False, math.inf
+        self._spent_s += perf_counter() - began_s
 
     def _read(self, phase: str) -> MemoryReading:
-        began_s = perf_counter()
         reading = self._latest = read_memory(self._gpu)
         assert reading is not None  # CUDA has begun
-        self._spent_s += perf_counter() - began_s
         if reading.peak_allocated_bytes > self._peak_bytes:
             self._peak_bytes = self._peaks[phase] = reading.peak_allocated_bytes
         return reading

@@ -24,7 +24,7 @@ from lightning_gpu_tools.training.timeline import Timeline
 from lightning_gpu_tools.units import printable
 
 # Our defaults.
-_EARLY_STEPS, _EVERY_STEPS = 64, 8  # all up to here, then every eighth, are read when they begin, for 10 to 20 us
+_EARLY_STEPS, _EVERY_STEPS = 64, 64  # all up to here, then every so many, are read when they begin, for 10 to 20 us
 _MAX_POINTS = 200
 _MAX_BATCHES = 101
 _MAX_EVENTS = 100_000  # as in https://pytorch.org/blog/understanding-gpu-memory-1/

@@ -247,6 +247,8 @@ class StepClock(Stopwatch):
 
     def begin_fetch(self) -> None:
         """Begin to wait for a batch, and with that the next step."""
+        if self._gpu is not None:
+            self._gpu.begin_fetch()
         now_s = self._clock()
         around = self._around_fetch = self.current
         around.seconds += now_s - self.since_s
