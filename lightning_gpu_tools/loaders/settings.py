@@ -99,6 +99,12 @@ def first_tensor(batch: Any) -> torch.Tensor | None:
     return batch
 
 
+def batch_shape(batch: Any) -> tuple[int, ...] | None:
+    """Return the shape of that tensor; ``None`` also for a nested one, whose parts have shapes of their own."""
+    first = batch if isinstance(batch, torch.Tensor) else first_tensor(batch)
+    return None if first is None or first.is_nested else tuple(first.shape)
+
+
 # Our default: the first 16 MiB of pickle speak for the rest. A million paths have 64 MiB, which take a second.
 _MAX_BYTES = 16 * 2**20
 _ELEMENTS = 4096  # our default: about this many are read of a tensor or an array, spread over it

@@ -228,7 +228,7 @@ class Report:
         confirmation: The measured result of following the previous run's advice.
         core_wait_share: Fraction of the steady steps in which the training thread could run and had no core.
         others_cores: How many of this job's cores other programs kept busy, on average.
-        unseen: What could not be measured with this kernel, or this version of Lightning or torch; its time counts
+        unseen: What could not be measured with this kernel, driver, Lightning or torch, or was refused; its time counts
             toward the phase around it.
         spans: The phases over time, in at most 401 parts.
         lines: The source lines at which the training thread of rank 0 and the workers of its loader were seen, at most

@@ -223,7 +223,7 @@ def measuring_lines(report: Report) -> list[str]:
     lines = []
     if report.unseen:
         unseen = ", ".join(map(printable, report.unseen))
-        lines.append(f"Not measured, because this kernel, Lightning or torch lacks it: {unseen}.")
+        lines.append(f"Not measured, because this kernel, driver, Lightning or torch lacks it: {unseen}.")
     if report.stall_note:
         lines.append(printable(report.stall_note, 500))
     if report.monitor_us_per_step is not None:

@@ -34,7 +34,7 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.host import oom_kills, shared_memory_bytes
-from lightning_gpu_tools.loaders.settings import first_tensor
+from lightning_gpu_tools.loaders.settings import batch_shape
 from lightning_gpu_tools.loaders.workers import OF_LIVING_WORKERS, wait_for_exit_codes
 from lightning_gpu_tools.processes import INIT, process_stat
 from lightning_gpu_tools.runs.run import Run, gpu_readings
@@ -253,14 +253,14 @@ class Ending:
         if self.begun_step != self._clock.steps:
             self.begun_step = self._clock.steps
             if self.allocator is not None:
-                self.allocator.begin_step(self.begun_step, _shape(batch))
+                self.allocator.begin_step(self.begun_step, batch_shape(batch))
 
     def begin_validation_batch(self, batch: Any, number: int) -> None:
         """Note a batch of validation, likewise; number 0 begins another validation."""
         place = self._clock.steps, number
         if self.allocator is not None and self._begun_validation != place:
             self._begun_validation = place
-            self.allocator.begin_validation_batch(number, _shape(batch))
+            self.allocator.begin_validation_batch(number, batch_shape(batch))
 
     def note_error(self, session: Session, error: BaseException, step: int) -> str:
         """Return the outcome of a training that this error has ended, and keep what explains it."""
@@ -292,8 +292,3 @@ class Ending:
         count = 0 if self.allocator is None else self.allocator.count
         has_ended = self.out_of_memory is not None and self.out_of_memory.message.source == "allocator"
         return max(0, count - has_ended)
-
-
-def _shape(batch: Any) -> tuple[int, ...] | None:
-    first = first_tensor(batch)
-    return None if first is None else tuple(first.shape)

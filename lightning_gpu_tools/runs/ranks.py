@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from lightning_gpu_tools.advice.memory_account import DriverMemory, MemoryAccount, account_for
@@ -35,6 +36,10 @@ class MemoryShare:
 
 def own_share(recorder: RunRecorder) -> MemoryShare | None:
     """Return what this rank knows; ``None`` without a GPU, or if nothing could be counted."""
+    return recorder.facts.read("what the GPU's memory is used for", partial(_own_share, recorder), None)
+
+
+def _own_share(recorder: RunRecorder) -> MemoryShare | None:
     run, memory = recorder.run, None if recorder.memory is None else recorder.memory.facts()
     if memory is None or run.gpu is None:
         return None
@@ -107,11 +112,11 @@ class Ranks:
         """Publish how fast this rank is, and from the first rank of another node what its GPUs did."""
         if self._place.world_size == 1:
             return
-        recorder, gpus = self._recorder, self._recorder.gpus
+        recorder, gpus, known = self._recorder, self._recorder.gpus, self._recorder.facts.read
         facts: dict[str, Any] = {
             "own_step": recorder.own_step(),
-            "throttled": {} if gpus is None else gpus.throttled_percent(),
-            "largest_batch_size": recorder.largest_batch_size(),
+            "throttled": {} if gpus is None else known("throttled clocks", gpus.throttled_percent, dict[int, float]()),
+            "largest_batch_size": known("the largest batch that fits", recorder.largest_batch_size, None),
         }
         metrics: Mapping[str, float] | None = None
         if self._is_monitored and gpus is not None and self._place.rank != 0:

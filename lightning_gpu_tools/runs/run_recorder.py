@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from time import perf_counter  # by name: a program's tests may replace those of `time`
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ import torch
 from lightning_gpu_tools.advice.batch_size import largest_batch, step_peak
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import known, weighted_mean
+from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import (
     HostBudget,
@@ -25,7 +28,8 @@ from lightning_gpu_tools.host import (
     read_host_budget,
     throttled_periods,
 )
-from lightning_gpu_tools.loaders.settings import batch_bytes, first_tensor, settings_of
+from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor, settings_of
+from lightning_gpu_tools.runs.facts import Facts
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.cores import CoreUsers, added_s, pressure_s, runnable_s
@@ -64,8 +68,8 @@ class HostReading(NamedTuple):
     at_s: float  # by perf_counter
     budget: HostBudget
     own_cpu_s: float
-    children_cpu_s: float
-    idle_cpu_s: float  # for which its cores were idle
+    children_cpu_s: float | None
+    idle_cpu_s: float | None  # for which its cores were idle
     runnable_s: dict[int, float]  # of this process's threads
     throttled_periods: tuple[int, int]
     pressure_s: float | None
@@ -90,6 +94,7 @@ class RunRecorder:
         self.batch_bytes: int | None = None  # of the first batch
         self.core_users = core_users
         self.lines = lines
+        self.facts = Facts()
         self._clock = clock
         self._rank_waits = rank_waits
         self._ranks: tuple[RankStep, ...] = ()
@@ -97,43 +102,56 @@ class RunRecorder:
         self._local_ranks = run.place.local_ranks
         self._began = self.read_host()
         self._on_gpu = bool(run.gpus)
-        self._loader = loader_settings(run)
+        self.loader = self._loader_settings()
         self._loader_since = self._began.children_cpu_s, 0  # and the step
-        if self._loader is not None:
-            ready = self._loader.num_workers * (self._loader.prefetch_factor or 0)
+        if self.loader is not None:
+            ready = self.loader.num_workers * (self.loader.prefetch_factor or 0)
             clock.warm_up_steps = max(clock.warm_up_steps, 2 * ready)
         self._workers = WorkerWatch(lambda: run.iterator)
         self._next_poll = 0
 
     @property
     def unseen(self) -> list[str]:
-        """What could not be seen of the loader's workers."""
-        return sorted(self._workers.unseen or ()) if self._loader is not None and self._loader.num_workers else []
+        """What could not be read, and what not be seen of the loader's workers."""
+        has_workers = self.loader is not None and self.loader.num_workers
+        unread = [f"{what} ({why})" for what, why in sorted(self.facts.unread.items())]
+        return [*unread, *sorted((has_workers and self._workers.unseen) or ())]
 
     def note_batch(self, batch: Any) -> None:
         """Note how large the batch of this step is."""
+        self.facts.read("the batch's size", partial(self._note_batch, batch), None)
+
+    def _note_batch(self, batch: Any) -> None:
+        self._clock.times.batch_items = None
         first = batch if isinstance(batch, torch.Tensor) else first_tensor(batch)
         self._clock.times.batch_items = None if first is None else first.numel()
         if self.memory is not None and self.memory.wants_batch:
-            self.memory.note_batch(None if first is None else tuple(first.shape))
+            self.memory.note_batch(batch_shape(first))
         if self.batch_bytes is None:
             self.batch_bytes = batch_bytes(batch)
 
     def after_step(self) -> None:
         """Sample the loader's workers if it is time."""
         if self._clock.last_fetch_s > LONG_WAIT_S:
-            self._workers.after_long_wait()
+            self.facts.read("the loader's workers", self._workers.after_long_wait, None)
         if self._clock.steps >= self._next_poll:
             self._next_poll = self._clock.steps + _POLL_EVERY_STEPS
-            self._workers.before_fetch()
-            self._workers.poll(self._clock.steps)
+            self.facts.read("the loader's workers", self._poll_workers, None)
             self._follow_loader()
+
+    def _poll_workers(self) -> None:
+        self._workers.before_fetch()
+        self._workers.poll(self._clock.steps)
+
+    def _loader_settings(self) -> LoaderSettings | None:
+        return self.facts.read("the loader's settings", partial(loader_settings, self.run), None)
 
     def _follow_loader(self) -> None:
         # When NumWorkersFinder has changed the settings, only the new ones count.
-        settings = loader_settings(self.run)
-        if settings is not None and settings != self._loader:
-            self._loader, self._loader_since = settings, (children_cpu_s(), self._clock.steps)
+        settings = self._loader_settings()
+        if settings is not None and settings != self.loader:
+            children_s = self.facts.read("the workers' CPU time", children_cpu_s, None)
+            self.loader, self._loader_since = settings, (children_s, self._clock.steps)
             self._workers.unseen = None
             self._clock.begin_anew()
 
@@ -211,28 +229,36 @@ class RunRecorder:
 
     def read_host(self) -> HostReading:
         """Ask the host, in any thread; this takes some milliseconds."""
+        read, ranks = self.facts.read, self._local_ranks
+        without_limit = HostBudget(
+            cores=os.cpu_count() or 1, memory_available_bytes=sys.maxsize, shm_free_bytes=None, local_ranks=ranks
+        )
         return HostReading(
             perf_counter(),
-            read_host_budget(local_ranks=self._local_ranks),
+            read("the host's cores and memory", partial(read_host_budget, local_ranks=ranks), without_limit),
             time.process_time(),
-            children_cpu_s(),
-            idle_cpu_s(),
-            runnable_s(),
-            throttled_periods(),
-            pressure_s(),
+            read("the workers' CPU time", children_cpu_s, None),
+            read("how busy the host's cores are", idle_cpu_s, None),
+            read("which threads want a core", runnable_s, {}),
+            read("the cgroup's quota", throttled_periods, (0, 0)),
+            read("pressure on the cores", pressure_s, None),
         )
 
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
         """Return everything measured so far, in the training thread; ``now`` may come from another one."""
-        clock, run, gpus = self._clock, self.run, self.gpus
+        clock, run, gpus, memory, read = self._clock, self.run, self.gpus, self.memory, self.facts.read
         now = now or self.read_host()
-        host, children_s = now.budget, now.children_cpu_s
         used, idle = self._used_and_idle(now)
+        in_reach = None if used is None or idle is None else cores_in_reach(now.budget.cores, used + idle)
         worker_s = None
-        if self._loader is not None and self._loader.num_workers:
+        if self.loader is not None and self.loader.num_workers:
             children_s_before, steps_before = self._loader_since
-            worker_s = (children_s - children_s_before) / max(1, clock.steps - steps_before)
+            worker_s = _per(now.children_cpu_s, children_s_before, max(1, clock.steps - steps_before))
         phase_s = clock.so_far()
+
+        def utilization(phase: Phase) -> float | None:
+            return None if gpus is None else _utilization(gpus.trained_on(phase))
+
         return RunMeasurements(
             wall_s=sum(phase_s.values()),
             steps=max(1, clock.steps),
@@ -241,49 +267,56 @@ class RunRecorder:
             phase_s=phase_s,
             blocks=tuple(clock.blocks),
             step_times=clock.times.facts(),
-            host=replace(host, cores_in_reach=cores_in_reach(host.cores, used + idle)),
+            host=replace(now.budget, cores_in_reach=in_reach),
             on_gpu=self._on_gpu,
-            utilization_percent=_utilization(gpus.trained_on() if gpus else ()),
-            validation_utilization_percent=_utilization(gpus.trained_on("validation") if gpus else ()),
-            loader=self._loader,
+            utilization_percent=read("how busy the GPU is", partial(utilization, "training"), None),
+            validation_utilization_percent=read("how busy the GPU is", partial(utilization, "validation"), None),
+            loader=self.loader,
             worker_cpu_s_per_batch=worker_s,
             batch_bytes=self.batch_bytes,
-            loading=self._workers.facts(),
-            cores=self._core_facts(now),
-            gpu=self._gpu_facts() if self._on_gpu else None,
-            gpu_idle=clock.gpu_idle(),
-            memory=None if self.memory is None else self.memory.facts(),
+            loading=read("the loader's workers", self._workers.facts, None),
+            cores=read("who uses the cores", partial(self._core_facts, now), None),
+            gpu=read("what the GPU is", self._gpu_facts, GpuFacts()) if self._on_gpu else None,
+            gpu_idle=read("when the GPU is idle", clock.gpu_idle, None),
+            memory=None if memory is None else read("the GPU's memory", memory.facts, None),
             watched=clock.watched_steps(),
-            lines=self.lines.seen(self._workers.pids),
+            lines=read("source lines", partial(self.lines.seen, self._workers.pids), ()),
             ranks=self._ranks,
-            precision=run.precision,
-            matmul_precision=compat.matmul_precision(),
+            precision=read("the precision", lambda: run.precision, None),
+            matmul_precision=read("the precision of products", compat.matmul_precision, None),
             spans=clock.timeline.spans(),
             log_every_n_steps=run.log_every_n_steps,
-            optimizers=optimizers_on_cpu(run.device, run.optimizers),
+            optimizers=read("the optimizers", partial(optimizers_on_cpu, run.device, run.optimizers), {}),
             accumulate_grad_batches=run.accumulate_grad_batches,
-            epoch_steps=run.epoch_steps,
-            left_on_cpu=left_on_cpu(run.module) if self._on_gpu and run.module is not None else (),
-            largest_batch_size=self._largest_on_all_ranks() if self._on_gpu else None,
+            epoch_steps=read("how long an epoch is", lambda: run.epoch_steps, None),
+            left_on_cpu=read("what is left on the CPU", self._left_on_cpu, ()),
+            largest_batch_size=read("the largest batch that fits", self._largest_on_all_ranks, None),
             has_trainer=run.has_trainer,
         )
 
-    def _used_and_idle(self, now: HostReading) -> tuple[float, float]:
+    def _left_on_cpu(self) -> tuple[str, ...]:
+        return left_on_cpu(self.run.module) if self._on_gpu and self.run.module is not None else ()
+
+    def _used_and_idle(self, now: HostReading) -> tuple[float | None, float | None]:
         """Return how many of its cores this job has used on average, and how many were idle."""
         began, elapsed_s = self._began, now.at_s - self._began.at_s
-        used_s = now.own_cpu_s - began.own_cpu_s + now.children_cpu_s - began.children_cpu_s
-        return self._local_ranks * used_s / elapsed_s, (now.idle_cpu_s - began.idle_cpu_s) / elapsed_s
+        by_workers = _per(now.children_cpu_s, began.children_cpu_s, elapsed_s)
+        by_this = (now.own_cpu_s - began.own_cpu_s) / elapsed_s
+        used = None if by_workers is None else self._local_ranks * (by_this + by_workers)
+        return used, _per(now.idle_cpu_s, began.idle_cpu_s, elapsed_s)
 
-    def _core_facts(self, now: HostReading) -> CoreFacts:
+    def _core_facts(self, now: HostReading) -> CoreFacts | None:
         began, elapsed_s, is_known = self._began, now.at_s - self._began.at_s, self._clock.knows_core_wait
         used, idle = self._used_and_idle(now)
+        if used is None or idle is None:
+            return None
         affinity, steady = affinity_cores(), sum(self._clock.blocks, StepBlock())
         counts = zip(began.throttled_periods, now.throttled_periods, strict=True)
         throttled, periods = (after - before for before, after in counts)
         pressure = None
         if began.pressure_s is not None and now.pressure_s is not None:
             pressure = (now.pressure_s - began.pressure_s) / elapsed_s
-        loading, workers = self._workers.facts(), 0 if self._loader is None else self._loader.num_workers
+        loading, workers = self._workers.facts(), 0 if self.loader is None else self.loader.num_workers
         runnable = added_s(began.runnable_s, now.runnable_s) / elapsed_s + workers * (loading.runnable_share or 0.0)
         return CoreFacts(
             wait_share=steady.core_wait_s / steady.wall_s if steady.steps and is_known else None,
@@ -306,12 +339,14 @@ class RunRecorder:
         peak, gpu = None if memory is None else step_peak(memory, self.batch_bytes or 0), self._gpu_facts()
         if memory is None or peak is None or gpu.memory_total_bytes is None:
             return None
-        if self._loader is None or self._loader.batch_size != peak.batch_size:  # samples do not come first in a batch
+        if self.loader is None or self.loader.batch_size != peak.batch_size:  # samples do not come first in a batch
             return None
         beside = max(0, (gpu.own_memory_bytes or 0) - memory.latest.reserved_bytes) + (gpu.others_memory_bytes or 0)
         return largest_batch([peak], gpu.memory_total_bytes - beside).size
 
     def _largest_on_all_ranks(self) -> int | None:
+        if not self._on_gpu:
+            return None
         return min(known([self.largest_batch_size(), *self._batch_sizes]), default=None)
 
     def _gpu_facts(self) -> GpuFacts:
@@ -336,6 +371,11 @@ class RunRecorder:
 def loader_settings(run: Run) -> LoaderSettings | None:
     """Return the settings of a training's loader, if it is a ``torch.utils.data.DataLoader``."""
     return None if run.loader is None else settings_of(run.loader)
+
+
+def _per(now_s: float | None, before_s: float | None, amount: float) -> float | None:
+    """Return by how much a counter has grown, by an amount of something else; ``None`` where it cannot be read."""
+    return None if now_s is None or before_s is None else (now_s - before_s) / amount
 
 
 def _utilization(windows: Sequence[GpuWindow]) -> float | None:

@@ -30,7 +30,7 @@ from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs import drawing
 from lightning_gpu_tools.runs.ranks import MemoryShare, own_share
 from lightning_gpu_tools.runs.run import Run
-from lightning_gpu_tools.runs.run_recorder import HostReading, loader_settings
+from lightning_gpu_tools.runs.run_recorder import HostReading, RunRecorder
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -56,7 +56,7 @@ def take_snapshot(session: Session, host: HostReading | None = None) -> Snapshot
     """Measure, in the training thread; ``host`` is what another thread has just read."""
     recorder = session.begin()
     measured = recorder.measurements(host)
-    settings = _settings(session.run, measured.host.cores)
+    settings = _settings(recorder, measured.host.cores)
     return Snapshot(measured, settings, own_share(recorder), tuple(session.unseen), session.clock.steps)
 
 
@@ -122,19 +122,19 @@ def _with_gpus(report: Report, gpus: Iterable[GpuSummary]) -> Report:
     return dataclasses.replace(report, gpus=gpus + tuple(report.gpus), settings=settings)
 
 
-def _settings(run: Run, cores: float) -> dict[str, Any]:
-    loader = loader_settings(run)
+def _settings(recorder: RunRecorder, cores: float) -> dict[str, Any]:
+    run, loader = recorder.run, recorder.loader
     return {
         "dataset": None if run.loader is None else type(run.loader.dataset).__qualname__,
         "cpu": f"{processor_name()}, {cores:g} cores",
         "device": run.device.type,
         "world_size": run.place.world_size,
-        "precision": run.precision,
+        "precision": recorder.facts.read("the precision", lambda: run.precision, None),
         "accumulate_grad_batches": run.accumulate_grad_batches,
         **({} if loader is None else dataclasses.asdict(loader)),
         "torch": torch.__version__,
         "lightning_gpu_tools": VERSION,
-        **run.settings,
+        **recorder.facts.read("the Trainer's settings", lambda: run.settings, {}),
     }
 
 

@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, Protocol
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
@@ -235,11 +235,13 @@ class Session:
             if self.stall_watch is not None and self.stall_watch.notes:
                 self.clock.as_own_work(self.stall_watch.pass_on)
             if is_first and self._is_monitored and self.run.place.rank == 0:
-                self.clock.as_own_work(self._check_surroundings, self.recorder.batch_bytes)
+                self.clock.as_own_work(self._check_surroundings, self.recorder)
 
-    def _check_surroundings(self, batch_bytes: int | None) -> None:
+    def _check_surroundings(self, recorder: RunRecorder) -> None:
         """Warn of what would end the training later."""
-        self.warn(*shortcomings(read_surroundings(self.run, batch_bytes)))
+        read = partial(read_surroundings, self.run, recorder.batch_bytes)
+        found = recorder.facts.read("disks, memory and claims around the training", read, None)
+        self.warn(*(() if found is None else shortcomings(found)))
 
     def _poll_memory(self) -> float:
         # What the first steps fill does not count, such as caches.

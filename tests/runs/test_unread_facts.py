@@ -1,0 +1,76 @@
+"""A fact that cannot be read is left out of the report, which says so; all others are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+from trainings import Model, Samples, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
+from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.runs import run_recorder, session
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.line_sampler import LineSampler
+from lightning_gpu_tools.training.worker_watch import WorkerWatch
+from lightning_gpu_tools.types import Report
+
+STEPS = 100
+# Where a fact comes from: what the report calls it.
+SOURCES = {
+    (run_recorder, "read_host_budget"): "the host's cores and memory",
+    (run_recorder, "children_cpu_s"): "the workers' CPU time",
+    (run_recorder, "idle_cpu_s"): "how busy the host's cores are",
+    (run_recorder, "runnable_s"): "which threads want a core",
+    (run_recorder, "throttled_periods"): "the cgroup's quota",
+    (run_recorder, "pressure_s"): "pressure on the cores",
+    (run_recorder, "affinity_cores"): "who uses the cores",
+    (run_recorder, "settings_of"): "the loader's settings",
+    (run_recorder, "batch_bytes"): "the batch's size",
+    (run_recorder, "optimizers_on_cpu"): "the optimizers",
+    (session, "read_surroundings"): "disks, memory and claims around the training",
+    (compat, "matmul_precision"): "the precision of products",
+    (WorkerWatch, "poll"): "the loader's workers",
+    (LineSampler, "seen"): "source lines",
+}
+
+
+class Refused(Exception):
+    pass
+
+
+def refuse(*args: Any, **kwargs: Any) -> Any:
+    raise Refused("as a new kernel may")
+
+
+def trained(folder: Path) -> Report:
+    trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0.001)])
+    trainer.fit(Model(), DataLoader(Samples(2 * STEPS), batch_size=2))
+    return load_report(folder)
+
+
+def test_each_fact_is_left_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in SOURCES:
+        monkeypatch.setattr(owner, name, refuse)
+    report = trained(tmp_path)
+    assert (report.outcome, report.steps) == ("completed", STEPS)
+    assert report.diagnosis.verdict in ("low", "healthy")
+    assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
+    assert report.step_s_p95 is not None
+    reason = f"({Refused('as a new kernel may')!r})"
+    missing = {what for what in SOURCES.values() if f"{what} {reason}" not in report.unseen}
+    # Without the idle time of the cores nobody asks who uses them.
+    assert missing == {"who uses the cores"}
+    assert f"the loader's workers {reason}" in " ".join(render_text(report).split())
+
+
+def test_who_uses_the_cores_is_left_out_where_the_affinity_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_recorder, "affinity_cores", refuse)
+    report = trained(tmp_path)
+    assert [one.partition(" (")[0] for one in report.unseen] == ["who uses the cores"]
+    assert report.core_wait_share is None
+    assert report.samples_per_s is not None
