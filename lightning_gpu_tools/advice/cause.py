@@ -56,6 +56,7 @@ class Cause(AnyCause):
         find: Returns its findings; nothing where it costs nothing. ``None`` where ``diagnosis.py`` judges it by what
             the others have found.
         phases: Those of the clock, or groups of them, whose source lines it names; by the evidence where they differ.
+        time: What the time of these lines is called.
         needs: What has to be known to judge it, as attributes of ``RunMeasurements``; not ``None``.
         is_remark: It slows a busy GPU down and leaves none idle, so it makes no run ``low``.
         counts_while_busy: It makes a run ``low`` also where the GPU looks busy.
@@ -66,6 +67,7 @@ class Cause(AnyCause):
     begins: str | Callable[[Mapping[str, float | str], bool], str]
     find: Callable[[RunMeasurements], Iterable[Finding]] | None = None
     phases: Sequence[str] | Callable[[Mapping[str, float | str]], Sequence[str]] = ()
+    time: str = "this time"
     needs: Sequence[str] = ()
     is_remark: bool = False
     counts_while_busy: bool = False

@@ -131,13 +131,12 @@ def _by_gain(finding: Finding) -> tuple[float, str]:
 
 def _with_lines(run: RunMeasurements, finding: Finding) -> Finding:
     """Return a finding with the source lines that take its time, where enough was seen of it."""
-    phases = CAUSES[finding.cause].phases
-    if callable(phases):
-        phases = phases(finding.evidence)
+    cause = CAUSES[finding.cause]
+    phases = cause.phases(finding.evidence) if callable(cause.phases) else cause.phases
     lines = where(run.lines, *phases)
     if lines is None:
         return finding
-    line = sentence(run.lines, *phases, whose="the loader's time" if finding.cause == "data_loading" else "this time")
+    line = sentence(run.lines, *phases, whose=cause.time)
     advice = f"{finding.advice.replace(FIND_FUNCTION, '')} {line}".strip() if line else finding.advice
     return replace(finding, evidence={**finding.evidence, "source_lines": lines}, advice=advice)
 

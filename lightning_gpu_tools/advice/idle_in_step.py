@@ -11,6 +11,7 @@ from lightning_gpu_tools.training.phases import (
     HOST_TO_DEVICE_COPY,
     IN_WORKER,
     PAUSES,
+    SLOW_STEP,
     TRAINING_STEP,
     VALIDATION,
     base_phase,
@@ -62,7 +63,7 @@ def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
 
 def _share_of_lines(run: RunMeasurements, lines: Sequence[SourceLine]) -> float:
     """Return the share of the time in which the training thread was at these lines; 1 if that was not sampled."""
-    sampled = [one for one in run.lines if one.phase != IN_WORKER]
+    sampled = [one for one in run.lines if base_phase(one.phase) not in (IN_WORKER, SLOW_STEP)]
     count = sum(one.samples for one in sampled)
     places = {(one.file, one.line) for one in lines}
     at_lines = sum(one.samples for one in sampled if (one.file, one.line) in places)

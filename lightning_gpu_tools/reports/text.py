@@ -19,7 +19,7 @@ from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.gpu_table import gpu_lines
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
-from lightning_gpu_tools.training.phases import IN_WORKER, PHASES, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
+from lightning_gpu_tools.training.phases import IN_WORKER, PHASES, RANK_WAIT, SLOW_STEP, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
@@ -243,6 +243,9 @@ def phase_label(group: str) -> str:
     return PHASES[group].label if group in PHASES else printable(group)
 
 
+_LABELS = {IN_WORKER: "loading in a worker", SLOW_STEP: "slow steps"}  # of what only source lines have
+
+
 def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str, str]]:
     """Return what a table of source lines has: phase, share of its samples, line, samples; the most sampled first."""
     samples: Counter[str] = Counter()
@@ -251,7 +254,7 @@ def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str
     rows = []
     for phase, whole in samples.most_common():
         group, _, name = phase.partition("/")
-        label = "loading in a worker" if group == IN_WORKER else phase_label(group)
+        label = _LABELS.get(group) or phase_label(group)
         shares = seen_in([one for one in report.lines if one.phase == phase], phase)
         for line in shares if full else shares[:_MAX_SOURCE_LINES]:
             if full or line.samples >= _MIN_PART * whole:

@@ -17,7 +17,7 @@ import sysconfig
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
-from lightning_gpu_tools.training.phases import IN_WORKER, MONITORING, PAUSES, base_phase
+from lightning_gpu_tools.training.phases import IN_WORKER, MONITORING, PAUSES, SLOW_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.stacks import TRAINER_FILE, TRAINER_FUNCTIONS
 
@@ -184,8 +184,8 @@ class _Sampler(BackgroundJobs):
         """Return for how long not to sample; 0: sample now."""
         raise NotImplementedError
 
-    def _phase(self, seen: Seen) -> str | None:
-        """Return the phase that a sample counts for, if any; asked right after it was taken."""
+    def _phases(self, seen: Seen) -> Sequence[str]:
+        """Return the phases that a sample counts for; asked right after it was taken."""
         raise NotImplementedError
 
     def _sample(self) -> float:
@@ -196,9 +196,9 @@ class _Sampler(BackgroundJobs):
                 return wait_s
             self._switch_quickly()
             seen = line_of(sys._current_frames().get(self._thread_id))
-            phase = None if seen is None else self._phase(seen)
-            if seen is not None and phase is not None:
-                self._counts.add(phase, seen.file, seen.line, seen.function)
+            if seen is not None:
+                for phase in self._phases(seen):
+                    self._counts.add(phase, seen.file, seen.line, seen.function)
         except BaseException:  # whatever ends the sampling: the interval is the whole program's
             self._switch_as_before()
             raise
@@ -266,9 +266,13 @@ class LineSampler(_Sampler):
         return True
 
     @override
-    def _phase(self, seen: Seen) -> str | None:
-        phase = self._clock.current.phase
-        return None if base_phase(phase) == MONITORING else phase
+    def _phases(self, seen: Seen) -> Sequence[str]:
+        clock, phase = self._clock, self._clock.current.phase
+        group = base_phase(phase)
+        if group == MONITORING:
+            return ()
+        is_late = group not in PAUSES and clock.now_s - clock.step_began_s > clock.times.slow_from_s
+        return (phase, f"{SLOW_STEP}/{phase}") if is_late else (phase,)
 
     def seen(self, worker_pids: Collection[int]) -> tuple[SourceLine, ...]:
         """Return the lines of the training thread and of these workers, most frequent first."""
@@ -293,8 +297,8 @@ class _WorkerSampler(_Sampler):
         return _WORKER_START_S if not self._taken else float("inf") if self._taken > WINDOW_SAMPLES else 0.0
 
     @override
-    def _phase(self, seen: Seen) -> str | None:
-        return IN_WORKER if seen.is_loading else None
+    def _phases(self, seen: Seen) -> Sequence[str]:
+        return (IN_WORKER,) if seen.is_loading else ()
 
     def _save(self) -> None:
         if lines := self._counts.lines():

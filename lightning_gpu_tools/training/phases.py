@@ -27,7 +27,9 @@ MONITORING = "monitoring"
 RANK_WAIT = "rank_wait"
 TRAINER = "trainer"
 UNEXPLAINED = "unexplained"
-IN_WORKER = "worker"  # not of the clock: what a process of the loader is doing
+# Not of the clock, but of source lines: what a process of the loader is doing, and, before a slash and its phase, what
+# a step does that already takes twice as long as most.
+IN_WORKER, SLOW_STEP = "worker", "slow_step"
 
 
 class Phase(NamedTuple):

@@ -114,7 +114,8 @@ class SourceLine:
     """A line of the program at which the training thread, or a worker of its loader, was seen at random moments.
 
     Attributes:
-        phase: The phase at that moment, as in ``phase_s``; ``"worker"`` where a worker was seen loading.
+        phase: The phase at that moment, as in ``phase_s``; ``"worker"`` where a worker was seen loading; and once more
+            ``"slow_step/<phase>"`` in a step that already took twice as long as most.
         file: Its file, relative to the current folder if it is below it, or to where packages are installed.
         line: Its number in the file.
         function: The function that it belongs to.

@@ -62,6 +62,7 @@ class StepClock(Stopwatch):
         super().__init__(UNEXPLAINED, clock)
         self.steps = self.epochs = 0  # begun
         self.last_fetch_s = 0.0
+        self.step_began_s = 0.0
         self.timeline = PhaseTimeline()
         self.validations = 0  # begun
         self._core_wait: ThreadWait | None = None  # None before the training, or by another clock than the kernel's
@@ -257,6 +258,7 @@ class StepClock(Stopwatch):
         if around is self._epoch_start:
             return  # of unknown length: Lightning fetches its first batch while it makes the epoch's iterator
         self.steps += 1
+        self.step_began_s = now_s
         self.current = self._data_loading
         if self.steps > self.warm_up_steps:
             self.times.begin_step(self.steps, now_s)

@@ -105,6 +105,9 @@ def test_a_name_of_another_user_reaches_no_terminal_raw() -> None:
         ("validation", {"validation": 20, "training_step": 20}, {}, "validation"),
         ("epoch_start", {"epoch_start": 20, "training_step": 20}, {}, "epoch_start"),
         ("garbage_collection", {"garbage_collection": 10, "training_step": 20}, {}, "garbage_collection"),
+        ("host_to_device_copy", {"host_to_device_copy": 20, "training_step": 20}, {}, "host_to_device_copy"),
+        ("unexplained", {"unexplained": 20, "training_step": 20}, {}, "unexplained"),
+        ("trainer", {"trainer": 20, "training_step": 20}, {}, "unexplained"),
     ],
 )
 def test_a_finding_on_the_host_names_its_line(
@@ -118,6 +121,21 @@ def test_a_finding_on_the_host_names_its_line(
     time = "the loader's time" if cause == "data_loading" else "this time"
     assert f"62 % of {time} is at data.py:41 in decode." in first.advice
     assert first.advice in diagnosis.next_step
+
+
+def test_slow_steps_name_what_the_others_do_not_do() -> None:
+    lines = (seen("training_step", 1000, line=3), seen("slow_step/training_step", 30))
+    finding = diagnose(replace(CAUSES["slow_steps"].sick, lines=lines)).findings[0]
+    assert finding.cause == "slow_steps"
+    assert finding.evidence["source_lines"] == "data.py:41 in decode (100 %)"
+    assert finding.advice.endswith(" 100 % of what these steps take longer is at data.py:41 in decode.")
+
+
+def test_the_rest_of_a_step_does_not_get_the_lines_of_its_parts() -> None:
+    phases = CAUSES["unexplained"].phases
+    assert callable(phases)
+    assert not phases({"phase": "training_step"})
+    assert phases({"phase": "training_step", "idle_percent": 60.0}) == ["training_step"]
 
 
 def test_what_workers_do_is_not_named_where_unpacking_is_the_limit() -> None:

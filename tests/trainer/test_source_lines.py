@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training import line_sampler
 from lightning_gpu_tools.training.line_sampler import WorkerLines
-from lightning_gpu_tools.training.phases import CALLBACK, DATA_LOADING, IN_WORKER, VALIDATION
+from lightning_gpu_tools.training.phases import CALLBACK, DATA_LOADING, IN_WORKER, SLOW_STEP, VALIDATION
 
 ENOUGH = 40  # samples, so that a busy machine's few at other lines do not matter
 MAX_STEPS = 5_000
@@ -81,10 +82,12 @@ def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not any(map(os.path.exists, folders))
 
 
-def train(folder: Path, phase: str, *data: Any, callbacks: tuple[Callback, ...] = (), **options: Any) -> Report:
+def train(
+    folder: Path, phase: str, *data: Any, callbacks: tuple[Callback, ...] = (), model: Any = Model, **options: Any
+) -> Report:
     monitor, advisor = GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=5, min_seconds=0.01)
     trainer = quiet_trainer(folder, callbacks=[monitor, advisor, *callbacks, Until(phase)], max_epochs=-1, **options)
-    trainer.fit(Model(), *data)
+    trainer.fit(model(), *data)
     assert trainer.global_step < MAX_STEPS
     return load_report(folder)
 
@@ -110,6 +113,26 @@ def test_a_callbacks_line_is_named(tmp_path: Path) -> None:
     finding = next(one for one in report.diagnosis.findings if one.cause == "callback")
     assert "trainings.py" in str(finding.evidence["source_lines"]).partition(",")[0]
     assert {one.phase for one in report.lines if one.function == "burn"} == {"callback/Slow"}
+
+
+class NowAndThen(Model):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        burn(0.004)
+        if batch_idx % 10 == 0:
+            self.inspect()
+        return super().training_step(batch, batch_idx)
+
+    def inspect(self) -> None:
+        end_s = time.thread_time() + 0.06
+        while time.thread_time() < end_s:
+            pass
+
+
+def test_what_slow_steps_do_is_named(tmp_path: Path) -> None:
+    report = train(tmp_path, SLOW_STEP, loader(Samples(MAX_STEPS)), model=NowAndThen)
+    assert functions(report, SLOW_STEP)[0] == "inspect"
+    finding = next(one for one in report.diagnosis.findings if one.cause == "slow_steps")
+    assert " of what these steps take longer is at " in finding.advice
 
 
 def test_spawned_workers_name_their_lines(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from lightning_gpu_tools.training.line_sampler import (
     WorkerLines,
     line_of,
 )
-from lightning_gpu_tools.training.phases import CALLBACK, IN_WORKER, MONITORING, TRAINING_STEP, VALIDATION
+from lightning_gpu_tools.training.phases import CALLBACK, IN_WORKER, MONITORING, SLOW_STEP, TRAINING_STEP, VALIDATION
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
@@ -182,6 +182,16 @@ def test_this_packages_own_work_is_not_counted(steady: Sampled) -> None:
     assert steady.seen() == {}
 
 
+def test_what_a_step_does_when_most_are_done_counts_once_more(steady: Sampled) -> None:
+    steady.step(40)  # then it is known how long most take
+    steady.time.spend(0.005)
+    steady.sample(TRAINING_STEP, 2)
+    steady.time.spend(0.010)
+    steady.sample(TRAINING_STEP, 3)
+    steady.sample(VALIDATION, 4)
+    assert steady.seen() == {TRAINING_STEP: 5, f"{SLOW_STEP}/{TRAINING_STEP}": 3, VALIDATION: 4}
+
+
 @pytest.mark.parametrize(("seconds", "windows"), [(0.01, 1), (0.011, 1), (0.02, 2), (0.005, 2)])
 def test_another_window_begins_at_another_pace(steady: Sampled, seconds: float, windows: int) -> None:
     steady.step(100)
@@ -262,8 +272,8 @@ def test_a_worker_that_waits_is_not_counted(tmp_path: Path) -> None:
     worker = line_sampler._WorkerSampler(str(tmp_path))
     worker.close()
     waiting = Seen("data.py", 1, "decode", is_loading=False)
-    assert worker._phase(waiting) is None
-    assert worker._phase(waiting._replace(is_loading=True)) == IN_WORKER
+    assert worker._phases(waiting) == ()
+    assert worker._phases(waiting._replace(is_loading=True)) == (IN_WORKER,)
 
 
 def test_a_loop_that_somebody_else_has_put_there_stays() -> None:

@@ -77,6 +77,7 @@ CAUSE = Cause(
         )
     ],
     find=find,
+    phases=[COPY],
     verified_on="simulated GPU",
     sick=gpu_run(
         {"host_to_device_copy": 20, "training_step": 30},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
@@ -13,6 +13,7 @@ from lightning_gpu_tools.training.phases import (
     DATA_LOADING,
     PAUSES,
     RANK_WAIT,
+    SLOW_STEP,
     TRAINER,
     TRAINING_STEP,
     UNEXPLAINED,
@@ -129,6 +130,11 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
     return counted("data_loading", one.share, shown, advice, "heuristic" if begins else "measured")
 
 
+def _phases(evidence: Mapping[str, float | str]) -> Sequence[str]:
+    # In those of the beginning, and where batches are longer, the line does not differ from that of other steps.
+    return [f"{SLOW_STEP}/{evidence['phase']}"] if evidence["kind"] in ("periodic", "irregular") else []
+
+
 def _with_slow_steps(times: float) -> RunMeasurements:
     """Return 250 steps of 40 ms, of which each 50th takes some times as long."""
     steps = (50, 100, 150, 200, 250)
@@ -167,6 +173,8 @@ CAUSE = Cause(
             "beginning",
         ),
     ],
+    phases=_phases,
+    time="what these steps take longer",
     verified_on="cpu",
     sick=_with_slow_steps(15.0),
     healthy=_with_slow_steps(3.0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
@@ -64,6 +64,12 @@ def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
     return _LINES[str(evidence["phase"])]
 
 
+def _phases(evidence: Mapping[str, float | str]) -> Sequence[str]:
+    # Not forward, backward and optimizer, which are phases of the step, too, and have a name.
+    is_rest_of_step = evidence["phase"] == TRAINING_STEP and "idle_percent" not in evidence
+    return [] if is_rest_of_step else [str(evidence["phase"])]
+
+
 CAUSE = Cause(
     name="unexplained",
     begins=_begins,
@@ -77,6 +83,7 @@ CAUSE = Cause(
             "find the function with `py-spy` or `cProfile`",
         ),
     ],
+    phases=_phases,
     counts_while_busy=True,
     verified_on="simulated GPU",
     sick=gpu_run(STEP, 40.0),
