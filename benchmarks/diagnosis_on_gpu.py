@@ -5,12 +5,16 @@
 The sizes are for a GPU of the Ampere generation or later; a simulated one, which computes nothing, leaves out the
 trainings whose cause lies in how fast a GPU computes. "healthy" means that the GPU is busy and nothing is advised
 that it waits for; a remark on precision counts as healthy where it is not what was asked.
+
+Where traceml-ai is installed, each training runs once more under ``traceml run``. How its verdict is judged is in
+benchmarks/diagnosis_peers.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import json
 import logging
 import os
@@ -18,12 +22,13 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from diagnosis_peers import judge, traceml, traceml_says
 from diagnosis_suite import in_words
 from lightning.pytorch import Callback, LightningModule, Trainer
 from machine import describe_machine
@@ -93,11 +98,14 @@ class Waiting(LightningModule):
         self.layer = torch.nn.Linear(32, 1)
         self.gpu_ms, self.before, self.after = gpu_ms, before, after
 
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        occupy(self.gpu_ms)
+        return self.layer(batch)
+
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.before is not None:
             self.before(batch)
-        occupy(self.gpu_ms)
-        loss = self.layer(batch).square().mean()
+        loss = self(batch).square().mean()
         if self.after is not None:
             self.after(loss)
             time.sleep(0.020)
@@ -238,24 +246,21 @@ CASES = {
 }  # fmt: skip
 
 
+def train(case: Case, seconds: float, folder: str, callbacks: Sequence[Callback] = ()) -> None:
+    """Train, with the callback that the case is about behind these."""
+    dataset = _SlowReady(case.shape, case.slow_data_s) if case.slow_data_s else Ready(case.shape)
+    trainer = Trainer(
+        accelerator="gpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        callbacks=[Stop(seconds), *callbacks, *([case.callback()] if case.callback else [])],
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **case.options,
+    )  # fmt: skip
+    trainer.fit(case.model(), DataLoader(dataset, batch_size=None, **case.loader))
+
+
 def answer(case: Case, seconds: float, folder: str) -> dict[str, Any]:
     """Train and return what the advisor says, and where the GPU stood idle."""
     advisor = GPUUtilizationAdvisor(min_seconds=seconds / 4)
-    dataset = Ready(case.shape)
-    loader = DataLoader(dataset, batch_size=None, **case.loader)
-    if case.slow_data_s:
-        loader = DataLoader(_SlowReady(case.shape, case.slow_data_s), batch_size=None, **case.loader)
-    callbacks = [
-        Stop(seconds),
-        GPUUtilizationMonitor(interval_s=0.1),
-        advisor,
-        *([case.callback()] if case.callback else []),
-    ]
-    trainer = Trainer(
-        accelerator="gpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, callbacks=callbacks,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **case.options,
-    )  # fmt: skip
-    trainer.fit(case.model(), loader)
+    train(case, seconds, folder, [GPUUtilizationMonitor(interval_s=0.1), advisor])
     diagnosis = advisor.diagnosis
     assert diagnosis is not None
     measured_s = load_report(folder).gpu_step_s.get("training_step/forward")
@@ -288,6 +293,7 @@ class _SlowReady(Ready):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=12.0, help="of each training (default: %(default)s)")
+    parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help="trainings whose names have this text")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
     args = parser.parse_args()
@@ -295,24 +301,34 @@ def main() -> int:
         parser.error("this needs a CUDA device")
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if args.train:
+        train(CASES[args.train], args.seconds, os.getcwd())
+        return 0
     rows = []
     for name, case in CASES.items():
         if args.only not in name or (case.by_speed and "SIMULATED_CUDA" in os.environ):
             continue
         with tempfile.TemporaryDirectory() as folder:
             said = answer(case, args.seconds, folder)
+            theirs = None
+            if traceml() is not None:
+                arguments = ["--train", name, "--seconds", str(args.seconds)]
+                theirs = traceml_says(Path(__file__).name, arguments, Path(folder, "traceml"))
+                theirs["is"] = judge(case.known[0], theirs["verdict"])
         right = said["said"] in case.known
-        rows.append(
-            {"training": name, "known": case.known, "forward_ms_known": case.forward_ms, "right": right, **said}
-        )
+        known = {"training": name, "known": case.known, "forward_ms_known": case.forward_ms, "line_known": case.line}
+        rows.append({**known, "right": right, **said, "traceml": theirs})
         print(f"{'right' if right else 'WRONG':<6}{name}: known {' or '.join(case.known)}, said {said['said']}")
         if case.line:
             print(f"      line of {case.line}: {'named' if said['names_line'] else 'NOT NAMED'}")
         if case.forward_ms:
             print(f"      forward on the GPU: known {case.forward_ms} ms, measured {said['forward_ms']} ms")
-        print(f"      {said['why']} {said['gpu_idle_percent']}")
+        print(f"      {said['why']} {said['gpu_idle_percent']}", flush=True)
+        if theirs is not None:
+            print(f"      TraceML: {theirs['verdict']} ({theirs['is']}), forward {theirs['forward_ms']} ms", flush=True)
     if args.output:
-        result = {"benchmark": "diagnosis_on_gpu", "machine": describe_machine(), "answers": rows}
+        versions = {} if traceml() is None else {"traceml-ai": importlib.metadata.version("traceml-ai")}
+        result = {"benchmark": "diagnosis_on_gpu", "machine": {**describe_machine(), **versions}, "answers": rows}
         args.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(row["right"] for row in rows) else 1
 

@@ -6,6 +6,7 @@ Needs traceml-ai in the same environment. Each training of benchmarks/toys.py, o
 place, runs under ``traceml run``, as TraceML's own docs recommend, once as it is, so that TraceML adds its callback,
 and once with that callback in the script; and then with this package's advisor. TraceML "names" a cause if its verdict
 has a word for it. It "hints" at a callback, a logger, a checkpoint, validation, the start of an epoch or a transfer
+or work of the host inside the step
 with RESIDUAL-HEAVY, whose advice lists such work among other things, and at backward and the optimizer with
 COMPUTE-BOUND. A training to which it did not attach is left out of the sums.
 """
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,29 +45,37 @@ NAMES = {
     "too_short": ("NO CLEAR BOTTLENECK", "COMPUTE-BOUND", "BALANCED", "INSUFFICIENT", "no verdict"),
 }
 HINTED = {
-    "RESIDUAL-HEAVY": ("callback", "logging", "checkpoint", "validation", "epoch_start", "host_to_device_copy"),
+    "RESIDUAL-HEAVY": (
+        *("callback", "logging", "checkpoint", "validation", "epoch_start", "host_to_device_copy", "host_work"),
+    ),
     "COMPUTE-BOUND": ("backward", "optimizer"),
 }
 WHO = ("ours", "traceml", "traceml_callback")
 
 
-def traceml_says(name: str, seconds: float, folder: Path, *, by_callback: bool) -> dict[str, Any]:
-    """Train a toy under TraceML and return its verdict, with its reason and the steps that it saw."""
-    toy = str(Path(__file__).with_name("toys.py"))
-    processes = TOYS[name].options.get("devices", 1)
+def traceml() -> Path | None:
+    """Return TraceML's command, if it is installed beside this Python."""
+    found = shutil.which("traceml", path=str(Path(sys.executable).parent))
+    return None if found is None else Path(found)
+
+
+def traceml_says(script: str, arguments: Sequence[str], folder: Path, *, processes: int = 1) -> dict[str, Any]:
+    """Run a script of this folder under TraceML and return its verdict, with its reason and what it saw."""
     folder.mkdir()
-    command = [str(Path(sys.executable).with_name("traceml")), "run", toy, "--nproc-per-node", str(processes)]
+    command = [str(traceml()), "run", str(Path(__file__).with_name(script)), "--nproc-per-node", str(processes)]
     run = subprocess.run(
-        [*command, "--run-name", "toy", "--args", name, "--seconds", str(seconds), *(["--traceml"] * by_callback)],
+        [*command, "--run-name", "training", "--args", *arguments],
         cwd=folder, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    summary = folder / "logs" / "toy" / "final_summary.json"
-    primary = json.loads(summary.read_text())["primary_diagnosis"] if summary.exists() else {}
+    summary = folder / "logs" / "training" / "final_summary.json"
+    found = json.loads(summary.read_text()) if summary.exists() else {"primary_diagnosis": {}, "step_time": {}}
+    primary, average = found["primary_diagnosis"], (found["step_time"].get("global") or {}).get("average") or {}
     return {
         "verdict": primary.get("status") or "no verdict",
         "why": primary.get("summary"),
         "steps": (primary.get("evidence") or {}).get("steps_analyzed"),
-        "attached": by_callback or "callback added automatically" in re.sub(r"\s+", " ", run.stdout + run.stderr),
+        "forward_ms": average.get("forward_ms"),
+        "attached": "callback added automatically" in re.sub(r"\s+", " ", run.stdout + run.stderr),
         "exit_code": run.returncode,
     }
 
@@ -95,8 +105,11 @@ def rows(names: list[str], seconds: float) -> list[dict[str, Any]]:
     for name in names:
         toy = TOYS[name]
         with tempfile.TemporaryDirectory() as folder:
-            theirs = traceml_says(name, seconds, Path(folder, "zero-code"), by_callback=False)
-            by_callback = traceml_says(name, seconds, Path(folder, "callback"), by_callback=True)
+            arguments, processes = [name, "--seconds", str(seconds)], toy.options.get("devices", 1)
+            theirs = traceml_says("toys.py", arguments, Path(folder, "zero-code"), processes=processes)
+            arguments.append("--traceml")
+            by_callback = traceml_says("toys.py", arguments, Path(folder, "callback"), processes=processes)
+            by_callback["attached"] = True
             ask = answer_in_a_process if toy.needs_a_process else answer
             ours = ask(name, seconds, folder)["said"]
         row = {"training": name, "known": toy.known, "ours": ours, "traceml": theirs, "traceml_callback": by_callback}
@@ -118,7 +131,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=TOYS, default=list(TOYS), help="these trainings alone")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
     args = parser.parse_args()
-    if shutil.which("traceml", path=str(Path(sys.executable).parent)) is None:
+    if traceml() is None:
         parser.error("TraceML is not installed beside this Python: pip install traceml-ai")
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

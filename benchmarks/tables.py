@@ -146,6 +146,48 @@ def _gpu_times(found: Results) -> str:
     )
 
 
+_OUTCOMES = {
+    "names": "right",
+    "hints": "hints at it",
+    "misses": "another cause",
+    "no verdict": "no verdict",
+    "false alarm": "false alarm",
+}
+
+
+def diagnosis_on_gpu() -> str:
+    """Return what this package and TraceML say of trainings on one GPU."""
+    name = "simulated_gpu/gpu_diagnosis"
+    found = results(name)
+
+    def ms(value: float | None) -> str:
+        return "" if value is None else f"{value:.1f}"
+
+    def line(one: Results) -> str:
+        return {True: "named", False: "not named"}[one["names_line"]] if one["line_known"] else ""
+
+    rows = [
+        (
+            one["training"],
+            _OUTCOMES["names" if one["right"] else "misses"],
+            line(one),
+            _OUTCOMES[one["traceml"]["is"]],
+            *(ms(one["forward_ms_known"] and value) for value in (one["forward_ms_known"], one["forward_ms"])),
+            ms(one["forward_ms_known"] and one["traceml"]["forward_ms"]),
+        )
+        for one in found["answers"]
+    ]
+    other = found["machine"]["traceml-ai"]
+    return block(
+        f"The trainings on a simulated GPU, with this package and under `traceml run` (TraceML {other}): is the cause "
+        "right, is the source line named, and how long does the GPU work in forward?",
+        table(("training", "cause", "line", "TraceML: cause", "forward, ms", "measured", "TraceML"), *rows),
+        "TraceML names no source lines and no waits for the GPU; between two events it counts idle time as work. Its "
+        "RESIDUAL-HEAVY counts as a hint at work of the host.",
+        source("diagnosis_on_gpu.py", name),
+    )
+
+
 def diagnosis() -> str:
     suite, peers, memory = results("diagnosis_suite"), results("diagnosis_peers"), results("out_of_memory")
     kinds = {
@@ -159,17 +201,10 @@ def diagnosis() -> str:
     rows.append(("real trainings on a simulated GPU", f"{sum(gpu_rights)} of {len(gpu_rights)}"))
     rows.append(("out of memory, or not, on a simulated GPU", f"{memory['right']} of {memory['of']}"))
 
-    outcomes = {
-        "names": "right",
-        "hints": "hints at it",
-        "misses": "another cause",
-        "no verdict": "no verdict",
-        "false alarm": "false alarm",
-    }
     predicted = "; ".join(_prediction(memory["sizes"], size) for size in (8, 32))
     other = peers["machine"]["traceml-ai"]
     of_both = [
-        (who, *(str(peers[key].get(outcome, 0)) for outcome in outcomes))
+        (who, *(str(peers[key].get(outcome, 0)) for outcome in _OUTCOMES))
         for who, key in (
             ("this package", "ours"),
             (f"TraceML {other}, zero-code", "traceml"),
@@ -187,7 +222,7 @@ def diagnosis() -> str:
         "it attaches to (they are our own). Its RESIDUAL-HEAVY hints at callbacks, loggers, checkpoints, validation, "
         "epoch starts and transfers, its COMPUTE-BOUND at backward and the optimizer. Which kind of slow loading it "
         "is does not count here.",
-        table((f"of {peers['both']} trainings", *outcomes.values()), *of_both),
+        table((f"of {peers['both']} trainings", *_OUTCOMES.values()), *of_both),
         source("diagnosis_peers.py", "diagnosis_peers"),
     )
 
@@ -765,6 +800,7 @@ TABLES: dict[str, Callable[[], str]] = {
             pick_speed,
             ceilings,
             diagnosis,
+            diagnosis_on_gpu,
             step_overhead,
             source_lines,
             loader_settings,
