@@ -225,7 +225,7 @@ def test_a_failed_write_leaves_only_the_old_report(tmp_path: Path) -> None:
     ReportFile(tmp_path).save(REPORT)
     code = (
         "import resource, sys\n"
-        "from lightning_gpu_tools.reports.report import ReportFile, load_report\n"
+        "from lightning_gpu_tools.reports.report_file import ReportFile, load_report\n"
         "report = load_report(sys.argv[1])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"  # as on a full disk: the file ends after 100 bytes
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
