@@ -33,7 +33,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpu_tools import find_loader_settings
-from lightning_gpu_tools.reports.report import load_report
+from lightning_gpu_tools.reports.report_file import load_report
 
 WORKERS, PREFETCH = range(8), (2, 8)
 TEXT = bytes(range(256)) * 400

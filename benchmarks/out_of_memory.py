@@ -34,6 +34,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from machine import describe_machine
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -372,17 +373,17 @@ class Same(Dataset):
 
 
 class Model(LightningModule):
-    """A network with AdamW."""
+    """A network with an optimizer."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
         super().__init__()
-        self.network = network
+        self.network, self.optimizer = network, optimizer
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.network(batch).float().square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-6)
+        return self.optimizer(self.parameters(), lr=1e-6)
 
 
 class Transformer(nn.Module):
@@ -400,6 +401,48 @@ class Transformer(nn.Module):
         length = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, tokens.device) if self.causal else None
         return self.head(self.layers(self.embedding(tokens), mask, is_causal=self.causal))
+
+
+class PlainAttention(nn.Module):
+    """A layer of a transformer whose attention is written out, so that it keeps all pairs of tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads, self.norm = width // 64, nn.LayerNorm(width)
+        self.inside, self.outside = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, length, width = hidden.shape
+        parts = self.inside(self.norm(hidden)).view(batch, length, 3, self.heads, 64).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind()
+        weights = (query @ key.transpose(-2, -1) / 8).softmax(-1)
+        hidden = hidden + self.outside((weights @ value).transpose(1, 2).reshape(batch, length, width))
+        return hidden + self.mlp(hidden)
+
+
+class Checkpointed(nn.Module):
+    """Layers that are computed again in backward."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False)
+        return hidden
+
+
+def plain(layers: int, width: int, *, checkpointed: bool) -> nn.Module:
+    """Return a transformer with written-out attention."""
+    inside = [PlainAttention(width) for _ in range(layers)]
+    return nn.Sequential(
+        nn.Embedding(16_384, width), Checkpointed(*inside) if checkpointed else nn.Sequential(*inside),
+        nn.Linear(width, 1024),
+    )  # fmt: skip
 
 
 class Bottleneck(nn.Module):
@@ -441,6 +484,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, dict[str, Any]]] 
     "like BERT": (partial(Transformer, 6, 768, causal=False), TOKENS, {}),
     "like ResNet-50": (resnet, IMAGE, {}),
     "like ResNet-50, bf16-mixed": (resnet, IMAGE, {"precision": "bf16-mixed"}),
+    "attention of all pairs": (partial(plain, 8, 512, checkpointed=False), TOKENS, {}),
+    "attention of all pairs, checkpointed": (partial(plain, 8, 512, checkpointed=True), TOKENS, {}),
+    "like BERT, 4 batches accumulated": (
+        partial(Transformer, 6, 768, causal=False), TOKENS, {"accumulate_grad_batches": 4}
+    ),
+    "like BERT, fused AdamW": (partial(Transformer, 6, 768, causal=False), TOKENS, {}),
+    "like ResNet-50, SGD with momentum": (resnet, IMAGE, {}),
+}  # fmt: skip
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "like BERT, fused AdamW": partial(torch.optim.AdamW, fused=True),
+    "like ResNet-50, SGD with momentum": partial(torch.optim.SGD, momentum=0.9),
 }
 
 
@@ -451,7 +505,7 @@ def trains(name: str, batch_size: int, *callbacks: Callback) -> bool:
     watched = [GPUUtilizationMonitor(report=False), *callbacks]
     with tempfile.TemporaryDirectory() as folder:
         trainer = quiet_trainer(Path(folder), accelerator="gpu", max_steps=STEPS, callbacks=watched, **options)
-        model = Model(build())
+        model = Model(build(), OPTIMIZERS.get(name, torch.optim.AdamW))
         try:
             trainer.fit(model, loader)
         except torch.OutOfMemoryError:

@@ -45,7 +45,9 @@ from lightning_gpu_tools.advice.causes import straggler
 from lightning_gpu_tools.advice.examples import gpu_run
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSummary
 from lightning_gpu_tools.reports.plot import save_plot
-from lightning_gpu_tools.reports.report import RUNNING, load_report, to_json
+from lightning_gpu_tools.reports.report import RUNNING
+from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.schema import to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.run_report import describe

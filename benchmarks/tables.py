@@ -32,7 +32,8 @@ from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
-from lightning_gpu_tools.reports.report import SCHEMA_VERSION, LoaderSummary, Report
+from lightning_gpu_tools.reports.report import LoaderSummary, Report
+from lightning_gpu_tools.reports.schema import SCHEMA_VERSION
 from lightning_gpu_tools.selection.ranking import OPTIONS
 from lightning_gpu_tools.training.phases import (
     CALLBACK,

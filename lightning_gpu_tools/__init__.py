@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.checkpoints.weights import load_weights
     from lightning_gpu_tools.errors import LightningGpuToolsError
     from lightning_gpu_tools.loaders.search import find_loader_settings
-    from lightning_gpu_tools.reports.report import load_report
+    from lightning_gpu_tools.reports.report_file import load_report
     from lightning_gpu_tools.selection.picking import list_gpus, select_gpus
     from lightning_gpu_tools.trainer.accelerator import FreeMemoryCUDAAccelerator
     from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
@@ -34,7 +34,7 @@ _MODULE_OF = {
     "find_loader_settings": "loaders.search",
     "list_gpus": "selection.picking",
     "load_from_checkpoint": "trainer.load_from_checkpoint",
-    "load_report": "reports.report",
+    "load_report": "reports.report_file",
     "load_weights": "checkpoints.weights",
     "select_gpus": "selection.picking",
     "watch": "trainer.watch",

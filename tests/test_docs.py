@@ -16,7 +16,7 @@ from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.findings import Verdict
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
-from lightning_gpu_tools.reports.report import SCHEMA_VERSION
+from lightning_gpu_tools.reports.schema import SCHEMA_VERSION
 from lightning_gpu_tools.reports.text import render_text
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))

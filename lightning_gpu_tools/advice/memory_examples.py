@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_gpu_tools.advice.examples import GIB
 from lightning_gpu_tools.advice.out_of_memory import ModelSize, OutOfMemory, OutOfMemoryMessage
-from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory
+from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory, StepNeed
 
 MIB = 2**20
 # What was in tensors when each step began.
@@ -16,7 +16,10 @@ GROWING = [(step, (8 + 0.1 * step) * GIB) for step in range(1, 100)]
 
 
 def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
-    """Return what a rank has counted: steps of one size, with 2 GiB each of parameters and gradients, 3 of states."""
+    """Return what a rank has counted: steps of one size, with 2 GiB each of parameters and gradients, 3 of states.
+
+    The old gradients go before backward, which needs as much as forward and they together.
+    """
 
     def reading(allocated: int) -> MemoryReading:
         return MemoryReading(
@@ -24,13 +27,18 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
         )
 
     first = StepMemory(step=1, batch_shape=(batch_size, 512), begin=reading(2 * GIB))
+    needs = (StepNeed(0, peak - begin), StepNeed(-2 * GIB, peak - begin + 2 * GIB))
+    last = StepMemory(
+        step=9, batch_shape=(batch_size, 512), begin=reading(begin), after_forward=reading(peak), needs=needs
+    )
     return RankMemory(
         latest=reading(begin),
         holdings=MemoryHoldings(
             parameters_bytes=2 * GIB, gradients_bytes=2 * GIB, gradients_kept_bytes=2 * GIB, optimizer_bytes=3 * GIB
         ),
         first_step=first,
-        last_step=StepMemory(step=9, batch_shape=(batch_size, 512), begin=reading(begin), after_forward=reading(peak)),
+        last_step=last,
+        traced_step=last,
         peaks_bytes={"forward": peak},
     )
 

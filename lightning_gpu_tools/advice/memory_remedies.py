@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
-from lightning_gpu_tools.advice.batch_size import MARGIN, LargestBatch, StepPeak, largest_batch, split, step_peak
+from lightning_gpu_tools.advice.batch_size import LargestBatch, StepPeak, largest_batch, split, step_peak
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.training.memory_readings import StepNeed
 from lightning_gpu_tools.training.phases import FORWARD, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
+_MARGIN = 0.20  # loadtune's, of what a job needs: for rounding, fragments and cuDNN's workspaces
 _LEFT_BY_CHECKPOINTING = 0.2  # measured in a transformer of 6 layers: 5.7 of 28.2 MiB a sample
 
 
@@ -26,14 +28,16 @@ def largest_that_fits(run: RunMeasurements, oom: OutOfMemory, *, by_items: bool 
         return LargestBatch(why_not="The first tensor of a batch does not begin with its samples.")
     peaks = []
     if oom.memory is not None and not in_validation(oom):
-        complete = step_peak(oom.memory, run.batch_bytes or 0, by_items=by_items)
+        # As the advice is: more batches, with the same effective size.
+        complete = step_peak(oom.memory, run.batch_bytes or 0, accumulates=True, by_items=by_items)
         peaks = [] if complete is None else [complete]
     if oom.batch_shape and oom.allocated_bytes is not None and oom.begin_bytes is not None:
         taken = oom.wanted_bytes - oom.begin_bytes
         # What comes with the first step of the optimizer takes room, too.
         fixed = oom.begin_bytes if in_validation(oom) else max(oom.begin_bytes, oom.model.total_bytes)
         batch = math.prod(oom.batch_shape) if by_items else oom.batch_shape[0]
-        peaks.append(StepPeak(batch_size=batch, begin_bytes=fixed, peak_bytes=fixed + taken, is_complete=False))
+        needs = (StepNeed(0, taken),)
+        peaks.append(StepPeak(batch_size=batch, begin_bytes=fixed, needs=needs, is_complete=False))
     return largest_batch(peaks, oom.room_bytes)
 
 
@@ -105,7 +109,7 @@ def needed_bytes(oom: OutOfMemory) -> float:
     """Return what this job would have needed of the GPU at least."""
     tensors = oom.wanted_bytes
     to_come = max(0, oom.model.total_bytes - (oom.begin_bytes or oom.allocated_bytes or 0))
-    if oom.has_completed_steps and oom.memory is not None:
+    if oom.has_fitted and oom.memory is not None:
         tensors, to_come = max(tensors, oom.memory.peak_bytes), 0
     beside = 0
     if oom.total_bytes is not None and oom.free_bytes is not None and oom.reserved_bytes is not None:
@@ -115,14 +119,14 @@ def needed_bytes(oom: OutOfMemory) -> float:
 
 def needed(oom: OutOfMemory) -> str:
     """Return the same with a margin, for a command line."""
-    least = needed_bytes(oom) * (1 + MARGIN)
+    least = needed_bytes(oom) * (1 + _MARGIN)
     size, unit = (2**30, "GiB") if least >= 2**30 else (2**20, "MiB")
     return f"{math.ceil(least / size)}{unit}"
 
 
 def another_gpu(oom: OutOfMemory) -> str:
     """Return which free GPU of this machine would do; empty without one."""
-    least = max(needed_bytes(oom) * (1 + MARGIN), oom.room_bytes or 0)
+    least = max(needed_bytes(oom) * (1 + _MARGIN), oom.room_bytes or 0)
     others = [(gpu.memory_free_bytes or 0, -gpu.index) for gpu in oom.gpus if gpu.uuid != oom.uuid and not gpu.error]
     free, index = max(others, default=(-1, 0))
     if free < least or oom.uuid is None:

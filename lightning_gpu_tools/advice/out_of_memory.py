@@ -24,7 +24,7 @@ _FIELDS = {
     "requested_bytes": rf"(?:[Tt]ried to allocate|Unable to allocate|[Aa]llocation of|Requested\s*:) {_SIZE}",
     "total_bytes": rf"(?:total capacity of|Device limit\s*:) {_SIZE}",
     "free_bytes": rf"(?:of which|Free \(according to CUDA\):) {_SIZE}",
-    "process_bytes": rf"this process has {_SIZE}",
+    "own_bytes": rf"this process has {_SIZE}",
     "allowed_bytes": rf"(?:memory fraction\)\s*: |(?=[\d.]+ \w+ allowed;)){_SIZE}",
     "allocated_bytes": rf"(?:Of the allocated memory|Currently allocated\s*:) {_SIZE}",
     "graph_pool_bytes": rf"with {_SIZE} allocated in private pools",
@@ -69,6 +69,7 @@ class OutOfMemoryMessage:
     requested_bytes: int | None = None  # on a GPU the segment: 2 MiB for up to 1, 20 for up to 10
     total_bytes: int | None = None
     free_bytes: int | None = None  # as the driver reports it
+    own_bytes: int | None = None  # this process has, with what is not torch's
     others_bytes: Mapping[int, int] = field(default_factory=dict)  # by the driver's number of the process
     allowed_bytes: int | None = None  # by a limit on torch
     allocated_bytes: int | None = None  # in tensors
@@ -110,12 +111,13 @@ def parse(text: str) -> OutOfMemoryMessage | None:
         return None
     sizes = {name: _size(re.search(pattern, text)) for name, pattern in _FIELDS.items()}
     others = {int(match[1]): size for match in _OTHER_PROCESS.finditer(text) if (size := _size(match)) is not None}
-    if sizes.pop("process_bytes") is None and sizes["allocated_bytes"] is not None:
+    if sizes["own_bytes"] is None and sizes["allocated_bytes"] is not None:
         # In a container torch does not know which process it is.
         reserved = sizes["allocated_bytes"] + (sizes["cached_bytes"] or 0)
         large = [(size, pid) for pid, size in others.items() if size >= reserved * (1 - _ROUNDING)]
         if large:
-            del others[min(large)[1]]
+            sizes["own_bytes"], own_pid = min(large)
+            del others[own_pid]
     workers = _WORKERS.search(text)
     return OutOfMemoryMessage(
         source=kind.source,
@@ -138,6 +140,8 @@ def _size(match: re.Match[str] | None) -> int | None:
 
 LOADING_CHECKPOINT = "loading_checkpoint"
 SETUP = "setup"
+_CONTEXT_BYTES = 2**30  # our default for what CUDA takes beside torch, where nobody says it: 0.3 to 0.9 GiB were seen
+_MIN_UNLISTED = 0.10  # our default for the share of the GPU from which on memory without an owner is other processes'
 _NEARLY_FULL = 0.05  # our default for the share of free memory below which a message with two meanings counts
 
 
@@ -243,14 +247,37 @@ class OutOfMemory:
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
     @property
+    def unlisted_bytes(self) -> int:
+        """Memory of processes that nobody lists here, as those of other containers; 0 if there is hardly any."""
+        total, free, reserved = self.total_bytes, self.free_bytes, self.reserved_bytes
+        if total is None or free is None or reserved is None:
+            return 0
+        listed = (self.gpu.processes if self.gpu is not None else None) or ()
+        of_job = sum(one.memory_used_bytes or 0 for one in listed if one.pid in (self.own_pids or ()))
+        own = max(self.message.own_bytes or reserved + _CONTEXT_BYTES, of_job)
+        left = total - free - own - sum(one.memory_used_bytes or 0 for one in self.others)
+        return left if left >= _MIN_UNLISTED * total else 0
+
+    @property
     def others_bytes(self) -> int:
-        """Their memory, as far as the driver reports it."""
-        return sum(one.memory_used_bytes or 0 for one in self.others)
+        """All that other processes hold, as far as it is known."""
+        return sum(one.memory_used_bytes or 0 for one in self.others) + self.unlisted_bytes
 
     @property
     def has_completed_steps(self) -> bool:
         """Whether the optimizer has made a step before."""
         return self.memory is not None and self.memory.first_step is not None
+
+    @property
+    def has_fitted(self) -> bool:
+        """Whether a step has come to its end that began with the optimizer's states and the gradients of another."""
+        memory = self.memory
+        return (
+            memory is not None
+            and memory.first_step is not None
+            and memory.last_step is not None
+            and memory.last_step.step > memory.first_step.step
+        )
 
     @property
     def begin_bytes(self) -> int | None:

@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report or the comparison."""
     from lightning_gpu_tools.errors import ReportError
-    from lightning_gpu_tools.reports.report import FILE_NAME, load_report, to_json
+    from lightning_gpu_tools.reports.report import FILE_NAME
+    from lightning_gpu_tools.reports.report_file import load_report
+    from lightning_gpu_tools.reports.schema import to_json
     from lightning_gpu_tools.reports.text import render_markdown, render_text
     from lightning_gpu_tools.units import printable_path
 
@@ -106,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _found(path: str) -> str:
-    from lightning_gpu_tools.reports.report import FILE_NAME, find_report
+    from lightning_gpu_tools.reports.report import FILE_NAME
+    from lightning_gpu_tools.reports.report_file import find_report
     from lightning_gpu_tools.units import printable_path
 
     file = find_report(path)
@@ -153,7 +156,7 @@ def _page(*runs: Any) -> str:
 
 def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:
     from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, confirm, render_comparison
-    from lightning_gpu_tools.reports.report import as_json
+    from lightning_gpu_tools.reports.schema import as_json
 
     comparison = compare(new, old, max_slowdown)
     confirmation = confirm(new, old)

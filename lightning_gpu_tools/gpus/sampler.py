@@ -1,215 +1,24 @@
-"""A background thread that samples GPUs, and what its samples say of the time between two moments."""
+"""A background thread that samples GPUs."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuWindow, Metric
-from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, GpuReading, mean_percent, weights_s
-from lightning_gpu_tools.training.timeline import Series, Timeline
+from lightning_gpu_tools.gpus.metrics import GpuSample, GpuWindow
+from lightning_gpu_tools.gpus.readings import GpuReading, mean_percent
+from lightning_gpu_tools.gpus.windows import GpuTimelines, Phases, WindowBuilder
+from lightning_gpu_tools.training.timeline import Series
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
-
-_TIMELINES = ("memory_used_bytes", "power_watts")  # besides utilization
-# The metrics made of a GPU's state at a sample, and those made of counters.
-_OF_STATE = [metric for metric in METRICS if metric.reduction in ("mean", "max") and metric.source != "utilization"]
-_COUNTERS = sorted({m.source for m in METRICS if m.reduction in ("difference", "rate", "percent_of_time")})
-
-# In one window:
-_MAX_TEXTS = 100
-_MAX_SUMS = 256
-
-
-class PercentHistogram:
-    """How long a percentage had which value; the driver gives whole percents."""
-
-    def __init__(self) -> None:
-        self.total_s = 0.0
-        self._seconds = [0.0] * 101
-        self._percent_seconds = 0.0
-
-    def add(self, percent: float, seconds: float) -> None:
-        """Add an observation."""
-        self._seconds[round(min(max(percent, 0.0), 100.0))] += seconds
-        self.total_s += seconds
-        self._percent_seconds += percent * seconds
-
-    def mean(self) -> float | None:
-        """Return the mean over the time."""
-        return self._percent_seconds / self.total_s if self.total_s > 0 else None
-
-    def percentile(self, share: float) -> float | None:
-        """Return the lowest value that was not exceeded for this share (0 to 1) of the time."""
-        # Rounding in the sum must not push a percentile beyond the last value.
-        below_s, wanted_s, value = 0.0, share * self.total_s * (1 - 1e-9), None
-        for percent, seconds in enumerate(self._seconds):
-            if seconds > 0:
-                below_s, value = below_s + seconds, float(percent)
-                if below_s >= wanted_s:
-                    break
-        return value
-
-
-class Phases:
-    """When a run was in which phase, as far back as a sample can reach; at first in training."""
-
-    def __init__(self) -> None:
-        self._since: deque[tuple[float, str]] = deque([(-math.inf, "training")], maxlen=1000)
-
-    def enter(self, phase: str, time_s: float) -> None:
-        """Be in this phase from ``time_s`` on."""
-        self._since.append((time_s, phase))
-
-    def overlap_s(self, phase: str, begin_s: float, end_s: float) -> float:
-        """Return how much of the time from ``begin_s`` to ``end_s`` the run was in this phase."""
-        total_s, until_s = 0.0, end_s
-        for since_s, name in reversed(self._since):
-            if name == phase:
-                total_s += max(0.0, until_s - max(since_s, begin_s))
-            until_s = min(until_s, since_s)
-            if since_s <= begin_s:
-                break
-        return total_s
-
-
-class WindowBuilder:
-    """Adds up the samples of one GPU until they are taken.
-
-    ``overlap_s`` says how much of the time between two moments counts; counters count in proportion.
-    """
-
-    def __init__(self, uuid: str, overlap_s: Callable[[float, float], float]) -> None:
-        self._uuid = uuid
-        self._overlap_s = overlap_s
-        # Kept from one window to the next:
-        self._sample_s: float | None = None
-        self._utilization_s: float | None = None
-        self._counters: dict[str, tuple[float, float]] = {}  # time and value
-        self._begin()
-
-    def _begin(self) -> None:
-        self._last: GpuSample | None = None
-        self._utilization = PercentHistogram()
-        self._maxima: dict[str, float] = {}
-        # A quantity times seconds, or the difference of a counter, and the seconds; by field, and by process.
-        self._sums: dict[str | int, tuple[float, float]] = {}
-        self._errors: dict[str, None] = {}
-        self._problems: dict[str, None] = {}
-
-    def add(self, sample: GpuSample) -> None:
-        """Add the next sample."""
-        for entry, seconds in zip(sample.utilization, weights_s(sample.utilization, self._utilization_s), strict=True):
-            counted_s = self._overlap_s(entry.time_s - seconds, entry.time_s)
-            if counted_s > 0:
-                self._utilization.add(entry.percent, counted_s)
-            self._utilization_s = entry.time_s
-        before_s, self._sample_s = self._sample_s, sample.time_s
-        begin_s = sample.time_s - LONGEST_PERIOD_S if before_s is None else min(before_s, sample.time_s)
-        counted_s = self._overlap_s(begin_s, sample.time_s)
-        share = counted_s / (sample.time_s - begin_s) if sample.time_s > begin_s else 1.0
-        self._add_counters(sample, share)
-        for texts, new in ((self._errors, sample.errors), (self._problems, sample.problems)):
-            texts.update(dict.fromkeys(new[: _MAX_TEXTS - len(texts)]))
-        if share <= 0:
-            return
-        for metric in _OF_STATE:
-            value = getattr(sample, metric.source)
-            if value is not None and metric.reduction == "max":
-                self._maxima[metric.source] = max(value, self._maxima.get(metric.source, value))
-            elif value is not None:
-                self._sum_up(metric.source, value * counted_s, counted_s)
-        for process in sample.processes or ():
-            if process.utilization_percent is not None and len(self._sums) < _MAX_SUMS:
-                self._sum_up(process.pid, process.utilization_percent * counted_s, counted_s)
-        self._last = sample
-
-    def _add_counters(self, sample: GpuSample, share: float) -> None:
-        for name in _COUNTERS:
-            value = getattr(sample, name)
-            if value is None:
-                continue
-            before = self._counters.get(name)
-            self._counters[name] = sample.time_s, value
-            # A counter that was set back (a reset, a new driver) starts again.
-            if before is not None and value >= before[1] and share > 0:
-                self._sum_up(name, share * (value - before[1]), share * (sample.time_s - before[0]))
-
-    def _sum_up(self, key: str | int, amount: float, seconds: float) -> None:
-        total, total_s = self._sums.get(key, (0.0, 0.0))
-        self._sums[key] = total + amount, total_s + seconds
-
-    def take(self) -> GpuWindow:
-        """Return everything since the last call, and begin a new window."""
-        window = self.so_far()
-        self._begin()
-        return window
-
-    def so_far(self) -> GpuWindow:
-        """Return everything since the last ``take``, and go on."""
-        last = self._last or GpuSample(uuid=self._uuid, time_s=0.0)
-        metrics: dict[str, Any] = {metric.field: self._reduced(metric, last) for metric in METRICS}
-        return GpuWindow(
-            uuid=self._uuid,
-            utilization_observed_s=self._utilization.total_s,
-            processes=None if last.processes is None else tuple(self._with_mean(one) for one in last.processes),
-            errors=tuple(self._errors),
-            problems=tuple(self._problems),
-            **metrics,
-        )
-
-    def _reduced(self, metric: Metric, last: GpuSample) -> float | None:
-        source, reduction = metric.source, metric.reduction
-        if source == "utilization":
-            utilization = self._utilization
-            return utilization.mean() if reduction == "mean" else utilization.percentile(int(reduction[1:]) / 100)
-        if reduction == "last":
-            return getattr(last, source)  # type: ignore[no-any-return]
-        if reduction == "max":
-            return self._maxima.get(source)
-        total, seconds = self._sums.get(source, (None, 0.0))
-        if total is None or reduction == "difference":
-            return total
-        if seconds <= 0:
-            return None
-        # Power and heat may hold the clocks down at once, and these counters move in steps of 0.1 s.
-        return min(100.0 * total / seconds, 100.0) if reduction == "percent_of_time" else total / seconds
-
-    def _with_mean(self, process: GpuProcess) -> GpuProcess:
-        total, seconds = self._sums.get(process.pid, (0.0, 0.0))
-        return dataclasses.replace(process, utilization_percent=total / seconds if seconds > 0 else None)
-
-
-class GpuTimelines:
-    """The timelines of one GPU, by field of ``GpuSample`` and as ``utilization_percent``."""
-
-    def __init__(self, max_points: int, width_s: float) -> None:
-        self._timelines = {name: Timeline(max_points, width_s) for name in ("utilization_percent", *_TIMELINES)}
-
-    def add(self, sample: GpuSample) -> None:
-        """Add the next sample."""
-        for entry, seconds in zip(sample.utilization, weights_s(sample.utilization), strict=True):
-            self._timelines["utilization_percent"].add(entry.time_s, entry.percent, seconds)
-        for name in _TIMELINES:
-            value = getattr(sample, name)
-            if value is not None:
-                self._timelines[name].add(sample.time_s, value)
-
-    def series(self) -> dict[str, Series]:
-        """Return every metric that was reported, in seconds since the epoch."""
-        return {name: series for name, timeline in self._timelines.items() if (series := timeline.series()).values}
-
 
 # A window is taken of one of these.
 Phase = Literal["training", "validation"]

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from lightning_gpu_tools.advice.findings import Finding, mean_interval, median_interval
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.files import last_modified, matching
-from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report, load_report
+from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report
+from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.text import cause_phase, escape_markdown, phase_label
 from lightning_gpu_tools.training.phases import PAUSES, PHASES, RANK_WAIT, TRAINING_STEP, base_phase
 from lightning_gpu_tools.units import format_duration, printable

@@ -18,7 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_gpu_tools import files
-from lightning_gpu_tools.reports.report import FILE_NAME, PAGE_NAME, PLOT_NAME, Report, load_report, to_json
+from lightning_gpu_tools.reports.report import FILE_NAME, PAGE_NAME, PLOT_NAME, Report
+from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.schema import to_json
 from lightning_gpu_tools.units import printable
 
 # What each file needs, and what is said if it cannot be made.

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from lightning_gpu_tools.advice.memory_account import DriverMemory, MemoryAccount, account_for
 from lightning_gpu_tools.gpus.metrics import MAX_NAMED_GPUS, GpuSummary, count_gpus, job_metrics
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.reports.report import FILE_NAME, read
+from lightning_gpu_tools.reports.report import FILE_NAME
+from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.runs.run import gpu_readings
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training.memory_readings import RankMemory

@@ -336,8 +336,11 @@ class RunRecorder:
     def largest_batch_size(self) -> int | None:
         """Return the largest batch that fits this rank's GPU, in samples, if that can be told."""
         memory = None if self.memory is None else self.memory.facts()
-        peak, gpu = None if memory is None else step_peak(memory, self.batch_bytes or 0), self._gpu_facts()
-        if memory is None or peak is None or gpu.memory_total_bytes is None:
+        if memory is None:
+            return None
+        accumulates = self.run.accumulate_grad_batches > 1
+        peak, gpu = step_peak(memory, self.batch_bytes or 0, accumulates=accumulates), self._gpu_facts()
+        if peak is None or gpu.memory_total_bytes is None:
             return None
         if self.loader is None or self.loader.batch_size != peak.batch_size:  # samples do not come first in a batch
             return None

@@ -25,7 +25,8 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
-from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, WRITE_EVERY_S, Report, ReportFile, summarize
+from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, Report, summarize
+from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs import drawing
 from lightning_gpu_tools.runs.ranks import MemoryShare, own_share

@@ -125,6 +125,8 @@ class Session:
             thread.close()
         self.timer.stop()
         self.timer.worker_lines.close()
+        if self.timer.memory is not None:
+            self.timer.memory.close()
         if self.gpus is not None:
             self.gpus.close()
         self.ending.close()

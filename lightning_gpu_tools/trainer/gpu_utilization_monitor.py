@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from lightning_gpu_tools import files
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.reports.report import FOLDER_NAME, ReportFile
+from lightning_gpu_tools.reports.report import FOLDER_NAME
+from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say, say_verdict, warn_if_not_writable
 from lightning_gpu_tools.runs.session import check_interval
 from lightning_gpu_tools.runs.stall_watch import check_stall_after

@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
-from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say_verdict, warn_if_not_writable
 from lightning_gpu_tools.runs.session import Session, check_interval

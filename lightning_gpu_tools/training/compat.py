@@ -141,6 +141,11 @@ def memory_recorder() -> Any:
     return getattr(torch.cuda.memory, "_record_memory_history", None)
 
 
+def is_recording_memory() -> Any:
+    """Return what says whether somebody records allocations. Without it the largest batch that fits is not known."""
+    return getattr(torch._C, "_cuda_isHistoryEnabled", None)
+
+
 def memory_dumper() -> Any:
     """Return what writes a snapshot of allocations. Without it there is none."""
     return getattr(torch.cuda.memory, "_dump_snapshot", None)

@@ -25,6 +25,7 @@ from lightning_gpu_tools.training.memory_readings import (
     Whose,
     steady_growth,
 )
+from lightning_gpu_tools.training.memory_trace import Allocated, MemoryTrace
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.timeline import Timeline
 
@@ -56,6 +57,8 @@ class _Training(Protocol):
     def optimizer_steps(self) -> int: ...
     @property
     def is_plain_ddp(self) -> bool: ...
+    @property
+    def precision(self) -> str | None: ...
 
 
 def read_memory(gpu: torch.device) -> MemoryReading | None:
@@ -73,6 +76,7 @@ def read_memory(gpu: torch.device) -> MemoryReading | None:
         peak_reserved_bytes=reserved["peak"],
         inactive_split_bytes=stats["inactive_split_bytes"]["all"]["current"],
         retries=stats["num_alloc_retries"],
+        allocations=stats["allocation"]["all"]["allocated"],
     )
 
 
@@ -171,6 +175,8 @@ class MemoryCounters:
         self._latest: MemoryReading | None = None
         self._first: StepMemory | None = None
         self._last: StepMemory | None = None
+        self._traced: StepMemory | None = None
+        self._trace = MemoryTrace(self._gpu)
         self._holdings: MemoryHoldings | None = None
         self._gradients_bytes = 0
         self._optimizer_steps = training.optimizer_steps
@@ -208,6 +214,10 @@ class MemoryCounters:
             self._batch_step, self._batch_shape = self._clock.steps, None
             self.is_reading = True
             self.note("begin", "training")
+            # The very first step, and the first that begins with the optimizer's states.
+            if self._last is None or (self._first is not None and self._last is self._first):
+                self._clock.times.left_out.add(self._clock.steps)
+                self._do(self._trace.start)
 
     def note(self, moment: str, phase: str) -> None:
         """Read the counters at the first such moment (a field of ``StepMemory``) of the step, after this phase."""
@@ -220,6 +230,10 @@ class MemoryCounters:
             self.note("end", "optimizer")
             self._do(self._keep_step)
             self.is_reading = False
+
+    def close(self) -> None:
+        """Leave torch as it was, also within a step."""
+        self._do(self._trace.stop)
 
     def enter(self, phase: str) -> None:
         """Read the counters when validation begins, or when training goes on."""
@@ -236,8 +250,10 @@ class MemoryCounters:
         self._batch_step, self._batch_shape = 0, shape
         if not self.is_reading and self._last is not None:  # a Trainer gives the batch when the step has ended
             is_first = self._last is self._first
+            is_traced = self._last is self._traced
             self._last = dataclasses.replace(self._last, batch_shape=shape)
             self._first = self._last if is_first else self._first
+            self._traced = self._last if is_traced else self._traced
 
     def _do(self, action: _Function, *args: Any) -> None:
         if self.failure is None:
@@ -268,7 +284,11 @@ class MemoryCounters:
             self._holdings = dataclasses.replace(self._holdings, gradients_kept_bytes=kept_bytes)
 
     def _keep_step(self) -> None:
-        step = self._last = StepMemory(step=self._clock.steps, batch_shape=self._batch_shape, **self._moments)
+        needs = self._trace.take(*self._traced_moments())
+        step = self._last = StepMemory(
+            step=self._clock.steps, batch_shape=self._batch_shape, needs=needs, **self._moments
+        )
+        self._traced = step if needs else self._traced
         sizes = [reading.allocated_bytes for reading in step.readings]
         points = sizes[0], max(sizes), self._moments["end"].reserved_bytes
         for timeline, size in zip(self._timelines, points, strict=True):
@@ -284,6 +304,16 @@ class MemoryCounters:
             interval = min(_MAX_INTERVAL, max(1, math.ceil(self._spent_s / _BUDGET_S)))
         self._next_step = step.step + self._random.randint(1, 2 * interval - 1)
         self.when_read()
+
+    def _traced_moments(self) -> tuple[Allocated, Sequence[torch.Tensor]]:
+        moments = {name: reading.allocations for name, reading in self._moments.items()}
+        begin, end = moments["begin"], moments["end"]
+        before = moments.get("after_forward", moments.get("before_backward", end))
+        # By hand there may be several backwards, and what comes behind the first one is no optimizer's.
+        after = moments.get("after_backward", end) if "after_forward" in moments else end
+        is_mixed = "mixed" in (self._training.precision or "")
+        weights = _weights(self._training) if is_mixed else []
+        return Allocated(begin, before, after, end), weights
 
     def _has_optimized(self) -> bool:
         steps = self._training.optimizer_steps - self._optimizer_steps
@@ -311,6 +341,7 @@ class MemoryCounters:
             holdings=self._holdings,
             first_step=self._first,
             last_step=self._last,
+            traced_step=self._traced,
             peaks_bytes=dict(self._peaks),
             timeline=tuple(MemoryPoint(kept[0], kept[1], step[1], reserved[1]) for kept, step, reserved in points),
         )

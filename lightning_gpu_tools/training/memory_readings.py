@@ -20,6 +20,14 @@ class MemoryReading:
     # Free parts of blocks, which cannot go back to the driver; 0 with expandable segments and cudaMallocAsync.
     inactive_split_bytes: int = 0
     retries: int = 0  # after the allocator has emptied its cache
+    allocations: int = 0  # of tensors so far
+
+
+class StepNeed(NamedTuple):
+    """What a step needs at a moment beside what was there when it began."""
+
+    fixed_bytes: int
+    batch_bytes: int  # that grow with the batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +41,7 @@ class StepMemory:
     before_backward: MemoryReading | None = None  # of the first one
     after_backward: MemoryReading | None = None
     end: MemoryReading | None = None  # after the optimizer
+    needs: tuple[StepNeed, ...] = ()  # its moments that decide which batch fits; of few steps
 
     @property
     def readings(self) -> list[MemoryReading]:
@@ -82,6 +91,7 @@ class RankMemory:
     holdings: MemoryHoldings | None = None  # None before the optimizer's first step
     first_step: StepMemory | None = None  # the one with the optimizer's first step
     last_step: StepMemory | None = None  # the last one that was read to its end
+    traced_step: StepMemory | None = None  # the last one with its needs
     # Where the tensors' peak rose, how high: before_training, forward, backward, optimizer, validation, or training
     # if it was between two readings.
     peaks_bytes: Mapping[str, int] = field(default_factory=dict)

@@ -29,6 +29,7 @@ def test_every_field_of_torchs_message_is_read() -> None:
         requested_bytes=20 * MIB,
         total_bytes=int(14.75 * GIB),
         free_bytes=int(11.06 * MIB),
+        own_bytes=int(13.22 * GIB),
         others_bytes={2054: int(1.5 * GIB)},
         allowed_bytes=13 * GIB,
         allocated_bytes=int(12.5 * GIB),

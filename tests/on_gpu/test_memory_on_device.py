@@ -22,7 +22,7 @@ from trainings import Boom, Raise, logged, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationMonitor, watch
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.nvml import driver as nvml_driver
-from lightning_gpu_tools.reports.report import load_report
+from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training import memory_counters
 from lightning_gpu_tools.training.memory_readings import RankMemory

@@ -17,7 +17,8 @@ from trainings import Samples, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO, load_weights, watch
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.reports.report import Report, load_report
+from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.reports.report_file import load_report
 
 pytestmark = pytest.mark.gpu
 

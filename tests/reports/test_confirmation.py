@@ -17,7 +17,8 @@ from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report
-from lightning_gpu_tools.reports.report import Report, ReportFile, load_report
+from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.reports.report_file import ReportFile, load_report
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 SETTINGS: dict[str, Any] = {

@@ -9,7 +9,8 @@ import pytest
 from sample_report import REPORT
 
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports.report import ReportFile, from_json, to_json
+from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.schema import from_json, to_json
 from lightning_gpu_tools.reports.text import line_rows
 from lightning_gpu_tools.training.run_measurements import SourceLine
 

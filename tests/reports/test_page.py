@@ -17,7 +17,8 @@ from sample_report import FINDING, REPORT
 from simulated_report import DAY_S, simulated_report
 
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports.report import Report, ReportFile
+from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 pytest.importorskip("bokeh", reason="needs the extra plot")

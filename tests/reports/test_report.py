@@ -17,7 +17,9 @@ from sample_report import FINDING, REPORT
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, LoaderTrial
 from lightning_gpu_tools.advice.memory_account import growing_memory
 from lightning_gpu_tools.advice.stalls import Stall
-from lightning_gpu_tools.reports.report import ReportFile, from_json, load_report, summarize, to_json
+from lightning_gpu_tools.reports.report import summarize
+from lightning_gpu_tools.reports.report_file import ReportFile, load_report
+from lightning_gpu_tools.reports.schema import from_json, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, RankStep
@@ -223,7 +225,7 @@ def test_a_failed_write_leaves_only_the_old_report(tmp_path: Path) -> None:
     ReportFile(tmp_path).save(REPORT)
     code = (
         "import resource, sys\n"
-        "from lightning_gpu_tools.reports.report import ReportFile, load_report\n"
+        "from lightning_gpu_tools.reports.report_file import ReportFile, load_report\n"
         "report = load_report(sys.argv[1])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"  # as on a full disk: the file ends after 100 bytes
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

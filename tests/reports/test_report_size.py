@@ -10,7 +10,8 @@ from simulated_report import DAY_S, simulated_report
 
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.charts import mean
-from lightning_gpu_tools.reports.report import from_json, load_report, to_json
+from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.schema import from_json, to_json
 from lightning_gpu_tools.training.timeline import Series
 
 

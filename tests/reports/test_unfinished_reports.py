@@ -13,7 +13,8 @@ from sample_report import REPORT
 
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.comparison import earlier_report
-from lightning_gpu_tools.reports.report import PREVIOUS_NAME, Report, ReportFile, load_report
+from lightning_gpu_tools.reports.report import PREVIOUS_NAME, Report
+from lightning_gpu_tools.reports.report_file import ReportFile, load_report
 from lightning_gpu_tools.reports.text import render_text
 
 OWN = ProcessId.of(os.getpid())

@@ -17,7 +17,7 @@ from sample_report import REPORT
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs import drawing
 from lightning_gpu_tools.runs.run_report import publish
 
@@ -128,7 +128,7 @@ import os, signal, sys
 from dataclasses import replace
 sys.path.insert(0, sys.argv[1])
 from sample_report import REPORT
-from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs.run_report import publish
 publish(REPORT, ReportFile(sys.argv[2]))
 if sys.argv[3] == "killed":

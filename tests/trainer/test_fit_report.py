@@ -21,7 +21,7 @@ from trainings import Model, Samples, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs import run_report, session
 from lightning_gpu_tools.runs.run_report import publish
 

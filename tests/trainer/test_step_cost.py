@@ -24,7 +24,7 @@ from trainings import Model, Samples, loader, quiet_trainer
 import lightning_gpu_tools
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.report import ReportFile
+from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs import run_report
 from lightning_gpu_tools.trainer.wrappers import Wrappers, before
 

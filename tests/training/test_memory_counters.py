@@ -19,7 +19,7 @@ from lightning_gpu_tools.training.step_clock import StepClock
 
 
 def training(module: nn.Module | None, *optimizers: torch.optim.Optimizer, **facts: Any) -> Any:
-    known = {"optimizer_steps": 0, "is_plain_ddp": False, **facts}
+    known = {"optimizer_steps": 0, "is_plain_ddp": False, "precision": None, **facts}
     device, gpu = torch.device("cpu"), torch.device("cuda", 0)
     return SimpleNamespace(device=device, gpu=gpu, module=module, optimizers=optimizers, **known)
 

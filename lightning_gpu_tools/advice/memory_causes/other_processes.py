@@ -22,14 +22,19 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         return
     pick = "FreeMemoryCUDAAccelerator" if run.has_trainer else "select_gpus"
     wait = f"No other GPU has that much free; wait: lightning-gpu-tools run --min-free {needed(oom)} --wait 2h -- CMD."
+    who = [named(oom.others[:3])] if oom.others else []
+    if oom.unlisted_bytes:
+        unseen = f"{format_bytes(oom.unlisted_bytes)} belong to processes that cannot be seen from here"
+        who.append(f"{unseen} (another container, or another user's)")
     yield ruling(
         oom,
         "other_processes",
-        f"Other processes hold {format_bytes(oom.others_bytes)} of this GPU: {named(oom.others[:3])}.",
+        f"Other processes hold {format_bytes(oom.others_bytes)} of this GPU: {', '.join(who)}.",
         f"This job needs {needed(oom)}.",
         another_gpu(oom) or wait,
         f"{pick}(min_free='{needed(oom)}') claims it.",
-        pids=" ".join(str(one.pid) for one in oom.others),
+        pids=" ".join(str(one.pid) for one in oom.others) or None,
+        unlisted_bytes=oom.unlisted_bytes or None,
     )
 
 
@@ -39,7 +44,7 @@ def others_are_the_cause(oom: OutOfMemory) -> bool:
     missing = oom.requested_bytes - (oom.free_bytes or 0)
     if not size or size < missing or total is None or room is None or oom.message.allowed_bytes is not None:
         return False
-    if oom.has_completed_steps and oom.memory is not None:
+    if oom.has_fitted and oom.memory is not None:
         # This job had more of the GPU before than it can have now, and needs no more.
         before = oom.memory.latest
         needs_more = oom.wanted_bytes > before.peak_allocated_bytes

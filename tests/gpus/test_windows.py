@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuSummary, count_gpus, job_metrics, over_run
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, mean_percent, weighted_mean, weights_s
-from lightning_gpu_tools.gpus.sampler import GpuTimelines, PercentHistogram, Phases, WindowBuilder
+from lightning_gpu_tools.gpus.windows import GpuTimelines, PercentHistogram, Phases, WindowBuilder
 from lightning_gpu_tools.training.timeline import Timeline
 
 

@@ -1,0 +1,155 @@
+"""Reports in files: found, read with what has become of the run, and written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import threading
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+from lightning_gpu_tools import files
+from lightning_gpu_tools.advice.stall_excuses import is_excused
+from lightning_gpu_tools.advice.stalls import Stall, explain_process
+from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.reports.report import CUT_OFF, FILE_NAME, PREVIOUS_NAME, RUNNING, Report
+from lightning_gpu_tools.reports.schema import from_json, to_json
+from lightning_gpu_tools.training.lock_alarm import held_in
+from lightning_gpu_tools.training.phases import UNEXPLAINED
+from lightning_gpu_tools.training.stall_facts import StallFacts
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
+
+# Where a folder of runs has their reports: as deep as logs/name/version_0.
+_BELOW = tuple("*/" * depth + FILE_NAME for depth in (1, 2, 3))
+_MAX_BYTES = 32 << 20  # a report of 8,192 GPUs has 25 MiB
+# The report of a run is written at least this often while it runs.
+WRITE_EVERY_S = 60.0
+# Our default: a writer on another machine has ended if its last two writes are missing.
+_MAX_SILENCE_S = 3 * WRITE_EVERY_S
+
+
+def load_report(path: str | os.PathLike[str]) -> Report:
+    """Return the report in a file, or the one of a folder: its own ``gpu_report.json``, or else the newest one below.
+
+    Args:
+        path: A file or a folder, local or a URL such as ``s3://bucket/run``, for which its fsspec package is needed.
+
+    Raises:
+        ReportError: There is no report, it cannot be read, it is from a newer version of this package, or it is forged.
+    """
+    file = find_report(path)
+    try:
+        status = files.status(file)
+        if status.kind != "file":  # would wait for a writer, or never end
+            raise ValueError("it is not a file; save its content to one first")
+        if status.size_bytes > _MAX_BYTES:
+            raise ValueError(f"it is larger than {format_bytes(_MAX_BYTES)}, the limit for a report")
+        text = files.read(file).decode()
+    except (OSError, ValueError) as error:
+        raise _unreadable(file, error) from None
+    report = from_json(text, file)
+    if report.outcome != RUNNING:
+        return report
+    age_s = None if status.modified_s is None else time.time() - status.modified_s
+    last = _stall_at_last(report, files.local_path(file))
+    return dataclasses.replace(report, outcome=_outcome_now(report, age_s), stalls=(*report.stalls, *last))
+
+
+def find_report(path: str | os.PathLike[str]) -> str:
+    """Return the file that :func:`load_report` reads; ``ReportError`` if a folder has none."""
+    folder = os.fspath(path)
+    try:
+        if files.status(folder).kind != "folder":
+            return folder
+        own = os.path.join(folder, FILE_NAME)
+        found = [own] if files.exists(own) else files.matching(folder, *_BELOW)
+    except (OSError, ValueError, ImportError) as error:  # no such file, no such protocol, its package is missing
+        raise _unreadable(folder, error) from None
+    if not found:
+        raise ReportError(f"There is no {FILE_NAME} in {printable_path(folder)} or below it. Pass the file itself.")
+    return max(found, key=lambda file: (files.last_modified(file), file))
+
+
+def _unreadable(path: str, error: Exception) -> ReportError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or printable(error)
+    if isinstance(error, FileNotFoundError):  # whose text some file systems leave out
+        reason = os.strerror(errno.ENOENT)
+    return ReportError(f"Cannot read a report from {printable(repr(path), 300)}: {reason}.")
+
+
+def _stall_at_last(report: Report, file: str | None) -> list[Stall]:
+    """Return the stall of a run that could not write its report any more, because C code holds Python's lock."""
+    found = None if file is None else held_in(Path(file).parent, report.process)
+    if found is None or is_excused(found[0].stack):
+        return []
+    held, since_s = found
+    why = explain_process(StallFacts(phase=UNEXPLAINED, stack=held.stack, lock_is_held=True))
+    return [
+        Stall(
+            began_at=datetime.fromtimestamp(since_s, timezone.utc).isoformat(timespec="seconds"),
+            lasted_s=held.lasted_s,
+            is_over=False,
+            step=report.steps,
+            phase=UNEXPLAINED,
+            stack=tuple(map(str, held.stack)),
+            **why._asdict(),
+        )
+    ]
+
+
+def _outcome_now(report: Report, age_s: float | None) -> str:
+    runs = None if report.process is None else report.process.is_running
+    if runs is None:  # it may be on another machine
+        runs = age_s is None or age_s < _MAX_SILENCE_S
+    return f"{RUNNING}: step {report.steps} so far" if runs else f"{CUT_OFF} after step {report.steps}"
+
+
+class ReportFile:
+    """The ``gpu_report.json`` of one run in a folder or at a URL, which may be written again and again.
+
+    What another run has left there is kept as ``gpu_report.previous.json``, but the report of a run that was cut off
+    never takes the place of one that is finished.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = os.fspath(folder)
+        self.path = os.path.join(self.folder, FILE_NAME)
+        self._written: object = None
+        self._writing = threading.Lock()
+
+    def save(self, report: Report) -> str:
+        """Write the report, completely or not at all, and return its path.
+
+        Raises:
+            OSError: The folder is not writable, or the disk does not answer, so that another thread is still writing.
+        """
+        if not self._writing.acquire(blocking=False):
+            raise TimeoutError("the disk does not answer")
+        try:
+            with files.writing(self.path) as file:
+                file.write(to_json(report).encode())
+                file.flush()  # a full disk shows here, before the former report takes the place of the one before it
+                self._keep_former()
+            self._written = files.status(self.path).content
+        finally:
+            self._writing.release()
+        return self.path
+
+    def _keep_former(self) -> None:
+        previous = os.path.join(self.folder, PREVIOUS_NAME)
+        with contextlib.suppress(FileNotFoundError):
+            if files.status(self.path).content == self._written:
+                return
+            if _is_finished(self.path) or not files.exists(previous) or not _is_finished(previous):
+                with files.writing(previous) as file:  # a copy, so that there is a report at every moment
+                    file.write(files.read(self.path))
+
+
+def _is_finished(path: str) -> bool:
+    try:
+        return load_report(path).is_finished
+    except ReportError:  # of a newer version, or not ours: not to be lost
+        return True

@@ -1,0 +1,116 @@
+"""Reads parsed JSON as objects of typed classes, and refuses what is forged."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lightning_gpu_tools.units import printable
+
+# Far more than any list or object of a report has: a timeline has 2,000 points.
+_MAX_ITEMS = 20_000
+# NVML counts bytes in 64 bits. Sums and products of smaller numbers cannot overflow.
+_MAX_NUMBER = 2**64
+_MAX_DEPTH = 8  # of settings and evidence, which are numbers, strings and lists of them
+# Places of times and rates, which are never negative.
+_OF_TIMES = re.compile(r"_s(_|$|[.\[])|(^|\.)seconds$")
+# By type: what json.loads returns for it, and its name in errors.
+_IN_JSON: dict[Any, tuple[Any, str]] = {
+    NoneType: (NoneType, "null"),
+    bool: (bool, "true or false"),
+    int: (int, "an integer"),
+    float: ((int, float), "a number"),
+    str: (str, "a string"),
+    list: (list, "a list"),
+    dict: (dict, "an object"),
+}
+
+
+def read(kind: Any, value: Any, kinds: Mapping[str, Any], place: str = "") -> Any:
+    """Return a value of parsed JSON as an object of this type. Unknown fields are ignored.
+
+    Args:
+        kind: A dataclass, a named tuple (a list in JSON), ``Mapping[str, X]``, ``tuple[X, ...]``, ``Sequence[X]``,
+            ``Literal``, a union, ``str``, ``int``, ``float``, ``bool``, or ``Any`` for plain data of little depth.
+        value: What ``json.loads`` returned.
+        kinds: Types that replace those of dataclass fields, by the field's name.
+        place: Where the value stands; used in the error.
+
+    Raises:
+        ValueError: The value has another type or too many items, or a number is not finite, too large, a negative
+            integer or a negative time.
+    """
+    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    option = next((one for one in options if _fits(one, value)), None)
+    if option is None:
+        raise _refused(place, f"must be {' or '.join(_in_json(one)[1] for one in options)}", value)
+    if get_origin(option) is Literal and value not in get_args(option):
+        raise _refused(place, f"must be one of {', '.join(get_args(option))}", value)
+    _check_ranges(value, place, _MAX_DEPTH if option is Any else None)
+    if option is Any or isinstance(value, (str, int, float, NoneType)):
+        return value
+    if hasattr(option, "_fields"):
+        fields = option._fields
+        if not len(fields) - len(option._field_defaults) <= len(value) <= len(fields):
+            raise _refused(place, f"must be a list of {', '.join(fields)}, got {len(value)} items")
+        value = dict(zip(fields, value, strict=False))
+    is_dataclass: bool = dataclasses.is_dataclass(option)
+    for field in dataclasses.fields(option) if is_dataclass else ():
+        if field.name not in value and field.default is field.default_factory is dataclasses.MISSING:
+            raise _refused(place, f"has no {field.name!r}")
+    if is_dataclass or hasattr(option, "_fields"):
+        types = {name: kinds.get(name, inner) for name, inner in _hints(option).items() if name in value}
+        return option(**{name: read(inner, value[name], kinds, _inside(place, name)) for name, inner in types.items()})
+    if isinstance(value, dict):
+        return {key: read(get_args(option)[1], one, kinds, _inside(place, key)) for key, one in value.items()}
+    items = [read(get_args(option)[0], one, kinds, _inside(place, i)) for i, one in enumerate(value)]
+    return tuple(items) if get_origin(option) is tuple else items
+
+
+def _check_ranges(value: Any, place: str, depth: int | None) -> None:
+    """Refuse what no report has; ``depth``: levels allowed inside a value of any type, ``None`` for a typed one."""
+    if isinstance(value, (list, dict)):
+        if depth == 0:
+            raise _refused(place, f"is nested deeper than {_MAX_DEPTH} levels")
+        if len(value) > _MAX_ITEMS:
+            raise _refused(place, f"has {len(value):,} items; at most {_MAX_ITEMS:,} are allowed")
+        for one in (value if isinstance(value, list) else value.values()) if depth else ():
+            _check_ranges(one, place, depth - 1 if depth else None)
+    elif isinstance(value, (int, float)):
+        if not abs(value) <= _MAX_NUMBER:  # NaN is not either
+            raise _refused(place, "must be a finite number of at most 2^64", value)
+        if value < 0 and depth is None and (isinstance(value, int) or _OF_TIMES.search(place)):
+            raise _refused(place, "must not be negative", value)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    return kind is Any or (isinstance(value, _in_json(kind)[0]) and (kind is bool or not isinstance(value, bool)))
+
+
+@functools.cache
+def _in_json(kind: Any) -> tuple[Any, str]:
+    plain = str if get_origin(kind) is Literal else kind
+    if plain not in _IN_JSON:
+        plain = dict if dataclasses.is_dataclass(kind) or get_origin(kind) is Mapping else list
+    return _IN_JSON[plain]
+
+
+def _inside(place: str, key: str | int) -> str:
+    return f"{place}[{key}]" if isinstance(key, int) else f"{place}.{key}" if place else key
+
+
+def _refused(place: str, why: str, *values: Any) -> ValueError:
+    for value in values:
+        has_items = isinstance(value, (list, dict))
+        why += f", got {_IN_JSON[type(value)][1] if has_items else printable(json.dumps(value))}"
+    return ValueError(f"{printable(place, 200)} {why}".lstrip())

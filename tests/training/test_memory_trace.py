@@ -1,0 +1,70 @@
+"""What a step needs at other sizes of its batch, by what was recorded at one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.training.memory_trace import Allocated, Event, needs
+
+BLOCK = 512
+
+
+class Tensor(NamedTuple):
+    blocks: int
+    grows: bool
+    lives: int  # for how many more tensors; 0: it stays
+
+
+forward = st.lists(st.builds(Tensor, st.integers(1, 50), st.just(True), st.integers(0, 12)), max_size=12)
+temporary = st.builds(Tensor, st.integers(1, 50), st.just(True), st.integers(1, 12))
+gradient = st.builds(Tensor, st.integers(1, 50), st.just(False), st.just(0))
+backward = st.lists(temporary | gradient, max_size=12)
+optimizer = st.lists(st.builds(Tensor, st.integers(1, 50), st.just(False), st.integers(0, 12)), max_size=6)
+
+
+def recorded(tensors: list[Tensor], times: int) -> list[Event]:
+    """Return the events of a step with a batch that is so many times as large, which frees at its end what it can."""
+    events: list[Event] = []
+    ends: dict[int, list[Event]] = {}
+    for i, tensor in enumerate(tensors):
+        size = tensor.blocks * BLOCK * (times if tensor.grows else 1)
+        events += ends.pop(i, [])
+        events.append(Event(True, i, size))
+        if tensor.lives:
+            ends.setdefault(i + tensor.lives, []).append(Event(False, i, size))
+    return [*events, *(event for late in ends.values() for event in late)]
+
+
+def peak(events: list[Event]) -> int:
+    now = highest = 0
+    for event in events:
+        now += event.size if event.is_allocated else -event.size
+        highest = max(highest, now)
+    return highest
+
+
+@given(forward, backward, optimizer, st.integers(1, 40))
+def test_needs_at_one_size_are_the_peak_at_another(
+    of_forward: list[Tensor], of_backward: list[Tensor], of_optimizer: list[Tensor], times: int
+) -> None:
+    tensors = [*of_forward, *of_backward, *of_optimizer]
+    before = len(of_forward)
+    moments = Allocated(100, 100 + before, 100 + before + len(of_backward), 100 + len(tensors))
+    found = needs(recorded(tensors, 1), moments, {})
+    assert max(need.fixed_bytes + times * need.batch_bytes for need in found) == peak(recorded(tensors, times))
+    assert list(found) == sorted(found, key=lambda need: (need.batch_bytes, -need.fixed_bytes))
+
+
+def test_old_gradients_that_go_make_room() -> None:
+    events = [Event(True, 1, BLOCK), Event(False, 77, 10 * BLOCK), Event(True, 2, BLOCK), Event(False, 2, BLOCK)]
+    assert needs(events, Allocated(0, 1, 2, 2), {}) == ((0, BLOCK), (-10 * BLOCK, 2 * BLOCK))
+
+
+def test_copies_of_weights_do_not_grow_with_the_batch() -> None:
+    """Of two tensors with the size of a copy one is the copy; in backward none is made."""
+    events = [Event(True, i, 1000) for i in range(3)] + [Event(False, i, 1000) for i in range(3)]
+    assert needs(events, Allocated(0, 2, 3, 3), Counter({1000: 1})) == ((1024, 2048),)
