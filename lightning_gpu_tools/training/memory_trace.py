@@ -1,8 +1,8 @@
 """What a step needs of the GPU's memory at each moment, and what of that grows with its batch.
 
 torch's allocator records its events during one step, without stacks, which costs next to nothing. What a step allocates
-and gives back grows with its batch, but for 16-bit copies of weights and what the optimizer needs; what stays does not:
-gradients, and states of the optimizer.
+and gives back grows with its batch, but for 16-bit copies of weights, their gradients, and what the optimizer needs;
+what stays does not: gradients, and states of the optimizer.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def _event(entry: Mapping[str, Any]) -> Iterator[Event]:
 def needs(events: Sequence[Event], moments: Allocated, copies: Mapping[int, int]) -> tuple[StepNeed, ...]:
     """Return the moments of a step that decide which batch fits, however large it is, from few needs to many.
 
-    ``copies`` counts the sizes of 16-bit copies of weights.
+    ``copies`` counts the sizes of 16-bit copies of weights, each of which may be made in forward and, as a gradient, in
+    backward.
     """
     place: dict[int, int] = {}  # by address: the event that has allocated it
     ends: set[int] = set()  # events whose memory is given back within the step
@@ -93,7 +94,7 @@ def needs(events: Sequence[Event], moments: Allocated, copies: Mapping[int, int]
         elif event.address in place:
             ends.add(place.pop(event.address))
     forward, backward = moments.before_backward - moments.begin, moments.after_backward - moments.begin
-    left, count = Counter(copies), 0
+    lefts, count = (Counter(copies), Counter(copies)), 0
     grows: dict[int, bool] = {}  # by address
     now = [0, 0]  # fixed, and growing with the batch
     found = [StepNeed(0, 0)]
@@ -101,7 +102,8 @@ def needs(events: Sequence[Event], moments: Allocated, copies: Mapping[int, int]
         size = -(-event.size // _BLOCK) * _BLOCK
         if event.is_allocated:
             count += 1
-            is_copy = count <= forward and left[event.size] > 0
+            left = lefts[count > forward]
+            is_copy = count <= backward and left[event.size] > 0
             left[event.size] -= is_copy
             # What forward leaves, such as outputs that are kept, grows with the batch, too.
             grows[event.address] = not is_copy and (count <= forward or (count <= backward and i in ends))

@@ -65,6 +65,6 @@ def test_old_gradients_that_go_make_room() -> None:
 
 
 def test_copies_of_weights_do_not_grow_with_the_batch() -> None:
-    """Of two tensors with the size of a copy one is the copy; in backward none is made."""
-    events = [Event(True, i, 1000) for i in range(3)] + [Event(False, i, 1000) for i in range(3)]
-    assert needs(events, Allocated(0, 2, 3, 3), Counter({1000: 1})) == ((1024, 2048),)
+    """Of two tensors with the size of a copy one is the copy, and one in backward its gradient."""
+    events = [Event(True, i, 1000) for i in range(4)] + [Event(False, i, 1000) for i in range(4)]
+    assert needs(events, Allocated(0, 2, 4, 4), Counter({1000: 1})) == ((2048, 2048),)

@@ -1,0 +1,140 @@
+"""The largest batch by a record of one step of a real training, and what the record leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+from trainings import Boom, Samples, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationMonitor, watch
+from lightning_gpu_tools.trainer.measuring_callback import FitSession
+from lightning_gpu_tools.training.memory_readings import RankMemory
+
+pytestmark = pytest.mark.gpu
+WIDTH, DEPTH = 1024, 6
+ALLOWED = 2**31
+
+
+class Deep(LightningModule):
+    """Layers whose outputs are kept for backward: 24 MiB of weights, and 1 MiB for each 128 samples of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(DEPTH)))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layers(batch.repeat(1, WIDTH // 4)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-6)
+
+
+class Seen(Callback):
+    """What was recorded, and the largest batch, at the end."""
+
+    memory: RankMemory | None = None
+    largest: int | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.session = FitSession.of(trainer, self)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        recorder = self.session.begin()
+        assert recorder.memory is not None
+        self.memory, self.largest = recorder.memory.facts(), recorder.largest_batch_size()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.session.release(self)
+
+
+def is_recording() -> bool:
+    return bool(torch._C._cuda_isHistoryEnabled())
+
+
+def train(folder: Path, batch_size: int, steps: int = 4, **options: Any) -> Seen:
+    seen = Seen()
+    trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[GPUUtilizationMonitor(), seen], **options)
+    trainer.fit(Deep(), DataLoader(Samples(batch_size * steps), batch_size=batch_size))
+    return seen
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch may use 2 GiB, and the GPU seems to have no more."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(ALLOWED / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}])
+def test_what_is_said_to_fit_trains_and_hardly_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    from lightning_gpu_tools.runs.run_recorder import RunRecorder
+
+    gpu_facts = RunRecorder._gpu_facts
+
+    def limited(self: RunRecorder) -> Any:
+        facts = gpu_facts(self)
+        return type(facts)(memory_total_bytes=ALLOWED)
+
+    monkeypatch.setattr(RunRecorder, "_gpu_facts", limited)
+    small, larger = (train(tmp_path, size, **options).largest for size in (64, 256))
+    assert small is not None
+    assert larger is not None
+    assert small == pytest.approx(larger, rel=0.1)  # copies of weights, and blocks, do not grow with the batch
+    train(tmp_path, larger, **options)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, int(1.35 * larger), **options)
+    assert not is_recording()
+
+
+def test_a_step_that_fails_leaves_no_record_running(tmp_path: Path) -> None:
+    class Fails(Deep):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            assert is_recording()
+            raise Boom
+
+    trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=[GPUUtilizationMonitor()])
+    with pytest.raises(Boom):
+        trainer.fit(Fails(), DataLoader(Samples(8)))
+    assert not is_recording()
+
+
+def test_a_record_of_the_programs_is_its_own(tmp_path: Path) -> None:
+    record: Any = torch.cuda.memory._record_memory_history
+    record(max_entries=10_000)
+    try:
+        seen = train(tmp_path, 8)
+        assert seen.memory is not None
+        assert (seen.memory.traced_step, seen.largest) == (None, None)
+        assert is_recording()
+        assert torch.cuda.memory._snapshot()["device_traces"][0]  # type: ignore[no-untyped-call]
+    finally:
+        record(enabled=None)
+
+
+def test_a_loop_of_ones_own_is_recorded_too(tmp_path: Path) -> None:
+    model = Deep().cuda()
+    optimizer = model.configure_optimizers()
+    with watch(folder=str(tmp_path)) as run:
+        for batch in run.batches(DataLoader(Samples(4 * 32), batch_size=32)):
+            optimizer.zero_grad()
+            model.training_step(batch.cuda(), 0).backward()
+            optimizer.step()
+        memory = run._training.session.recorder.memory.facts()  # type: ignore[union-attr]
+    assert memory is not None
+    assert memory.traced_step is not None
+    assert memory.traced_step.step == 2
+    assert max(need.batch_bytes for need in memory.traced_step.needs) >= DEPTH * 32 * WIDTH * 4
+    assert not is_recording()
