@@ -6,7 +6,7 @@ It runs on a real GPU, and on the simulated machine with torch's CUDA build. Eac
 the phase in which the error must be seen; torch may use some 4 GiB, or another process holds the rest of the GPU.
 Healthy trainings must stay without a verdict of memory. Then, for models like GPT-2, BERT and ResNet-50 with random
 weights, the largest batch size that a training with a small one predicts is compared with the largest that trains,
-found by trying. The prediction leaves a fifth of the GPU free.
+found by trying. The prediction leaves 15 % of the GPU free for fragments.
 """
 
 from __future__ import annotations
@@ -260,6 +260,10 @@ class Case:
 
 CASES = {
     # Beside 256 MiB of weights a sample takes 12 MiB at the peak of forward and 16 at that of backward.
+    "a second step that does not fit": Case(
+        "batch_too_large", "forward", "fit by measured memory", model=partial(Layers, 16), batches=partial(Batches, 64),
+        allowed=5900,
+    ),
     "a batch too large": Case("batch_too_large", "forward", "batch_size=", batches=partial(Batches, 512)),
     "a batch that fits in forward alone": Case(
         "batch_too_large", "backward", "accumulate", batches=partial(Batches, 270)
@@ -549,7 +553,7 @@ def predictions() -> list[dict[str, Any]]:
     rows = []
     for name in MODELS:
         predicted = {}
-        for size in (8, 16, 32):
+        for size in (8, 32):
             predict = Predict()
             trains(name, size, predict)
             predicted[size] = predict.size

@@ -183,8 +183,7 @@ def diagnosis_on_gpu() -> str:
         f"The trainings on a simulated GPU, with this package and under `traceml run` (TraceML {other}): is the cause "
         "right, is the source line named, and how long does the GPU work in forward?",
         table(("training", "cause", "line", "TraceML: cause", "forward, ms", "measured", "TraceML"), *rows),
-        "TraceML names no source lines and no waits for the GPU; between two events it counts idle time as work. Its "
-        "RESIDUAL-HEAVY counts as a hint at work of the host.",
+        "TraceML names no source lines. Its RESIDUAL-HEAVY counts as a hint at work of the host.",
         source("diagnosis_on_gpu.py", name),
     )
 

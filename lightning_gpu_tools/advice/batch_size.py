@@ -64,8 +64,12 @@ def largest_batch(peaks: Iterable[StepPeak], room_bytes: float) -> LargestBatch:
         return LargestBatch(why_not="No step was recorded whose batch made the memory rise.")
     complete = [peak for peak in known if peak.is_complete]
     step = max(complete or known, key=lambda peak: peak.batch_size)
-    left = room_bytes * (1 - FRAGMENTS) - step.begin_bytes
-    fit = [step.batch_size * (left - need.fixed_bytes) / need.batch_bytes for need in step.needs if need.batch_bytes]
+    left = room_bytes - step.begin_bytes
+    fit = [
+        step.batch_size * (left - FRAGMENTS * room_bytes - need.fixed_bytes) / need.batch_bytes
+        for need in step.needs
+        if need.batch_bytes
+    ]
     if any(need.fixed_bytes > left for need in step.needs):
         fit = [0]
     failed = [peak.batch_size - 1 for peak in known if not peak.is_complete]

@@ -114,5 +114,5 @@ def test_nothing_is_said_of_what_was_not_recorded(unknown: RankMemory) -> None:
 
 def test_what_does_not_depend_on_the_batch_may_not_fit() -> None:
     peak = StepPeak(batch_size=8, begin_bytes=500, needs=(StepNeed(600, 0), StepNeed(0, 80)))
-    assert largest_batch([peak], 1000 / 0.85).size == 0
-    assert largest_batch([peak], 1200 / 0.85).size == 70
+    assert largest_batch([peak], 1090).size == 0
+    assert largest_batch([peak], 1100).size == int(8 * (1100 * (1 - FRAGMENTS) - 500) / 80)
