@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_gpu_tools.training.memory_readings import RankMemory, StepNeed
 
-# Our default, for what no tensor can use because it is in pieces: 7 to 15 % where it was most, of ten models on a
+# Our default, of what is left for the batch: in pieces that no tensor can use were up to 15 %, with ten models on a
 # simulated GPU (benchmarks/out_of_memory.py).
 FRAGMENTS = 0.15
 
@@ -57,7 +57,8 @@ def step_peak(
 def largest_batch(peaks: Iterable[StepPeak], room_bytes: float) -> LargestBatch:
     """Return the largest batch size whose step fits.
 
-    ``room_bytes`` is what other processes and CUDA leave of the GPU; for fragments some of that stays free.
+    ``room_bytes`` is what other processes and CUDA leave of the GPU; of what is left of that for the batch some stays
+    free, for fragments.
     """
     known = [peak for peak in peaks if peak.batch_size > 0 and any(need.batch_bytes > 0 for need in peak.needs)]
     if not known:
@@ -65,12 +66,9 @@ def largest_batch(peaks: Iterable[StepPeak], room_bytes: float) -> LargestBatch:
     complete = [peak for peak in known if peak.is_complete]
     step = max(complete or known, key=lambda peak: peak.batch_size)
     left = room_bytes - step.begin_bytes
-    fit = [
-        step.batch_size * (left - FRAGMENTS * room_bytes - need.fixed_bytes) / need.batch_bytes
-        for need in step.needs
-        if need.batch_bytes
-    ]
-    if any(need.fixed_bytes > left for need in step.needs):
+    rooms = [(need, left - need.fixed_bytes) for need in step.needs]
+    fit = [step.batch_size * (1 - FRAGMENTS) * room / need.batch_bytes for need, room in rooms if need.batch_bytes]
+    if any(room < 0 for _, room in rooms):
         fit = [0]
     failed = [peak.batch_size - 1 for peak in known if not peak.is_complete]
     size = min([max(0, math.floor(min(fit))), *failed])

@@ -284,7 +284,7 @@ class MemoryCounters:
             self._holdings = dataclasses.replace(self._holdings, gradients_kept_bytes=kept_bytes)
 
     def _keep_step(self) -> None:
-        needs = self._trace.take(*self._traced_moments())
+        needs = self._trace.take(*self._traced_moments(), is_first=self._first is None)
         step = self._last = StepMemory(
             step=self._clock.steps, batch_shape=self._batch_shape, needs=needs, **self._moments
         )

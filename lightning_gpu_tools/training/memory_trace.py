@@ -52,10 +52,12 @@ class MemoryTrace:
             record(enabled="all", context=None, stacks="python", max_entries=_MAX_EVENTS)
             self._records = True
 
-    def take(self, moments: Allocated, weights: Iterable[torch.Tensor] = ()) -> tuple[StepNeed, ...]:
+    def take(
+        self, moments: Allocated, weights: Iterable[torch.Tensor] = (), *, is_first: bool = False
+    ) -> tuple[StepNeed, ...]:
         """End it, and return what the step needed; nothing without its whole record.
 
-        ``weights`` are those that autocast makes 16-bit copies of.
+        ``weights`` are those that autocast makes 16-bit copies of. What the first step leaves, others begin with.
         """
         if not self._records:
             return ()
@@ -65,7 +67,7 @@ class MemoryTrace:
         if sum(event.is_allocated for event in events) != moments.end - moments.begin:
             return ()
         copies = Counter(weight.numel() * _HALF for weight in weights if weight.dtype is torch.float32)
-        return needs(events, moments, copies)
+        return needs(events, moments, copies, is_first=is_first)
 
     def stop(self) -> None:
         """End it."""
@@ -80,11 +82,13 @@ def _event(entry: Mapping[str, Any]) -> Iterator[Event]:
         yield Event(entry["action"] == "alloc", entry["addr"], entry["size"])
 
 
-def needs(events: Sequence[Event], moments: Allocated, copies: Mapping[int, int]) -> tuple[StepNeed, ...]:
+def needs(
+    events: Sequence[Event], moments: Allocated, copies: Mapping[int, int], *, is_first: bool = False
+) -> tuple[StepNeed, ...]:
     """Return the moments of a step that decide which batch fits, however large it is, from few needs to many.
 
     ``copies`` counts the sizes of 16-bit copies of weights, each of which may be made in forward and, as a gradient, in
-    backward.
+    backward. Of the first step, what backward and the optimizer leave does not count.
     """
     place: dict[int, int] = {}  # by address: the event that has allocated it
     ends: set[int] = set()  # events whose memory is given back within the step
@@ -107,6 +111,8 @@ def needs(events: Sequence[Event], moments: Allocated, copies: Mapping[int, int]
             left[event.size] -= is_copy
             # What forward leaves, such as outputs that are kept, grows with the batch, too.
             grows[event.address] = not is_copy and (count <= forward or (count <= backward and i in ends))
+            if is_first and count > forward and i not in ends:
+                continue
             now[grows[event.address]] += size
             found.append(StepNeed(*now))
         else:

@@ -27,7 +27,7 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(
     def needs(size: int) -> float:
         return fixed + size * for_batch / batch_size
 
-    room = (1 - FRAGMENTS) * (total - others)
+    room = fixed + (1 - FRAGMENTS) * (total - others - fixed)
     assert fits == 0 or needs(fits) <= room + 1e-9 * total
     assert needs(fits + 1) > room - 1e-9 * total
 
@@ -46,7 +46,7 @@ def test_a_bound_is_told_from_a_prediction() -> None:
     failed = StepPeak(batch_size=64, begin_bytes=GIB, needs=(StepNeed(0, 10 * GIB),), is_complete=False)
     bound = largest_batch([failed], 11 * GIB)
     assert bound.is_bound
-    assert bound.size == math.floor(64 * (10 - 11 * FRAGMENTS) / 10)
+    assert bound.size == math.floor(64 * (1 - FRAGMENTS))
     unknown = largest_batch([], GIB)
     assert (unknown.size, unknown.why_not) == (None, "No step was recorded whose batch made the memory rise.")
 
@@ -115,4 +115,4 @@ def test_nothing_is_said_of_what_was_not_recorded(unknown: RankMemory) -> None:
 def test_what_does_not_depend_on_the_batch_may_not_fit() -> None:
     peak = StepPeak(batch_size=8, begin_bytes=500, needs=(StepNeed(600, 0), StepNeed(0, 80)))
     assert largest_batch([peak], 1090).size == 0
-    assert largest_batch([peak], 1100).size == int(8 * (1100 * (1 - FRAGMENTS) - 500) / 80)
+    assert largest_batch([peak], 1100).size == int(8 * (1 - FRAGMENTS) * 600 / 80)

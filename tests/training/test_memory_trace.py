@@ -59,6 +59,21 @@ def test_needs_at_one_size_are_the_peak_at_another(
     assert list(found) == sorted(found, key=lambda need: (need.batch_bytes, -need.fixed_bytes))
 
 
+@given(forward, backward, optimizer, st.integers(1, 40))
+def test_what_the_first_step_leaves_is_what_others_begin_with(
+    of_forward: list[Tensor], of_backward: list[Tensor], of_optimizer: list[Tensor], times: int
+) -> None:
+    tensors = [*of_forward, *of_backward, *of_optimizer]
+    before = len(of_forward)
+    moments = Allocated(0, before, before + len(of_backward), len(tensors))
+    found = needs(recorded(tensors, 1), moments, {}, is_first=True)
+    # The law of the test above, of steps in which nothing is new that stays.
+    alike = [
+        Tensor(0, tensor.grows, 0) if i >= before and not tensor.lives else tensor for i, tensor in enumerate(tensors)
+    ]
+    assert max(need.fixed_bytes + times * need.batch_bytes for need in found) == peak(recorded(alike, times))
+
+
 def test_old_gradients_that_go_make_room() -> None:
     events = [Event(True, 1, BLOCK), Event(False, 77, 10 * BLOCK), Event(True, 2, BLOCK), Event(False, 2, BLOCK)]
     assert needs(events, Allocated(0, 1, 2, 2), {}) == ((0, BLOCK), (-10 * BLOCK, 2 * BLOCK))
