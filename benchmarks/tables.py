@@ -138,6 +138,24 @@ def _prediction(sizes: list[dict[str, Any]], measured_at: int) -> str:
     )
 
 
+def largest_batch() -> str:
+    """Return how large a batch was said to fit from small ones, and how large a one trains."""
+    found = results("out_of_memory")
+    rows = [
+        (
+            row["model"],
+            *(f"{value} ({value / row['found']:.2f})" for value in row["predicted"].values()),
+            str(row["found"]),
+        )
+        for row in found["sizes"]
+    ]
+    measured_at = list(found["sizes"][0]["predicted"])
+    return block(
+        table(("model", *(f"said from batches of {size}" for size in measured_at), "trains"), *rows),
+        source("out_of_memory.py", "out_of_memory"),
+    )
+
+
 def _gpu_times(found: Results) -> str:
     known = [(one["forward_ms"], one["forward_ms_known"]) for one in found["answers"] if one["forward_ms_known"]]
     errors = [abs(measured / truth - 1) for measured, truth in known if measured is not None]
@@ -801,6 +819,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ceilings,
             diagnosis,
             diagnosis_on_gpu,
+            largest_batch,
             step_overhead,
             source_lines,
             loader_settings,

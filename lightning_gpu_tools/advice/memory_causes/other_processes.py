@@ -74,7 +74,8 @@ CAUSE = MemoryCause(
     name="other_processes",
     shapes=[
         Shape(
-            "Other processes hold ... of this GPU, with number, owner and name",
+            "Other processes hold ... of this GPU, with number, owner and name; or as much as nobody lists here, as "
+            "of another container",
             "another GPU of this machine, if one has room, with the `pick` command; `min_free`",
         )
     ],
