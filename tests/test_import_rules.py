@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -50,16 +51,16 @@ FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in 
 
 
 @cache
-def imports(path: Path) -> tuple[str, ...]:
+def imports(path: Path, *, also_for_types: bool = False) -> tuple[str, ...]:
     """Return what a file imports, as a path, also inside of functions; not what is for type checkers alone."""
-    return tuple(_imports(ast.parse(path.read_text())))
+    return tuple(_imports(ast.parse(path.read_text()), also_for_types=also_for_types))
 
 
-def _imports(tree: ast.Module) -> Iterator[str]:
+def _imports(tree: ast.Module, *, also_for_types: bool) -> Iterator[str]:
     typing_only = {
         id(node)
         for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING" and not also_for_types
         for node in ast.walk(block)
     }
     for node in ast.walk(tree):
@@ -93,6 +94,18 @@ def test_a_room_imports_what_stands_below_it(module: str) -> None:
         assert homes is None or any(module.startswith(home) for home in homes), f"{module} imports {imported}"
         if top == NAME and module != "__init__" and imported != f"{NAME}/_on_first_use":
             assert room(rest) >= room(module), f"{module} imports {imported} from above"
+
+
+def test_no_files_import_one_another_in_a_circle_not_even_for_types() -> None:
+    graph = {}
+    for module in FILES.keys() - {
+        "__init__",
+        "types",
+        "checkpoints/formats/__init__",
+    }:  # facades, and the form of a format
+        names = (name.removeprefix(f"{NAME}/") for name in imports(FILES[module], also_for_types=True))
+        graph[module] = {file for name in names for file in (name, str(Path(name).parent)) if file in FILES}
+    TopologicalSorter(graph).prepare()  # which raises CycleError
 
 
 @pytest.mark.parametrize("module", [module for module in FILES if any(Path(module).match(rule) for rule in PURE)])

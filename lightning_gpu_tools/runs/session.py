@@ -21,7 +21,9 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.runs.ending import Ending
+from lightning_gpu_tools.runs.ending import COMPLETED, Ending
+from lightning_gpu_tools.runs.failures import failure_of, worker_exits
+from lightning_gpu_tools.runs.out_of_memory import message_of, out_of_memory_facts
 from lightning_gpu_tools.runs.ranks import Ranks
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
@@ -141,7 +143,15 @@ class Session:
         self._sampling = {"devices": devices, "interval_s": interval_s, "gpm": gpm}
         if stall_after_s is not None and self.stall_watch is None:
             board = Board(f"{self._name}/stalls", self.run.place, self._own_store)
-            self.stall_watch = StallWatch(self, stall_after_s, board)
+            self.stall_watch = StallWatch(
+                self.clock,
+                self.run.place,
+                board,
+                stall_after_s,
+                is_trial=lambda: self.timer.is_trial,
+                gpu_percent=lambda: None if self.gpus is None else self.gpus.latest_percent,
+                write_report=self.background.run_now,
+            )
             self._threads.append(self.stall_watch.jobs)
 
     def begin(self) -> RunRecorder:
@@ -291,6 +301,36 @@ class Session:
                     warnings.warn(message, category, stacklevel=2)
 
     # Finishing, and judging
+
+    def note_error(self, error: BaseException, step: int) -> str:
+        """Return the outcome of a training that an error has ended; the first call keeps what explains it."""
+        ending = self.ending
+        if ending.outcome == COMPLETED:
+            is_wanted = not isinstance(error, Exception)  # Ctrl-C, sys.exit
+            exits = [] if is_wanted else worker_exits(self.run, error)
+            kills, message = ending.kills, message_of(error, exits)
+            failure = None if is_wanted else failure_of(error, exits, kills)
+            if failure is not None or (message is not None and message.is_certain):
+                self.begin()  # it may have come before training did
+            memory = self.timer.memory
+            found = (
+                None
+                if message is None
+                else out_of_memory_facts(
+                    message,
+                    error,
+                    step,
+                    run=self.run,
+                    clock=self.clock,
+                    failures=ending.allocator,
+                    memory=None if memory is None else memory.facts(),
+                    growth=() if self.recorder is None else self.memory.growth(),
+                    gpus=self.gpus,
+                    kills=kills,
+                )
+            )
+            ending.note_error(error, step, failure, found)
+        return ending.outcome
 
     def finish(self, timeout_s: float) -> None:
         """Stop the clock, publish a last time, and on rank 0 wait, at most so long, for the other ranks."""

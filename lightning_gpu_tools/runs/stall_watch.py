@@ -6,12 +6,12 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta, timezone
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning_gpu_tools.advice.collectives import collective_of
 from lightning_gpu_tools.advice.stall_cause import Explanation
@@ -23,7 +23,7 @@ from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.lock_alarm import LockAlarm
 from lightning_gpu_tools.training.phases import CHECKPOINT, base_phase
-from lightning_gpu_tools.training.rank_exchange import Board
+from lightning_gpu_tools.training.rank_exchange import Board, RankPlace
 from lightning_gpu_tools.training.stacks import (
     ForkedStacks,
     activity,
@@ -42,10 +42,8 @@ from lightning_gpu_tools.training.stall_facts import (
     StallFacts,
     WorkerFacts,
 )
+from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.units import format_duration, printable
-
-if TYPE_CHECKING:
-    from lightning_gpu_tools.runs.session import Session
 
 StallAfter = float | Literal["auto"] | None
 
@@ -69,18 +67,30 @@ def check_stall_after(stall_after_s: StallAfter) -> None:
 
 
 class StallWatch:
-    """Watches the training of a session, made in the thread that trains.
+    """Watches a training, made in the thread that trains.
 
     The thread never touches a disk, ``torch.cuda``, a collective, or a store that the training waits for: ``ranks`` has
     another connection. It may warn, because the training thread stands still then and forks no worker.
     """
 
-    def __init__(self, session: Session, stall_after_s: float | Literal["auto"], ranks: Board) -> None:
+    def __init__(
+        self,
+        clock: StepClock,
+        place: RankPlace,
+        ranks: Board,
+        stall_after_s: float | Literal["auto"],
+        *,
+        is_trial: Callable[[], bool],
+        gpu_percent: Callable[[], float | None],
+        write_report: Callable[[], None],
+    ) -> None:
+        """``is_trial`` says whether a tuner tries something, ``gpu_percent`` how busy the GPUs are."""
         self.stalls: tuple[Stall, ...] = ()
         self.notes: list[str] = []  # what the training thread is to say in `pass_on`
         self.beats = 0  # batches of validation begun, which the clock does not count
         self.ended: str | None = None  # how the training has ended
-        self._session = session
+        self._clock, self._place = clock, place
+        self._is_trial, self._gpu_percent, self._write_report = is_trial, gpu_percent, write_report
         self._ranks = ranks
         self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
         first_s = limit_s(stall_after_s, 0.0)
@@ -118,7 +128,7 @@ class StallWatch:
 
     def _poll(self) -> float:
         self._tell_of_held_lock()
-        clock, patience = self._session.clock, self._patience
+        clock, patience = self._clock, self._patience
         now_s, stuck_s, phase = clock.now_s, patience.stuck_s, self._phase
         since_s = clock.since_s if clock.running else now_s
         if patience.poll(now_s, self._mark(phase), phase, since_s, clock.steps, clock.seconds):
@@ -140,7 +150,7 @@ class StallWatch:
 
     @property
     def _phase(self) -> str:
-        clock = self._session.clock
+        clock = self._clock
         return clock.current.phase if clock.running else TEARDOWN if clock.ran else SETUP
 
     def _mark(self, phase: str) -> tuple[int, ...]:
@@ -149,13 +159,13 @@ class StallWatch:
             written = written_bytes()
             if written - self._written >= _WRITING_BYTES:
                 self._written = written
-        clock = self._session.clock
+        clock = self._clock
         return clock.steps, clock.entered, self.beats, self._written
 
     def _judge(self, phase: str) -> None:
         mark, frames = self._mark(phase), frames_of(self._thread)
         stack = stack_in_fit(frames)
-        if is_excused(stack) or self._session.timer.is_trial:
+        if is_excused(stack) or self._is_trial():
             self._patience.excuse()
             return
         if self._own is None or self._is_told:
@@ -182,7 +192,6 @@ class StallWatch:
         ]
         awaited = compat.awaited_worker(iterator)
         asked = sorted(range(len(workers)), key=lambda number: number != awaited)[:_MAX_ASKED]
-        gpus = self._session.gpus
         return StallFacts(
             phase=phase,
             stack=stack,
@@ -198,7 +207,7 @@ class StallWatch:
                 )
                 for number, (pid, now, share) in enumerate(zip(workers, after[1:], shares[1:], strict=True))
             ),
-            gpu_busy_percent=None if gpus is None else gpus.latest_percent,
+            gpu_busy_percent=self._gpu_percent(),
             swapped_pages_per_s=swapped / _SAMPLE_S,
             memory_stall_percent=memory_stall_percent(),
         )
@@ -206,11 +215,11 @@ class StallWatch:
     # The ranks
 
     def _publish(self, phase: str) -> None:
-        if self._session.run.place.world_size > 1:
+        if self._place.world_size > 1:
             self._ranks.post(facts=asdict(self._own_facts(phase)))
 
     def _own_facts(self, phase: str) -> RankFacts:
-        place, clock, patience, own = self._session.run.place, self._session.clock, self._patience, self._own
+        place, clock, patience, own = self._place, self._clock, self._patience, self._own
         stack = () if patience.stuck_s < self._interval_s else stack_in_fit(frames_of(self._thread))
         facts = RankFacts(
             rank=place.rank,
@@ -231,7 +240,7 @@ class StallWatch:
 
     def _hear(self) -> list[RankFacts] | None:
         """Return where all ranks stand; ``None`` where a lower rank speaks for all."""
-        place, board = self._session.run.place, self._ranks
+        place, board = self._place, self._ranks
         if place.local_rank == 0 and place.rank > 0:
             board.read(place.mates)
             board.post_node()
@@ -265,7 +274,7 @@ class StallWatch:
     # What is said
 
     def _tell(self, phase: str, stack: tuple[Frame, ...], found: Explanation, ranks: Sequence[RankFacts]) -> None:
-        patience, step = self._patience, self._session.clock.steps
+        patience, step = self._patience, self._clock.steps
         patience.reported()
         lines = [headline(phase, patience.stuck_s, step), f"{found.why} {found.next_step}"]
         if not self._is_told:
@@ -277,11 +286,11 @@ class StallWatch:
             places = tuple(map(describe_rank, ranks[:_MAX_RANKS])) if len(ranks) > 1 else ()
             self._keep(found, patience.stuck_s, is_over=False, step=step, phase=phase, stack=tuple(calls), ranks=places)
             self._is_told = True
-        self._session.background.run_now()  # the report is written
+        self._write_report()  # the report is written
         self._say("\n".join(lines))
 
     def _tell_of_held_lock(self) -> None:
-        held, clock, before_s = self.alarm.take(), self._session.clock, self._spent_s
+        held, clock, before_s = self.alarm.take(), self._clock, self._spent_s
         if held is None or self._is_told or is_excused(held.stack):
             return
         spent_s, step = clock.so_far(), clock.steps

@@ -11,7 +11,7 @@ from lightning_gpu_tools.advice.shortcomings import Surroundings
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim
 from lightning_gpu_tools.host import read_host_budget, shared_memory_bytes
-from lightning_gpu_tools.runs.ending import copies_per_weight
+from lightning_gpu_tools.runs.out_of_memory import copies_per_weight
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.runs.run_recorder import loader_settings
 from lightning_gpu_tools.selection import claims

@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from lightning_gpu_tools.gpus.sampler import Phase
-from lightning_gpu_tools.runs.ending import FETCH, noting_index
+from lightning_gpu_tools.runs.failures import FETCH, noting_index
 from lightning_gpu_tools.runs.session import Timer
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun, trains_on_gpu

@@ -176,7 +176,7 @@ class MeasuringCallback(GuardedCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._session is not None and not self._session.is_of_parent:
             with deaths_ignored():
-                outcome = self._session.ending.note_error(self._session, exception, trainer.global_step)
+                outcome = self._session.note_error(exception, trainer.global_step)
                 self._end(trainer, outcome, timeout_s=0.0)
 
     @override

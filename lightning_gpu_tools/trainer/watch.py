@@ -200,7 +200,7 @@ class _Training:
         if error is None:
             self.timer.end_step()
         else:
-            outcome = session.ending.note_error(session, error, self._run.logged_step)
+            outcome = session.note_error(error, self._run.logged_step)
         session.finish(TIMEOUT_S if error is None else 0.0)
         return outcome
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -34,10 +34,8 @@ from lightning_gpu_tools.training.phases import (
     base_phase,
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle
+from lightning_gpu_tools.training.stopwatch import Stopwatch
 from lightning_gpu_tools.training.sync_lines import SyncLines
-
-if TYPE_CHECKING:
-    from lightning_gpu_tools.training.step_clock import StepClock
 
 # Parts between two steps in which there may be kernels: callbacks after a step, and hooks that get the next batch.
 AFTER_STEP, BEFORE_STEP = "after a step", "before a step"
@@ -96,10 +94,13 @@ def enclosed(begin: Callable[[], None], function: _Function, end: Callable[[], N
 class GpuTimeline:
     """Measures gaps between training steps, and the steps after them."""
 
-    def __init__(self, clock: StepClock) -> None:
+    def __init__(self, clock: Stopwatch, own_work: Callable[..., None], leave_out: Callable[[], None]) -> None:
+        """``own_work`` books what it calls on this package; ``leave_out`` has the next two steps not count as slow."""
         self.samples = 0  # read so far
         self.syncs = SyncLines(clock, self._synced)
         self._clock = clock
+        self._own_work = own_work
+        self._leave_out = leave_out
         # Alike on all ranks, and its own: the training's random numbers stay as they are.
         self._random = random.Random(0)
         self._steps_to_sample: float = _SETTLED
@@ -131,15 +132,15 @@ class GpuTimeline:
     def begin_step(self, phase: str = TRAINING_STEP) -> None:
         """Mark the begin of a step, and of its first part, if it is sampled."""
         if self._sampling:
-            self._clock.as_own_work(self._guard, self._step_begins, phase)
+            self._own_work(self._guard, self._step_begins, phase)
 
     def end_step(self) -> None:
         """Mark its end."""
         if self.sample is not None:
-            self._clock.as_own_work(self._guard, self._sample_ended)
+            self._own_work(self._guard, self._sample_ended)
         self._steps_to_sample -= 1
         if self._steps_to_sample <= 0:
-            self._clock.as_own_work(self._guard, self._step_ended)
+            self._own_work(self._guard, self._step_ended)
 
     def part(self, phase: str, function: _Function) -> _Function:
         """Return what runs a part of a step, which may be within another one, with its ends marked."""
@@ -159,17 +160,17 @@ class GpuTimeline:
     def enter(self, phase: str) -> None:
         """Mark that another phase of the step begins, if it is sampled."""
         if self.sample is not None:
-            self._clock.as_own_work(self._guard, self._part_begins, self.sample, phase)
+            self._own_work(self._guard, self._part_begins, self.sample, phase)
 
     def begin_fetch(self) -> None:
         """Mark that the host begins to wait for the batch of the next step, if that is sampled."""
         if self._open is not None:
-            self._clock.as_own_work(self._guard, self._gap_goes_on, self._open, DATA_LOADING)
+            self._own_work(self._guard, self._gap_goes_on, self._open, DATA_LOADING)
 
     def enter_hook(self) -> None:
         """Mark that a hook gets the batch, unless another one has had it before."""
         if self._open is not None and self._open.parts[-1].phase == DATA_LOADING:
-            self._clock.as_own_work(self._guard, self._gap_goes_on, self._open, BEFORE_STEP)
+            self._own_work(self._guard, self._gap_goes_on, self._open, BEFORE_STEP)
 
     @property
     def own_step_s(self) -> float:
@@ -231,7 +232,7 @@ class GpuTimeline:
         every = _SAMPLE_EVERY if self._taken < _EARLY_SAMPLES else _SAMPLE_LATER_EVERY
         self._steps_to_sample = 1 if self._due else self._random.randint(settled, 2 * every - 1)
         if kind == "held":  # and the host may have to wait for that in the next step, as for a copy of pageable memory
-            self._clock.times.left_out |= {self._clock.steps + 1, self._clock.steps + 2}
+            self._leave_out()
         if len(self._unread) < _MAX_UNREAD:
             self._open, self._sampling = _Sample(kind), True
             self._open.marks.append(self._mark(partial(self._begin_part, self._open, AFTER_STEP)))
@@ -279,7 +280,7 @@ class GpuTimeline:
         """The host has waited for the GPU in a step that is watched or held."""
         sample = self.sample or self._open
         if sample is not None and len(sample.parts) < _MAX_PARTS:
-            self._clock.as_own_work(self._guard, self._part_synced, sample)
+            self._own_work(self._guard, self._part_synced, sample)
 
     def _part_synced(self, sample: _Sample) -> None:
         sample.parts[-1].has_synced = True

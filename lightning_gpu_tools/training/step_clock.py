@@ -204,8 +204,11 @@ class StepClock(Stopwatch):
 
     def measure_gpu(self) -> GpuTimeline:
         """Measure by the GPU's own times, too; whoever drives the training marks them."""
-        self._gpu = GpuTimeline(self)
+        self._gpu = GpuTimeline(self, self.as_own_work, self._leave_out_next_steps)
         return self._gpu
+
+    def _leave_out_next_steps(self) -> None:
+        self.times.left_out |= {self.steps + 1, self.steps + 2}
 
     def gpu_idle(self) -> GpuIdle | None:
         """Return when the GPU was idle between sampled steps; ``None`` without any."""

@@ -12,16 +12,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lightning_gpu_tools.training.line_sampler import line_of
 from lightning_gpu_tools.training.phases import MONITORING, base_phase
 from lightning_gpu_tools.training.run_measurements import SourceLine, WatchedSteps
-
-if TYPE_CHECKING:
-    from lightning_gpu_tools.training.step_clock import StepClock
+from lightning_gpu_tools.training.source_lines import line_of
+from lightning_gpu_tools.training.stopwatch import Stopwatch
 
 _OFF = 0  # of torch.cuda.get_sync_debug_mode()
 _SYNC = "called a synchronizing CUDA operation"
@@ -35,7 +33,7 @@ class SyncLines:
     ``synced`` is called after each wait.
     """
 
-    def __init__(self, clock: StepClock, synced: Callable[[], None]) -> None:
+    def __init__(self, clock: Stopwatch, synced: Callable[[], None]) -> None:
         self._clock = clock
         self._synced = synced
         self._steps = 0

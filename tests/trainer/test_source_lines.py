@@ -112,7 +112,8 @@ def test_a_callbacks_line_is_named(tmp_path: Path) -> None:
     report = train(tmp_path, CALLBACK, loader(Samples(MAX_STEPS)), callbacks=(Slow(),))
     finding = next(one for one in report.diagnosis.findings if one.cause == "callback")
     assert "trainings.py" in str(finding.evidence["source_lines"]).partition(",")[0]
-    assert {one.phase for one in report.lines if one.function == "burn"} == {"callback/Slow"}
+    phases = {one.phase for one in report.lines if one.function == "burn"}
+    assert {"callback/Slow"} <= phases <= {"callback/Slow", "slow_step/callback/Slow"}  # on a busy machine
 
 
 class NowAndThen(Model):

@@ -18,17 +18,10 @@ from trainings import HandClock
 
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training import line_sampler
-from lightning_gpu_tools.training.line_sampler import (
-    SWITCH_S,
-    WINDOW_SAMPLES,
-    WORKER_LOOP,
-    LineSampler,
-    Seen,
-    WorkerLines,
-    line_of,
-)
+from lightning_gpu_tools.training.line_sampler import SWITCH_S, WINDOW_SAMPLES, WORKER_LOOP, LineSampler, WorkerLines
 from lightning_gpu_tools.training.phases import CALLBACK, IN_WORKER, MONITORING, SLOW_STEP, TRAINING_STEP, VALIDATION
 from lightning_gpu_tools.training.run_measurements import SourceLine
+from lightning_gpu_tools.training.source_lines import Seen, line_of
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
 PACKAGES = sysconfig.get_path("purelib")

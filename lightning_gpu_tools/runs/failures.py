@@ -1,0 +1,80 @@
+"""What an error that has ended a training does not say itself: workers that died, and the index of a sample."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from lightning_gpu_tools.advice.failures import (
+    INDEX_NOTE,
+    Failure,
+    WorkerExit,
+    failure_of_dataset,
+    failure_of_workers,
+    not_picklable,
+)
+from lightning_gpu_tools.host import shared_memory_bytes
+from lightning_gpu_tools.loaders.workers import OF_LIVING_WORKERS, wait_for_exit_codes
+from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.units import printable
+
+# What loads the samples of a batch, private in torch.utils.data. Without it an error lacks the index.
+FETCH = "_utils.fetch._MapDatasetFetcher.fetch"
+
+
+def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
+    """Return the workers that have died, of the loader that an error comes from or of the training's."""
+    workers = compat.workers(compat.iterator_waited_for(_frames(error)) or run.iterator)
+    text = str(error)
+    may_be_of_workers = "DataLoader worker" in text or isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
+    if may_be_of_workers and workers and not any(words in text for words in OF_LIVING_WORKERS):
+        wait_for_exit_codes(workers)
+    exits = [WorkerExit(i, one.pid or 0, one.exitcode) for i, one in enumerate(workers) if one.exitcode is not None]
+    return [one for one in exits if one.exitcode or "exited unexpectedly" in text]
+
+
+def failure_of(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int) -> Failure | None:
+    """Return what has ended a training, where more is known than its error."""
+    frames, shm_bytes = _frames(error), shared_memory_bytes()
+    # Only "dump": what receives tensors from a worker is in that file, too, and fails where the worker has died.
+    is_pickling = any(f.f_code.co_name == "dump" and _file(f).endswith("multiprocessing/reduction.py") for f in frames)
+    if is_pickling and any("torch/utils/data/" in _file(frame) for frame in frames):
+        return not_picklable(str(error))
+    dead = failure_of_workers(exits, oom_kills, shm_bytes)
+    return dead or failure_of_dataset(str(error), _index_of(frames), shm_bytes)
+
+
+def noting_index(fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Have what loads the samples of a batch, also in workers, add the dataset's index to an error (Python 3.11)."""
+
+    def fetched(self: Any, indices: Any) -> Any:
+        try:
+            return fetch(self, indices)
+        except Exception as error:
+            index = _index_of(_frames(error))
+            if index is not None and hasattr(error, "add_note"):
+                error.add_note(INDEX_NOTE.format(index))
+            raise
+
+    return fetched
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename.replace("\\", "/")
+
+
+def _index_of(frames: Sequence[FrameType]) -> str | None:
+    """Return the index with which torch has asked the dataset for a sample."""
+    fetching = [i for i, frame in enumerate(frames) if _file(frame).endswith("torch/utils/data/_utils/fetch.py")]
+    for frame in frames[fetching[-1] + 1 :][:1] if fetching else ():
+        names = frame.f_code.co_varnames
+        if frame.f_code.co_name == "__getitem__" and len(names) > 1:
+            return printable(repr(frame.f_locals.get(names[1])), 50)
+    return None

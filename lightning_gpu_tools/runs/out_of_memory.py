@@ -1,0 +1,155 @@
+"""What was known of a training when its memory ran out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_gpu_tools.advice.failures import WorkerExit
+from lightning_gpu_tools.advice.out_of_memory import (
+    LOADING_CHECKPOINT,
+    SETUP,
+    ModelSize,
+    OutOfMemory,
+    OutOfMemoryMessage,
+    is_out_of_memory,
+    out_of_memory,
+)
+from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus import sampler
+from lightning_gpu_tools.gpus.readings import GpuReading
+from lightning_gpu_tools.gpus.watch import GpuWatch
+from lightning_gpu_tools.processes import INIT, process_stat
+from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.training.device_facts import is_fusible
+from lightning_gpu_tools.training.memory_counters import count_holdings
+from lightning_gpu_tools.training.memory_failures import MemoryFailures
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth, RankMemory
+from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
+from lightning_gpu_tools.training.step_clock import StepClock
+
+# What the training thread was doing, by the innermost of these functions in the traceback; after a colon, of its path.
+_FUNCTIONS = {
+    "training_step": FORWARD,
+    "backward": BACKWARD,
+    "step:torch/optim": OPTIMIZER,
+    "validation_step": VALIDATION,
+    "test_step": VALIDATION,
+    "load_state_dict": LOADING_CHECKPOINT,
+    "load_checkpoint": LOADING_CHECKPOINT,
+    "load:torch/serialization": LOADING_CHECKPOINT,
+}
+
+
+def message_of(error: BaseException, exits: Sequence[WorkerExit]) -> OutOfMemoryMessage | None:
+    """Return what an error says of memory that ran out, or the exits of workers that the kernel has killed."""
+    message = out_of_memory(error)
+    killed = tuple(one.pid for one in exits if one.exitcode == -signal.SIGKILL)
+    if killed and (message is None or message.source == "host"):
+        return OutOfMemoryMessage(source="host", name="the program", is_certain=False, workers=killed)
+    return message
+
+
+def out_of_memory_facts(
+    message: OutOfMemoryMessage,
+    error: BaseException,
+    step: int,
+    *,
+    run: Run,
+    clock: StepClock,
+    failures: MemoryFailures | None,
+    memory: RankMemory | None,
+    growth: tuple[MemoryGrowth, ...],
+    gpus: GpuWatch | None,
+    kills: int,
+) -> OutOfMemory | None:
+    """Return what is known of an out-of-memory error; ``None`` if the message has another meaning here."""
+    phase = UNEXPLAINED
+    counted: dict[str, Any] = {}
+    if failures is not None:
+        failure = failures.last if message.source == "allocator" else None
+        phase = failure.phase if failure is not None and clock.ran else UNEXPLAINED
+        counted = {
+            "reading": failures.counted() if failure is None else failure.reading,
+            "grad_enabled": None if failure is None else failure.grad_enabled,
+            "batch_shape": failures.batch_shape,
+            "usual_items": failures.usual_items,
+            "begins": failures.begins,
+            "validation_begins": failures.validation_begins,
+        }
+    if phase == UNEXPLAINED:
+        phase = _phase_of(error) or (clock.current.phase if clock.ran else SETUP)
+    found = OutOfMemory(
+        message=message,
+        phase=phase,
+        step=step,
+        rank=run.place.rank,
+        memory=memory,
+        is_sharded=run.place.world_size > 1 and not run.is_plain_ddp,
+        growth=growth,
+        oom_kills=kills,
+        **counted,
+    )
+    if message.source != "host" and run.gpu is not None:
+        found = _with_gpus(found, gpus, run)
+        found = replace(found, model=_model_size(run, memory, found.is_sharded))
+    return found if is_out_of_memory(found) else None
+
+
+def _phase_of(error: BaseException) -> str | None:
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        for name, phase in _FUNCTIONS.items():
+            function, _, path = name.partition(":")
+            if code.co_name == function and path in code.co_filename.replace(os.sep, "/"):
+                found = phase
+    return found
+
+
+def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, run: Run) -> OutOfMemory:
+    assert run.gpu is not None
+    (own,) = gpu_readings([run.gpu])
+    found = replace(found, uuid=own.uuid)
+    try:
+        found = replace(found, gpus=sampler.read_gpus())
+    except NvmlUnavailableError:  # the message has what it has
+        return found
+    pids = None if watch is None else watch.own_pids
+    if watch is None or pids is None:  # in a container a number may be that of another process here
+        return found
+    windows = watch.trained_on()
+    busy = {one.pid for window in windows for one in window.processes or () if one.utilization_percent}
+    return replace(found, own_pids=pids, orphans=_orphans(found.gpu, pids | busy))
+
+
+def _orphans(gpu: GpuReading | None, others: frozenset[int]) -> tuple[int, ...]:
+    """Return the processes on a GPU whose parent has ended, without these others."""
+    pids = [one.pid for one in (gpu.processes if gpu is not None else None) or () if one.pid not in others]
+    return tuple(pid for pid in pids if (stat := process_stat(pid)) is not None and stat.parent == INIT)
+
+
+def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelSize:
+    """Return what a model needs beside its batch, also gradients and states that have yet to be made."""
+    held = memory.holdings if memory is not None and memory.holdings is not None else count_holdings(run)
+    trained = [weight for one in run.optimizers for group in one.param_groups for weight in group["params"]]
+    here = [weight.nbytes for weight in trained if weight.requires_grad and weight.device == run.device]
+    trained_bytes = held.parameters_bytes if is_sharded else sum(here)  # a sharded one gives the size of the whole
+    copies = max((copies_per_weight(one) for one in run.optimizers), default=0)
+    return ModelSize(
+        parameters_bytes=held.parameters_bytes + held.buffers_bytes,
+        gradients_bytes=max(held.gradients_bytes, trained_bytes),
+        optimizer_bytes=max(held.optimizer_bytes, copies * trained_bytes),
+        fusible=tuple(type(one).__name__ for one in run.optimizers if is_fusible(one)),
+    )
+
+
+def copies_per_weight(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many numbers an optimizer keeps for each weight: two in Adam and its kind, one with momentum."""
+    return 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
