@@ -6,7 +6,7 @@ It runs on a real GPU, and on the simulated machine with torch's CUDA build. Eac
 the phase in which the error must be seen; torch may use some 4 GiB, or another process holds the rest of the GPU.
 Healthy trainings must stay without a verdict of memory. Then, for models like GPT-2, BERT and ResNet-50 with random
 weights, the largest batch size that a training with a small one predicts is compared with the largest that trains,
-found by trying. The prediction leaves 15 % of the GPU free for fragments.
+found by trying. The prediction leaves 16 % of what the batch could have free, for fragments.
 """
 
 from __future__ import annotations
