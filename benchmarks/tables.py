@@ -612,7 +612,7 @@ def stalls() -> str:
     quiet = sum(one["right"] for one in healthy)
     return block(
         table(("what hangs", "named", f"after `stall_after_s={found['stall_after_s']:g}`"), *rows),
-        f"Of {quiet} of {len(healthy)} healthy trainings nothing was said: "
+        f"No false alarms in {quiet} of {len(healthy)} healthy runs: "
         + ", ".join(one["training"] for one in healthy)
         + ". "
         + source("stall_suite.py", "stall_suite"),
