@@ -58,7 +58,7 @@ from lightning_gpu_tools.units import format_bytes, format_duration
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Links are absolute, because a package index shows README and the site shows docs/.
+# Links of docs/ to other folders are absolute, because the site shows docs/.
 REPOSITORY = "https://github.com/lightning-gpu-tools/lightning_gpu_tools/blob/main"
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -612,7 +612,7 @@ def stalls() -> str:
     quiet = sum(one["right"] for one in healthy)
     return block(
         table(("what hangs", "named", f"after `stall_after_s={found['stall_after_s']:g}`"), *rows),
-        f"Of {quiet} of {len(healthy)} healthy trainings nothing was said: "
+        f"No false alarms in {quiet} of {len(healthy)} healthy runs: "
         + ", ".join(one["training"] for one in healthy)
         + ". "
         + source("stall_suite.py", "stall_suite"),
@@ -755,26 +755,26 @@ def figures() -> str:
     step_ms = median(overhead["monitor + advisor"]["no callbacks"]["wall"]) / 1e3
     rows = [
         (
-            f"right cause of {peers['both']} slow and healthy trainings on the CPU (our own)",
+            f"correct diagnoses of {peers['both']} CPU test runs that we wrote",
             str(peers["ours"]["names"]),
             f"TraceML {peers['traceml']['names']}",
             "diagnosis_peers",
         ),
         (
-            f"cause of {len(stalls)} kinds of hanging trainings",
+            f"correct causes of {len(stalls)} kinds of hanging runs",
             str(sum(one["right"] for one in stalls)),
             "",
             "stall_suite",
         ),
         (
-            f"added to a step of {step_ms:.1f} ms, everything at its defaults",
+            f"overhead per step of {step_ms:.1f} ms, at all defaults",
             beyond_us("monitor + advisor"),
             f"two empty callbacks {beyond_us('two empty callbacks')}, DeviceStatsMonitor {beyond_us(device_stats)}"
             + (f", TraceML {beyond_us('TraceML')}" if "TraceML" in overhead else ""),
             "step_overhead",
         ),
         (
-            f"rank 0 of {large['ranks']:,} reads what all publish, in a thread, once a minute",
+            f"collecting the measurements of {large['ranks']:,} ranks on rank 0 (in a thread, once a minute)",
             format_duration(large["gather_s"]),
             f"rank by rank {format_duration(large['one_by_one_s'])}",
             "scale",
@@ -787,7 +787,7 @@ def figures() -> str:
         ),
         ("search for DataLoader settings", took_s("finder_s"), f"the whole grid {took_s('grid_s')}", "loader_settings"),
         (
-            f"kinds of checkpoints that load into a bare network, of {len(loads['files']['ours'])}",
+            f"kinds of checkpoints that load into a plain network, of {len(loads['files']['ours'])}",
             str([*loads["files"]["ours"].values()].count("loads")),
             loaded("timm", "mmengine", "accelerate", "torch"),
             "checkpoint_keys",
@@ -807,7 +807,7 @@ def figures() -> str:
     return block(
         table(("", "this package", "others", "measured by"), *measured),
         f"Each by `python benchmarks/NAME.py` on {', '.join(machines)}, which writes "
-        f"[the raw results]({REPOSITORY}/benchmarks/results).",
+        "[the raw results](benchmarks/results).",
     )
 
 
