@@ -233,7 +233,7 @@ class MemoryCounters:
 
     def close(self) -> None:
         """Leave torch as it was, also within a step."""
-        self._do(self._trace.stop)
+        self._trace.stop()
 
     def enter(self, phase: str) -> None:
         """Read the counters when validation begins, or when training goes on."""
@@ -266,6 +266,7 @@ class MemoryCounters:
         except Exception as error:  # noqa: BLE001 - counters with other names, an allocator without any, an odd tensor
             self.failure = error.with_traceback(None)  # whose frames would keep a batch
             self.is_reading, self._next_step = False, math.inf
+            self._trace.stop()
         self._spent_s += perf_counter() - began_s
 
     def _read(self, phase: str) -> MemoryReading:

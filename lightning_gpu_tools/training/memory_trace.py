@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -71,10 +72,11 @@ class MemoryTrace:
 
     def stop(self) -> None:
         """End it."""
-        record = compat.memory_recorder()
-        if self._records and record is not None:
-            record(enabled=None)
+        record, is_ours = compat.memory_recorder(), self._records
         self._records = False
+        if is_ours and record is not None:
+            with suppress(RuntimeError):  # CUDA may be what has failed
+                record(enabled=None)
 
 
 def _event(entry: Mapping[str, Any]) -> Iterator[Event]:
