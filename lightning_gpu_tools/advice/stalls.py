@@ -1,4 +1,4 @@
-"""A stall: a time in which a training made no progress, why, and how that is said."""
+"""A stall: a time in which a training made no progress, the reason, and the words for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stall:
 
 
 def explain_process(facts: StallFacts) -> Explanation:
-    """Return why a process makes no progress, by itself."""
+    """Return why a process makes no progress, judged by itself."""
     rules = (cause.find for cause in STALL_CAUSES.values() if cause.find is not None)
     return next(found for rule in rules if (found := rule(facts)) is not None)
 
@@ -63,7 +63,7 @@ def headline(phase: str, stuck_s: float, step: int) -> str:
 
 
 def describe_rank(one: RankFacts) -> str:
-    """Return where a rank stands, in words."""
+    """Return in words where a rank stands."""
     if one.ended is not None:
         state = f"ended ({printable(one.ended)})"
     elif one.silent_s:
