@@ -1,4 +1,4 @@
-"""The report of a training run as data. docs/report_schema.md describes it as it is in JSON."""
+"""The report of a training run as data. docs/report_schema.md describes its JSON form."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FILE_NAME = "gpu_report.json"
 PREVIOUS_NAME = "gpu_report.previous.json"
 PLOT_NAME = "gpu_report.png"
 PAGE_NAME = "gpu_report.html"
-# Where a run has no folder of its own, as with logger=False, its report has one.
+# The report's folder if the run has none of its own, as with logger=False.
 FOLDER_NAME = "gpu_report"
-# How an outcome begins: of a run that goes on, and of one that has left no other.
+# The first words of an outcome: of a run that is still going, and of one that left no other.
 RUNNING, CUT_OFF = "running", "cut off"
 
 
@@ -54,7 +54,7 @@ class LoaderSummary:
 
 
 def summarize(result: LoaderResult) -> LoaderSummary:
-    """Return what a report keeps of a search."""
+    """Return the summary of a search that a report keeps."""
     before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
     return LoaderSummary(
         users=None if result.original is None else dataclasses.asdict(result.original),
@@ -71,7 +71,7 @@ def summarize(result: LoaderResult) -> LoaderSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The report of one fit. ``None`` = unknown, or there is none.
+    """The report of one fit. ``None`` = unknown or absent.
 
     Attributes:
         outcome: ``"completed"``, or for example ``"stopped by KeyError at step 812"``; in a file that was written
