@@ -34,17 +34,17 @@ class Finding:
     """One thing that slows training down, or fills the memory.
 
     Attributes:
-        cause: What it is: the name of a file in ``advice/causes`` or ``advice/memory_causes``.
-        share: Fraction of the wall time lost to it, on a GPU at most its idle time; 0 for memory.
-        ceiling: The most that removing it can speed training up: 1.31 = +31 %. Where more workers are advised, at most
-            the upper end of the range that is predicted for them.
-        ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it where the share was counted and not sampled.
-        evidence: Numbers with the unit in the name, and text; ``"kind"`` divides ``data_loading``, ``slow_steps`` and
-            ``cpu_contention``. ``"source_lines"`` are the program's lines that take most of its time, as in
-            ``"data.py:41 in decode (62 %)"``. Of a torch DataLoader, ``"speedup"`` is the estimate for
-            ``"predicted_num_workers"`` workers, and its range is from ``"speedup_lower"`` to ``"speedup_upper"``.
-        advice: The exact change to make.
-        basis: ``measured``, or ``heuristic`` where a rule of thumb was needed.
+        cause: Name of the cause: that of a file in ``advice/causes`` or ``advice/memory_causes``.
+        share: Fraction of the wall time lost to it, on a GPU at most the GPU's idle time; 0 for memory.
+        ceiling: Largest possible speedup from removing it: 1.31 = +31 %. If more workers are advised, at most the
+            upper end of the range predicted for them.
+        ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it if the share was counted, not sampled.
+        evidence: Numbers with the unit in the name, and text. ``"kind"`` is the subtype of ``data_loading``,
+            ``slow_steps`` and ``cpu_contention``. ``"source_lines"`` are the program's lines that take most of the
+            time: ``"data.py:41 in decode (62 %)"``. For a torch DataLoader, ``"speedup"`` is the estimate for
+            ``"predicted_num_workers"`` workers, with a range from ``"speedup_lower"`` to ``"speedup_upper"``.
+        advice: Exact change to make.
+        basis: ``measured``, or ``heuristic`` if it relies on a rule of thumb.
     """
 
     cause: str
@@ -64,16 +64,16 @@ class Diagnosis:
         verdict: ``healthy``, ``low`` (the GPU, or without one the training step, is often idle), ``too_short`` to
             judge, ``shared_gpu``, ``unknown`` (nothing reports the GPU's utilization), or ``out_of_memory`` (such an
             error ended the run).
-        findings: Highest ceiling first; those of memory first if it ran out, else last.
-        why: The reason for the verdict, with numbers.
+        findings: Causes, highest ceiling first; memory findings come first if memory ran out, otherwise last.
+        why: Reason for the verdict, with numbers.
         next_step: What to do now, with numbers.
         utilization_percent: Mean utilization of the trainer's GPUs; ``None`` if nothing reports it.
-        gpu_idle_percent: GPU idle time outside validation in percent of the wall time, by the host's phase then;
-            ``training_step`` is the rest. Empty where the GPU's own times were not measured.
-        gpu_idle_residual_percent: How far these parts exceed the idle time that the driver reports; 0 if they add up.
+        gpu_idle_percent: GPU idle time outside validation in percent of the wall time, by the host's phase at that
+            time; ``training_step`` is the rest. Empty if the GPU's own times were not measured.
+        gpu_idle_residual_percent: Excess of these parts over the idle time that the driver reports; 0 if they add up.
         waiting_share: Fraction of the wall time in which the training thread waited for data; ``None`` if unknown.
-        step_p50_s: Median time of a step after the warm-up, without pauses; ``None`` without any.
-        step_p95_s: 95th percentile, likewise.
+        step_p50_s: Median step time after the warm-up, without pauses; ``None`` without such steps.
+        step_p95_s: 95th percentile of the same step times; ``None`` without such steps.
     """
 
     verdict: Verdict

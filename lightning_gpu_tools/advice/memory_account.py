@@ -75,10 +75,10 @@ class OtherProcess:
     """A process of another job on the GPU.
 
     Attributes:
-        pid: As the driver gives it.
+        pid: PID reported by the driver.
         used_bytes: Its memory; ``None`` if the driver does not report it.
-        user: Its owner; ``None`` if it cannot be seen from here.
-        name: Its name, likewise.
+        user: Its owner; ``None`` if not visible from here.
+        name: Its name; ``None`` if not visible from here.
     """
 
     pid: int
@@ -89,23 +89,23 @@ class OtherProcess:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryAccount:
-    """What the memory of one GPU was used for. What is not known is ``None``, or absent.
+    """The use of one GPU's memory. Unknown values are ``None`` or absent.
 
     Attributes:
-        index: The GPU, as in ``gpus``.
-        uuid: The GPU.
-        node: Its node.
+        index: Index of the GPU, as in ``gpus``.
+        uuid: UUID of the GPU.
+        node: Number of its node.
         total_bytes: Size of its memory.
-        used_bytes: In use by all, as the driver says.
-        free_bytes: The rest of it.
-        parts_bytes: Parts by name; their sum is ``used_bytes``, or without it what torch has reserved.
+        used_bytes: Total memory in use, as reported by the driver.
+        free_bytes: Rest of the memory.
+        parts_bytes: Parts by name; their sum is ``used_bytes``, or without it the memory that torch has reserved.
         explained_share: Share of ``used_bytes`` that has a name.
-        others: Processes of other jobs, the largest first.
+        others: Processes of other jobs, largest first.
         moments_bytes: Bytes in tensors ``before_training``, at ``step_start``, ``after_forward``, ``after_backward``,
             ``after_step`` and ``after_first_step``, of the rank with the highest peak.
-        peaks_bytes: How high the peak of the tensors rose, by phase, of the same rank: ``before_training``,
-            ``forward``, ``backward``, ``optimizer``, ``validation``, and ``training`` between two readings.
-        timeline: The steps of rank 0 that were read, if it trains on this GPU; in at most 200 points.
+        peaks_bytes: Peak bytes in tensors by phase, of the same rank: ``before_training``, ``forward``, ``backward``,
+            ``optimizer``, ``validation``, and ``training`` between two readings.
+        timeline: Steps of rank 0 that were read, if it trains on this GPU; at most 200 points.
     """
 
     index: int

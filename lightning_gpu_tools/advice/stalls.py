@@ -17,17 +17,17 @@ class Stall:
     """A time in which a training made no progress for longer than it should have.
 
     Attributes:
-        began_at: Since when, ISO 8601, UTC.
-        lasted_s: How long, up to now while it lasts; at least so long if the run was killed in it.
+        began_at: Start time, ISO 8601, UTC.
+        lasted_s: Duration, so far if it is not over; a lower bound if the run was killed during the stall.
         is_over: Whether the training went on.
-        step: Training steps begun.
-        phase: What the training thread was doing, as in ``phase_s``, or ``"setup"`` or ``"teardown"``.
-        cause: One word, as ``blocked_worker``.
-        why: The reason, with who waits for what.
+        step: Number of training steps begun.
+        phase: Phase of the training thread, as in ``phase_s``, or ``"setup"`` or ``"teardown"``.
+        cause: Cause in one word, such as ``blocked_worker``.
+        why: Reason, with who waits for what.
         next_step: What to do.
-        rank: The rank that the others waited for; ``None`` if there is none.
-        stack: Python stack of the training thread of that rank, or of the one that reports, innermost call last.
-        ranks: Where each of at most 64 ranks stood, in words; empty with one rank.
+        rank: Rank for which the others waited; ``None`` if there is none.
+        stack: Python stack of that rank's training thread, or of the reporting rank's, innermost call last.
+        ranks: State of each of at most 64 ranks, in words; empty with one rank.
     """
 
     began_at: str
