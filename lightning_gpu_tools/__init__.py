@@ -1,15 +1,15 @@
 """Lightning callbacks and plugins for shared GPU servers.
 
 Pick GPUs by free memory, log how busy they are, find out why they are idle, and load checkpoints anywhere. The names
-below are imported on first use (PEP 562), so ``import lightning_gpu_tools`` loads neither torch nor lightning nor
-pynvml. Errors and warnings are in ``lightning_gpu_tools.errors``, strategies in ``.strategies``, and the types of
-results, for annotations, in ``.types``.
+below are imported on first use (PEP 562), so ``import lightning_gpu_tools`` does not load torch, lightning, or pynvml.
+Errors and warnings are in ``lightning_gpu_tools.errors``, strategies in ``.strategies``, and result types for
+annotations in ``.types``.
 """
 
 from lightning_gpu_tools.environment import VERSION as __version__
 from lightning_gpu_tools.trainer.entry_points import register_strategies as _register_strategies
 
-TYPE_CHECKING = False  # as type checkers take it, without the import of `typing`
+TYPE_CHECKING = False  # recognized by type checkers, without importing `typing`
 if TYPE_CHECKING:
     from lightning_gpu_tools.checkpoints.weights import load_weights
     from lightning_gpu_tools.errors import LightningGpuToolsError
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def _on_first_use(module: str, name: str, module_of: dict[str, str]) -> object:
-    """Import a name of a module of this package, and keep it there."""
+    """Import a name from a submodule, and cache it in the module that was asked for it."""
     if name not in module_of:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     import importlib
@@ -78,5 +78,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Trainer(strategy="ddp_free_memory") looks the name up in Lightning's registry before it asks any entry point.
+# Trainer(strategy="ddp_free_memory") looks the name up in Lightning's registry before it loads any entry points.
 _register_strategies()

@@ -2,10 +2,10 @@
 
 import os
 
-# Defined here and not read from the installation, so that a clone on PYTHONPATH has it, too.
+# Defined here, not read from the installation, so that a clone on PYTHONPATH has a version, too.
 VERSION = "0.1.0"
 
 
 def is_disabled() -> bool:
-    """Return whether ``LIGHTNING_GPU_TOOLS_DISABLE=1`` disables every callback of the package. Read at each call."""
+    """Return whether ``LIGHTNING_GPU_TOOLS_DISABLE=1`` disables all callbacks of the package. Read on each call."""
     return os.environ.get("LIGHTNING_GPU_TOOLS_DISABLE", "") not in ("", "0")

@@ -1,7 +1,7 @@
-"""Every exception and warning of the package: one class per case that a caller would handle differently.
+"""All exceptions and warnings of the package, one class for each case that a caller would handle differently.
 
-Each survives pickling, because Lightning passes exceptions between spawned ranks. As text, none contains control
-characters but line ends, whatever a file or a driver put into it.
+All can be pickled, because Lightning passes exceptions between spawned ranks. Their text has no control characters
+except newlines, whatever a file or a driver put into it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class _Message(Exception):
 
 
 class LightningGpuToolsError(_Message):
-    """Base class of all errors that this package raises on purpose."""
+    """Base class of all errors that this package deliberately raises."""
 
 
 class NvmlUnavailableError(LightningGpuToolsError):
-    """The NVIDIA driver or its library is missing, unloaded or mismatched."""
+    """The NVIDIA driver or its library is missing, not loaded, or mismatched."""
 
 
 class NotEnoughGpusError(LightningGpuToolsError):
-    """Fewer GPUs than ``requested`` qualify; ``rejected`` has a sentence for each that does not, in PCI order."""
+    """Fewer GPUs than ``requested`` qualify; ``rejected`` has a sentence for each GPU that does not, in PCI order."""
 
     def __init__(self, message: str, requested: int, rejected: Sequence[str] = ()) -> None:
         super().__init__(message, requested, tuple(rejected))
@@ -34,15 +34,15 @@ class NotEnoughGpusError(LightningGpuToolsError):
 
 
 class ClaimsError(LightningGpuToolsError):
-    """The folder of claims that all users share is not usable."""
+    """The claims folder, which all users share, cannot be used."""
 
 
 class ClaimsLockedError(ClaimsError):
-    """Another process has locked that folder, so waiting may help."""
+    """Another process has locked the claims folder. Waiting may help."""
 
 
 class UnknownOptionError(LightningGpuToolsError, TypeError):
-    """A strategy got an option that neither it nor Lightning's has; the message lists the valid ones."""
+    """A strategy got an option that neither it nor Lightning's strategy has; the message lists the valid ones."""
 
 
 class CudaAlreadyInitializedError(LightningGpuToolsError):
@@ -62,10 +62,10 @@ class AmbiguousCheckpointError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The checkpoint does not fit the model under any names, or what else it holds does not fit the Trainer.
+    """The weights do not fit the model under any key names, or the rest of the checkpoint does not fit the Trainer.
 
-    After the closest match, ``missing`` are the model's keys without a weight, ``unexpected`` those of the checkpoint
-    without a place.
+    After the closest match, ``missing`` holds the model's keys without a weight, and ``unexpected`` holds the
+    checkpoint's keys that match nothing in the model.
     """
 
     def __init__(self, message: str, missing: Sequence[str] = (), unexpected: Sequence[str] = ()) -> None:
@@ -75,7 +75,7 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at the path. The message begins as Lightning's own: "Checkpoint file not found"."""
+    """No checkpoint exists at the path. The message begins like Lightning's own: "Checkpoint file not found"."""
 
 
 class BrokenCheckpointError(CheckpointError):
@@ -87,12 +87,12 @@ class UnsafeCheckpointError(CheckpointError):
 
 
 class LowGPUUtilizationWarning(_Message, UserWarning):
-    """The GPU, or without one the training step, is often idle."""
+    """The GPU (without a GPU, the training step) is often idle."""
 
 
 class StalledTrainingWarning(_Message, UserWarning):
-    """A training makes no progress."""
+    """Training makes no progress."""
 
 
 class ReportError(LightningGpuToolsError):
-    """The file is not a report of this package, or one of a newer version."""
+    """The file is not a report of this package, or comes from a newer version of it."""

@@ -1,4 +1,4 @@
-"""Files at any path or URL: read as local ones, and written whole or not at all."""
+"""File access at any path or URL: reads as from local files, and all-or-nothing writes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from lightning_gpu_tools.units import printable_path
 if sys.platform != "win32":
     import fcntl
 
-# From file systems that cannot flush a directory, such as FUSE and CIFS.
+# Raised by file systems that cannot flush a directory, such as FUSE and CIFS.
 _CANNOT_SYNC_DIRECTORY = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS})
-# Uploads appear there only when they are complete. Elsewhere (SFTP, SMB, HDFS) they are moved into place.
+# An upload to these becomes visible only once complete. Elsewhere (SFTP, SMB, HDFS) it is moved into place.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})
 
 
 @contextlib.contextmanager
 def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Give ``path`` itself, or the path of a temporary copy of a remote file."""
+    """Yield ``path`` itself, or the path of a temporary copy of a remote file."""
     filesystem, name = _place(path)
     if filesystem is None:
         yield name
         return
-    # A folder of its own, without other checkpoints. Windows does not remove mapped files.
+    # A separate folder, without other checkpoints. Windows does not remove mapped files.
     with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-", ignore_cleanup_errors=True) as folder:
         copy = os.path.join(folder, "checkpoint")
         try:
@@ -46,22 +46,22 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def local_path(path: str | os.PathLike[str]) -> str | None:
-    """Return the local path that a path or URL means; ``None`` if it is one of another file system."""
+    """Return the local path for a path or URL; ``None`` if it is on another file system."""
     filesystem, name = _place(path)
     return name if filesystem is None else None
 
 
 class Status(NamedTuple):
-    """What is known of a file without reading it."""
+    """Facts about a file that are available without reading it."""
 
     size_bytes: int
-    modified_s: float | None  # since the epoch; None if the file system does not say
-    content: object  # differs after another program has written the file
+    modified_s: float | None  # since the epoch; None if the file system does not report it
+    content: object  # changes when another program writes the file
     kind: Literal["file", "folder", "other"]  # a pipe, a device
 
 
 def status(path: str | os.PathLike[str]) -> Status:
-    """Return what is known of a file at a local path or URL; an OSError goes through."""
+    """Return the status of a file at a local path or URL. OSErrors propagate."""
     filesystem, name = _place(path)
     if filesystem is None:
         found = os.stat(name)
@@ -78,12 +78,12 @@ def status(path: str | os.PathLike[str]) -> Status:
 
 
 def check_writable(folder: str | os.PathLike[str]) -> None:
-    """Raise the error of writing to a local folder, which is not created; at a URL, the one of reaching it.
+    """Raise the error that writing to a local folder, or reaching a URL, would cause. Create nothing.
 
     Raises:
         OSError: The folder is not writable.
         ValueError: The protocol of the URL is unknown.
-        ImportError: The package for it is not installed.
+        ImportError: The package for that protocol is not installed.
     """
     filesystem, name = _place(folder)
     if filesystem is None:
@@ -94,7 +94,7 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
 
 
 def last_modified(path: str | os.PathLike[str]) -> float:
-    """Return when a file was written, in seconds since the epoch; 0 if that is unknown."""
+    """Return the modification time of a file in seconds since the epoch; 0 if unknown."""
     try:
         return status(path).modified_s or 0.0
     except OSError:
@@ -102,13 +102,13 @@ def last_modified(path: str | os.PathLike[str]) -> float:
 
 
 def read(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a file at a local path or URL; an OSError goes through."""
+    """Return the contents of a file at a local path or URL. OSErrors propagate."""
     filesystem, name = _place(path)
     return Path(name).read_bytes() if filesystem is None else bytes(filesystem.cat_file(name))
 
 
 def matching(folder: str | os.PathLike[str], *patterns: str) -> list[str]:
-    """Return the existing files of a local folder or URL whose path in it matches a pattern."""
+    """Return the existing files in a local folder or URL whose relative path matches a pattern."""
     filesystem, name = _place(folder)
     if filesystem is None:
         found = [glob.glob(os.path.join(glob.escape(name), pattern)) for pattern in patterns]
@@ -120,7 +120,7 @@ def matching(folder: str | os.PathLike[str], *patterns: str) -> list[str]:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a new file that appears at a path or URL when the block ends without an error."""
+    """Open a new file that appears at a path or URL once the block ends without an error."""
     filesystem, name = _place(path)
     if filesystem is None:
         with replacing(name) as file:
@@ -135,20 +135,20 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def behind_links(path: str | os.PathLike[str]) -> str:
     """Return the target of a symbolic link, or the path itself. :func:`writing` replaces a link, not its target.
 
-    So saving ``last.ckpt`` leaves the best checkpoint alone, to which it may link.
+    Saving ``last.ckpt`` therefore leaves the best checkpoint alone, even if ``last.ckpt`` links to it.
     """
     filesystem, name = _place(path)
     return os.path.realpath(name) if filesystem is None and os.path.islink(name) else os.fspath(path)
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Whether there is anything at a local path or URL."""
+    """Return whether anything exists at a local path or URL."""
     filesystem, name = _place(path)
     return os.path.exists(name) if filesystem is None else bool(filesystem.exists(name))
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a file, link or folder, if there is one."""
+    """Remove a file, link, or folder if it exists."""
     filesystem, name = _place(path)
     if filesystem is not None:
         if filesystem.exists(name):
@@ -161,16 +161,16 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
-    """Open a new file that takes the place of ``path`` when the block ends without an error.
+    """Open a new file that replaces ``path`` once the block ends without an error.
 
-    Until then it holds what it held before, even if the process is killed or the machine loses power; afterwards the
-    new content is on the disk. An ``OSError`` names ``path``.
+    Until then ``path`` keeps its old content, even if the process is killed or the machine loses power. Afterwards the
+    new content is on disk. An ``OSError`` names ``path``.
     """
     directory, target = os.path.dirname(path) or ".", Path(path)
     temporary = ""
     try:
         os.makedirs(directory, exist_ok=True)
-        if target.is_char_device() or target.is_block_device() or target.is_fifo():  # /dev/null is not to be replaced
+        if target.is_char_device() or target.is_block_device() or target.is_fifo():  # never replace /dev/null
             with open(path, "wb") as device:
                 yield device
             return
@@ -191,15 +191,15 @@ def replacing(path: str) -> Iterator[BinaryIO]:
 
 
 def sweep(directory: str) -> None:
-    """Remove what killed processes have left behind.
+    """Remove files that killed processes left behind.
 
-    Only if the name says that this kernel wrote it, and the kernel has released its lock: other files may be in use.
+    Files named for another kernel, or still locked in this one, stay: they may be in use.
     """
     prefix = _prefix()
     with os.scandir(directory) as entries:
         candidates = [entry.path for entry in entries if entry.name.startswith(prefix) and entry.name.endswith(".part")]
     for candidate in candidates:
-        with contextlib.suppress(OSError):  # another user's, or just swept by another process
+        with contextlib.suppress(OSError):  # another user's file, or another process just removed it
             descriptor = os.open(candidate, os.O_RDONLY)
             try:
                 if _try_lock(descriptor):
@@ -215,16 +215,16 @@ def _prefix() -> str:
 def _open_beside(directory: str) -> tuple[str, BinaryIO]:
     while True:
         temporary = os.path.join(directory, f"{_prefix()}{secrets.token_hex(8)}.part")
-        # Not tempfile: here the umask decides who may read it.
+        # Not tempfile, because here the umask decides who may read the file.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         _try_lock(descriptor)
         if os.fstat(descriptor).st_nlink:
             return temporary, os.fdopen(descriptor, "wb")
-        os.close(descriptor)  # swept between its creation and its lock
+        os.close(descriptor)  # another process removed it before it was locked
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Take a lock until the process ends; ``False`` if it is held or impossible."""
+    """Lock the file until the process ends; return ``False`` if another process holds the lock or locks do not work."""
     if sys.platform == "win32":
         return False
     try:
@@ -235,7 +235,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _sync_directory(directory: str) -> None:
-    if sys.platform == "win32":  # a directory cannot be opened there
+    if sys.platform == "win32":  # Windows cannot open a directory
         return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -248,7 +248,7 @@ def _sync_directory(directory: str) -> None:
 
 
 def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:
-    """Return the file system, ``None`` if it is the local one, and the name in it."""
+    """Return the file system (``None`` if it is the local one) and the name in it."""
     text = os.fspath(path)
     # Importing fsspec takes longer than inspecting a file. Lightning shortens file:///tmp to file:/tmp.
     if "://" not in text and "::" not in text and not text.startswith("file:"):

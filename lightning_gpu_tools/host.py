@@ -1,4 +1,4 @@
-"""What the host grants this process: cores, memory, shared memory; and what it has used of them."""
+"""The host's limits for this process (cores, memory, shared memory) and its use of them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ import psutil
 
 from lightning_gpu_tools.processes import read_kernel_file
 
-_SHARED_MEMORY = Path("/dev/shm")  # through which workers pass batches
+_SHARED_MEMORY = Path("/dev/shm")  # workers pass batches through it
 _CGROUP_MOUNT, _CGROUP_MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _VMSTAT = Path("/proc/vmstat")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostBudget:
-    """What the host grants this process and its training's other ranks here together."""
+    """The resources of this host for this process and the other local ranks of its training together."""
 
-    cores: float  # by the affinity mask and the cgroup's quota
+    cores: float  # limited by the affinity mask and the cgroup's quota
     memory_available_bytes: int
-    shm_free_bytes: int | None  # None: there is no /dev/shm
+    shm_free_bytes: int | None  # None without /dev/shm
     local_ranks: int = 1
-    cores_in_reach: float | None = None  # what this job can get of them beside other jobs; None: not measured
-    quota_cores: float | None = None  # what the tightest quota of a cgroup allows; None: there is none
+    cores_in_reach: float | None = None  # cores that this job can get next to other jobs; None: not measured
+    quota_cores: float | None = None  # limit of the tightest cgroup quota; None: no quota
 
 
 def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
-    """Return what this process may use of the host now."""
+    """Return the resources of the host that this process may use now."""
     affinity, quotas = float(len(_own_cores())), []
     memory_bytes = [psutil.virtual_memory().available]
-    # A limit anywhere on the path to the root applies, so the tightest one counts. Files of cgroup v2, or of v1.
+    # Limits apply anywhere on the path to the root, so the tightest one counts. The files are those of cgroup v2 or v1.
     for folder in _cgroup_folders("cpu"):
         quota = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
         if len(quota) == 2 and quota[0] not in ("max", "-1"):
@@ -45,10 +45,10 @@ def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
         limit = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
         used = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes")
         if limit and used and limit[0] != "max":
-            # Without what the kernel frees on demand: the kubelet's working set,
+            # Excludes memory that the kernel frees on demand, like the kubelet's working set:
             # https://kubernetes.io/docs/concepts/scheduling-eviction/node-pressure-eviction/
             usage = _counters(folder / "memory.stat")
-            cached = usage.get("total_inactive_file") or usage.get("inactive_file", 0)  # of v1, which has both; of v2
+            cached = usage.get("total_inactive_file") or usage.get("inactive_file", 0)  # v1 has both; v2 the second
             memory_bytes.append(max(0, int(limit[0]) - max(0, int(used[0]) - cached)))
     return HostBudget(
         cores=min([affinity, *quotas]),
@@ -60,71 +60,71 @@ def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
 
 
 def throttled_periods() -> tuple[int, int]:
-    """Return in how many periods a quota held this process's cgroup back, and of how many; take differences.
+    """Return the number of periods in which a quota throttled this process's cgroup, and of all periods.
 
-    Of the group on the path to the root that was held back most often; zeros without a quota.
+    Both are running totals, for the most throttled group on the path to the root; zeros without a quota.
     """
     counts = map(_counters, (folder / "cpu.stat" for folder in _cgroup_folders("cpu")))
     return max(((one.get("nr_throttled", 0), one.get("nr_periods", 0)) for one in counts), default=(0, 0))
 
 
 def affinity_cores() -> int:
-    """Return how many cores this process may run on, whatever a quota says."""
+    """Return the number of cores that this process may run on, ignoring quotas."""
     return len(_own_cores())
 
 
 def shared_memory_bytes() -> int | None:
-    """Return the size of ``/dev/shm``; ``None`` where there is none."""
+    """Return the size of ``/dev/shm``; ``None`` without it."""
     return psutil.disk_usage(str(_SHARED_MEMORY)).total if _SHARED_MEMORY.is_dir() else None
 
 
 def children_cpu_s() -> float:
-    """Return the CPU seconds of this process's children, those that have ended included."""
+    """Return the CPU seconds of this process's children, including those that have ended."""
     process = psutil.Process()
     ended = process.cpu_times()
     total: float = ended.children_user + ended.children_system
     for child in process.children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since the line above
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended since the line above
             times = child.cpu_times()
             total += times.user + times.system
     return total
 
 
 def idle_cpu_s() -> float:
-    """Return for how long this process's cores have been idle since boot, together; 0 where that is not reported."""
+    """Return the total idle seconds of this process's cores since boot; 0 if not reported."""
     try:
         per_core = psutil.cpu_times(percpu=True)
     except OSError:  # /proc is mounted with subset=pid
         return 0.0
     mine = (per_core[core] for core in _own_cores() if core < len(per_core))
-    # A core that waits for a disk is free for others, too.
+    # A core that waits for a disk is free for other threads, too.
     return sum(core.idle + getattr(core, "iowait", 0.0) for core in mine)
 
 
 def resident_memory_bytes() -> int:
-    """Return this process's memory without mapped files, which the kernel drops when memory is short."""
+    """Return this process's memory, excluding mapped files, which the kernel drops when memory is short."""
     rss: int = _sum_bytes("self/status", "RssAnon|RssShmem") or psutil.Process().memory_info().rss  # Linux 4.5
     return rss
 
 
 def private_memory_bytes(pids: list[int]) -> list[int]:
-    """Return what each process does not share with others, without those of which it is unknown."""
+    """Return the bytes that each process does not share with others, leaving out processes without that number."""
     private = [_sum_bytes(f"{pid}/smaps_rollup", "Private_Clean|Private_Dirty") for pid in pids]  # Linux 4.14
     return [size for size in private if size is not None]
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed so far because memory ran out; take differences.
+    """Return the running total of processes that the kernel has killed because memory ran out.
 
-    Those of this job, or, where no cgroup counts them, of the whole machine.
+    It counts this job's processes, or those of the whole machine where no cgroup counts them.
     """
-    groups = reversed(_cgroup_folders("memory"))  # the innermost one has this process's siblings
+    groups = reversed(_cgroup_folders("memory"))  # the innermost group holds this process's siblings
     files = [group / name for group in groups for name in ("memory.events", "memory.oom_control")]
     return next((found["oom_kill"] for found in map(_counters, [*files, _VMSTAT]) if "oom_kill" in found), 0)
 
 
 def cores_in_reach(cores: float, used_or_idle: float) -> float:
-    """Return how many of its cores a job could use beside others, by how many it used or left idle on average."""
+    """Return how many of its cores a job could use next to other jobs, from its average of used or idle cores."""
     taken = max(0.0, cores - used_or_idle)
     # A job that mostly slept would get more: its fair share, once it has as many runnable threads as cores.
     return max(min(cores, used_or_idle), cores * cores / (cores + taken))
@@ -132,7 +132,7 @@ def cores_in_reach(cores: float, used_or_idle: float) -> float:
 
 @functools.cache
 def processor_name() -> str:
-    """Return the name of the CPU, or of its architecture where that is unknown."""
+    """Return the name of the CPU, or of its architecture if the name is unknown."""
     name = re.search(r"^model name\s*:\s*(.+)$", read_kernel_file("/proc/cpuinfo"), re.MULTILINE)
     return name[1] if name else platform.processor() or platform.machine()
 
@@ -142,13 +142,13 @@ def _own_cores() -> Collection[int]:
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Return the folders of this process's cgroup and of its ancestors, the root first."""
+    """Return the folders of this process's cgroup and its ancestors, starting at the root."""
     folders: set[Path] = set()
     for line in read_kernel_file(_CGROUP_MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # v2 has one tree and names no controllers; v1 has a tree for each group of controllers.
+        # cgroup v2 has one tree and names no controllers; v1 has one tree for each group of controllers.
         root = _CGROUP_MOUNT / controllers
         group = root / path.lstrip("/")
         folders.update(folder for folder in (group, *group.parents) if folder.is_relative_to(root) and folder.is_dir())
@@ -160,12 +160,12 @@ def _words(path: Path) -> list[str]:
 
 
 def _counters(path: Path) -> dict[str, int]:
-    """Return what a file with a name and a number on each line says."""
+    """Parse a file with a name and a number on each line."""
     words = _words(path)
     return {name: int(number) for name, number in zip(words[::2], words[1::2], strict=False)}
 
 
 def _sum_bytes(file: str, fields: str) -> int | None:
-    """Return the sum of some fields of a file in ``/proc``; ``None`` if it has none of them."""
+    """Return the sum of the given fields of a file in ``/proc``; ``None`` if it has none of them."""
     kilobytes = re.findall(rf"^(?:{fields}):\s*(\d+) kB$", read_kernel_file(f"/proc/{file}"), re.MULTILINE)
     return 1024 * sum(map(int, kilobytes)) if kilobytes else None

@@ -1,4 +1,4 @@
-"""Which process is which, here and on other machines."""
+"""Identities of processes, here and on other machines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
-INIT = 1  # the process that becomes the parent of those whose own has ended
+INIT = 1  # becomes the parent of processes whose own parent has ended
 
 
 class ProcessStat(NamedTuple):
-    """Of proc_pid_stat(5)."""
+    """Fields of proc_pid_stat(5)."""
 
     state: str
     parent: int
@@ -19,7 +19,7 @@ class ProcessStat(NamedTuple):
 
 
 def read_kernel_file(path: str | os.PathLike[str]) -> str:
-    """Return a file of ``/proc`` or ``/sys``; empty if there is none or it is hidden."""
+    """Return the text of a file in ``/proc`` or ``/sys``; empty if it is missing or hidden."""
     try:
         with open(path, errors="replace") as file:
             return file.read()
@@ -28,13 +28,13 @@ def read_kernel_file(path: str | os.PathLike[str]) -> str:
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """Return what the kernel says of a process; ``None`` if it has ended or is hidden, or outside Linux."""
-    fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name before that may hold anything
+    """Return the kernel's facts about a process; ``None`` if it has ended or is hidden, and outside Linux."""
+    fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name before it may contain anything
     return ProcessStat(fields[0], int(fields[1]), int(fields[19])) if fields else None  # fields 3, 4 and 22
 
 
 def pid_namespace() -> str | None:
-    """Return a name of this process's numbering of processes."""
+    """Return the name of this process's PID namespace; ``None`` if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:  # /proc is not mounted
@@ -43,24 +43,24 @@ def pid_namespace() -> str | None:
 
 @functools.cache
 def running_kernel() -> str:
-    """Return 12 hex digits that tell one boot of one machine from any other, also across containers and NFS."""
+    """Return 12 hex digits that identify this boot of this machine, also across containers and NFS."""
     boot = read_kernel_file("/proc/sys/kernel/random/boot_id")
     if boot:
         return boot.replace("-", "")[:12]
     import uuid
 
-    return f"{uuid.getnode():012x}"  # not Linux: a machine counts as one kernel for good
+    return f"{uuid.getnode():012x}"  # not Linux: a machine counts as one kernel forever
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessId:
-    """A process of some machine.
+    """A process on any machine.
 
     Attributes:
-        kernel: Tells the boot of its machine from any other.
-        namespace: Names its numbering of processes, of which a container has its own; ``None`` if unknown.
-        pid: Its number.
-        started_ticks: When it started, in clock ticks since boot; ``None`` if unknown.
+        kernel: Identifier of its machine's boot.
+        namespace: Name of its PID namespace, which differs between containers; ``None`` if unknown.
+        pid: PID within that namespace.
+        started_ticks: Start time in clock ticks since boot; ``None`` if unknown.
     """
 
     kernel: str
@@ -70,14 +70,14 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Return the process that has this number now, as this process counts them."""
+        """Return the process that has this PID now in this process's namespace."""
         stat = process_stat(pid)
         ticks = None if stat is None else stat.started_ticks
         return cls(kernel=running_kernel(), namespace=pid_namespace(), pid=pid, started_ticks=ticks)
 
     @property
     def is_running(self) -> bool | None:
-        """Whether it runs; ``None`` where that cannot be seen: from another machine or container."""
+        """Whether it is running; ``None`` if that is not visible, from another machine or container."""
         if self.started_ticks is None or (self.kernel, self.namespace) != (running_kernel(), pid_namespace()):
             return None
         stat = process_stat(self.pid)

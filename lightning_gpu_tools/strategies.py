@@ -1,4 +1,4 @@
-"""The strategies by the name that other programs import; Lightning knows ``"ddp_free_memory"`` and the like then."""
+"""The strategies, for import by other programs. The import registers ``"ddp_free_memory"`` etc. with Lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The types of results, for annotations. Each is imported on first use."""
+"""Result types for annotations. Each is imported on first use."""
 
 from __future__ import annotations
 

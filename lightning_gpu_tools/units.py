@@ -1,4 +1,4 @@
-"""Sizes and durations as text (``"8GiB"``, ``"90s"``), and text of others made safe to print."""
+"""Sizes and durations as text (``"8GiB"``, ``"90s"``), and escaping of untrusted text for printing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _BYTES_PER_UNIT = {
 }
 _SECONDS_PER_UNIT = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MAX_BYTES = 2**64  # NVML counts bytes in 64 bits
-_MAX_RANGES = 8  # of up to 5 digits, which fit in a line of 100 columns
+_MAX_RANGES = 8  # with numbers of up to 5 digits, they fit in a line of 100 columns
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:
-    """Return a size like ``"8GiB"`` or ``1048576`` in bytes; ``ValueError``, which calls it ``name``, if it is none."""
+    """Return a size like ``"8GiB"`` or ``1048576`` in bytes; raise a ``ValueError`` about ``name`` if invalid."""
     size_bytes = math.nan if isinstance(size, float) else _parse(size, _BYTES_PER_UNIT)
     if not 0 <= size_bytes < MAX_BYTES:
         raise ValueError(f'{name} must be a number of bytes or a size like "8GiB" or "500MB", got {size!r}.')
@@ -35,7 +35,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
 
 
 def parse_duration(duration: float | str, name: str = "duration") -> float:
-    """Return a duration like ``"90s"``, ``"1.5h"`` or ``600`` in seconds; ``ValueError`` if it is none."""
+    """Return a duration like ``"90s"``, ``"1.5h"`` or ``600`` in seconds; raise ``ValueError`` if invalid."""
     seconds = _parse(duration, _SECONDS_PER_UNIT)
     if not 0 <= seconds < math.inf:
         raise ValueError(f'{name} must be a number of seconds or a duration like "90s" or "10m", got {duration!r}.')
@@ -43,7 +43,7 @@ def parse_duration(duration: float | str, name: str = "duration") -> float:
 
 
 def _parse(quantity: object, per_unit: Mapping[str, float]) -> float:
-    """Return a number, or the number that a text gives; NaN if it is neither."""
+    """Return a number as it is, or parse one from text with a unit; NaN if invalid."""
     if isinstance(quantity, (int, float)) and not isinstance(quantity, bool):
         return quantity
     match = _QUANTITY.fullmatch(quantity) if isinstance(quantity, str) else None
@@ -62,7 +62,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_duration(duration_s: float) -> str:
-    """Return a duration in the unit a reader expects: ``"4.2 ms"``, ``"38 s"``, ``"2 h 05 min"``."""
+    """Return a duration in a readable unit: ``"4.2 ms"``, ``"38 s"``, ``"2 h 05 min"``."""
     if duration_s < 0.0009995:  # not "1000 us"
         return f"{duration_s * 1e6:.0f} us"
     if duration_s < 0.9995:
@@ -79,7 +79,7 @@ def format_duration(duration_s: float) -> str:
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Return numbers like ``"0, 3, 4 and 8 to 1,023"`` or ``"0, 2, 4, 6, 8, 10, 12, 14 and 504 others"``."""
+    """Format numbers like ``"0, 3, 4 and 8 to 1,023"`` or ``"0, 2, 4, 6, 8, 10, 12, 14 and 504 others"``."""
     ordered = sorted(set(numbers))
     ranges: list[list[int]] = []
     for _, consecutive in groupby(enumerate(ordered), lambda item: item[1] - item[0]):
@@ -93,17 +93,17 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def printable(text: object, max_length: int = 100) -> str:
-    r"""Return text from a file, a driver or another user that is safe to print: one line of at most ``max_length``.
+    r"""Make text from a file, a driver, or another user safe to print: one line of at most ``max_length`` characters.
 
-    Control characters, line ends and marks of writing direction are escaped as in a Python literal (``\x1b``, ``\n``,
-    ``\u202e``). Longer text loses its middle.
+    Control characters, newlines, and bidirectional marks are escaped as in a Python literal (``\x1b``, ``\n``,
+    ``\u202e``). Longer text is cut in the middle.
     """
     if not isinstance(text, str):
         try:
             text = str(text)
-        except (RecursionError, ValueError):  # nested too deeply; an integer with more digits than Python converts
+        except (RecursionError, ValueError):  # nested too deeply; or an integer with more digits than Python converts
             text = f"<{type(text).__name__}>"
-    # Escapes make text longer, never shorter, so no more of each end is needed.
+    # Escaping never makes text shorter, so this much of each end is enough.
     ends = text if len(text) <= 2 * max_length else text[:max_length] + text[-max_length:]
     escaped = _escaped(ends)
     if len(text) == len(ends) and len(escaped) <= max_length:
@@ -113,24 +113,24 @@ def printable(text: object, max_length: int = 100) -> str:
 
 
 def printable_path(path: object) -> str:
-    """Return a path or URL that is safe to print, long enough to be copied."""
+    """Make a path or URL safe to print, with a limit that is long enough for copying."""
     return printable(path, max_length=300)
 
 
 def user_name(user_id: int) -> str:
-    """Return a user's login name, printable, or ``uid 1000`` (not on Windows)."""
+    """Return a user's login name, safe to print, or ``uid 1000`` if it has none (not on Windows)."""
     import pwd
 
     try:
         return printable(pwd.getpwuid(user_id).pw_name)
-    except KeyError:  # a user without a name, as in many containers
+    except KeyError:  # users without a name are common in containers
         return f"uid {user_id}"
 
 
 def printable_lines(text: str) -> str:
-    """Return text with all control characters but line ends escaped: the net below :func:`printable`.
+    """Escape all control characters except newlines, as a fallback for :func:`printable`.
 
-    Text of others that was inserted raw cannot control a terminal then, but it could still forge a line.
+    Untrusted text that was inserted raw then cannot control a terminal, but it could still forge a line.
     """
     return "\n".join(map(_escaped, text.split("\n")))
 

@@ -17,7 +17,7 @@ FRAGMENTS = 0.16
 class StepPeak:
     """The memory of a step at one batch size."""
 
-    batch_size: int  # in samples, or in numbers where samples differ in length
+    batch_size: int  # in samples, or in elements if samples differ in length
     begin_bytes: int  # in tensors when the step began, without the batch
     needs: tuple[StepNeed, ...]  # in addition to begin_bytes, at its decisive moments, with the batch
     is_complete: bool = True  # if False, it failed and would have needed more
@@ -35,7 +35,7 @@ class LargestBatch:
 def step_peak(
     memory: RankMemory, batch_bytes: int = 0, *, accumulates: bool = False, by_items: bool = False
 ) -> StepPeak | None:
-    """Return the memory needs of a rank's recorded step, with its batch size in samples or in numbers.
+    """Return the memory needs of a rank's recorded step, with its batch size in samples or in elements.
 
     ``None`` without such a step, or before it is known what the optimizer's first step leaves. The very first step
     begins without that memory, so it is added. With gradient accumulation, other steps keep gradients in backward.

@@ -21,7 +21,7 @@ def in_validation(oom: OutOfMemory) -> bool:
 
 
 def largest_that_fits(run: RunMeasurements, oom: OutOfMemory, *, by_items: bool = False) -> LargestBatch:
-    """Return the largest batch size that fits, in samples or in numbers."""
+    """Return the largest batch size that fits, in samples or in elements."""
     if oom.room_bytes is None:
         return LargestBatch(why_not="The error does not say how much memory there is.")
     if oom.batch_shape and not by_items and samples(run, oom) is None:

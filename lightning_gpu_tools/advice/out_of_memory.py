@@ -171,7 +171,7 @@ class OutOfMemory:
     reading: MemoryReading | None = None  # when torch's allocator failed
     grad_enabled: bool | None = None
     batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch
-    usual_items: float | None = None  # the median count of numbers in it
+    usual_items: float | None = None  # the median count of elements in it
     memory: RankMemory | None = None
     begins: Sequence[tuple[float, float]] = ()  # (step, bytes in tensors) when steps began, oldest first
     validation_begins: Sequence[tuple[float, float]] = ()  # the same for the batches of this validation

@@ -29,7 +29,7 @@ _MIN_SLOW_STEPS = 3  # fewer are accidents, which no change would prevent
 # Three intervals in four are multiples of the period. At least two, and half of all, equal it.
 _REGULAR = 0.75
 _MIN_INTERVALS = 2
-_LONGER = 1.5  # times as many numbers as in other batches
+_LONGER = 1.5  # times as many elements as in other batches
 ACCUMULATION = {True: "accumulate_grad_batches", False: "gradient accumulation"}  # by has_trainer
 
 

@@ -1,1 +1,1 @@
-"""Checkpoint files: what is in them, whose weights they hold, and how they are written whole or not at all."""
+"""Checkpoint files: their contents, the models that their weights fit, and all-or-nothing writing."""

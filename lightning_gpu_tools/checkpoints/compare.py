@@ -38,40 +38,40 @@ _LONGEST_TABLE = 40
 
 @dataclass(frozen=True)
 class Difference:
-    """How one key differs."""
+    """The difference of one key between two files."""
 
-    key: str  # its name in the second file
+    key: str  # name in the second file
     what: str  # "shape", "dtype" or "values"
-    detail: str  # both sides, or by how much
-    largest: float | None = None  # absolute difference of two values; None if they cannot be subtracted
-    share: float | None = None  # of the values that differ
+    detail: str  # both sides, or how large the difference is
+    largest: float | None = None  # absolute difference between two values; None if they cannot be subtracted
+    share: float | None = None  # fraction of values that differ
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointComparison:
-    """What differs between two files."""
+    """The differences between two files."""
 
-    renamed: str  # how the names of the first had to be changed
+    renamed: str  # how the keys of the first file were renamed
     only_in_first: tuple[str, ...]
     only_in_second: tuple[str, ...]
     differences: tuple[Difference, ...]
     same: int
-    not_compared: tuple[str, ...]  # in both, but only running code could open them
-    unread_in_first: tuple[str, ...]  # classes and functions that the file names: nothing of them was opened
+    not_compared: tuple[str, ...]  # in both files, but only running code could open them
+    unread_in_first: tuple[str, ...]  # classes and functions named in the file; none was opened
     unread_in_second: tuple[str, ...]
 
     @property
     def is_same(self) -> bool:
-        """Whether no weights were found to differ, whatever their names."""
+        """Whether no differences between the weights were found, other than in their names."""
         return not (self.only_in_first or self.only_in_second or self.differences)
 
 
 def compare(
     first: str, second: str, progress: Progress = no_progress, *, entry: str | None = None
 ) -> CheckpointComparison:
-    """Compare the weights of two files by key, after taking wrappers and one root off the names of the first.
+    """Compare the weights of two files by key, after removing wrappers and one root from the keys of the first.
 
-    ``entry`` holds the weights in each file that has several.
+    ``entry`` names the set of weights to use in each file that has several.
     """
     (one, unread_in_first), (two, unread_in_second) = (_weights(path, entry) for path in (first, second))
     plan = RenamePlan(renames={})
@@ -107,7 +107,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Unopened:
-    """Stands for an object among the weights that only running code could open."""
+    """A placeholder for an object among the weights that only running code could open."""
 
     kind: str
 
@@ -139,13 +139,13 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
     if one.is_meta or two.is_meta:  # in an extra state
         yield Difference(key, "values", "no numbers")
         return
-    # Bits first: equal numbers are the common case, and a NaN is equal to itself here.
+    # Compare bits first: equal numbers are the common case, and a NaN equals itself here.
     is_dense = one.layout is two.layout is torch.strided and not (one.is_quantized or two.is_quantized)
     if not one.numel() or (is_dense and one.dtype == two.dtype and torch.equal(_bits(one), _bits(two))):
         return
     try:
         unequal, largest = _unequal_values(one, two)
-    except NotImplementedError:  # torch can hold numbers of this type, but not compute with them
+    except NotImplementedError:  # torch can store numbers of this type, but not compute with them
         yield Difference(key, "values", "different bits")
         return
     if unequal:
@@ -162,12 +162,12 @@ def _has_own_numbers(value: Any) -> bool:
 def _same(one: Any, two: Any, compared: set[tuple[int, int]] | None = None) -> bool:
     """Whether two values of any kind are the same down to the last bit.
 
-    ``compared`` holds the containers that were compared before: a small file can hold one in a billion places.
+    ``compared`` holds the containers already compared: a small file can hold one container in a billion places.
     """
     compared = set() if compared is None else compared
     if isinstance(one, (Mapping, list, tuple)):
         if (id(one), id(two)) in compared:
-            return True  # or the first of them ended the comparison
+            return True  # else the first comparison of them would have ended this one
         compared.add((id(one), id(two)))
     if isinstance(one, Mapping) and isinstance(two, Mapping):
         return one.keys() == two.keys() and all(_same(one[key], two[key], compared) for key in one)
@@ -181,7 +181,7 @@ def _same(one: Any, two: Any, compared: set[tuple[int, int]] | None = None) -> b
         return len(one) == len(two) and all(_same(a, b, compared) for a, b in zip(one, two, strict=True))
     if isinstance(one, (set, frozenset)):
         return bool(one == two)
-    return pickle.dumps(one) == pickle.dumps(two)  # a NaN is the same as itself
+    return pickle.dumps(one) == pickle.dumps(two)  # a NaN equals itself
 
 
 def _parts(tensor: Any) -> list[Any]:
@@ -192,14 +192,14 @@ def _parts(tensor: Any) -> list[Any]:
 
 
 def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
-    """Return how many values differ and by how much at most."""
+    """Return the number of values that differ and their largest difference."""
     flat = [(t.dequantize() if t.is_quantized else t.to_dense()).detach().reshape(-1) for t in (one, two)]
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
     whole = not any(tensor.is_floating_point() or tensor.is_complex() for tensor in flat)
     unequal, largest = 0, 0.0
     for a, b in zip(*(torch.split(tensor, _VALUES_AT_ONCE) for tensor in flat), strict=True):
         x, y = a.to(wide), b.to(wide)
-        # Beyond 2 ** 53 float64 no longer tells neighbours apart.
+        # Beyond 2 ** 53, float64 cannot distinguish adjacent integers.
         different = a.to(torch.int64) != b.to(torch.int64) if whole else (x != y) & ~(x.isnan() & y.isnan())
         if different.any():
             unequal += int(different.sum())
@@ -210,7 +210,7 @@ def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.dtype is torch.complex128:  # no integer is as long
+    if plain.dtype is torch.complex128:  # no integer type is that wide
         plain = torch.view_as_real(plain)
     return plain.view(_INTEGER_OF_SIZE[plain.element_size()])
 
@@ -219,7 +219,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def render(found: CheckpointComparison, first: str, second: str) -> str:
-    """Return a comparison as text, large differences first."""
+    """Return a comparison as text, with the largest differences first."""
     same = f"{counted(found.same, 'weight')} {'is' if found.same == 1 else 'are'} the same"
     lines = [f"{printable_path(first)} and {printable_path(second)}: {same}"]
     if found.renamed:
@@ -251,7 +251,7 @@ def render(found: CheckpointComparison, first: str, second: str) -> str:
 def _cell(differences: Mapping[str, Difference], what: str) -> str:
     if what in differences:
         return differences[what].detail
-    return "-" if "shape" in differences else "same"  # of another shape, the rest is not compared
+    return "-" if "shape" in differences else "same"  # the shapes differ, so the rest is not compared
 
 
 def _importance(difference: Difference) -> float:

@@ -1,4 +1,4 @@
-"""What a checkpoint says that it holds, before any of it is loaded: tensors, objects, and where the weights are."""
+"""The described contents of a checkpoint, before any of it is loaded: tensors, objects, and where the weights are."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DTYPE_OF_STORAGE = {
     "QUInt2x4Storage": "quint2x4",
     "UntypedStorage": "uint8",
 }
-# Python's limit of recursion is 1,000, and copying takes three calls per level.
+# Python's recursion limit is 1,000, and copying takes three calls per level.
 MAX_DEPTH = 200
 
 
@@ -58,7 +58,7 @@ class StorageInfo:
 
     @property
     def size_bytes(self) -> int:
-        """Its size, by its description."""
+        """The size, according to the description."""
         return self.numel * BYTES_OF_DTYPE[self.dtype]
 
 
@@ -69,19 +69,19 @@ class TensorInfo:
     dtype: str  # "?" if the file does not say
     shape: tuple[int, ...] | None  # None if the file does not say
     storage: StorageInfo | None  # None if the numbers are not one block
-    attributes: Any = field(default=None, compare=False)  # what a program has hung on it
+    attributes: Any = field(default=None, compare=False)  # that a program has attached to it
     offset: int = 0  # of its first number in the storage
-    strides: tuple[int, ...] | None = None  # None: its numbers are in a row
-    kind: str = ""  # "sparse", "quantized", the name of a subclass, ...; "" if it is just numbers
+    strides: tuple[int, ...] | None = None  # None if it is contiguous
+    kind: str = ""  # "sparse", "quantized", the name of a subclass, ...; "" for plain numbers
     is_parameter: bool = field(default=False, compare=False)  # or requires gradients, or has attributes
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A block of a tensor, in one of the files."""
+    """A block of a tensor, stored in one of the files."""
 
     file: str
-    start: int  # of its first number in the file, in bytes
+    start: int  # offset of its first number in the file, in bytes
     offsets: tuple[int, ...]  # in the tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in the file, in elements
@@ -89,24 +89,24 @@ class Part:
 
 @dataclass(slots=True, unsafe_hash=True)
 class SplitTensorInfo(TensorInfo):
-    """A tensor whose numbers are in several places."""
+    """A tensor whose numbers are stored in several places."""
 
-    laid_out: tuple[int, ...] = ()  # the shape that the parts make up: its own, or all its numbers in a row
+    laid_out: tuple[int, ...] = ()  # the shape that the parts fill: the tensor's own, or a flat one
     parts: tuple[Part, ...] = ()  # empty until they are looked up
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Opaque:
-    """An object that only running code could build: inert, whatever is done to it."""
+    """An inert placeholder for an object that only running code could build."""
 
     is_plain: bool = False  # weights_only=True would build it
-    kind: str = ""  # what would build it: "module.name", or "" if that is not known
-    state: Any = ()  # what it would get; else the arguments of the call that would make it
-    items: dict[Any, Any] | None = None  # what would be put into it
+    kind: str = ""  # the class or function that would build it, "module.name"; "" if unknown
+    state: Any = ()  # the state it would get, or else the arguments of the call that would make it
+    items: dict[Any, Any] | None = None  # the items that would be put into it
 
 
 class StandIn:
-    """Stands for a class, a function or a constant; as text it is their name."""
+    """A placeholder for a class, a function or a constant; its text is their name."""
 
     __slots__ = ("is_plain", "module", "name")
 
@@ -120,39 +120,39 @@ class StandIn:
 
 
 def are_sizes(numbers: Sequence[Any]) -> bool:
-    """Whether these can be sizes, offsets and strides: whole numbers of 63 bits that are not negative."""
+    """Whether these are valid sizes, offsets or strides: non-negative integers below 2 ** 63."""
     return not numbers or ({*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**63)
 
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
-# What PortableCheckpointIO adds to a Lightning checkpoint: primitives only, so that weights_only=True reads them.
+# The entry that PortableCheckpointIO adds to a Lightning checkpoint: primitives only, for weights_only=True.
 MANIFEST = "lightning_gpu_tools"
 # Entries of a Lightning checkpoint with the model's keys: WeightAveraging adds the second.
 MODEL_STATES = ("state_dict", "current_model_state")
-# Arguments of classes: tensors in there are no weights.
+# Arguments of classes: tensors in them are not weights.
 _ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
 _MAX_LEVELS = 3  # "callbacks", "StochasticWeightAveraging", "average_model_state"
-# Our default, ten times more than in any real model. In a file one module can stand in a billion places.
+# Our default, ten times more than in any real model. A file can hold one module in a billion places.
 _MAX_PARTS = 1_000_000
 _QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
 
 
 def likely(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return ``state_dict`` alone if it is there: it is meant if nobody names another entry."""
+    """Return only ``state_dict`` if it exists, the default when no entry is named; otherwise all entries."""
     return {"state_dict": entries["state_dict"]} if "state_dict" in entries else dict(entries)
 
 
 def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
-    """Return every set of weights by the name of its entry; ``""`` if they are all that the file holds.
+    """Return every set of weights by the name of its entry; ``""`` if the file holds nothing else.
 
-    A set is every dictionary of tensors except an optimizer's state, and every module.
+    Every module is a set, and so is every dictionary of tensors except an optimizer's state.
     """
     mapping = _as_mapping(content)
     if is_state_dict(mapping):
         return {"": mapping}
     if not is_lightning_checkpoint(content):
         return dict(_nested_state_dicts(mapping, "", 2))
-    # Callbacks keep averages a level deeper, beside scores and counters.
+    # Callbacks keep averages a level deeper, next to scores and counters.
     found = _nested_state_dicts(mapping, "", _MAX_LEVELS)
     return {"state_dict": content["state_dict"]} | {
         name: weights for name, weights in found if any(getattr(item, "shape", ()) != () for item in weights.values())
@@ -160,12 +160,12 @@ def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def is_state_dict(value: Any) -> bool:
-    """Whether these are tensors by name, apart from extra states and settings of quantized modules."""
+    """Whether this maps names to tensors, apart from extra states and settings of quantized modules."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
-    if hasattr(value, "_metadata"):  # by torch
+    if hasattr(value, "_metadata"):  # set by torch
         return bool(value)
-    torch = sys.modules.get("torch")  # without it, nobody has loaded a tensor
+    torch = sys.modules.get("torch")  # without it, no tensor has been loaded
     kinds = (TensorInfo,) if torch is None else (TensorInfo, torch.Tensor)
     tensors = 0
     for key, item in value.items():
@@ -177,7 +177,7 @@ def is_state_dict(value: Any) -> bool:
 
 
 def is_lightning_checkpoint(content: Any) -> bool:
-    """Whether this is what ``Trainer.save_checkpoint`` writes."""
+    """Whether this is a checkpoint as written by ``Trainer.save_checkpoint``."""
     return (
         isinstance(content, Mapping) and LIGHTNING_VERSION in content and isinstance(content.get("state_dict"), Mapping)
     )
@@ -186,7 +186,7 @@ def is_lightning_checkpoint(content: Any) -> bool:
 def put_weights(
     content: Any, entries: Mapping[str, Mapping[str, Any]], name: str = "", depth: int = _MAX_LEVELS
 ) -> Any:
-    """Return the content with other sets of weights, by entry."""
+    """Return the content with the sets of weights in ``entries`` put in place of its own."""
     mapping = _as_mapping(content)
     if name in entries or depth == 0 or not mapping:
         return entries.get(name, content)
@@ -197,7 +197,7 @@ def put_weights(
 
 
 def describe_content(content: Any) -> str:
-    """Say what this is, with its article."""
+    """Return a short description of this value, with its article."""
     if isinstance(content, Mapping):
         if "param_groups" in content and "state" in content:
             return "the state of an optimizer"
@@ -223,7 +223,7 @@ def describe_content(content: Any) -> str:
 
 
 def unopened_objects(content: Any) -> set[str]:
-    """Return what would build those objects in it that only running code could build: ``"module.name"``."""
+    """Return the builders, as ``"module.name"``, of all objects that only running code could build."""
     found: set[str] = set()
     seen: set[int] = set()
     stack = [content]
@@ -239,7 +239,7 @@ def unopened_objects(content: Any) -> set[str]:
 
 
 def shown_shape(shape: Iterable[int]) -> str:
-    """Return ``3x4``, or ``scalar``."""
+    """Format a shape as ``3x4``, or as ``scalar``."""
     return "x".join(map(str, shape)) or "scalar"
 
 
@@ -248,7 +248,7 @@ def _as_mapping(value: Any) -> Mapping[Any, Any]:
         return value
     if isinstance(value, Opaque):
         return _weights_of(value) if _is_module(value) else value.items or {}
-    if hasattr(type(value), "named_parameters"):  # a live module, of a file that was trusted
+    if hasattr(type(value), "named_parameters"):  # a live module, from a trusted file
         weights: Mapping[Any, Any] = value.state_dict()
         return weights
     return {}
@@ -261,7 +261,7 @@ def _is_module(value: Any) -> bool:
 
 
 def _weights_of(module: Opaque) -> dict[str, Any]:
-    """Return the ``state_dict()`` of a described module; packed weights are tensors of that kind without numbers."""
+    """Return the ``state_dict()`` of a described module; packed weights are tensors of their kind without numbers."""
     weights: dict[str, Any] = {}
     modules = 0
     stack = [("", module)]

@@ -1,4 +1,4 @@
-"""Rewrite a checkpoint with clean keys, another root, another precision or as safetensors."""
+"""Conversion of a checkpoint: clean keys, another root, another precision, or safetensors."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.files import behind_links
 from lightning_gpu_tools.units import printable, printable_path
 
-# Our default, a page: casting less while it is written saves no memory that counts, and is ten times slower.
+# Our default, a page: casting smaller tensors lazily saves no significant memory and is ten times slower.
 _SMALL_BYTES = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What to change, by the names of the command's options."""
+    """The requested changes, named like the command's options."""
 
-    entry: str | None = None  # the only one
-    wrappers: tuple[str, ...] = ()  # private names such as _orig_mod always go
+    entry: str | None = None  # None takes the only one
+    wrappers: tuple[str, ...] = ()  # private segments such as _orig_mod are always removed
     keep_prefix: bool = False
     like: str | None = None
     drop_root: str = ""
     add_root: str = ""
-    dtype: torch.dtype | None = None  # that of the file
+    dtype: torch.dtype | None = None  # None keeps that of the file
     weights_only: bool = False
 
 
 def convert(source: str, target: str, changes: Changes, progress: Progress = no_progress) -> str:
-    """Write ``target`` from ``source``, as safetensors if it ends in ``.safetensors``, and return what was done.
+    """Convert ``source`` to ``target``, as safetensors if it ends in ``.safetensors``, and return a summary.
 
-    If ``target`` is a symbolic link, the link stays and the file that it names is replaced or made.
+    If ``target`` is a symbolic link, the link stays, and the file that it points to is replaced or created.
     """
     as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
     leaves_out_rest = as_safetensors or changes.weights_only
@@ -108,7 +108,7 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
         _, wanted = choose_weights(changes.like, weights_in(read_weights(changes.like)[0], changes.like), None)
         with errors_about(source, printable_path(changes.like)):
             return plan_renaming(shapes_of(weights), ModelKeys(shapes=shapes_of(wanted)))
-    # Lightning takes off its own wrappers, so there it is an attribute.
+    # Lightning removes its own wrappers, so a `module` in its files is an attribute.
     is_lightnings = is_lightning_checkpoint(content) and entry in MODEL_STATES
     around_all = not (changes.keep_prefix or is_lightnings or changes.drop_root.startswith(f"{WRAPPER_SEGMENT}."))
     known = {*changes.wrappers, *manifest_of(content).get("wrappers", ())}
@@ -136,10 +136,10 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
 def _converted(
     path: str, weights: Mapping[str, Any], plan: RenamePlan, changes: Changes, as_safetensors: bool
 ) -> OrderedDict[str, Any]:
-    """Return the weights with new names and precision; ties stay. Refuse first what takes too much memory."""
+    """Return the weights with new names and precision, and ties kept. First refuse any that take too much memory."""
     converted = plan.apply(weights)
     check_numbers(path, converted)
-    # What is not in a row goes to torch.save, which writes storages once.
+    # Non-contiguous tensors go to torch.save, which writes each storage once.
     whole = as_safetensors or changes.dtype is not None
     written = {key: value for key, value in converted.items() if is_dense(value) and (whole or value.is_contiguous())}
     check_repetition(path, written)
@@ -169,7 +169,7 @@ def _to_dtype(key: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     try:
         if value.numel() * dtype.itemsize <= _SMALL_BYTES or not is_dense(value):
             return value.detach().to(dtype)
-        value.new_empty(1).to(dtype)  # refused now, and not in the middle of writing
+        value.new_empty(1).to(dtype)  # fails now, not in the middle of writing
     except NotImplementedError:
         raise CheckpointError(
             f"Torch cannot convert {printable(key)} from {value.dtype} to {dtype}. Leave --dtype out to keep it."

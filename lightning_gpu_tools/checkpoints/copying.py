@@ -1,7 +1,7 @@
-"""Whether torch can copy weights into a model unchanged; known before the first number is copied.
+"""Checks that torch can copy weights into a model unchanged, made before the first number is copied.
 
-Names, shapes and types decide. Only a model with loading code of its own is loaded twice: the first time with its own
-parameters in the place of each weight that fits, and all is put back.
+Names, shapes and types decide. Only a model with its own loading code is loaded twice. The first time, the model's own
+parameters replace each weight that fits, and everything is restored afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_gpu_tools.units import printable
 
 
 class Fit(NamedTuple):
-    """How one entry of a checkpoint fits a model."""
+    """The match between one entry of a checkpoint and a model."""
 
     entry: str  # "" if the weights are all that the file holds
     weights: Mapping[str, Any]
@@ -42,16 +42,16 @@ class Fit(NamedTuple):
     keys: ModelKeys
     state: Mapping[str, Any]  # of the model
     strict: bool
-    others: tuple[str, ...] = ()  # entries and roots with other weights of the same model, if nobody chose among them
+    others: tuple[str, ...] = ()  # entries and roots with other weights of the same model, unless one was chosen
 
     def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
-        """Return ``weights`` as ``load_state_dict`` takes them, with what they may lack."""
+        """Return ``weights`` as ``load_state_dict`` takes them, plus the model's own for keys they may lack."""
         renamed = self.plan.apply(weights, self.plan.left_over(strict=self.strict))
         renamed.update((key, self.state[key]) for key in self.plan.kept)
         return renamed
 
     def choice(self) -> str:
-        """Say which of several sets of weights is taken, and how to get the others."""
+        """Return a message on which of several sets of weights is taken, and how to load the others."""
         taken = ".".join(filter(None, (self.entry, self.plan.dropped_root.rstrip("."))))
         roots = " or ".join(f"root={quoted(name)}" for name in self.others)
         what = "the average" if all(map(is_average, self.others)) else "other weights of this model"
@@ -59,7 +59,7 @@ class Fit(NamedTuple):
 
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
-    """Refuse what ``load_state_dict`` would fail on in the midst of copying, or copy as other numbers."""
+    """Refuse weights that ``load_state_dict`` would fail on midway, or would copy as different numbers."""
     fault = fault_of_parts(fit.weights)
     if fault and not _all_have_their_own(fit.weights):
         raise CheckpointMismatchError(f"{fault} Nothing was changed.")
@@ -88,7 +88,7 @@ def _has_loading_code(model: nn.Module, keys: ModelKeys) -> bool:
 
 
 def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, str]:
-    """Load, but copy nothing; return key -> reason for what torch could not copy."""
+    """Load without copying anything; return key -> reason for each weight that torch could not copy."""
     refused: dict[str, str] = {}
 
     def check(module: nn.Module, name: str, key: str, target: torch.Tensor, state_dict: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, 
 
 @contextlib.contextmanager
 def _undoing(model: nn.Module) -> Iterator[None]:
-    """Let modules that load themselves do it to copies of their tensors, and put everything back."""
+    """Let modules with their own loading code load into copies of their tensors, then restore everything."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for module in _modules(model):
@@ -126,12 +126,12 @@ def _undoing(model: nn.Module) -> Iterator[None]:
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
-    # A ScriptModule takes no hooks, and is never on the meta device nor sharded.
+    # A ScriptModule takes no hooks, and is never on the meta device or sharded.
     return [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
 
 
 def _copied(tensor: Any) -> torch.Tensor:
-    if torch.nn.parameter.is_lazy(tensor):  # has no numbers yet, and is given its shape while it is loaded
+    if torch.nn.parameter.is_lazy(tensor):  # has no numbers yet, and gets its shape during loading
         kind: Any = type(tensor)
         empty: torch.Tensor = kind(tensor.requires_grad, device=tensor.device, dtype=tensor.dtype)
         return empty
@@ -140,16 +140,16 @@ def _copied(tensor: Any) -> torch.Tensor:
 
 
 def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outcome: str) -> Any:
-    """Call ``load_state_dict``; its refusal ends with the outcome for the model."""
+    """Call ``load_state_dict``; if it fails, end the error with ``outcome``, the state of the model."""
     try:
         return model.load_state_dict(renamed, strict=strict)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # Torch names keys of the file, a line each. The traceback shows this error, too.
+        # Torch lists keys of the file, one per line. The traceback shows this error, too.
         error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
-    except KeyError as error:  # of quantized modules, which load themselves
+    except KeyError as error:  # from quantized modules, which load themselves
         key = error.args[0] if error.args else None
         if key in renamed or key not in model.state_dict():
             raise
@@ -162,10 +162,10 @@ def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outco
 def before_each_copy(
     model: nn.Module, prepare: Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]
 ) -> Iterator[None]:
-    """While a state is loaded, call ``prepare`` for each weight between the module's own hooks and the copying.
+    """Call ``prepare`` for each weight that is loaded, after the module's own hooks and before the copy.
 
-    Hooks may change names and shapes, and one module at a time needs no second copy of the model. ``prepare`` gets the
-    module, the name and the full key of a parameter or buffer, itself, and the state to be loaded.
+    Hooks may change names and shapes, and going module by module needs no second copy of the model. ``prepare`` gets
+    the module, the name, full key and tensor of a parameter or buffer, and the state dict to load.
     """
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -183,9 +183,9 @@ def before_each_copy(
 
 @contextlib.contextmanager
 def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
-    """While a state is loaded, put together what DeepSpeed's ZeRO-3 has taken apart; then renew its own copies.
+    """Gather ZeRO-3's partitioned parameters while a state dict is loaded, then refresh DeepSpeed's own copies.
 
-    DeepSpeed's optimizers keep every weight in float32, too, and the next step would put those back. All processes must
+    DeepSpeed's optimizers also keep every weight in float32, and the next step would restore those. All processes must
     take part.
     """
     if "deepspeed" not in sys.modules:
@@ -196,7 +196,7 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
     gathered = contextlib.ExitStack()
 
     def gather(module: nn.Module, *_: Any) -> None:
-        gathered.close()  # takes the module before this one apart again
+        gathered.close()  # partitions the previous module again
         parameters = [*module.parameters(recurse=False)]
         gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
 
@@ -206,16 +206,16 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
                 hooks.enter_context(module.register_load_state_dict_pre_hook(gather))  # type: ignore[no-untyped-call]
         yield
     loaded = {*map(id, model.parameters())}
-    # A model does not know its engine.
+    # A model has no reference to its engine.
     engines: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), deepspeed.DeepSpeedEngine)]
     for engine in engines:
         is_concerned = not loaded.isdisjoint(map(id, engine.parameters()))
-        if is_concerned and hasattr(engine.optimizer, "refresh_fp32_params"):  # torch's own keep no copies
+        if is_concerned and hasattr(engine.optimizer, "refresh_fp32_params"):  # torch's optimizers keep no copies
             engine.optimizer.refresh_fp32_params()
 
 
 def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
-    """Whether every process has the parts that it saved itself; all must ask."""
+    """Whether every process holds the parts that it saved itself; all processes must call this."""
     if not torch.distributed.is_initialized():
         return False
     mesh = next(value.device_mesh for value in weights.values() if part_of(value))
@@ -226,7 +226,7 @@ def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
 
 
 def _different_for_tied(fit: Fit) -> dict[str, str]:
-    """Return the keys of tied weights for which the checkpoint has other numbers than the first."""
+    """Return key -> reason for tied weights whose numbers in the checkpoint differ from those of the first."""
     first: dict[str, tuple[str, torch.Tensor]] = {}
     refused = {}
     for old, new in fit.plan.renames.items():
@@ -248,7 +248,7 @@ def _are_equal(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool
 
 
 def _why_not_copied(value: Any, target: torch.Tensor) -> str:
-    """Say why a weight cannot be copied unchanged; ``""`` if it can."""
+    """Return why a weight cannot be copied unchanged; ``""`` if it can."""
     if not isinstance(value, torch.Tensor):
         return f"a {printable(type(value).__name__)} instead of {_kind(target)}"
     if value.is_meta > target.is_meta:
@@ -271,7 +271,7 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
 
 
 def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
-    """Say which number of a tensor would not survive a cast, apart from rounding; ``""`` if none."""
+    """Return a message on a number that a cast would change beyond rounding; ``""`` if there is none."""
     numbers = value.detach()
     is_plain = type(numbers) is torch.Tensor and numbers.layout is torch.strided and not numbers.is_nested
     if not is_plain or numbers.is_meta or numbers.is_quantized:
@@ -283,10 +283,10 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
                 return f"a complex number cannot become one of {name_of(dtype)}"
             numbers = numbers[..., 0]
     if numbers.is_floating_point() and numbers.element_size() < 4:
-        numbers = numbers.float()  # where the limits below are exact, and float8 can be compared
+        numbers = numbers.float()  # where the limits below are exact and float8 can be compared
     if dtype.is_floating_point or dtype.is_complex:
         kinds = torch.finfo if numbers.is_floating_point() else torch.iinfo
-        limit = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 4)  # as far as it is rounded down
+        limit = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 4)  # numbers up to here round down to max
         if numbers.dtype is torch.bool or kinds(numbers.dtype).max <= limit:
             return ""
         changed = ((numbers > limit) | (numbers < -limit)) & ~numbers.isinf()

@@ -1,4 +1,4 @@
-"""What is inside a checkpoint file, read without its weights, without torch and without running any of it."""
+"""The contents of a checkpoint file, read without its weights, without torch, and without running any of its code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORMATS: tuple[FileFormat, ...] = (torch_zip, torch_legacy, safetensors)
 
 
 def describe(file: BinaryIO, path: str) -> Structure:
-    """Read the description of an open file and check it against what the file holds."""
+    """Read the description in an open file and check it against the file's contents."""
     size_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(1024)
@@ -38,7 +38,7 @@ def _something_else(head: bytes, size: int) -> Fault:
     return Fault(f"is no checkpoint: {format_bytes(size)} that begin with {head[:8]!r}", advice)
 
 
-# How a file begins (in any case, after any white space), what it is, what to do.
+# First bytes of a file (in any case, after any whitespace), what the file is, and what to do.
 _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
     ((b"version https://git-lfs",), "is a git-lfs pointer, not the file itself", "Fetch the file with: git lfs pull"),
     (

@@ -1,4 +1,4 @@
-"""What is wrong with a file, and the error that says so."""
+"""Faults of checkpoint files, and the errors that report them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_gpu_tools.units import printable_path
 
 
 class Fault(Exception):
-    """Why a file is no checkpoint."""
+    """The reason why a file is not a checkpoint."""
 
     def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(what, advice)
@@ -23,13 +23,13 @@ RESTORE = "Restore it from where it came from, or use an earlier checkpoint."
 
 
 def damaged(what: str) -> Fault:
-    """Return the fault of a file that contradicts itself."""
+    """Return the fault for a file that contradicts itself."""
     return Fault(f"is damaged: {what}", RESTORE)
 
 
 @contextlib.contextmanager
 def faults_of(path: object) -> Iterator[None]:
-    """Turn a :class:`Fault` into the error that says which file has it."""
+    """Turn a :class:`Fault` into an error that names the file."""
     try:
         yield
     except Fault as fault:
@@ -40,7 +40,7 @@ def faults_of(path: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def any_error_is(fault: Fault) -> Iterator[None]:
-    """Raise this instead of whatever damaged or hostile contents raise."""
+    """Raise ``fault`` in place of any error that damaged or hostile contents cause."""
     try:
         yield
     except Exception as error:
@@ -50,5 +50,5 @@ def any_error_is(fault: Fault) -> Iterator[None]:
 
 
 def comes_from_contents(error: Exception) -> bool:
-    """Whether the contents made reading fail, not the disk; they cause EINVAL by impossible offsets."""
+    """Whether the contents made reading fail, not the disk; impossible offsets in them cause EINVAL."""
     return not isinstance(error, OSError) or error.errno in (None, errno.EINVAL)

@@ -1,4 +1,4 @@
-"""The numbers of open files as tensors, mapped instead of read; those in several places are put together when used."""
+"""Tensors from open files, mapped instead of read; those stored in several parts are joined when they are used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_gpu_tools.units import printable
 
 
 def name_of_open_file(file: BinaryIO) -> str | None:
-    """Return a path by which to map an open file, even if another is at its old path now."""
+    """Return a path to map an open file by, even if another file is at its old path now."""
     if isinstance(file, io.BytesIO):
         return None
     if sys.platform == "win32":  # where an open file cannot be replaced
@@ -31,7 +31,7 @@ def name_of_open_file(file: BinaryIO) -> str | None:
 
 
 def mapped_bytes(file: BinaryIO) -> torch.Tensor:
-    """Return all of an open file: mapped where that is possible, else read."""
+    """Return all bytes of an open file: mapped where possible, else read."""
     size_bytes = file.seek(0, os.SEEK_END)
     source = name_of_open_file(file)
     if source is not None:
@@ -42,13 +42,13 @@ def mapped_bytes(file: BinaryIO) -> torch.Tensor:
 
 
 def moved(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
-    """Return a tensor on the device that is asked for by name, if any is."""
+    """Return the tensor on the device ``map_location``, if that is a device or its name."""
     is_device = isinstance(map_location, (str, torch.device)) and str(map_location) != "cpu"
     return tensor.to(map_location) if is_device else tensor
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of this name; raise a :class:`Fault` if only a newer torch has it."""
+    """Return the dtype with this name; raise a :class:`Fault` if only a newer torch has it."""
     dtype: torch.dtype | None = getattr(torch, name, None)
     if dtype is None:
         what = f"holds torch.{printable(name)}, which torch {torch.__version__} does not know"
@@ -62,7 +62,7 @@ def with_numbers(
     map_location: Any,
     made: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> Any:
-    """Return the content of a folder with tensors for descriptions, and what ``made`` returns of everything else."""
+    """Return the content of a folder with tensors in place of descriptions, and ``made(leaf)`` for everything else."""
     numbers: dict[str, torch.UntypedStorage] = {}
 
     def replaced(leaf: Any) -> Any:
@@ -77,9 +77,9 @@ def with_numbers(
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor that is made anew for each operation, so that it takes no memory in between.
+    """A tensor that is rebuilt for each operation, so that it takes no memory in between.
 
-    Results of operations, copies and what is saved are ordinary tensors.
+    Results of operations, copies and saved tensors are ordinary tensors.
     """
 
     _make: Callable[[], torch.Tensor]
@@ -98,7 +98,7 @@ class LazyTensor(torch.Tensor):
         return func(*args, **kwargs)
 
     def data_ptr(self) -> int:
-        """Return a unique number: this tensor is nowhere in memory."""
+        """Return a unique number: this tensor has no address in memory."""
         return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -110,7 +110,7 @@ class LazyTensor(torch.Tensor):
 
 
 def _put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, Any]) -> Any:
-    """Copy dictionaries and lists with what ``made`` returns for each leaf."""
+    """Copy dictionaries and lists, with ``made(leaf)`` in place of each leaf."""
     if id(content) not in copies:
         if type(content) in (dict, OrderedDict, list):
             copies[id(content)] = container = copy.copy(content)  # with the _metadata of a state_dict
@@ -122,7 +122,7 @@ def _put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, An
 
 
 def _joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
-    """Return a mapped tensor if its numbers are in one place, else one that is made for each use."""
+    """Return a mapped tensor if its numbers are in one place, else one that is rebuilt for each use."""
     dtype, shape = dtype_of(info.dtype), info.shape or ()
     if len(info.parts) == 1 and info.parts[0].start % dtype.itemsize == 0:
         return _block(info.parts[0], dtype, numbers).reshape(shape)
@@ -133,7 +133,7 @@ def _join(info: SplitTensorInfo, dtype: torch.dtype, numbers: Mapping[str, torch
     whole = torch.empty(info.laid_out, dtype=dtype, device="cpu")
     for part in info.parts:
         place = whole[tuple(slice(at, at + size) for at, size in zip(part.offsets, part.shape, strict=True))]
-        if place.is_contiguous() and place.stride() == part.strides and place.numel():  # with one copy less
+        if place.is_contiguous() and place.stride() == part.strides and place.numel():  # saves one copy
             block = numbers[part.file][part.start : part.start + place.nbytes]
             place.view(-1).view(torch.uint8).copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(block))
         else:
@@ -146,6 +146,6 @@ def _block(part: Part, dtype: torch.dtype, numbers: Mapping[str, torch.UntypedSt
         return torch.empty(part.shape, dtype=dtype, device="cpu")
     last = sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
     block = numbers[part.file][part.start : part.start + (last + 1) * dtype.itemsize]
-    if part.start % dtype.itemsize:  # torch reads aligned numbers only
+    if part.start % dtype.itemsize:  # torch reads only aligned numbers
         block = block.clone()
     return torch.empty(0, dtype=dtype, device="cpu").set_(block, 0, part.shape, part.strides)

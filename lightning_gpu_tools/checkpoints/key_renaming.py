@@ -1,4 +1,4 @@
-"""Which weight of a checkpoint belongs to which parameter of a model, decided on names and shapes alone."""
+"""The mapping of a checkpoint's weights to a model's parameters, decided by names and shapes alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_gpu_tools.units import printable
 
 @dataclass(frozen=True, kw_only=True)
 class RenamePlan:
-    """A decision about names; fields without a comment are as in ``LoadReport``."""
+    """A plan for renaming keys; fields without a comment are as in ``LoadReport``."""
 
     renames: Mapping[str, str]  # one-to-one, in the order of the checkpoint; unchanged names included
     dropped_root: str = ""
@@ -44,17 +44,17 @@ class RenamePlan:
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    clashes: Mapping[str, str] = field(default_factory=dict)  # as renames, but of another shape
-    unused: tuple[str, ...] = ()  # beside the dropped root, or the counter of a wrapper that the model lacks
+    clashes: Mapping[str, str] = field(default_factory=dict)  # like renames, but the shapes differ
+    unused: tuple[str, ...] = ()  # outside the dropped root, or the counter of a wrapper that the model lacks
     others: tuple[str, ...] = ()
 
     @property
     def changes_names(self) -> bool:
-        """Whether any key gets another name."""
+        """Whether any key is renamed."""
         return any(old != new for old, new in self.renames.items())
 
     def describe(self) -> str:
-        """Say what is renamed, for example ``removed "module." from 9 keys``; ``""`` if nothing is."""
+        """Return a summary of the renames, such as ``removed "module." from 9 keys``; ``""`` if there are none."""
         removed: Counter[str] = Counter()
         added: Counter[str] = Counter()
         for old, new in self.renames.items():
@@ -71,7 +71,7 @@ class RenamePlan:
         )
 
     def rename(self, name: str) -> str:
-        """Rename any key or module path of the checkpoint, also one without a weight."""
+        """Rename any key or module path of the checkpoint, even one without a weight."""
         known = self.renames.get(name, self.clashes.get(name))
         if known is not None:
             return known
@@ -84,7 +84,7 @@ class RenamePlan:
 
     @functools.cached_property
     def _moved_modules(self) -> dict[str, str]:
-        """Module path in the checkpoint -> module path in the model, as far as the keys tell."""
+        """Module path in the checkpoint -> module path in the model, as far as the keys show."""
         moved: dict[str, str] = {}
         for old, new in self.renames.items():
             old_path, new_path = old.rpartition(".")[0], new.rpartition(".")[0]
@@ -97,15 +97,15 @@ class RenamePlan:
                     new_parent, _, new_name = new_path.rpartition(".")
                 if name == new_name and name:
                     new_path = new_parent
-                elif not is_wrapper_name(name):  # a wrapper and what it wraps come out as one
+                elif not is_wrapper_name(name):  # a wrapper and the module inside become one
                     break
                 old_path = parent
         return moved
 
     def left_over(self, *, strict: bool) -> dict[str, str]:
-        """Return the keys without a fitting place, and the names under which hooks of the model may find them one.
+        """Return key -> name for keys without a matching place; hooks of the model may find one for that name.
 
-        If not ``strict``, without those whose name another key has; otherwise ``apply`` refuses them.
+        If not ``strict``, leave out keys whose name is already taken; otherwise ``apply`` refuses them.
         """
         names = {key: self.rename(key) for key in (*self.unexpected, *self.clashes)}
         if strict or not names:
@@ -126,27 +126,27 @@ class RenamePlan:
         renamed.update((name, state_dict[key]) for name, key in self.tied.items())
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is not None:
-            # A wrapper and what it wraps get one name; the inner one, which comes later, is the module.
+            # A wrapper and the module inside get the same name; the inner one comes later and wins.
             versions = OrderedDict((self.rename(path), entry) for path, entry in metadata.items())
             renamed._metadata = versions  # type: ignore[attr-defined]
         return renamed
 
 
 def quoted(*names: str) -> str:
-    """Return names in quotes, printable."""
+    """Return names in quotes and printable."""
     return " and ".join(f'"{printable(name)}"' for name in names)
 
 
 def collision(keys: str, name: str) -> KeyCollisionError:
-    """Return the error about keys that would get one name."""
+    """Return the error for keys that would get the same name."""
     return KeyCollisionError(f"{keys} would both become {name}. Nothing was changed.")
 
 
 def clean_names(keys: Iterable[str], wrappers: Iterable[str] = (), *, around_all: bool = False) -> dict[str, str]:
     """Return key -> key without private segments and without the ``module`` of the wrappers at these paths.
 
-    With ``around_all`` a ``module`` that all keys begin with is a wrapper, too, and its counter is left out. Raises
-    ``KeyCollisionError`` where two keys would get the same name.
+    With ``around_all``, a ``module`` that all keys begin with also counts as a wrapper, and its counter is left out.
+    Raises ``KeyCollisionError`` if two keys would get the same name.
     """
     tree = build_tree(keys, wrappers)
     for key, other in tree.collisions.items():
@@ -163,26 +163,26 @@ def clean_names(keys: Iterable[str], wrappers: Iterable[str] = (), *, around_all
     return names
 
 
-# As timm, Lightning, torch.optim.swa_utils, BasicSR (params_ema) and StyleGAN (g_ema) name averages of weights.
+# Names of averaged weights in timm, Lightning, torch.optim.swa_utils, BasicSR (params_ema) and StyleGAN (g_ema).
 _AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "shadow"})
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-# As peft, loralib and diffusers name the two factors.
+# Names of the two factors in peft, loralib and diffusers.
 _LORA = re.compile(r"(?<![A-Za-z])lora[._](?:A|B|down|up|embedding_A|embedding_B)(?![A-Za-z])")
 
 Set = TypeVar("Set")
-# An attribute of one side, or of checkpoint and model; see load_weights.
+# An attribute of one side, or one each of checkpoint and model; see load_weights.
 Root: TypeAlias = str | tuple[str, str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKeys:
-    """What a plan has to know about a model."""
+    """The facts about a model that a plan needs."""
 
     shapes: Shapes  # of ``state_dict()``
     wrappers: frozenset[str] = frozenset()  # paths of modules whose whole content is a child called ``module``
-    tied: Mapping[str, str] = field(default_factory=dict)  # each key of a tensor with several -> the first of them
+    tied: Mapping[str, str] = field(default_factory=dict)  # each key of a tied tensor -> the first key of that tensor
     optional: frozenset[str] = frozenset()  # keys that a complete checkpoint may lack
-    self_loading: frozenset[str] = frozenset()  # modules with loading code, as paths without private segments
+    self_loading: frozenset[str] = frozenset()  # modules with their own loading code, as paths without private segments
 
 
 def plan_renaming(
@@ -193,20 +193,20 @@ def plan_renaming(
     strict: bool = True,
     same_tensor: Callable[[], Mapping[str, Hashable]] = dict,
 ) -> RenamePlan:
-    """Find the one way in which a checkpoint fits a model; arguments and errors as in ``load_weights``.
+    """Find the only way in which a checkpoint fits a model; arguments and errors as in ``load_weights``.
 
-    ``same_tensor`` returns a value for each checkpoint key that may be tied; equal values are the same tensor.
+    ``same_tensor`` returns a value for each checkpoint key that may be tied; equal values mean the same tensor.
     """
     return _Search(checkpoint, model, same_tensor, root).run(strict)
 
 
 def is_average(name: str) -> bool:
-    """Whether this is a name for averages of weights, as ``model_ema`` and ``swa_model``."""
+    """Whether this is a name for averaged weights, such as ``model_ema`` or ``swa_model``."""
     return any(word.lower() in _AVERAGES for word in _WORD.findall(name))
 
 
 def preferred(sets: Sequence[Set], name_of: Callable[[Set], str]) -> list[Set]:
-    """Return the sets that are meant if nobody names one: no averages, if there is anything else."""
+    """Return the default sets when none is named: no averages, if there is anything else."""
     return [one for one in sets if not is_average(name_of(one))] or [*sets]
 
 
@@ -221,7 +221,7 @@ class _Reading:
 
 @dataclass
 class _Search:
-    """The readings of one checkpoint for one model, from least change to most."""
+    """A search through the readings of a checkpoint for a model, from least change to most."""
 
     shapes: Shapes
     model: ModelKeys
@@ -238,7 +238,7 @@ class _Search:
     def run(self, strict: bool) -> RenamePlan:
         unchanged = self.overlay.by_name({key: key for key in self.shapes}, {key: key for key in self.model.shapes})
         if not self.root and len(unchanged.pairs) == len(self.shapes) == len(self.model.shapes):
-            return RenamePlan(renames=dict(unchanged.pairs))  # nearly always, and no tree is needed
+            return RenamePlan(renames=dict(unchanged.pairs))  # the usual case, which needs no tree
         self.checkpoint_tree = build_tree(self.shapes)
         self.model_tree = build_tree(self.model.shapes, self.model.wrappers)
         tried: list[_Reading] = []
@@ -272,7 +272,7 @@ class _Search:
                     yield [self._reading((as_root(dropped), part), (as_root(added), place))]
                     return
             return
-        # What fits is never touched.
+        # Keys that fit are never renamed.
         has_all = len(unchanged.pairs) + len(unchanged.clashes) == len(self.model.shapes)
         keeps_names = has_all or self._covers(unchanged)
         yield [_Reading(unchanged if keeps_names else self.overlay.largest(checkpoint, model), checkpoint)]
@@ -288,13 +288,13 @@ class _Search:
         return enough and self.required <= {self._leader(key) for _, key in overlap.pairs}
 
     def _is_meant(self, plan: RenamePlan) -> bool:
-        """Whether the root was asked for, or gives most keys a place; a bias fits by chance."""
+        """Whether the root was given, or gives most keys a place; a bias can fit by chance."""
         is_guess = self.root is None and (plan.dropped_root or plan.added_root)
         named = len(plan.renames) + len(plan.clashes)
         return not is_guess or 2 * named > min(len(self.required), len(self.shapes))
 
     def _only(self, fits: list[_Reading]) -> RenamePlan:
-        """Return the plan of the one reading that fits and is no average."""
+        """Return the plan of the only fitting reading that is not an average."""
         different: dict[Hashable, _Reading] = {}
         same_tensor = self.same_tensor() if len(fits) > 1 else {}
         for reading in fits:
@@ -345,7 +345,7 @@ class _Search:
         return node is not None and is_wrapper(node) and node.get(name) == key
 
     def _accept(self, plan: RenamePlan) -> RenamePlan:
-        """Return the plan unless something is left over."""
+        """Return the plan; raise if any key is left over."""
         inside = self.model.self_loading
         left_over = [key for key in plan.unexpected if not is_inside(plan.rename(key), inside)]
         misfits = [key for key in (*plan.missing, *plan.clashes.values()) if not is_inside(key, inside)]
@@ -385,7 +385,7 @@ class _Search:
         return CheckpointMismatchError("\n  ".join(lines), plan.missing, plan.unexpected)
 
     def _suggestions(self, covered: int) -> Iterable[str]:
-        """Say which roots, at most two levels down, make more keys fit than were covered."""
+        """Yield advice on roots, at most two levels down, that make more keys fit than ``covered``."""
         parts = [*self._large(inside_wrappers(self.checkpoint_tree.root))]
         readings = [self._reading(part, place) for place in self._large(self.model_tree.root) for part in parts]
         for reading in _most(readings)[:2]:
@@ -401,7 +401,7 @@ class _Search:
             )
 
     def _large(self, node: Node) -> Iterator[tuple[str, Node]]:
-        """Yield (name, node) for this and those at most two levels below, where half of the model may fit."""
+        """Yield (name, node) for this node and those at most two levels below that could hold half of the model."""
         level = [("", node)]
         for _ in range(3):
             level = [(name, node) for name, node in level if 2 * sum(1 for _ in keys_below(node)) > len(self.required)]
@@ -410,7 +410,7 @@ class _Search:
 
 
 def _most(readings: list[_Reading]) -> list[_Reading]:
-    """Return those that cover most."""
+    """Return the readings that cover the most keys."""
     most = max((len(reading.overlap.pairs) for reading in readings), default=0)
     return [reading for reading in readings if len(reading.overlap.pairs) == most]
 
@@ -420,7 +420,7 @@ def _roots(tree: Tree) -> str:
 
 
 def as_root(name: str) -> str:
-    """Return an attribute as keys begin with it, ``"model."``; ``""`` for none."""
+    """Return an attribute as a key prefix, ``"model."``; ``""`` for none."""
     return f"{name.rstrip('.')}." if name else ""
 
 

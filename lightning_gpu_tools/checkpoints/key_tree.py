@@ -1,4 +1,4 @@
-"""Checkpoint keys as a tree of modules, and thousands of them in a few lines: ``layers.{0…11}.attn.bias``."""
+"""Checkpoint keys as a tree of modules, and thousands of keys in a few lines: ``layers.{0…11}.attn.bias``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 from lightning_gpu_tools.units import printable
 
 Shape = tuple[int, ...]
-Shapes = Mapping[str, Shape | None]  # by key; None: not a tensor, or without a shape yet
+Shapes = Mapping[str, Shape | None]  # by key; None if not a tensor, or without a shape yet
 
-# One dict a module: "name." -> the child module of that name, "name" -> the key of the module's own tensor.
+# One dict per module: "name." -> the child module of that name, "name" -> the key of the module's own tensor.
 # Not a class with two dicts, because 100,000 of those keep the garbage collector busy for seconds.
 Node: TypeAlias = dict[str, Any]
 
@@ -21,9 +21,9 @@ Node: TypeAlias = dict[str, Any]
 PRIVATE_SEGMENTS = frozenset(
     {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_fpw_module"}
 )
-# Where DataParallel, DistributedDataParallel, AveragedModel, DeepSpeedEngine and others keep what they wrap.
+# Where DataParallel, DistributedDataParallel, AveragedModel, DeepSpeedEngine and others keep the wrapped module.
 WRAPPER_SEGMENT = "module"
-# AveragedModel's step counter; nothing else stands beside a wrapper's ``module``.
+# AveragedModel's step counter, the only possible sibling of a wrapper's ``module``.
 WRAPPER_COUNTER = "n_averaged"
 
 _WRAPPED = WRAPPER_SEGMENT + "."
@@ -31,13 +31,13 @@ _WRAPPED = WRAPPER_SEGMENT + "."
 
 @dataclass
 class Tree:
-    """Keys without their private segments."""
+    """A tree of keys without their private segments."""
 
     root: Node = field(default_factory=dict)
     collisions: dict[str, str] = field(default_factory=dict)  # key -> another key at the same place
 
     def find(self, path: str) -> Node | None:
-        """Return the node at ``path``; wrappers on the way may be left out or named."""
+        """Return the node at ``path``, which may include or omit wrappers on the way."""
         node = self.root
         for segment in filter(None, without_private_segments(path).split(".")):
             name = f"{segment}."
@@ -50,7 +50,7 @@ class Tree:
 
 
 def build_tree(keys: Iterable[str], wrappers: Iterable[str] = ()) -> Tree:
-    """Sort keys into a tree; a wrapper at one of these paths and its ``module`` become one node."""
+    """Build a tree from keys; a wrapper at one of these paths and its ``module`` become one node."""
     tree = Tree()
     node_of = {"": tree.root}
     for key in keys:
@@ -59,8 +59,8 @@ def build_tree(keys: Iterable[str], wrappers: Iterable[str] = ()) -> Tree:
         if taken is not key:
             tree.collisions[key] = taken
             tree.collisions.setdefault(taken, key)
-    for path in sorted({*wrappers}, key=len, reverse=True):  # inner ones first: the outer paths still hold
-        node = tree.find(path)  # none where state-dict hooks leave the path out
+    for path in sorted({*wrappers}, key=len, reverse=True):  # inner ones first: outer paths stay valid
+        node = tree.find(path)  # None where state-dict hooks omit the path
         if node is not None and is_wrapper(node):
             node.update(node.pop(_WRAPPED))
     return tree
@@ -75,22 +75,22 @@ def _node_at(path: str, node_of: dict[str, Node]) -> Node:
 
 
 def is_wrapper_name(segment: str) -> bool:
-    """Whether a wrapper may have put this segment into a key."""
+    """Whether a wrapper may have added this segment to a key."""
     return segment == WRAPPER_SEGMENT or segment in PRIVATE_SEGMENTS
 
 
 def without_wrappers(key: str) -> str:
-    """Return a key without all segments that wrappers may have put into it."""
+    """Return a key without the segments that wrappers may have added to it."""
     return ".".join(segment for segment in key.split(".") if not is_wrapper_name(segment))
 
 
 def without_private_segments(name: str) -> str:
-    """Return a key or path as it is without ``torch.compile``, FSDP and the like."""
+    """Return a key or path without the segments of ``torch.compile``, FSDP and similar wrappers."""
     return ".".join(segment for segment in name.split(".") if segment not in PRIVATE_SEGMENTS)
 
 
 def is_inside(key: str, paths: Collection[str]) -> bool:
-    """Whether a key lies in one of these modules; their paths have no private segments."""
+    """Whether a key is inside one of these modules; their paths have no private segments."""
     path = without_private_segments(key) if paths else ""
     while path:
         path = path.rpartition(".")[0]
@@ -116,53 +116,53 @@ def keys_below(node: Node) -> Iterator[str]:
 
 
 def is_wrapper(node: Node) -> bool:
-    """Whether there is a child ``module`` and nothing beside it, as in a wrapper."""
+    """Whether the node has only a child ``module``, and perhaps a counter, as a wrapper does."""
     return _WRAPPED in node and node.keys() <= {_WRAPPED, WRAPPER_COUNTER}
 
 
 def inside_wrappers(node: Node) -> Node:
-    """Return what the wrappers around everything hold."""
+    """Return the node inside the wrappers around everything."""
     while is_wrapper(node):
         node = node[_WRAPPED]
     return node
 
 
 def is_copied_into(have: Shape | None, want: Shape | None) -> bool:
-    """Whether torch copies from the one shape into the other; an unknown one may fit."""
-    # Also (1,) into (): torch 0.3 knew no zero-dimensional tensors.
+    """Whether torch copies from one shape into the other; an unknown shape may fit."""
+    # Also (1,) into (): torch 0.3 had no zero-dimensional tensors.
     return have == want or have is None or want is None or (have == (1,) and want == ())
 
 
 @dataclass
 class Overlap:
-    """What a checkpoint and a model have in common: pairs of their keys at the same place."""
+    """The overlap of a checkpoint and a model: pairs of their keys at the same place."""
 
     pairs: list[tuple[str, str]] = field(default_factory=list)  # of the same shape
-    clashes: list[tuple[str, str]] = field(default_factory=list)  # of another shape
+    clashes: list[tuple[str, str]] = field(default_factory=list)  # of different shapes
 
 
 class Overlay:
-    """Lays parts of a checkpoint's tree over parts of a model's."""
+    """Overlaps between parts of a checkpoint's tree and parts of a model's."""
 
     def __init__(self, checkpoint_shapes: Shapes, model_shapes: Shapes) -> None:
         self._checkpoint_shapes = checkpoint_shapes
         self._model_shapes = model_shapes
         self._of_wrappers: dict[tuple[int, int], Overlap] = {}
 
-    # As deep as keys have levels, which structure.check_contents limits.
+    # Recursion is as deep as keys have levels, which structure.check_contents limits.
     def largest(self, checkpoint: Node, model: Node) -> Overlap:
-        """Return the largest overlap, without those ``module`` levels of the checkpoint that are in the way."""
+        """Return the largest overlap, skipping ``module`` levels of the checkpoint that are in the way."""
         if not is_wrapper(checkpoint):
             return self.by_name(checkpoint, model)
-        nodes = id(checkpoint), id(model)  # meet again where wrappers are in a row
+        nodes = id(checkpoint), id(model)  # the pair recurs where wrappers are nested
         if nodes not in self._of_wrappers:
             kept, unwrapped = self.by_name(checkpoint, model), self._without_wrapper(checkpoint, model)
-            # On a tie the name stays: the smaller change.
+            # On a tie, the name stays: the smaller change.
             self._of_wrappers[nodes] = unwrapped if len(unwrapped.pairs) > len(kept.pairs) else kept
         return self._of_wrappers[nodes]
 
     def by_name(self, checkpoint: Node, model: Node) -> Overlap:
-        """Return the overlap of two nodes if neither is a wrapper."""
+        """Return the overlap of two nodes, assuming that neither is a wrapper."""
         overlap = Overlap()
         for name, have in checkpoint.items():
             want = model.get(name)
@@ -185,15 +185,15 @@ class Overlay:
         return Overlap([*inner.pairs, (counter, wanted)], inner.clashes)
 
 
-MAX_NAME = 300  # no real model is known whose parameters have longer names
+MAX_NAME = 300  # no known real model has longer parameter names
 # Longer digit strings are hashes or dates, and int() of a hostile name's million digits would be slow.
 _INDEX = re.compile(r"(?<![^.])[0-9]{1,7}(?![^.])")
 
 
 def group_keys(keys: Iterable[str]) -> list[str]:
-    """Return one line for all keys that differ in their numbers only, in order of first appearance.
+    """Return one line per group of keys that differ only in their numbers, in order of first appearance.
 
-    ``a.0.w, a.1.w, a.2.w`` becomes ``a.{0…2}.w``. Where the numbers are not a full grid, the line ends in the count.
+    ``a.0.w, a.1.w, a.2.w`` becomes ``a.{0…2}.w``. If the numbers are not a full grid, the line ends with the count.
     """
     groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for key in keys:
@@ -202,12 +202,12 @@ def group_keys(keys: Iterable[str]) -> list[str]:
 
 
 def list_groups(keys: Iterable[str], limit: int = 6) -> str:
-    """Return the groups on one line; all beyond ``limit`` are counted."""
+    """Return the groups on one line; those beyond ``limit`` are only counted."""
     return shortened(group_keys(keys), limit)
 
 
 def listed(names: Sequence[object], limit: int = 40) -> str:
-    """Return names on one line, printable; all beyond ``limit`` are counted."""
+    """Return names on one line, printable; those beyond ``limit`` are only counted."""
     return shortened([*map(printable, names)], limit)
 
 
@@ -217,7 +217,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def shortened(texts: Sequence[str], limit: int = 4) -> str:
-    """Return texts on one line; all beyond ``limit`` are counted."""
+    """Return texts on one line; those beyond ``limit`` are only counted."""
     hidden = len(texts) - limit
     return ", ".join(texts[:limit]) + (f", … and {hidden} more" if hidden > 0 else "")
 

@@ -1,4 +1,4 @@
-"""Opening a checkpoint file, or the folder of several, once for all uses."""
+"""Functions that open a checkpoint file, or a folder of several, once for all uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_gpu_tools.units import printable, printable_path
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file, once for all uses: another may be at its path in the next moment."""
+    """Open a file once for all uses, because another file may be at its path a moment later."""
     with local_copy(path) as local:
         try:
             with faults_of(path):
@@ -39,7 +39,7 @@ def _open(path: str) -> BinaryIO:
         if inside:
             raise Fault("is a folder", f"It holds {listed(inside, 5)}; name the file.")
         raise Fault("is a folder without the shards of a checkpoint", "Name a file, or the folder of all shards.")
-    # Else opening a pipe waits until somebody writes to it.
+    # Otherwise, opening a pipe blocks until something writes to it.
     without_waiting = getattr(os, "O_NONBLOCK", 0)
     file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | without_waiting))  # noqa: SIM115
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -56,7 +56,7 @@ class Folder:
         self._stack = stack
 
     def check_names(self, names: Iterable[Any]) -> list[str]:
-        """Return each name once; raise unless there is a file, or a link, of this name in the folder."""
+        """Return each name once; raise unless the folder has a file or a link with each name."""
         unique = list(dict.fromkeys(names))
         for name in unique:
             if not is_plain_name(name):
@@ -74,10 +74,10 @@ class Folder:
         return self._stack.enter_context(opened(os.path.join(self.path, name)))
 
     def describe(self, name: str) -> Structure:
-        """Describe a file that is a checkpoint of its own."""
+        """Describe a file that is a checkpoint by itself."""
         return describe(self.open(name), os.path.join(self.path, name))
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether this names nothing outside of its folder."""
+    """Whether this is a file name that stays inside its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)

@@ -1,4 +1,4 @@
-"""What a pickle describes, read without importing or calling anything. What torch would trust is checked on the way."""
+"""The structure that a pickle describes, read without any import or call. All that torch would trust is checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_gpu_tools.checkpoints.content import (
 from lightning_gpu_tools.checkpoints.faults import Fault, damaged
 
 _ELEMENTS_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
-# How many arguments they take: a storage, an offset in it, a shape, strides and more.
+# Numbers of arguments they take: a storage, an offset in it, a shape, strides and more.
 _MAKERS_OF_VIEWS = {
     "_rebuild_tensor": (4,),
     "_rebuild_tensor_v2": (6, 7),
@@ -38,28 +38,28 @@ _MAKERS_OF_OTHERS = {
     "_rebuild_device_tensor_from_cpu_tensor": "",
 }
 _PLAIN_TENSORS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
-# Python hashes nested tuples by recursion without a limit, and each again wherever it stands.
+# Python hashes nested tuples recursively without a limit, and hashes each again wherever it occurs.
 _MAX_KEY_PARTS = 256
-_MAX_DIMENSIONS = 64  # of torch's operations
+_MAX_DIMENSIONS = 64  # the limit of torch's operations
 _MAX_ARGUMENTS = 10
 
 
 class _Set(tuple[Any, ...]):
-    """The elements of a set or a shape, which are not hashed."""
+    """The elements of a set or a shape, stored without hashing them."""
 
     __slots__ = ()
 
 
 class _GrowingSet(list[Any]):
-    """A set that is still being filled: as a list it is smaller, and hashes nothing."""
+    """A set that is still being filled: a list is smaller, and hashes nothing."""
 
     __slots__ = ()
 
 
 class StructureReader(pickle._Unpickler):
-    """Reads a pickle into plain data, :class:`TensorInfo` and :class:`Opaque`, in memory in proportion to its size.
+    """A reader of a pickle as plain data, :class:`TensorInfo` and :class:`Opaque`, in memory proportional to its size.
 
-    Not in C: there one opcode of a hostile file reserves 64 GiB for the memo.
+    It does not use the unpickler in C, where one opcode of a hostile file reserves 64 GiB for the memo.
     """
 
     # Missing in the type stubs.
@@ -74,7 +74,7 @@ class StructureReader(pickle._Unpickler):
         self._file = file
         # "module.name"; "module.name(...)" if weights_only=True would allow that call, which plain data never needs.
         self.globals: set[str] = set()
-        self.filled: set[str] = set()  # classes of objects into which elements are put
+        self.filled: set[str] = set()  # classes of objects that get elements
         self.storages: dict[str, StorageInfo] = {}
         self._stand_ins: dict[tuple[str, str], StandIn] = {}
         self._is_legacy = legacy
@@ -96,7 +96,7 @@ class StructureReader(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a stand-in instead of importing anything."""
-        # torch.save writes the names of Python 2.
+        # torch.save writes Python 2 names.
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if (module, name) not in self._stand_ins:
             self.globals.add(f"{module}.{name}")
@@ -104,17 +104,17 @@ class StructureReader(pickle._Unpickler):
         return self._stand_ins[module, name]
 
     def get_extension(self, code: int) -> None:
-        """Push a stand-in for what ``copyreg`` has under a number."""
+        """Push a stand-in for the object that ``copyreg`` has under this code."""
         self.append(self.find_class("copyreg", f"extension_{code}"))
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return a described storage: ``("storage", class, key, location, numel)``."""
+        """Return the described storage for ``("storage", class, key, location, numel)``."""
         kind_of_pid = pid[0] if isinstance(pid, tuple) and pid else None
         if self._is_legacy and kind_of_pid in ("module", b"module") and len(pid) > 1 and isinstance(pid[1], StandIn):
-            return pid[1]  # a module's class, before its source
+            return pid[1]  # a module's class; its source comes next
         _, kind, key, location, numel, *view = pid
         if kind_of_pid not in ("storage", b"storage") or view != ([None] if self._is_legacy else []):
-            raise _not_by_torch()  # or by one before 0.4, whose tensors share numbers
+            raise _not_by_torch()  # or by torch before 0.4, whose tensors share numbers
         name = kind.name if isinstance(kind, StandIn) else ""
         if self._is_legacy and name == "UntypedStorage":  # written, but never read back
             name = ""
@@ -124,12 +124,12 @@ class StructureReader(pickle._Unpickler):
             raise _not_by_torch()
         place = location if isinstance(location, str) else location.decode("ascii", "replace")
         storage = StorageInfo(key, dtype, place, numel)
-        before = self.storages.setdefault(key, storage)  # torch goes by the first
+        before = self.storages.setdefault(key, storage)  # torch uses the first
         if before.size_bytes != storage.size_bytes or (before.dtype != dtype and before.size_bytes):
             raise _not_by_torch()
         return storage
 
-    # -- opcodes that in pickle run, copy or trust something ---------------------------------------------------------
+    # -- opcodes that run, copy or trust something in pickle ---------------------------------------------------------
 
     def _reduce(self) -> None:
         arguments = self.stack.pop()
@@ -213,7 +213,7 @@ class StructureReader(pickle._Unpickler):
 
     def _bytearray8(self) -> None:
         length = int.from_bytes(self.read(8), "little")
-        self.append(bytearray(self.read(length)))  # pickle reserves whatever it is told to
+        self.append(bytearray(self.read(length)))  # pickle reserves whatever the file asks for
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         **pickle._Unpickler.dispatch,
@@ -342,7 +342,7 @@ def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, dty
 
 
 def _check_channels(shape: Sequence[int], quantizer: Any) -> None:
-    """Raise unless a tensor quantized by channel has a scale for each; old torch does not check."""
+    """Raise unless a tensor quantized per channel has a scale for each channel; old torch does not check."""
     if not isinstance(quantizer, tuple) or len(quantizer) == 3:  # one scale for all
         return
     _, scales, zero_points, axis = quantizer
@@ -354,7 +354,7 @@ def _check_channels(shape: Sequence[int], quantizer: Any) -> None:
 
 
 def _check_key(key: Any) -> None:
-    """Raise if hashing would never end, or end the process."""
+    """Raise if hashing the key would never end, or would crash the process."""
     parts = [key]
     for _ in range(_MAX_KEY_PARTS):
         if not parts:
@@ -367,13 +367,13 @@ def _check_key(key: Any) -> None:
 
 def _needs_no_more_memory(name: str, arguments: tuple[Any, ...]) -> bool:
     """Whether the result of a call that ``weights_only=True`` allows is no larger than its arguments."""
-    if name == "_codecs.encode":  # of bytes; other codecs can be applied again and again
+    if name == "_codecs.encode":  # of bytes; other codecs can be applied repeatedly
         return len(arguments) == 2 and isinstance(arguments[0], str) and arguments[1] in ("latin1", "latin-1")
     if name == "builtins.bytearray":
         return not arguments or not isinstance(arguments[0], int)
     if name.startswith(("torch.sparse.", "torch.cuda.sparse.")) or name.endswith("Storage"):
         return False  # not every version of torch checks these
-    return not name.endswith("Tensor") or not arguments  # a legacy constructor, to which a number is a size
+    return not name.endswith("Tensor") or not arguments  # a legacy constructor, which takes a number as a size
 
 
 def _changed(described: Any, **changes: Any) -> Any:

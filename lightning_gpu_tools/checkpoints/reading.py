@@ -1,4 +1,4 @@
-"""Reading checkpoints, of whatever format: safely, to the CPU, and with errors that say what is the matter."""
+"""Functions that read checkpoints of any format: safely, to the CPU, and with errors that explain the problem."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lightning_gpu_tools.units import printable_path
 def read_checkpoint(
     path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True, verify: bool = False
 ) -> Any:
-    """Return what a checkpoint file, or a folder with the shards of one, holds.
+    """Return the contents of a checkpoint file, or of a folder with its shards.
 
     Tensors are mapped: they take no memory until they are used, and change with the file.
-    A tensor of several parts is put together for each operation, and takes memory only meanwhile.
+    A tensor in several parts is joined for each operation, and takes memory only during it.
 
-    ``weights_only`` refuses all but plain data with an ``UnsafeCheckpointError``; ``verify`` compares checksums first.
-    Other errors are those of ``read_structure``.
+    ``weights_only`` raises an ``UnsafeCheckpointError`` for anything but plain data; ``verify`` compares checksums
+    first. Other errors are those of ``read_structure``.
     """
 
     def load(structure: Structure) -> Any:
@@ -52,15 +52,15 @@ def read_checkpoint(
 class Unread(NamedTuple):
     """A part of a checkpoint that was left unread, because only running code could open it."""
 
-    classes: tuple[str, ...]  # classes and functions that the file names
+    classes: tuple[str, ...]  # classes and functions named in the file
     values: Mapping[str, Mapping[str, str]]  # entry -> key -> class, of objects among the weights
 
 
 def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> tuple[Any, Unread]:
-    """Return the weights of a file or a folder of shards among descriptions of the rest, and what was left unread.
+    """Return the weights of a file or folder of shards, with the rest only described, and what was left unread.
 
-    A weight that is no block of plain numbers is an ``UnsafeCheckpointError``. If not ``weights_only``, everything is
-    opened instead, and may run code.
+    A weight that is not a block of plain numbers raises an ``UnsafeCheckpointError``. If not ``weights_only``,
+    everything is opened instead, which may run code.
     """
     classes: set[str] = set()
     values: defaultdict[str, dict[str, str]] = defaultdict(dict)
@@ -95,7 +95,7 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
     content = _read(path, load)
     for entry, weights in all_state_dicts(content).items() if classes else ():
         objects = {key: value.kind for key, value in weights.items() if isinstance(value, Opaque)}
-        if objects:  # of a folder by torch.distributed.checkpoint, where each is a file of its own
+        if objects:  # in a folder by torch.distributed.checkpoint, where each is stored as its own file
             values[entry].update(objects)
             rest = OrderedDict((key, value) for key, value in weights.items() if key not in objects)
             content = put_weights(content, {entry: rest})

@@ -29,16 +29,16 @@ _MAX_NEIGHBORS = 8  # our default: an error message should not take long
 
 
 def read_structure(path: str | os.PathLike[str]) -> Structure:
-    """Describe a file, a folder of shards, or a file at a URL that fsspec knows.
+    """Describe a file, a folder of shards, or a file at a URL that fsspec can open.
 
-    An error about a broken or missing one names, if it can, a checkpoint in its folder that can replace it.
+    An error about a broken or missing file names a checkpoint in its folder that can replace it, if there is any.
     """
     with opened_source(path, to_load=False) as structure:
         return structure
 
 
 def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_progress) -> Structure:
-    """Do the same, then compare all of each file with its checksums."""
+    """Describe a checkpoint as ``read_structure`` does, then compare all of each file with its checksums."""
     with opened_source(path) as structure:
         check_contents(structure.content, path)
         advance = progress(structure.size_bytes)
@@ -49,9 +49,9 @@ def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_prog
 
 @contextlib.contextmanager
 def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iterator[Structure]:
-    """Give what :func:`read_structure` returns while its files are open.
+    """Yield the result of :func:`read_structure` with its files still open.
 
-    Places of blocks in the files are looked up only ``to_load`` them.
+    The places of blocks in the files are looked up only if ``to_load``.
     """
     text = os.fspath(path)
     with _naming_another(text), contextlib.ExitStack() as stack:
@@ -106,7 +106,7 @@ def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:
 
 
 def _part(path: str) -> Fault | None:
-    """Return the fault of a file that is one of several, by its name; ``None`` for any other."""
+    """Return a fault if a file is one of several, judging by its name; ``None`` for any other."""
     folder, name = os.path.split(path)
     if not any(form.PART.fullmatch(name) for form in _FORMATS):
         return None
@@ -126,8 +126,8 @@ def _naming_another(path: str) -> Iterator[None]:
 
 
 def _newest_beside(path: Path) -> Path | None:
-    """Return the newest other file by Lightning in a folder, if it is complete."""
-    with contextlib.suppress(OSError):  # the error about the file itself must come out
+    """Return the newest other Lightning checkpoint in the folder that is complete."""
+    with contextlib.suppress(OSError):  # the error about the file itself takes precedence
         others = [entry for entry in path.parent.iterdir() if entry.suffix == path.suffix == ".ckpt" and entry != path]
         newest_first = sorted(others, key=lambda entry: entry.stat().st_mtime, reverse=True)
         for other in newest_first[:_MAX_NEIGHBORS]:

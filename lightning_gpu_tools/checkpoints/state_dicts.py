@@ -43,8 +43,8 @@ from lightning_gpu_tools.errors import (
 )
 from lightning_gpu_tools.units import printable, printable_path
 
-# Wrappers that keep what they wrap in ``module``, those of other packages by package and class. A wrapper that keeps it
-# in an attribute that nobody gives by hand belongs to ``key_tree.PRIVATE_SEGMENTS``.
+# Wrappers that keep the wrapped module in ``module``; those of other packages by package and class. A wrapper that uses
+# an attribute name that no user would choose belongs in ``key_tree.PRIVATE_SEGMENTS``.
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 _WRAPPERS_BY_NAME = frozenset(
     {
@@ -60,8 +60,8 @@ _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-_PLAIN = (torch.Tensor, nn.Parameter)  # nearly always; the questions about other tensors take longer than their copying
-# Hooks that only put back the prefix of their own wrapper.
+_PLAIN = (torch.Tensor, nn.Parameter)  # the usual case; checks of other tensors take longer than copying them
+# Hooks of these packages only restore the prefix of their own wrapper.
 _PREFIX_HOOK_PACKAGES = (
     "torch.distributed.",
     "torch._dynamo.",
@@ -72,9 +72,9 @@ _PREFIX_HOOK_PACKAGES = (
 
 
 def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[ModelKeys, dict[str, Any]]:
-    """Return what a plan has to know about ``model``, and its ``state_dict()``.
+    """Return the facts about ``model`` that a plan needs, and its ``state_dict()``.
 
-    A checkpoint without any batch counter, by its keys, is from before torch 0.4.1, and may lack those of the model.
+    A checkpoint whose keys include no batch counter is from before torch 0.4.1, and may lack the model's counters.
     """
     state = _live_state(model)
     is_old = not any(key.endswith(_BATCH_COUNTER) for key in checkpoint_keys)
@@ -107,13 +107,13 @@ def wrapper_paths(model: nn.Module) -> dict[str, str]:
 
 
 def module_versions(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Return what ``state_dict()._metadata`` would hold; runs no hooks."""
+    """Return the content of ``state_dict()._metadata`` without running hooks."""
     return {path: {"version": module._version} for path, module in model.named_modules(remove_duplicate=False)}
 
 
 def shape_of(value: object) -> Shape | None:
-    """Return the shape of a tensor; ``None`` for anything else, and if it has no shape (yet)."""
-    if type(value) is torch.Tensor and not value.is_nested:  # nearly always, and 300,000 times
+    """Return the shape of a tensor; ``None`` for anything else, and for a tensor without a shape (yet)."""
+    if type(value) is torch.Tensor and not value.is_nested:  # the usual case, and 300,000 times
         return tuple(value.shape)
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value) or value.is_nested:
         return None
@@ -121,12 +121,12 @@ def shape_of(value: object) -> Shape | None:
 
 
 def name_of(kind: torch.dtype | torch.layout) -> str:
-    """Return the name of a type or a layout, without ``torch.``."""
+    """Return the name of a dtype or a layout, without ``torch.``."""
     return str(kind).removeprefix("torch.")
 
 
 def is_dense(value: Any) -> bool:
-    """Whether this is a tensor with its numbers at one place in memory, at the latest when it is used."""
+    """Whether this is a tensor whose numbers are in one place in memory, at least while it is used."""
     return shape_of(value) is not None and value.layout is torch.strided and not (value.is_meta or is_packed(value))
 
 
@@ -136,13 +136,13 @@ def is_sharded(value: Any) -> bool:
 
 
 def is_packed(value: Any) -> bool:
-    """Whether this is a tensor made of other tensors, as torchao's quantized ones."""
+    """Whether this is a tensor made of other tensors, such as torchao's quantized ones."""
     is_wrapper = type(value) not in _PLAIN and is_traceable_wrapper_subclass(value)
     return is_wrapper and not (is_sharded(value) or value.is_nested)
 
 
 def part_of(value: Any) -> str:
-    """Say which part of a sharded tensor this is, ``"rank 0 of 2, Shard(dim=0)"``; ``""`` if whole."""
+    """Return which part of a sharded tensor this is, ``"rank 0 of 2, Shard(dim=0)"``; ``""`` if whole."""
     if not is_sharded(value):
         return ""
     mesh, placements = value.device_mesh, value.placements
@@ -168,19 +168,19 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _inside(path: str, name: str) -> str:
-    # Hooks of some wrappers keep their names out of the keys.
+    # Hooks of some wrappers remove the wrapper's name from the keys.
     return without_private_segments(f"{path}.{name}" if path else name)
 
 
 def loads_itself(module: nn.Module) -> bool:
-    """Whether this module has loading code of its own."""
+    """Whether this module has its own loading code."""
     return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict or has_own_hooks(
         module._load_state_dict_pre_hooks
     )
 
 
 def has_own_hooks(hooks: Mapping[int, Any]) -> bool:
-    """Whether any of these hooks does more than put back a prefix."""
+    """Whether any of these hooks does more than restore a prefix."""
     functions = (getattr(hook, "hook", hook) for hook in hooks.values())
     return any(not (getattr(hook, "__module__", None) or "").startswith(_PREFIX_HOOK_PACKAGES) for hook in functions)
 
@@ -195,7 +195,7 @@ def _tied(state: Mapping[str, Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def errors_about(file: str, model: str = "") -> Iterator[None]:
-    """Begin the messages of checkpoint errors with the file and, where it does not fit, with the model."""
+    """Begin the messages of checkpoint errors with the file and, if it does not fit, with the model."""
     try:
         yield
     except CheckpointError as error:
@@ -206,7 +206,7 @@ def errors_about(file: str, model: str = "") -> Iterator[None]:
 
 
 def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
-    """Check a loaded checkpoint, and return every set of weights in it by entry; refuse one without any."""
+    """Check a loaded checkpoint and return every set of weights in it by entry; raise if there is none."""
     entries = check_contents(content, path)
     if entries:
         return entries
@@ -225,7 +225,7 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
 
 
 def others_of_this_model(entry: str, entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the other entries of the same model: averages, and those that have most of its keys."""
+    """Return the other entries of the same model: averages, and entries with most of its keys."""
     weights = entries[entry]
 
     def are_alike(others: Mapping[str, Any]) -> bool:
@@ -237,7 +237,7 @@ def others_of_this_model(entry: str, entries: Mapping[str, Mapping[str, Any]]) -
 def choose_weights(
     path: str, entries: Mapping[str, Mapping[str, Any]], entry: str | None
 ) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and weights of an entry, or of the one that is meant."""
+    """Return the name and weights of an entry, or of the default one."""
     names = ", ".join(map(printable, entries)) or "only one set"
     if entry is None:
         entry, *others = preferred([*likely(entries)], str)
@@ -253,7 +253,7 @@ def choose_weights(
 
 
 def fault_of_parts(weights: Mapping[str, Any]) -> str:
-    """Say that these are one rank's parts, and what to do; ``""`` if they are whole."""
+    """Return a message if these are one rank's parts, with what to do; ``""`` if they are whole."""
     for key, value in weights.items():
         if part := part_of(value):
             return (
@@ -265,7 +265,7 @@ def fault_of_parts(weights: Mapping[str, Any]) -> str:
 
 
 def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return weights with plain tensors for sharded ones that are whole; refuse parts."""
+    """Return the weights with plain tensors in place of sharded ones that are whole; refuse parts."""
     if fault := fault_of_parts(weights):
         raise CheckpointError(f"{printable_path(path)}: {fault}")
     plain: Any = copy.copy(weights)  # with its _metadata
@@ -280,7 +280,7 @@ def shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape | None]:
 
 
 def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
-    """Return a value for each key that may be tied; equal values are the same tensor."""
+    """Return a value for each key that may be tied; equal values mean the same tensor."""
     places = {key: value.data_ptr() for key, value in weights.items() if is_dense(value) and value.numel()}
     keys_at = Counter(places.values())
     values = {key: weights[key] for key, place in places.items() if keys_at[place] > 1}
@@ -294,18 +294,18 @@ FROM_META = "it was saved from the meta device. Save the model after its weights
 
 
 def check_numbers(path: str, weights: Mapping[str, Any]) -> None:
-    """Refuse weights that were saved from the meta device, as names and shapes alone."""
+    """Refuse weights that were saved from the meta device, with names and shapes only."""
     without = [key for key, value in weights.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if without:
         raise CheckpointError(f"{printable_path(path)} has no numbers for {list_groups(without)}: {FROM_META}.")
 
 
-# Beyond what a file holds. Our default: a float32 mask of 16,384 x 16,384.
+# In addition to what a file holds. Our default: a float32 mask of 16,384 x 16,384.
 _MAX_REPEATED_BYTES = 1 << 30
 
 
 def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
-    """Refuse weights that take far more memory number by number than the file holds.
+    """Refuse weights that would take far more memory in full than the file holds.
 
     A tensor may repeat its numbers (``expand``) or leave out zeros (sparse): 1 KiB can describe 256 GiB.
     """
@@ -321,7 +321,7 @@ def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
 
 
 def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
-    """Rename parameters in optimizer states that go by name; most go by number."""
+    """Rename parameters in optimizer states that identify them by name; most do so by number."""
 
     def renamed(name: Any) -> Any:
         return plan.rename(name) if isinstance(name, str) else name
@@ -342,10 +342,10 @@ def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
 
 
 def own_all_but_weights(content: Any) -> Any:
-    """Return the content with everything copied out of the mapped file that a program may keep.
+    """Return the content, with everything that a program may keep copied out of the mapped file.
 
-    Weights are copied into the model, but an optimizer and a callback keep what they are given, and writing over the
-    file would change it.
+    Weights are copied into the model, but optimizers and callbacks keep the objects that they get, and writing over the
+    file would change those.
     """
     if not isinstance(content, dict) or is_state_dict(content):
         return content

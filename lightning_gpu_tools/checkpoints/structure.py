@@ -1,4 +1,4 @@
-"""What a checkpoint holds, described: its contents, its sets of weights, and whether they can be used."""
+"""The description of a checkpoint: its contents, its sets of weights, and whether they can be used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last
 
 
 def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
-    """Return what ``all_state_dicts`` returns, with keys and versions of the right type."""
+    """Return the result of ``all_state_dicts``; raise if keys or versions are of a wrong type."""
     with faults_of(path):
         entries = all_state_dicts(content)
     for entry, weights in entries.items():
@@ -46,7 +46,7 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
 
 
 def manifest_of(content: Any) -> dict[str, Any]:
-    """Return what this package has noted in a checkpoint."""
+    """Return the facts that this package has recorded in a checkpoint."""
     manifest = content.get(MANIFEST) if isinstance(content, Mapping) else None
     if not isinstance(manifest, Mapping):
         return {}
@@ -55,7 +55,7 @@ def manifest_of(content: Any) -> dict[str, Any]:
 
 
 def are_versions(metadata: Any) -> bool:
-    """Whether this can be the ``_metadata`` of a state_dict: the version of each module."""
+    """Whether this is valid as the ``_metadata`` of a state dict: the version of each module."""
     return metadata is None or (
         isinstance(metadata, dict)
         and is_named(metadata)
@@ -65,26 +65,26 @@ def are_versions(metadata: Any) -> bool:
 
 
 def is_named(value: Any) -> bool:
-    """Whether this is a dictionary with names for keys."""
+    """Whether this is a dictionary with string keys."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What a file, or a folder of shards, holds."""
+    """The described contents of a file or a folder of shards."""
 
-    file: Any  # open as long as it is used; None of a folder
+    file: Any  # open while it is used; None for a folder
     path: str
     size_bytes: int
     format: Format
     content: Any  # as torch.load would return it, with descriptions in place of tensors and other objects
     globals: set[str]  # as in StructureReader
-    devices: set[str]  # from which it was saved
+    devices: set[str]  # that it was saved from
     metadata: Mapping[str, str] = field(default_factory=dict)  # of a safetensors file
     records: Mapping[str, Record] = field(default_factory=dict)  # of a zip file
     places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages
     filled: set[str] = field(default_factory=set)  # as in StructureReader
-    part: Fault | None = None  # what it is, if it is one shard of a checkpoint
+    part: Fault | None = None  # set if it is one shard of a checkpoint
     assembly: Assembly | None = None  # of a folder
     form: Any = None  # the module of ``formats`` that described it, and loads it
 
@@ -95,28 +95,28 @@ class Structure:
 
     @functools.cached_property
     def entries(self) -> dict[str, Mapping[str, Any]]:
-        """Every set of weights, by the name of its entry; ``""`` if it holds nothing else."""
+        """All sets of weights by the name of their entry; ``""`` if there is nothing else."""
         return check_contents(self.content, self.path)
 
     @property
     def files(self) -> Iterable[Structure]:
-        """It, or the files of the folder."""
+        """The file itself, or the files of the folder."""
         return [self] if self.assembly is None else self.assembly.shards.values()
 
     @property
     def has_checksums(self) -> bool:
-        """Whether damaged weights can be found; not in safetensors and files before torch 1.6."""
+        """Whether damaged weights can be detected; not in safetensors or in files from before torch 1.6."""
         return all(any(record.crc for record in file.records.values()) for file in self.files)
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """How the content of several files becomes one."""
+    """Several files whose contents make up one checkpoint."""
 
     format: Format
     shards: Mapping[str, Structure]
-    loaded: tuple[str, ...]  # from others only numbers are taken
-    assemble: Callable[[Mapping[str, Any]], Any]  # gets the contents of these, described or loaded
+    loaded: tuple[str, ...]  # from the others, only numbers are taken
+    assemble: Callable[[Mapping[str, Any]], Any]  # takes the contents of these, described or loaded
 
     def load(self, load_file: LoadFile) -> Any:
         """Return the whole content, loaded."""
@@ -128,7 +128,7 @@ LoadFile = Callable[[Structure], Any]  # loads one of several files
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector while many objects are made: it takes half the time and finds nothing."""
+    """Pause the cyclic garbage collector while many objects are created: it takes half the time and finds nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -138,7 +138,7 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-# Gets the total number of bytes, and returns what gets the number done since its last call.
+# Takes the total number of bytes, and returns a function that takes the number done since its last call.
 Progress = Callable[[int], Callable[[int], object]]
 
 

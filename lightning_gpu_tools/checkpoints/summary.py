@@ -1,4 +1,4 @@
-"""What ``lightning-gpu-tools checkpoint inspect`` shows."""
+"""The output of ``lightning-gpu-tools checkpoint inspect``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_gpu_tools.units import format_bytes, printable, printable_path
 SCHEMA_VERSION = 1
 _WIDTH = 100
 _MAX_ENTRIES = 20
-# Entries that have a line or a number of their own.
+# Entries that have their own line or number.
 _SHOWN = frozenset(
     {"epoch", "global_step", "hyper_parameters", "hparams_name", "hparams_type", "callbacks", "loops"}
     | {"optimizer_states", LIGHTNING_VERSION, MANIFEST}
@@ -44,7 +44,7 @@ _SHOWN = frozenset(
 
 
 def summarize(structure: Structure) -> dict[str, Any]:
-    """Return what is known about a file, ready for JSON; sizes in bytes, ``None`` = unknown."""
+    """Return the known facts about a file, ready for JSON; sizes are in bytes, and ``None`` means unknown."""
     content = structure.content
     top = content if isinstance(content, Mapping) else {}
     manifest = _manifest(structure)
@@ -116,7 +116,7 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
 
 
 def prose(line: str) -> list[str]:
-    """Wrap a line of words to 100 columns, names uncut."""
+    """Wrap a line of text to 100 columns without breaking names."""
     return textwrap.wrap(line, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -144,7 +144,7 @@ def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str,
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows as aligned lines of at most 100 columns; a longer name gets a line of its own."""
+    """Return rows as aligned lines of at most 100 columns; a longer name gets its own line."""
     longest, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     first = min(longest, _WIDTH - 2 - sum(widths) - 2 * len(widths))
     lines = []
@@ -162,7 +162,7 @@ def _describe(key: str, info: Any) -> dict[str, Any]:
         return {"key": key, **dict.fromkeys(("shape", "dtype", "kind", "numel", "bytes", "device"))}
     numel = None if info.shape is None else math.prod(info.shape)
     element_bytes = BYTES_OF_DTYPE.get(info.dtype)
-    if info.kind and info.storage is None:  # on the meta device, sparse, of a class that packs its numbers
+    if info.kind and info.storage is None:  # on the meta device, sparse, or of a class that packs its numbers
         element_bytes = None
     return {
         "key": key,
@@ -176,7 +176,7 @@ def _describe(key: str, info: Any) -> dict[str, Any]:
 
 
 def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
-    """Count the keys below each kind of wrapper; ``module`` counts where it has no sibling."""
+    """Count the keys below each kind of wrapper; ``module`` counts only if it has no sibling."""
     counts: Counter[str] = Counter()
     for key in weights:
         counts.update(set(key.split(".")[:-1]) & PRIVATE_SEGMENTS)
@@ -195,7 +195,7 @@ def _manifest(structure: Structure) -> Mapping[str, Any]:
         return manifest_of(structure.content)
     try:
         return manifest_of({MANIFEST: json.loads(structure.metadata[MANIFEST])})
-    except (ValueError, RecursionError):  # a text of that name by another program
+    except (ValueError, RecursionError):  # another program's text under that name
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Loading for the formats of torch: the content is built from its description, and only the rest goes to torch."""
+"""Loading of torch's formats: the content is built from its description, and only the rest goes to torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from lightning_gpu_tools.units import printable
 
 
 def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *, can_be_mapped: bool) -> Any:
-    """Return what an open file holds; ``can_be_mapped`` by ``torch.load``.
+    """Return the contents of an open file; ``can_be_mapped`` by ``torch.load``.
 
     Raises:
         UnsafeCheckpointError: It holds more than plain data, and ``weights_only`` is true.
-        BrokenCheckpointError: Torch cannot put its contents together.
+        BrokenCheckpointError: Torch cannot rebuild its contents.
     """
     refused = refusal(structure) if weights_only else None
-    if refused is not None and any(name.endswith("(...)") for name in structure.globals):  # torch lets it pass
+    if refused is not None and any(name.endswith("(...)") for name in structure.globals):  # torch would let it pass
         raise refused
     if weights_only:
         _warn_of_old_torch()
@@ -63,7 +63,7 @@ def _warn_of_old_torch() -> None:
 
 
 def described_weights(structure: Structure) -> tuple[Any, dict[str, dict[str, str]]]:
-    """Return the content with tensors for weights, and entry -> key -> kind of the values left out."""
+    """Return the content with tensors as weights, and entry -> key -> kind of the values left out."""
     build = _Builder(structure, weights_alone=True).build
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: defaultdict[str, dict[str, str]] = defaultdict(dict)
@@ -80,15 +80,15 @@ def described_weights(structure: Structure) -> tuple[Any, dict[str, dict[str, st
 
 
 class _Builder:
-    """Makes of a description what torch would load, in half the time, with tensors mapped to the file.
+    """A builder of what torch would load, made from a description in half the time, with tensors mapped to the file.
 
-    Raises :class:`NotPlainError` for all but plain data and tensors. ``weights_alone`` takes parameters as tensors.
+    Raises :class:`NotPlainError` for anything but plain data and tensors. ``weights_alone`` makes parameters tensors.
     """
 
     def __init__(self, structure: Structure, *, weights_alone: bool = False) -> None:
         self._storage = _storages(structure)
         self._weights_alone = weights_alone
-        self._made: dict[int, Any] = {}  # what was one object stays one
+        self._made: dict[int, Any] = {}  # an object that is shared stays shared
 
     def build(self, value: Any) -> Any:
         kind = type(value)
@@ -120,7 +120,7 @@ _ATOMS = frozenset({str, int, float, bool, bytes, bytearray, type(None)})
 
 
 class NotPlainError(Exception):
-    """Anything named here is more than plain data and plain tensors."""
+    """The error for a value that is more than plain data and plain tensors; it names the value's kind."""
 
 
 def holds_tensors(value: Any) -> bool:
@@ -140,14 +140,14 @@ def holds_tensors(value: Any) -> bool:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether a description is that of a tensor of plain numbers."""
+    """Whether this describes a tensor of plain numbers."""
     if not isinstance(tensor, TensorInfo) or tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
         return False
     return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
 
 
 def _storages(structure: Structure) -> Callable[[Any], Any]:
-    """Return what gives the numbers of a storage: a part of the mapped file."""
+    """Return a function that returns the numbers of a storage: a part of the mapped file."""
     whole: Any = mapped_bytes(structure.file).untyped_storage()
 
     @functools.cache
@@ -158,25 +158,25 @@ def _storages(structure: Structure) -> Callable[[Any], Any]:
     return numbers
 
 
-# torch takes these for plain data only after this module is imported.
+# torch treats these as plain data only after the module on the right is imported.
 _REGISTERED_BY = {"torch.distributed.": "torch.distributed.tensor", "torch.nested._internal.": "torch._dynamo"}
 
 
 def _explained(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> Exception | None:
-    """Return why torch could not load a file; ``None`` if its own error says it best."""
+    """Return an error that explains why torch could not load a file; ``None`` if torch's own error is the best one."""
     if weights_only and isinstance(error, pickle.UnpicklingError):
         reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
         foreign = beyond_plain_data(structure.globals)
         why = reason[1] if reason else type(error).__name__
         return UnsafeCheckpointError(explain_blocked(structure.path, foreign, structure.filled, why))
-    asked_for = not weights_only or map_location != "cpu"  # the caller's class or device may be what fails
+    asked_for = not weights_only or map_location != "cpu"  # the caller's class or device may be the cause
     if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
         return None
     return Fault(f"is damaged: its contents cannot be put together ({type(error).__name__})", RESTORE)
 
 
 def refusal(structure: Structure) -> UnsafeCheckpointError | None:
-    """Return why ``weights_only=True`` refuses a file, as far as its description shows it."""
+    """Return the error if ``weights_only=True`` refuses a file, as far as its description shows."""
     for prefix, module in _REGISTERED_BY.items():
         if any(name.startswith(prefix) for name in structure.globals):
             importlib.import_module(module)

@@ -11,7 +11,7 @@ from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.units import printable, printable_path
 
 _NUMBERS = "Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Complex(Float|Double)"
-# What torch.load(weights_only=True) accepts since 2.6: torch/_weights_only_unpickler.py. A test compares them.
+# Accepted by torch.load(weights_only=True) since 2.6: torch/_weights_only_unpickler.py. A test compares them.
 _PLAIN = re.compile(
     r"collections\.(OrderedDict|Counter)"
     r"|torch\.nn\.parameter\.Parameter"
@@ -40,15 +40,15 @@ _HARMLESS = re.compile(
     r"|(lightning(\.pytorch)?|pytorch_lightning)\.utilities\.parsing\.AttributeDict"
     r"|omegaconf\.\w+\.\w+|typing\.Any"
 )
-# Where this Python finds what a file names: torch.optim deletes modules, Python 3.13 and NumPy 2 moved some, and other
-# systems have other paths.
+# Where this Python finds the names in a file: torch.optim deletes modules, Python 3.13 and NumPy 2 moved some, and
+# other systems have other path classes.
 _FOUND_AT = (
     (re.compile(r"^builtins\.|(?<=^torch\.optim\.)(?!lr_scheduler|swa_utils)\w+\."), ""),
     (re.compile(r"^pathlib\._local\."), "pathlib."),
     (re.compile(r"^numpy\.core\."), "numpy._core."),
     (re.compile(rf"^pathlib\.({'Posix' if os.name == 'nt' else 'Windows'}Path)"), r"pathlib.Pure\1"),
 )
-# Of the standard library, only these modules hold values alone.
+# In the standard library, only the modules listed here hold nothing but values.
 _CODE_MODULES = sys.stdlib_module_names - {"array", "collections", "datetime", "decimal", "enum", "ipaddress", "random"}
 _RUNS_CODE = re.compile(
     r"(nt|posix|distutils|setuptools|pip|pkg_resources|requests|aiohttp|torch\.(hub|jit|utils|serialization))\.\S+"
@@ -62,9 +62,9 @@ def beyond_plain_data(names: Iterable[str]) -> list[str]:
 
 
 def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (), reason: str = "") -> str:
-    """Say which names block a file, and which line would allow them if none of them runs code.
+    """Return a message with the names that block a file, and the line that allows them if none of them runs code.
 
-    ``filled`` are classes of objects that get elements; ``reason`` is why torch refuses the file if all are allowed.
+    ``filled`` are classes of objects that get elements; ``reason`` is why torch refuses a file whose names are allowed.
     """
     blocked = sorted({*names})
     risky = [name for name in blocked if _can_run_code(name)]
@@ -99,11 +99,11 @@ def _allowing(names: Iterable[str]) -> str:
             place = moved.sub(where, place)
         modules.update(filter(None, [place.rpartition(".")[0]]))
         items.append(place if place == name else f'({place}, "{name}")')
-    if "numpy.dtype" in items:  # torch also wants the class of an array's dtype, which the file does not name
+    if "numpy.dtype" in items:  # torch also needs the class of an array's dtype, which the file does not name
         items.append('*{type(numpy.dtype(code)) for code in numpy.typecodes["All"]}')
     return f"import {', '.join(sorted(modules))}; torch.serialization.add_safe_globals([{', '.join(items)}])"
 
 
 def describe_unread(names: Sequence[str]) -> str:
-    """Say what a load has left unread; ``""`` if nothing."""
+    """Return a note on what a load left unread; ``""`` if nothing."""
     return f"left unread, as it takes code to open: {listed(names, 3)}" if names else ""

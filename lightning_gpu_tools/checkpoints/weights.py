@@ -1,4 +1,4 @@
-"""Load any checkpoint into any module, whatever either of them was wrapped in; all of it or nothing."""
+"""All-or-nothing loading of any checkpoint into any module, whatever either was wrapped in."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ from lightning_gpu_tools.units import printable, printable_path
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What ``load_weights`` did.
+    """The result of ``load_weights``.
 
     Attributes:
         path: The file.
-        entry: The entry of the file with the weights, ``"state_dict"``; ``""`` if they are all it holds.
+        entry: The entry of the file that holds the weights, ``"state_dict"``; ``""`` if it holds nothing else.
         loaded: Model keys that got their weight from the file.
         renamed: Checkpoint key -> model key, where the two differ.
         root: The attribute that was dropped (``"model."``) or added; ``""`` if none, a pair if both.
         others: Entries and attributes of the file with other weights of the same model, such as averages. Each can be
             the ``root`` of another call.
-        kept: Counters of wrappers and of batch normalization that the file lacks; the model's own stay.
-        missing: Model keys without a weight in the file, which kept their values; empty if ``strict``.
+        kept: Counters of wrappers and of batch normalization that the file lacks; the model keeps its own.
+        missing: Model keys without a weight in the file, which keep their values; empty if ``strict``.
         unexpected: Checkpoint keys without a place in the model; empty if ``strict``.
         mismatched: (checkpoint key, its shape, shape in the model); empty if ``strict``.
-        unused: Checkpoint keys beside the dropped root.
-        unread: Classes and functions that the rest of the file names; none was imported or called.
-        summary: The same in words.
+        unused: Checkpoint keys outside the dropped root.
+        unread: Classes and functions named in the rest of the file; none was imported or called.
+        summary: The same facts as text.
     """
 
     path: str
@@ -109,30 +109,30 @@ def load_weights(
     """Load a checkpoint into a model, whatever ``DataParallel``, DDP, FSDP or ``torch.compile`` did to its keys.
 
     The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, a pickled module or
-    safetensors. Shards are one checkpoint: an ``index.json`` of safetensors or ``.bin`` files, and the folders of
+    safetensors. Shards count as one checkpoint: an ``index.json`` of safetensors or ``.bin`` files, and the folders of
     ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights are read on the CPU and copied to
-    where the model has them; other objects (hyperparameters, arguments) are left unread.
+    the model's devices; other objects (hyperparameters, arguments) are left unread.
 
     Loading is all-or-nothing: every error below is raised before the first number is copied. A model with load hooks or
-    its own ``load_state_dict`` is loaded twice, first to check. Only an interrupt, an error in code that runs after the
-    copying (``set_extra_state``), too little memory, a disk that cannot be read or a local file that is truncated
-    meanwhile can leave a model partly loaded. The last two end the process (SIGBUS).
+    its own ``load_state_dict`` is loaded twice, first to check. A model can be left partly loaded only by an interrupt,
+    an error in code that runs after the copying (``set_extra_state``), too little memory, a disk that cannot be read,
+    or a local file that is truncated meanwhile. The last two end the process (SIGBUS).
 
     Args:
         model: Any module, wrapped or not. Where it is sharded, every process has to call this.
-        path: A local file or folder of shards, or the URL of a file that fsspec knows.
+        path: A local file or folder of shards, or the URL of a file that fsspec can open.
         root: Attribute that only one side has, such as ``"model."``, or the entry of the file with the weights. A pair
-            such as ``("bert.", "encoder.")`` puts the model's second in the place of the first. ``None`` searches for
-            one; ``""`` takes the names as they are.
-        strict: Whether every key of the model and of the checkpoint must find one of its shape in the other. If false,
-            what fits is loaded and the rest is in the report.
+            such as ``("bert.", "encoder.")`` replaces the first, in the checkpoint, with the second, in the model.
+            ``None`` searches for a root; ``""`` takes the names as they are.
+        strict: Whether every key of the model and of the checkpoint must match a key of the same shape in the other. If
+            false, whatever fits is loaded, and the rest is in the report.
         weights_only: If false, everything in the file is opened, which may run code.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit, or the model's types cannot hold its numbers.
-        AmbiguousCheckpointError: Several sets of weights in it fit; say which with ``root``.
+        AmbiguousCheckpointError: Several sets of weights in it fit; choose one with ``root``.
         KeyCollisionError: Two of its keys would become the same key of the model.
-        BrokenCheckpointError: The file is no checkpoint, or damaged.
+        BrokenCheckpointError: The file is not a checkpoint, or it is damaged.
         UnsafeCheckpointError: Only running code could build its weights, or one of them.
 
     Warns:
@@ -154,7 +154,7 @@ def load_weights(
 
 @contextlib.contextmanager
 def _naming_unopened(unread: Unread) -> Iterator[None]:
-    """Add to a mismatch what the file has in the place of weights."""
+    """Add to a mismatch error the objects that the file has in place of weights."""
     try:
         yield
     except CheckpointMismatchError as error:
@@ -168,12 +168,12 @@ def _naming_unopened(unread: Unread) -> Iterator[None]:
 
 
 def naming_file(path: str | os.PathLike[str], model_class: type) -> contextlib.AbstractContextManager[None]:
-    """Begin the messages of checkpoint errors with the file and, where it does not fit, with the model."""
+    """Begin the messages of checkpoint errors with the file and, if it does not fit, with the model."""
     return errors_about(printable_path(path), printable(model_class.__name__))
 
 
 def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fit) -> None:
-    """Warn of averages that were not taken and of what has no numbers yet."""
+    """Warn about averages that were not taken and tensors that have no numbers yet."""
     if any(map(is_average, fit.others)):
         warnings.warn(f"{printable_path(path)}: {fit.choice()}", stacklevel=4)
     tensors = (*model.named_buffers(), *(model.named_parameters() if fit.plan.missing else ()))
@@ -187,7 +187,7 @@ def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fi
 
 
 def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root: Root, strict: bool) -> Fit:
-    """Return the one entry of a checkpoint that fits the model."""
+    """Return the match of the only entry of a checkpoint that fits the model."""
     dropped = (root if isinstance(root, str) else root[0] if root else "").rstrip(".")
     named = [entry for entry in entries if entry and f"{dropped}.".startswith(f"{entry}.")]
     if named:
@@ -234,7 +234,7 @@ def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: Root, s
 
 
 def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...]]:
-    """Load all or nothing; return the plan as it came out, and the model keys that got a weight."""
+    """Load all or nothing; return the plan as carried out, and the model keys that got a weight."""
     check_before_copying(model, fit, leave_out_misfits=not fit.strict)
     renamed = fit.renamed(fit.weights)
     own_what_modules_keep(renamed, fit.keys)
@@ -256,23 +256,23 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
     made: dict[int, torch.Tensor] = {}
     with renewing_deepspeeds_copies(model), before_each_copy(model, prepare):
         found = load_state(model, renamed, fit.strict, "The model may be partly loaded. Build it anew.")
-    if fit.strict:  # then the model's own code has taken what had no place
+    if fit.strict:  # then the model's own code has handled keys without a place
         plan = dataclasses.replace(fit.plan, missing=(), unexpected=(), clashes={})
         return plan, tuple(key for key in fit.state if key not in plan.kept)
-    if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not say
+    if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not report them
         return fit.plan, (*fit.plan.renames.values(), *fit.plan.tied)
     return _came_out(model, fit, found, left_out)
 
 
 def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
-    """Copy those weights out of the mapped file that loading does not copy into the model.
+    """Copy out of the mapped file the weights that loading does not copy into the model.
 
-    An ``_extra_state`` may hold tensors, and a module that loads itself may keep its own, as torchmetrics does.
+    An ``_extra_state`` may hold tensors, and a module that loads itself may keep the tensors, as torchmetrics does.
     """
     for key, value in weights.items():
         if not isinstance(value, torch.Tensor):
             weights[key] = copy.deepcopy(value)
-        elif is_inside(key, model.self_loading):  # a deep copy of a plain tensor is one of its whole storage
+        elif is_inside(key, model.self_loading):  # a deep copy of a plain tensor copies its whole storage
             weights[key] = value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
 
 
@@ -285,7 +285,7 @@ def _sharded_like(value: Any, target: Any) -> Any:
         return value.full_tensor()
     from torch.distributed.tensor import DTensor, Replicate
 
-    # Every process has read the file, so each takes its part without asking the others.
+    # Every process has read the file, so each takes its part without communicating.
     mesh = target.device_mesh
     whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return whole.redistribute(placements=target.placements)
@@ -293,14 +293,14 @@ def _sharded_like(value: Any, target: Any) -> Any:
 
 def _came_out(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:
     plan, offered = fit.plan, fit.plan.left_over(strict=False)
-    # Torch names modules that the model's hooks leave out of its keys.
+    # Torch's names include modules that the model's hooks leave out of its keys.
     bare = without_private_segments
     shown = {bare(key): key for key in fit.state}
     places = {key: bare(name) for key, name in offered.items()}
     misfits, homeless = {*map(bare, left_out)}, {*map(bare, found.unexpected_keys)}
     clashes = {key: name for key, name in plan.clashes.items() if key not in places or places[key] in misfits}
     missing = {*map(bare, found.missing_keys)} - {places.get(key) for key in clashes}
-    invented = homeless - {*places.values()}  # by hooks
+    invented = homeless - {*places.values()}  # added by hooks
     outcome = dataclasses.replace(
         plan,
         missing=tuple(shown.get(name, name) for name in map(bare, found.missing_keys) if name in missing),
@@ -311,7 +311,7 @@ def _came_out(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -
         clashes=clashes,
     )
     without = {*missing, *misfits, *homeless, *map(bare, plan.kept)}
-    # A state_dict of the model's own may leave out what torch loads all the same.
+    # The model's own state_dict may leave out keys that torch loads anyway.
     live = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} if offered else set()
     names = dict.fromkeys((*fit.state, *(name for name in offered.values() if name in live)))
     return outcome, tuple(name for name in names if bare(name) not in without)

@@ -1,4 +1,4 @@
-"""Writing checkpoint files, whole or not at all, without a second copy of the weights in memory."""
+"""All-or-nothing writing of checkpoint files, without a second copy of the weights in memory."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _SAFETENSORS_DTYPES = {
     for name, dtype in DTYPE_OF_SAFETENSORS.items()
     if hasattr(torch, dtype)  # F8_E8M0 since torch 2.7, F4 since 2.8
 }
-# Our defaults: a copy of a MiB costs nothing.
+# Our defaults: copying 1 MiB costs nothing.
 _COPIED_BYTES = 1 << 10
 _BATCH = 1 << 10
 
 
 def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
-    """Replace a file in one step by what ``torch.save`` writes."""
+    """Write a checkpoint with ``torch.save``, replacing the file in one step."""
     with writing(path) as file, _watched(file) as watched_file:
         torch.save(content, watched_file)
 
 
 def write_content(content: Any, path: str, progress: Progress = no_progress) -> None:
-    """Write what ``torch.load`` returns; plain tensors one by one, without the rest of their storages."""
+    """Write content for ``torch.load``; plain tensors are written one by one, without the rest of their storages."""
     description = io.BytesIO()
     pickler = _Pickler(description, protocol=2)
     try:
@@ -58,7 +58,7 @@ def write_content(content: Any, path: str, progress: Progress = no_progress) -> 
         return
     advance = progress(sum(block.nbytes for block in pickler.blocks))
     with writing(path) as file, _watched(file) as watched_file:
-        archive: Any = torch._C.PyTorchFileWriter(watched_file)  # torch.save's own
+        archive: Any = torch._C.PyTorchFileWriter(watched_file)  # as in torch.save
         try:
             archive.write_record("data.pkl", description.getvalue(), description.tell())
             archive.write_record("byteorder", sys.byteorder, len(sys.byteorder))
@@ -72,13 +72,13 @@ def write_content(content: Any, path: str, progress: Progress = no_progress) -> 
 
 
 class _NotPlainError(Exception):
-    """There are tensors that only ``torch.save`` can write."""
+    """The error for tensors that only ``torch.save`` can write."""
 
 
 class _Pickler(pickle.Pickler):
-    """Writes what ``torch.save`` writes, but only refers to the numbers of tensors.
+    """A pickler that writes what ``torch.save`` writes, but only references to the numbers of tensors.
 
-    The pickler of ``torch.save`` asks in Python of nineteen parts of each tensor whether it is a storage.
+    The pickler of ``torch.save`` checks in Python, for nineteen parts of each tensor, whether they are storages.
     """
 
     def __init__(self, file: IO[bytes], protocol: int) -> None:
@@ -94,7 +94,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if not _is_plain(value):
             raise _NotPlainError
-        # Tensors at one place are the same tensor, or another shape of it.
+        # Tensors at one address are the same tensor, or another shape of it.
         block = value.data_ptr(), value.numel(), value.dtype
         storage = self._storages.get(block)
         if storage is None:
@@ -108,12 +108,12 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v3, (*parts, value.dtype)
 
     def persistent_id(self, value: Any) -> Any:
-        """Refer to a storage."""
+        """Return a reference to a storage."""
         return tuple(value) if type(value) is _Storage else None
 
 
 class _Storage(tuple[Any, ...]):
-    """Stands for the storage of a tensor; its numbers are written later."""
+    """A placeholder for the storage of a tensor, whose numbers are written later."""
 
     __slots__ = ()
 
@@ -138,7 +138,7 @@ def write_safetensors(
     more = {"module_versions": getattr(weights, "_metadata", None), "tied": tied}
     more_texts = {name: json.dumps(value) for name, value in more.items() if value}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **texts, **more_texts}}
-    # The largest elements first, so that each tensor begins at a multiple of its element size.
+    # Largest elements first, so that each tensor begins at a multiple of its element size.
     order = sorted(((key, weights[key]) for key in first.values()), key=lambda item: -item[1].element_size())
     end = 0
     for key, value in order:
@@ -157,7 +157,7 @@ def write_safetensors(
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a tensor is numbers in a row, their type and a shape, and nothing else."""
+    """Whether a tensor is contiguous numbers with a dtype and a shape, and nothing else."""
     return (
         type(value) in (torch.Tensor, LazyTensor)
         and value.layout is torch.strided
@@ -169,7 +169,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _numbers(values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of each tensor. Small ones are copied together: one by one they take ten times as long."""
+    """Yield the bytes of each tensor. Small ones are copied in batches: one by one, they take ten times as long."""
     for (_, is_small), run in itertools.groupby(values, key=lambda value: (value.dtype, value.nbytes <= _COPIED_BYTES)):
         while batch := [*itertools.islice(run, _BATCH if is_small else 1)]:
             flat = [value if value.ndim == 1 else value.reshape(-1) for value in batch]
@@ -181,7 +181,7 @@ def _numbers(values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
 
 
 def _fits_safetensors(key: str, value: Any) -> bool:
-    # Half of a surrogate pair is no Unicode, and __metadata__ is the format's own entry.
+    # Half of a surrogate pair is not valid Unicode, and __metadata__ is the format's own entry.
     if key == "__metadata__" or not (key.isascii() or key.encode(errors="ignore").decode() == key):
         return False
     return is_dense(value) and value.dtype in _SAFETENSORS_DTYPES
@@ -189,13 +189,13 @@ def _fits_safetensors(key: str, value: Any) -> bool:
 
 @contextlib.contextmanager
 def _watched(file: BinaryIO) -> Iterator[Any]:
-    """Give a file for torch to write to, and raise what made that fail; torch only says that it failed."""
+    """Yield a file for torch to write to, and raise the cause of a failure; torch only reports that it failed."""
     watched_file = _WatchedFile(file)
     try:
         buffered = io.BufferedWriter(watched_file, _BUFFER_BYTES)
         yield buffered
         buffered.flush()
-    except Exception:  # torch's own, of any kind, instead of the disk's
+    except Exception:  # torch's own error, of any kind, instead of the disk's
         if watched_file.error is not None:
             raise watched_file.error from None
         raise

@@ -1,4 +1,4 @@
-"""The records of a zip file, where every reader would read the same. Runs nothing."""
+"""The records of a zip file, accepted only if every reader would read the same. Runs nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Record(NamedTuple):
 
     file: BinaryIO
     name: str
-    start: int  # of its first byte; in the index, of its header
+    start: int  # offset of its first byte; in the index, of its header
     size_bytes: int
     crc: int  # torch writes 0 after set_crc32_options(False)
 
@@ -40,11 +40,11 @@ class Record(NamedTuple):
         return printable(self.name)
 
     def read(self) -> bytes:
-        """Return what is in the record."""
+        """Return the bytes of the record."""
         return b"".join(self.chunks())
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield what is in the record; raise at the end if its checksum is wrong."""
+        """Yield the bytes of the record in chunks; raise at the end if its checksum is wrong."""
         crc, left = 0, self.size_bytes
         self.file.seek(self.start)
         while left and (chunk := self.file.read(min(left, _CHUNK_BYTES))):
@@ -73,7 +73,7 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
         if entry.name.lower() in names:
             raise damaged(_CONTRADICTION)
         names.add(entry.name.lower())
-        if not entry.name.endswith("/"):  # a folder
+        if not entry.name.endswith("/"):  # not a folder
             name = entry.name.removeprefix(root)
             records[name] = entry._replace(name=name, start=start)
     if index_start - end not in _DESCRIPTOR_BYTES:
@@ -82,7 +82,7 @@ def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record
 
 
 def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
-    """Return the central directory, the number of its entries and its place in the file."""
+    """Return the central directory, the number of its entries and its offset in the file."""
     tail_start = max(0, size_bytes - _END.size - _MAX_COMMENT_BYTES - _LOCATOR64.size - _END64.size)
     file.seek(tail_start)
     tail = file.read(size_bytes - tail_start)
@@ -108,7 +108,7 @@ def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
 
 
 def _start(entry: Record) -> int:
-    """Return where a record's bytes begin by its local header, as torch does."""
+    """Return the offset of a record's bytes according to its local header, as torch does."""
     name = entry.name.encode(errors="surrogateescape")
     entry.file.seek(entry.start)
     header = entry.file.read(_LOCAL_HEADER.size + len(name))
@@ -139,14 +139,14 @@ def _entries(file: BinaryIO, index: bytes) -> Iterator[Record]:
         if method != _STORED or flags & _UNREADABLE_FLAGS:  # torch.save does neither
             advice = "Unpack it, and zip its folder again without compression: zip -0 -r."
             raise Fault(f"has the record {entry} compressed or encrypted", advice)
-        # Of a record that is marked as a folder, torch silently reads nothing.
+        # From a record that is marked as a folder, torch silently reads nothing.
         if size != packed or disk or (attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/")):
             raise damaged(_CONTRADICTION)
         yield entry
 
 
 def _zip64(extra: bytes, *numbers: int) -> Iterator[int]:
-    """Replace the 32-bit numbers that are all ones by the 8-byte ones of the extra field: 4.5.3."""
+    """Replace 32-bit numbers whose bits are all ones with the 8-byte numbers of the extra field: 4.5.3."""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)
         if kind == 1:

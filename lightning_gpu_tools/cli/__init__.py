@@ -1,7 +1,7 @@
 """The command ``lightning-gpu-tools``: one module per subcommand, each with ``add_arguments(parser)``.
 
-Only that of the called command is imported, and none imports torch, lightning, pynvml or rich before it has to. So
-``pick`` in a shell script costs little more than starting Python.
+Only the module of the called command is imported, and none imports torch, lightning, pynvml or rich before it has to.
+So ``pick`` in a shell script costs little more than starting Python.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ COMMANDS = {
     "checkpoint": "inspect, verify, convert and compare checkpoint files",
 }
 _EXIT_CODES: dict[type, int] = {NotEnoughGpusError: 3, NvmlUnavailableError: 4}
-_EXIT_UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h: no command's answer
+_EXIT_UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h: not the result of any command
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):  # argparse may color the usage
-            super().error(printable(message, 1000))  # it may have file names that others chose
+            super().error(printable(message, 1000))  # it may contain file names that others chose
 
 
 class _PrintableStream:
-    """Escapes control characters, also in log lines and warnings; colored output goes to ``sys.__stdout__``."""
+    """Stream that escapes control characters, even in logs and warnings; colored output goes to ``sys.__stdout__``."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -55,11 +55,11 @@ class _PrintableStream:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code.
 
-    0 is done, 1 failed, 2 wrong usage, 3 not enough GPUs, 4 no driver, 70 an unexpected error. Where 1 is an answer, as
-    of ``diff``, 3 is none.
+    0 is done, 1 failed, 2 wrong usage, 3 not enough GPUs, 4 no driver, 70 an unexpected error. If 1 is a result, as for
+    ``diff``, 3 means that there is no result.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed, as by `>&-`; a claim's file must not get its number
+        if getattr(sys, name) is None:  # closed, as by `>&-`; a claim's file must not get its descriptor
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every character
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import_dataclasses() -> None:
-    """Import `dataclasses` without `inspect`, a tenth of a pick, which it hardly ever uses: it gets it when it does."""
+    """Import `dataclasses` without `inspect`, which takes a tenth of a pick and is imported only if it is ever used."""
     if "dataclasses" not in sys.modules and "inspect" not in sys.modules:
         stand_in: Any = types.ModuleType("inspect")
         stand_in.__getattr__ = lambda name: getattr(importlib.import_module("inspect"), name)
@@ -83,7 +83,7 @@ def _import_dataclasses() -> None:
 
 
 def parser(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser, with the arguments of some commands; by default of all, for shtab."""
+    """Return the parser with the arguments of the ``called`` commands; by default of all, for shtab."""
     made = _Parser(
         prog="lightning-gpu-tools",
         description="Pick GPUs on a shared server, read training reports, and make checkpoints portable.",
@@ -103,13 +103,13 @@ def _run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader has gone (`| head`): what Python still flushes at exit goes nowhere, not into a traceback.
+        # The reader has closed the pipe (`| head`): discard what Python still flushes at exit, to avoid a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except LightningGpuToolsError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return _EXIT_CODES.get(type(error), 1)
-    except Exception as error:  # noqa: BLE001 - the line below has what a report of any error needs
+    except Exception as error:  # noqa: BLE001 - the line below has all that a bug report needs
         import traceback
 
         calls = traceback.extract_tb(error.__traceback__)

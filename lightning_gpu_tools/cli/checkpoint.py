@@ -14,7 +14,7 @@ from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Progress, collec
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
-_MIN_BYTES_OF_A_BAR = 256 << 20  # our default: less is done before a progress bar is missed
+_MIN_BYTES_OF_A_BAR = 256 << 20  # our default: smaller files are done before a progress bar is missed
 _ANY = "a file, a folder of shards or its index, or the URL of a file"
 _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong usage."
 
@@ -198,7 +198,7 @@ def _print(what: object) -> None:
 
 @contextlib.contextmanager
 def _errors_reported() -> Iterator[None]:
-    """Report what the file system refuses as this command's own error."""
+    """Report errors of the file system as this command's own error."""
     try:
         yield
     except CheckpointError:  # one of them is an OSError, too
@@ -209,7 +209,7 @@ def _errors_reported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(what: str) -> Iterator[Progress]:
-    """Show a bar on a terminal where there is much to do."""
+    """Show a progress bar on a terminal if there is much to do."""
     with contextlib.ExitStack() as shown:
 
         def begin(size_bytes: int) -> Callable[[int], object]:

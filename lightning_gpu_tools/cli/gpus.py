@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _REFRESH_EVERY_S = 2.0
 _MIN_UUID = len("MIG-5e6f7a8b")
 _MAX_NAME = len("NVIDIA RTX 6000 Ada Generation")  # longer ones are folded
-_MIN_AGE_S = 300.0  # our default: who has begun less than five minutes ago may still load data
-# How many claims of how many users a row shows, until the table fits on the screen. A user's only claim is shown.
+_MIN_AGE_S = 300.0  # our default: a process younger than five minutes may still be loading data
+# (claims per user, users) that a row shows, tried until the table fits on the screen. A user's only claim is shown.
 _FOLDS = ((10, 8), (3, 8), (1, 8), (0, 8), (0, 3))
 
 
@@ -87,7 +87,7 @@ def _watch(console: Any) -> int:
 
 
 def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
-    """Return the GPUs and the claims; ``None``: these cannot be read."""
+    """Return the GPUs and the claims; ``None`` if the claims cannot be read."""
     from lightning_gpu_tools.gpus import nvml
     from lightning_gpu_tools.selection import claims
 
@@ -138,7 +138,7 @@ def _all_rows(
     gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None, fold: tuple[int, int]
 ) -> list[tuple[str, ...]]:
     uuids = {str(instance.uuid) for gpu in gpus for instance in gpu.mig_instances}
-    # CUDA_VISIBLE_DEVICES takes the beginning of a UUID for it, too.
+    # CUDA_VISIBLE_DEVICES also accepts the beginning of a UUID.
     length = next(length for length in count(_MIN_UUID) if len({uuid[:length] for uuid in uuids}) == len(uuids))
     return [row for gpu in gpus for row in _rows(gpu, claims, fold, length)]
 
@@ -163,7 +163,7 @@ def _made_of(rows: Sequence[tuple[str, ...]]) -> Table:
 def _rows(
     gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: tuple[int, int], uuid_length: int
 ) -> Iterator[tuple[str, ...]]:
-    """Yield rows of a GPU, of each MIG instance in use, and of the empty ones of each kind."""
+    """Yield one row for a GPU, for each of its MIG instances in use, and for the empty ones of each kind."""
     yield gpu.number, printable(gpu.name or "?"), *_cells(gpu, claims, fold)
     empty: dict[tuple[str, ...], list[tuple[str, GpuReading]]] = {}
     for one in gpu.mig_instances:
@@ -181,7 +181,7 @@ def _rows(
 
 
 def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: tuple[int, int]) -> tuple[str, ...]:
-    """Return the cells after number and name."""
+    """Return the cells after the number and the name."""
 
     def describe(claim: GpuClaim) -> str:
         what = "the whole GPU, exclusively," if claim.kind == "exclusive" else "the whole GPU"
@@ -200,7 +200,7 @@ def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: tuple[int, 
 
 
 def _use(gpu: GpuReading) -> str:
-    """Return who is on the GPU, or why it cannot be used."""
+    """Return who uses the GPU, or why it cannot be used."""
     if gpu.error:
         return f"cannot be used: {printable(gpu.error, 300)}"
     if gpu.mig_instances:
@@ -224,11 +224,11 @@ def _use(gpu: GpuReading) -> str:
 
 
 def _state(process: GpuProcess) -> dict[str, Any]:
-    """Return what the driver does not say; ``None`` where the process cannot be seen from here."""
+    """Return facts that the driver does not report; ``None`` where the process is not visible from here."""
     import psutil
 
     state: dict[str, Any] = {"started_s": None, "is_idle": None, "is_left_over": None}
-    if process.user is not None:  # else the number is of another namespace
+    if process.user is not None:  # else the PID is from another namespace
         with contextlib.suppress(psutil.Error):
             seen = psutil.Process(process.pid)
             state["started_s"] = seen.create_time()

@@ -1,4 +1,4 @@
-"""The options of a selection, for ``pick`` and ``run``."""
+"""The options that select GPUs, for ``pick`` and ``run``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABOUT_CLAIMS = (
 
 
 def add_requirements(parser: argparse.ArgumentParser) -> None:
-    """Add ``-n`` and all options but ``claim``, which each command decides."""
+    """Add ``-n`` and all options but ``claim``, which each command sets itself."""
     group = parser.add_argument_group("which GPUs")
     group.add_argument("-n", "--count", type=int, metavar="N", help="How many GPUs. Default: 1.")
     group.add_argument("--min-free", metavar="SIZE", help=OPTIONS["min_free"])
@@ -29,12 +29,12 @@ def add_requirements(parser: argparse.ArgumentParser) -> None:
 
 
 def percent(text: str) -> float:
-    """Return the number in ``"50"`` or ``"50%"``; argparse has the name of this function in its error."""
+    """Return the number in ``"50"`` or ``"50%"``; argparse shows the name of this function in its error."""
     return float(text.removesuffix("%"))
 
 
 def select(args: argparse.Namespace, *, claim: bool, group: str | None = None) -> GpuSelection:
-    """Pick what the options ask for; ``group`` as in ``picking.Attempt``."""
+    """Pick the GPUs that the options request; ``group`` as in ``picking.Attempt``."""
     from lightning_gpu_tools.selection.picking import Attempt, pick
 
     options = {name: getattr(args, name) for name in OPTIONS if name != "claim"}
@@ -45,4 +45,4 @@ def select(args: argparse.Namespace, *, claim: bool, group: str | None = None) -
     try:
         return pick(request, Attempt.choose, group=group)
     except KeyboardInterrupt:  # while waiting
-        raise SystemExit(130) from None  # as of a program that SIGINT ended, POSIX "Exit Status for Commands"
+        raise SystemExit(130) from None  # as for a program ended by SIGINT, POSIX "Exit Status for Commands"

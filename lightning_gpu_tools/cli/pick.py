@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the choice."""
+    """Print the selected GPUs."""
     selection = options.select(args, claim=False)
     if args.format == "json":
         import dataclasses

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Claim and execute; returns only if the command cannot be started, or on Windows."""
+    """Claim GPUs and execute the command; return only if it cannot be started, or on Windows."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         args.parser.error("no command given: put it last, after --")
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
                 one_session.enter_context(nvml.session())
             count, group = args.count or 1, None
             launch = find_launch(os.environ, has_mpi4py=True)
-            if launch and 1 < (launch.processes or 1) <= count:  # each of them has one or more of the GPUs
+            if launch and 1 < (launch.processes or 1) <= count:  # each of them gets one or more of the GPUs
                 if not launch.job:
                     args.parser.error(f"{launch.program} does not name its processes' job. {launch.remedy}")
                 group = launch.group(count)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         reason = selection.reason or f"Another process has picked {selection.cuda_visible_devices}."
         if launch and group:
             reason += f" The {launch.processes} processes of this {launch.program} on this machine share them."
-        with contextlib.suppress(BrokenPipeError):  # nobody reads it, and the command may not need anybody to
+        with contextlib.suppress(BrokenPipeError):  # no one reads it, and the command may not need a reader
             print(f"lightning-gpu-tools: {reason}", file=sys.stderr, flush=True)
             if os.path.basename(command[0]) == "srun":
                 print(f"lightning-gpu-tools: {_SRUN_INSIDE}", file=sys.stderr, flush=True)
@@ -84,13 +84,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _execute(command: list[str]) -> int:
     try:
-        if os.name == "nt":  # there exec starts a second process and ends this one
+        if os.name == "nt":  # where exec starts a second process and ends this one
             import subprocess
 
             return subprocess.call(command)
-        for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and what is ignored stays so in the command
+        for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the command would inherit that
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         os.execvp(command[0], command)
     except OSError as error:
         print(f"lightning-gpu-tools: {printable_path(command[0])}: {error.strerror}", file=sys.stderr)
-        return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell, POSIX "Exit Status for Commands"
+        return 127 if isinstance(error, FileNotFoundError) else 126  # as in a shell, POSIX "Exit Status for Commands"

@@ -1,1 +1,1 @@
-"""What the driver says of the GPUs."""
+"""GPU readings and metrics from the driver."""

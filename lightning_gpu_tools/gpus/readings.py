@@ -1,4 +1,4 @@
-"""What was read of GPUs and who has claimed them; which part of it is this job's. ``None`` = not reported. Pure."""
+"""Readings of GPUs, claims on them, and this job's share. ``None`` = not reported. Pure data and functions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class GpuProcess:
     """A process that the driver lists on a GPU.
 
     Attributes:
-        pid: As the driver gives it: in a container the host's number, which may name another process here.
-        memory_used_bytes: GPU memory, ``None`` where the driver does not report it (Windows, WSL).
-        user: Owner, ``None`` where the process cannot be seen from here.
-        name: Its name, ``None`` likewise.
-        graphics_only: It draws (a desktop) and computes nothing.
-        utilization_percent: How busy it kept the GPU lately; ``None`` where not reported (MIG).
+        pid: PID from the driver: in a container, the host's PID, which may belong to a different process here.
+        memory_used_bytes: GPU memory; ``None`` if the driver does not report it (Windows, WSL).
+        user: Owner; ``None`` if the process is not visible from here.
+        name: Process name; ``None`` if the process is not visible from here.
+        graphics_only: Whether it only draws (a desktop) and does not compute.
+        utilization_percent: Its recent utilization of the GPU; ``None`` if not reported (MIG).
     """
 
     pid: int
@@ -37,22 +37,22 @@ class GpuReading:
     """One GPU, or one MIG instance of a GPU, at one moment.
 
     Attributes:
-        index: Position in PCI bus order, as in ``nvidia-smi``, for display; a MIG instance has that of its GPU.
-        uuid: Its identity, ``GPU-...`` or ``MIG-...``; ``None`` if the driver does not report even that.
+        index: Position in PCI bus order, as in ``nvidia-smi``, for display; a MIG instance has its GPU's index.
+        uuid: Identity, ``GPU-...`` or ``MIG-...``; ``None`` if the driver does not even report that.
         name: Product name.
         pci_bus_id: ``domain:bus:device.function``.
-        memory_total_bytes: All memory of the GPU.
-        memory_free_bytes: What the driver reports as free; not total minus used, which drivers define differently.
-        utilization_percent: Share of the time in which a kernel ran: the mean over the driver's buffer of the last
-            seconds, or without one its momentary reading; ``None`` on MIG.
-        processes: Processes with a context on the GPU, ``None`` if they cannot be read. Empty does not mean idle: in a
-            container those of others are invisible.
+        memory_total_bytes: Total memory of the GPU.
+        memory_free_bytes: Free memory as reported; not total minus used, which drivers define differently.
+        utilization_percent: Share of time in which a kernel ran: the mean over the driver's buffer of the last
+            seconds or, without a buffer, its current reading; ``None`` on MIG.
+        processes: Processes with a context on the GPU; ``None`` if they cannot be read. Empty does not mean idle: in a
+            container, other users' processes are invisible.
         mig_mode: Whether the GPU is divided into MIG instances; ``None`` if unknown.
         mig_instances: The instances.
         mig_index: Number of a MIG instance on its GPU; ``None`` for a whole GPU.
         compute_mode: As set with ``nvidia-smi -c``.
         integrated: Whether the GPU shares the host's memory (Jetson, GB10).
-        error: Why this GPU cannot be used, and what to do; ``None`` if it could be read.
+        error: Reason that this GPU cannot be used, and a remedy; ``None`` if it could be read.
     """
 
     index: int
@@ -72,27 +72,27 @@ class GpuReading:
 
     @property
     def number(self) -> str:
-        """What ``nvidia-smi`` calls it: ``"2"``, and an instance of it ``"2:0"``."""
+        """Name in ``nvidia-smi``: ``"2"``, or ``"2:0"`` for a MIG instance."""
         return f"{self.index}" if self.mig_index is None else f"{self.index}:{self.mig_index}"
 
 
 class GpuClaim(NamedTuple):
-    """What a live job needs of some GPUs, so that others do not take it away.
+    """The needs of a live job on some GPUs, recorded so that others do not take them away.
 
     Attributes:
-        job: Random name of the job. Its children inherit it, and count the claim as their own.
-        uuids: The GPUs and MIG instances, best first; of a claim that is closed to this user, how their UUIDs begin.
-        kind: ``memory``: the given number of bytes of each; ``whole``: all of each, but others are not refused;
+        job: Random name of the job. Its children inherit the name, and treat the claim as their own.
+        uuids: The GPUs and MIG instances, best first; if this user may not read the claim, prefixes of their UUIDs.
+        kind: ``memory``: the given number of bytes on each; ``whole``: all of each, but others are not refused;
             ``exclusive``: all of each, and others are refused.
-        memory_bytes: How much of each, for the kind ``memory``; else ``None``.
-        pid: Process that made the claim, as it sees itself: in a container its number there. ``None`` if the claim is
-            closed to this user, and then counts as exclusive.
-        user: Owner of the claim, by the file system.
-        owner_id: The same user's number.
-        hostname: Host or container of the process; ``None`` likewise.
+        memory_bytes: Bytes on each, for the kind ``memory``; else ``None``.
+        pid: PID of the process that made the claim, in its own namespace (in a container, the PID there). ``None`` if
+            this user may not read the claim, which then counts as exclusive.
+        user: Owner of the claim, according to the file system.
+        owner_id: UID of that user.
+        hostname: Host or container of the process; ``None`` if this user may not read the claim.
         since_s: Time of the claim, seconds since the epoch.
-        group: A launcher's name for the processes of one job on this machine, by which they find the choice of the
-            first one; else ``None``.
+        group: A launcher's name for the processes of one job on this machine, with which they find the choice of the
+            first process; else ``None``.
         process_ids: The job's processes as the driver lists them, as far as they were recognized.
     """
 
@@ -112,14 +112,14 @@ class GpuClaim(NamedTuple):
         return self.user if self.pid is None else f"{self.user} (pid {self.pid})"
 
     def is_on(self, uuid: str | None) -> bool:
-        """Return whether it is a claim of this GPU or MIG instance."""
+        """Return whether it claims this GPU or MIG instance."""
         return uuid is not None and (uuid in self.uuids or (self.pid is None and uuid.startswith(self.uuids)))
 
 
 def folded_claims(
     claims: Iterable[GpuClaim], describe: Callable[[GpuClaim], str], max_each: int = 1, max_users: int = 8
 ) -> list[str]:
-    """Describe claims, at most so many of each user, and say how many more there are; 0: a user's only one, or none."""
+    """Describe at most ``max_each`` claims per user (0: a user's only claim, or none), and count the others."""
     of_users: dict[str, list[GpuClaim]] = {}
     for claim in claims:
         of_users.setdefault(claim.user, []).append(claim)
@@ -138,15 +138,15 @@ class GpuWaiter(NamedTuple):
     """A live job that waits for GPUs."""
 
     name: str  # random
-    uuids: tuple[str, ...]  # that it could use
-    requested: int  # how many of them it waits for
-    pid: int  # as it sees itself
-    user: str  # by the file system's word
-    owner_id: int = -1  # the same user's number
+    uuids: tuple[str, ...]  # GPUs that it could use
+    requested: int  # number of them that it waits for
+    pid: int  # in its own namespace
+    user: str  # according to the file system
+    owner_id: int = -1  # UID of that user
 
 
 class UtilizationSample(NamedTuple):
-    """One entry of the driver's buffer: in which share of a period at least one kernel ran."""
+    """One entry of the driver's buffer: the share of a period in which at least one kernel ran."""
 
     time_s: float  # end of the period, seconds since the epoch
     percent: float
@@ -157,13 +157,13 @@ def known(values: Iterable[_T | None]) -> list[_T]:
     return [value for value in values if value is not None]
 
 
-# What one sample stands for at most; nvml.h, nvmlUtilization_t: "between 1 second and 1/6 second, depending on the
-# product". Beyond it nothing is known.
+# Longest period that one sample covers; nvml.h, nvmlUtilization_t: "between 1 second and 1/6 second, depending on the
+# product". Beyond that, utilization is unknown.
 LONGEST_PERIOD_S = 1.0
 
 
 def weights_s(samples: Sequence[UtilizationSample], previous_s: float | None = None) -> list[float]:
-    """Return the seconds that each of the samples, oldest first, stands for; without ``previous_s`` two are alike."""
+    """Return the seconds that each sample covers, oldest first; without ``previous_s``, the first equals the second."""
     if not samples:
         return []
     times = [sample.time_s for sample in samples]
@@ -174,7 +174,7 @@ def weights_s(samples: Sequence[UtilizationSample], previous_s: float | None = N
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float | None:
-    """Return the mean of the values by weight; ``None`` if there is nothing to average."""
+    """Return the weighted mean of the values; ``None`` if the weights add up to 0."""
     total = math.fsum(weights)
     if total <= 0:
         return None
@@ -187,7 +187,7 @@ def mean_percent(samples: Sequence[UtilizationSample]) -> float | None:
 
 
 class Sharing(NamedTuple):
-    """What this job's processes use of a GPU, and all others that the driver lists; ``None`` = unknown, never 0."""
+    """The use of a GPU by this job's processes and by all others that the driver lists; ``None`` = unknown, never 0."""
 
     own_memory_bytes: int | None = None
     others_memory_bytes: int | None = None
@@ -196,7 +196,7 @@ class Sharing(NamedTuple):
 
 
 def share_out(processes: Sequence[GpuProcess] | None, own_pids: Collection[int] | None) -> Sharing:
-    """Return who uses what of a GPU, by the processes that the driver lists on it, and its numbers of this job's."""
+    """Divide the use of a GPU between this job and others, from the driver's process list and this job's PIDs there."""
     if not processes or own_pids is None:  # an empty list does not mean idle: containers hide processes
         return Sharing()
     own = [process for process in processes if process.pid in own_pids]

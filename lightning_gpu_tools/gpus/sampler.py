@@ -20,23 +20,23 @@ from lightning_gpu_tools.training.timeline import Series
 if TYPE_CHECKING:
     from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
 
-# A window is taken of one of these.
+# Each window covers one of these.
 Phase = Literal["training", "validation"]
 
 _MAX_INTERVAL_S = 10.0  # the driver's buffer holds about 20 s
-_TIMELINE_POINTS = 2000  # as wide as a screen; about 10 kB of a report for each metric
-_TIMEOUT_S = 5.0  # a poll hangs in the driver when a GPU is falling off the bus
-_OPENING_TIMEOUT_S = 60.0  # without persistence mode the driver wakes each GPU up, which takes seconds
+_TIMELINE_POINTS = 2000  # the width of a screen; about 10 kB per metric in a report
+_TIMEOUT_S = 5.0  # a poll hangs in the driver while a GPU is falling off the bus
+_OPENING_TIMEOUT_S = 60.0  # without persistence mode the driver wakes up each GPU, which takes seconds
 
 _THREAD_NAME = "lightning-gpu-tools-sampler"
 
 
 class Sampler:
-    """Samples GPUs and MIG instances in a thread until it is closed, and adds up what it sees.
+    """A thread that samples GPUs and MIG instances until it is closed, and aggregates the samples.
 
-    Making one raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If the thread has to stop later,
-    ``failure`` says why, and what was seen before can still be taken. In a forked child, which has no thread, it is
-    empty. ``gpm``: whether to use the GPU performance monitors.
+    Creating it raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If the thread has to stop later,
+    ``failure`` holds the error, and earlier samples can still be taken. In a forked child, which has no such thread, it
+    is empty. ``gpm``: whether to use the GPU performance monitors.
     """
 
     def __init__(self, uuids: Sequence[str], *, interval_s: float = 1.0, gpm: bool = True) -> None:
@@ -44,7 +44,7 @@ class Sampler:
         self._gpm = gpm
         self._pid = os.getpid()
         self._phases = Phases()
-        # Since the last `take`, and over the whole time.
+        # Since the last `take`, and over the whole run.
         self._recent, self._whole = (
             {
                 phase: {uuid: WindowBuilder(uuid, functools.partial(self._phases.overlap_s, phase)) for uuid in uuids}
@@ -56,10 +56,10 @@ class Sampler:
         self._latest_percent: dict[str, float] = {}
         self._latest_listed: dict[str, GpuSample] = {}
         self.failure: Exception | None = None
-        self.cpu_s = 0.0  # of the thread
+        self.cpu_s = 0.0  # CPU time of the thread
         self._wake = threading.Event()
         self._stopping = self._ended = False
-        self._polled = threading.Condition()  # guards all that the thread collects
+        self._polled = threading.Condition()  # guards everything that the thread collects
         self._polls_begun = self._polls_done = 0
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
         self._thread.start()
@@ -70,40 +70,40 @@ class Sampler:
 
     @property
     def latest_percent(self) -> float | None:
-        """Utilization between the last two polls, the mean of the GPUs."""
+        """Utilization between the last two polls, as the mean over the GPUs."""
         values = list(self._latest_percent.values())
         return fmean(values) if values else None
 
     def enter(self, phase: Phase) -> None:
-        """Count what the GPUs do from now on to this phase; it begins with training."""
+        """Assign samples to this phase from now on. The first phase is training."""
         if self._pid == os.getpid():
             with self._polled:
                 self._phases.enter(phase, time.time())
 
     def take(self, phase: Phase = "training") -> dict[str, GpuWindow]:
-        """Return what happened in a phase since the last such call, by UUID; errors are in the windows of both."""
+        """Return the windows of a phase since the last such call, by UUID. Errors are in the windows of both phases."""
         return self._read(self._recent[phase], WindowBuilder.take)
 
     def whole(self, phase: Phase = "training", *, wait_s: float = 0.0) -> dict[str, GpuWindow]:
-        """Return what happened in a phase so far, by UUID, after one more poll that comes within ``wait_s``."""
+        """Return the windows of a phase so far, by UUID, after one more poll if it ends within ``wait_s``."""
         return self._read(self._whole[phase], WindowBuilder.so_far, wait_s)
 
     def latest_listed(self) -> dict[str, GpuSample]:
-        """Return the last sample of each GPU that lists its processes, by UUID."""
+        """Return the last sample of each GPU that includes the process list, by UUID."""
         if self._pid != os.getpid():
             return {}
         with self._polled:
             return dict(self._latest_listed)
 
     def timelines(self, uuid: str) -> dict[str, Series]:
-        """Return the timelines of a GPU over the whole time."""
+        """Return the timelines of a GPU over the whole run."""
         if self._pid != os.getpid():
             return {}
         with self._polled:
             return self._timelines[uuid].series()
 
     def close(self) -> None:
-        """End the thread; what was collected can still be taken."""
+        """End the thread. Collected data can still be taken."""
         if self._pid == os.getpid():
             self._stopping = True
             self._wake.set()
@@ -112,7 +112,7 @@ class Sampler:
     def _read(
         self, windows: dict[str, WindowBuilder], read: Callable[[WindowBuilder], GpuWindow], wait_s: float = 0.0
     ) -> dict[str, GpuWindow]:
-        if self._pid != os.getpid():  # the parent's thread may hold the lock for ever
+        if self._pid != os.getpid():  # the parent's thread may hold the lock forever
             return {}
         with self._polled:
             if wait_s > 0:
@@ -127,12 +127,12 @@ class Sampler:
             from lightning_gpu_tools.gpus.nvml.probe import GpuProbe  # only now: it imports pynvml
 
             for uuid in self._timelines:
-                probes.append(GpuProbe(uuid, gpm=self._gpm))  # noqa: PERF401 - what was opened is closed in any case
+                probes.append(GpuProbe(uuid, gpm=self._gpm))  # noqa: PERF401 - opened probes are closed in any case
             while not self._stopping:
-                self._poll(probes)  # the first sample gives the counters their start
+                self._poll(probes)  # the first sample is the baseline of the counters
                 self._wake.wait(self._interval_s)
                 self._wake.clear()
-        except Exception as error:  # noqa: BLE001 - whatever it was, training goes on
+        except Exception as error:  # noqa: BLE001 - training continues after any error
             self.failure = error
         finally:
             for probe in probes:
@@ -162,7 +162,7 @@ class Sampler:
 
 
 def read_gpus() -> tuple[GpuReading, ...]:
-    """Call ``nvml.read_gpus`` in a thread; ``NvmlUnavailableError`` also if it does not answer."""
+    """Call ``nvml.read_gpus`` in a thread; raise ``NvmlUnavailableError`` also on a timeout."""
     answer: Future[tuple[GpuReading, ...]] = Future()
 
     def read() -> None:

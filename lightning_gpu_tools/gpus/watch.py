@@ -1,4 +1,4 @@
-"""The GPUs of one node in one fit: what to log, what to report, what to warn of."""
+"""The GPUs of one node during one fit: metrics to log, summaries to report, and problems to warn about."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary, GpuWindow, g
 from lightning_gpu_tools.gpus.readings import GpuReading, Sharing, known, share_out
 from lightning_gpu_tools.gpus.sampler import Phase, Sampler
 
-_LAST_POLL_S = 2.0  # at most, for one more poll at the end of a run
+_LAST_POLL_S = 2.0  # limit for one more poll at the end of a run
 
 
 class GpuWatch(Sampler):
-    """Samples the GPUs of one node, those to log and report with the index to show, and those that the model trains on.
+    """A sampler of the GPUs of one node: those to log and report, with display indices, and those that train the model.
 
-    ``job_pids`` returns this job's processes on the node, as they see themselves.
+    ``job_pids`` returns the PIDs of this job's processes on the node, as they see them themselves.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class GpuWatch(Sampler):
         gpm: bool,
         node: int,
     ) -> None:
-        self.metrics: dict[str, float] = {}  # those that `take_metrics` has returned last
+        self.metrics: dict[str, float] = {}  # the last ones that `take_metrics` returned
         self._gpus = {gpu.uuid: gpu for gpu in gpus if gpu.uuid is not None}
         self._trained_on = frozenset(known(gpu.uuid for gpu in trained_on))
         self._node = node
@@ -37,7 +37,7 @@ class GpuWatch(Sampler):
         self._energy_joules: dict[str, float] = {}
         self._others_peak_bytes: dict[str, int | None] = {}
         self._noted: dict[str, GpuSample] = {}
-        self._taken_polls = 0  # those whose metrics were taken
+        self._taken_polls = 0  # polls whose metrics were taken
         super().__init__(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
         from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
@@ -45,33 +45,33 @@ class GpuWatch(Sampler):
 
     @property
     def own_pids(self) -> frozenset[int] | None:
-        """This job's processes on the node by the driver's numbers; ``None`` if unknown, as in a container."""
+        """The driver's PIDs of this job's processes on the node; ``None`` if unknown, as in a container."""
         return self._job_pids()
 
     def trained_on(self, phase: Phase = "training") -> list[GpuWindow]:
-        """Return the whole run so far of the GPUs that the model trains on."""
+        """Return the whole run so far for the GPUs that train the model."""
         return [window for uuid, window in self.whole(phase).items() if uuid in self._trained_on]
 
     def throttled_percent(self) -> dict[int, float]:
-        """Return the share of the run so far in which clocks were held down, by index, where the model trains."""
+        """Return the share of the run so far with throttled clocks, by index, for the GPUs that train the model."""
         shares = {window.uuid: window.throttled_percent for window in self.trained_on()}
         return {gpu.index: share for uuid, gpu in self._gpus.items() if (share := shares.get(uuid)) is not None}
 
     def sharing(self, window: GpuWindow) -> Sharing:
-        """Return who uses what of a GPU."""
+        """Return the use of a GPU by this job and by others."""
         return share_out(window.processes, self.own_pids)
 
     def note_memory(self) -> None:
-        """Note who uses what of the memory by the last samples, as torch's counters were read at this moment."""
+        """Record the memory use of the last samples, because torch's counters were read at this moment."""
         self._noted = self.latest_listed()
 
     def noted_memory(self) -> list[tuple[GpuReading, GpuSample]]:
-        """Return the GPUs that the model trains on with the samples noted last."""
+        """Return the GPUs that train the model, with their last recorded samples."""
         uuids = self._gpus.keys() & self._noted.keys() & self._trained_on
         return [(gpu, self._noted[uuid]) for uuid, gpu in self._gpus.items() if uuid in uuids]
 
     def take_metrics(self) -> tuple[dict[str, float], list[str]]:
-        """Return the metrics since the last call, and what went wrong, in words: nothing between two polls."""
+        """Return the metrics and the descriptions of problems since the last call; empty if there was no new poll."""
         polls = self._polls_done
         if polls == self._taken_polls and self.failure is None:
             return {}, []
@@ -87,7 +87,7 @@ class GpuWatch(Sampler):
             self._others_peak_bytes[uuid] = self._peak_of_others(uuid, sharing)
             joules = known(one.energy_joules for one in (window, validation[uuid]))
             self._energy_joules[uuid] = self._energy_joules.get(uuid, 0.0) + sum(joules)
-            energy = self._energy_joules[uuid] if joules else None  # not of a GPU that can no longer be read
+            energy = self._energy_joules[uuid] if joules else None  # omitted for a GPU that can no longer be read
             metrics |= gpu_metrics(gpu.index, window, sharing, energy, self._node)
             node = f" of node {self._node}" if self._node else ""
             troubles += [f"GPU {gpu.index}{node} reports: {error}." for error in window.errors]
@@ -101,7 +101,7 @@ class GpuWatch(Sampler):
         return max(known([self._others_peak_bytes.get(uuid), sharing.others_memory_bytes]), default=None)
 
     def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
-        """Return each GPU over the whole run so far, in any thread; at its end the GPUs are polled once more."""
+        """Return each GPU's summary of the run so far, with one more poll at the end. Safe in any thread."""
         windows = self.whole(wait_s=_LAST_POLL_S if at_end else 0.0)
         validation = self.whole("validation")
         gpus = [(gpu, windows[uuid], validation[uuid]) for uuid, gpu in self._gpus.items() if uuid in windows]

@@ -1,4 +1,4 @@
-"""What samples of GPUs say of the time between two moments: windows, and timelines. Without a driver or a thread."""
+"""Aggregation of GPU samples over time: windows and timelines. Uses neither the driver nor threads."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, weig
 from lightning_gpu_tools.training.timeline import Series, Timeline
 
 _TIMELINES = ("memory_used_bytes", "power_watts")  # besides utilization
-# The metrics made of a GPU's state at a sample, and those made of counters.
+# Metrics of a GPU's state at a sample, and metrics derived from counters.
 _OF_STATE = [metric for metric in METRICS if metric.reduction in ("mean", "max") and metric.source != "utilization"]
 _COUNTERS = sorted({m.source for m in METRICS if m.reduction in ("difference", "rate", "percent_of_time")})
 
-# In one window:
+# Limits for one window:
 _MAX_TEXTS = 100
 _MAX_SUMS = 256
 
 
 class PercentHistogram:
-    """How long a percentage had which value; the driver gives whole percents."""
+    """A histogram of the time spent at each percentage. The driver reports whole percents."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
@@ -37,12 +37,12 @@ class PercentHistogram:
         self._percent_seconds += percent * seconds
 
     def mean(self) -> float | None:
-        """Return the mean over the time."""
+        """Return the time-weighted mean; ``None`` without observations."""
         return self._percent_seconds / self.total_s if self.total_s > 0 else None
 
     def percentile(self, share: float) -> float | None:
         """Return the lowest value that was not exceeded for this share (0 to 1) of the time."""
-        # Rounding in the sum must not push a percentile beyond the last value.
+        # Rounding errors in the sum must not push a percentile beyond the last value.
         below_s, wanted_s, value = 0.0, share * self.total_s * (1 - 1e-9), None
         for percent, seconds in enumerate(self._seconds):
             if seconds > 0:
@@ -53,17 +53,17 @@ class PercentHistogram:
 
 
 class Phases:
-    """When a run was in which phase, as far back as a sample can reach; at first in training."""
+    """The phases of a run over time, as far back as a sample can reach. A run begins in training."""
 
     def __init__(self) -> None:
         self._since: deque[tuple[float, str]] = deque([(-math.inf, "training")], maxlen=1000)
 
     def enter(self, phase: str, time_s: float) -> None:
-        """Be in this phase from ``time_s`` on."""
+        """Switch to this phase at ``time_s``."""
         self._since.append((time_s, phase))
 
     def overlap_s(self, phase: str, begin_s: float, end_s: float) -> float:
-        """Return how much of the time from ``begin_s`` to ``end_s`` the run was in this phase."""
+        """Return the seconds between ``begin_s`` and ``end_s`` in which the run was in this phase."""
         total_s, until_s = 0.0, end_s
         for since_s, name in reversed(self._since):
             if name == phase:
@@ -75,9 +75,9 @@ class Phases:
 
 
 class WindowBuilder:
-    """Adds up the samples of one GPU until they are taken.
+    """An aggregate of the samples of one GPU until it is taken.
 
-    ``overlap_s`` says how much of the time between two moments counts; counters count in proportion.
+    ``overlap_s`` returns the seconds between two moments that count; counters count in proportion.
     """
 
     def __init__(self, uuid: str, overlap_s: Callable[[float, float], float]) -> None:
@@ -93,7 +93,7 @@ class WindowBuilder:
         self._last: GpuSample | None = None
         self._utilization = PercentHistogram()
         self._maxima: dict[str, float] = {}
-        # A quantity times seconds, or the difference of a counter, and the seconds; by field, and by process.
+        # A quantity times seconds, or the increase of a counter, and the seconds; by field or process.
         self._sums: dict[str | int, tuple[float, float]] = {}
         self._errors: dict[str, None] = {}
         self._problems: dict[str, None] = {}
@@ -132,7 +132,7 @@ class WindowBuilder:
                 continue
             before = self._counters.get(name)
             self._counters[name] = sample.time_s, value
-            # A counter that was set back (a reset, a new driver) starts again.
+            # A counter that was reset, also by a new driver, starts over.
             if before is not None and value >= before[1] and share > 0:
                 self._sum_up(name, share * (value - before[1]), share * (sample.time_s - before[0]))
 
@@ -141,13 +141,13 @@ class WindowBuilder:
         self._sums[key] = total + amount, total_s + seconds
 
     def take(self) -> GpuWindow:
-        """Return everything since the last call, and begin a new window."""
+        """Return the window since the last call, and begin a new one."""
         window = self.so_far()
         self._begin()
         return window
 
     def so_far(self) -> GpuWindow:
-        """Return everything since the last ``take``, and go on."""
+        """Return the window since the last ``take`` without ending it."""
         last = self._last or GpuSample(uuid=self._uuid, time_s=0.0)
         metrics: dict[str, Any] = {metric.field: self._reduced(metric, last) for metric in METRICS}
         return GpuWindow(
@@ -173,7 +173,7 @@ class WindowBuilder:
             return total
         if seconds <= 0:
             return None
-        # Power and heat may hold the clocks down at once, and these counters move in steps of 0.1 s.
+        # Power and heat may throttle the clocks at the same time, and these counters advance in steps of 0.1 s.
         return min(100.0 * total / seconds, 100.0) if reduction == "percent_of_time" else total / seconds
 
     def _with_mean(self, process: GpuProcess) -> GpuProcess:
@@ -197,5 +197,5 @@ class GpuTimelines:
                 self._timelines[name].add(sample.time_s, value)
 
     def series(self) -> dict[str, Series]:
-        """Return every metric that was reported, in seconds since the epoch."""
+        """Return every reported metric, with times in seconds since the epoch."""
         return {name: series for name, timeline in self._timelines.items() if (series := timeline.series()).values}

@@ -1,1 +1,1 @@
-"""DataLoader settings: the search for better ones, and the hand-over to them."""
+"""DataLoader settings: the search for better ones, and switching to them."""

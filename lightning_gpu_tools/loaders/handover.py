@@ -1,7 +1,7 @@
-"""Changes the settings of a DataLoader while it is iterated: same batches, same order, same random numbers.
+"""Changes of DataLoader settings during iteration: same batches, same order, same random numbers.
 
-The loader in use gets no more indices and delivers what it has begun. Then a plain DataLoader with the new settings
-goes on with the same sampler iterator. Later epochs are plain DataLoaders, too.
+The loader in use gets no more indices, and delivers the batches that it has started. A plain DataLoader with the new
+settings then continues with the same sampler iterator. Later epochs also use plain DataLoaders.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from lightning_gpu_tools.loaders.settings import GET_ITERATOR, fingerprint, plai
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# Our default: settings that are not the user's are given up if no batch comes for this long.
+# Our default: settings other than the user's are abandoned if no batch arrives for this long.
 MAX_BATCH_S = 120.0
 
 
 class _Source:
-    """The indices of one epoch, each of which is taken once, by whatever loader."""
+    """The indices of one epoch. Each is taken once, by any loader."""
 
     def __init__(self, sampler: Any, *, watched: bool) -> None:
-        self.drew_late = False  # random numbers after the first index, as far as it was watched
+        self.drew_late = False  # whether it drew random numbers after the first index, while watched
         self._watched = watched
         self._sampler = sampler
         self._indices: Iterator[Any] = iter(())
@@ -50,13 +50,13 @@ class _Source:
         self._taken = 0
 
     def start(self) -> None:
-        """Get the sampler's iterator, which may draw random numbers."""
+        """Create the sampler's iterator, which may draw random numbers."""
         self._indices = iter(self._sampler)
         self._ready.clear()
         self._taken = 0
 
     def has_more(self) -> bool:
-        """Return whether there is another index, which is taken from the sampler for that."""
+        """Return whether there is another index. This fetches the index from the sampler."""
         if not self._ready:
             before = random_states() if self._watched and self._taken else None
             try:
@@ -78,7 +78,7 @@ class _Source:
 
 
 class _Rest:
-    """The sampler of a plain DataLoader: what is left of a source, until it is closed."""
+    """The sampler of a plain DataLoader: the remaining indices of a source, until it is closed."""
 
     def __init__(self, source: _Source, *, starts: bool = False) -> None:
         self.source = source
@@ -99,25 +99,25 @@ class _Rest:
 
 
 class _Living(NamedTuple):
-    """Persistent workers that live on between epochs."""
+    """Persistent workers that stay alive between epochs."""
 
     batches: Batches
     rest: _Rest
-    contents: int | str | None  # of the dataset when they were started; None: they are the user's own choice
+    contents: int | str | None  # fingerprint of the dataset at their start; None: the user chose persistent workers
 
 
 class Switch:
-    """What the epochs of one loader share; its settings are changed here.
+    """The state that the epochs of one loader share, and the place to change its settings.
 
-    ``fetches`` gets each fetch, if it is a list, and ``None`` for the first one of an epoch, which waits for workers to
-    start. ``as_own_work`` ends workers within a fetch, so that whoever times the fetch can count that apart.
+    ``fetches``, if a list, gets each fetch, or ``None`` for the first one of an epoch, which waits for workers to
+    start. ``as_own_work`` ends workers within a fetch, so that a timer of the fetch can count that separately.
     """
 
     def __init__(self, made: DataLoader[Any]) -> None:
         self.original = settings_of(made)
         self.chosen: LoaderSettings | None = None
-        self.fault: str | None = None  # why the chosen settings were given up
-        self.moved_draws = False  # random numbers of the dataset now come from other processes
+        self.fault: str | None = None  # why the chosen settings were abandoned
+        self.moved_draws = False  # whether the dataset's random numbers now come from other processes
         self.begun = False
         self.fetches: list[Fetch | None] | None = None
         self.as_own_work: Callable[[Callable[[], object]], object] = lambda end: end()
@@ -129,7 +129,7 @@ class Switch:
         self._epochs: weakref.WeakSet[_Epoch] = weakref.WeakSet()
         self._living: _Living | None = None
         self._seeds = torch.Generator()
-        self._states: Any = None  # for what was drawn in workers and is drawn in this process now
+        self._states: Any = None  # for random numbers that workers drew before and this process draws now
 
     @property
     def in_use(self) -> LoaderSettings:
@@ -137,7 +137,7 @@ class Switch:
         return self.chosen or self.original
 
     def obstacle(self) -> str | None:
-        """Return why the settings should not be changed, as far as the batches so far show, and stop watching."""
+        """Return the reason not to change the settings, judging from the batches so far, and stop watching."""
         self._watched = False
         if any(epoch.source.drew_late for epoch in self._epochs):
             return "its sampler draws random numbers during the epoch, and other settings would draw them earlier"
@@ -152,7 +152,7 @@ class Switch:
         return None
 
     def use(self, settings: LoaderSettings) -> None:
-        """Load with other settings from the next batch on that nobody loads yet; the batch size stays."""
+        """Use other settings from the next batch that is not being loaded yet. The batch size does not change."""
         self.chosen = settings = replace(settings, batch_size=self.original.batch_size)
         self.moved_draws = self._drew and settings.num_workers > 0
         living, self._living = self._living, None
@@ -176,12 +176,12 @@ class Switch:
     def _contents(self) -> int | str:
         try:
             return fingerprint(self._dataset)
-        except Exception as error:  # noqa: BLE001 - training goes on, whatever a dataset holds
+        except Exception as error:  # noqa: BLE001 - training continues, whatever a dataset contains
             return in_one_line(error)
 
 
 class _Epoch:
-    """The iterator that training gets. It starts and ends workers; no reference cycle may hold it."""
+    """The iterator that training gets. It starts and ends workers, and must not be part of a reference cycle."""
 
     def __init__(self, loader: DataLoader[Any], switch: Switch) -> None:
         self.batches: Batches | None = None
@@ -193,7 +193,7 @@ class _Epoch:
         self.source = _Source(sampler, watched=switch._watched)
         self.rest = _Rest(self.source)
         original = switch.original
-        # torch draws a seed for each new iterator, but not for persistent workers.
+        # torch draws a seed for each new iterator, but not for later epochs of persistent workers.
         new = not (original.persistent_workers and switch.begun)
         switch.begun = True
         switch._epochs.add(self)
@@ -202,8 +202,8 @@ class _Epoch:
                 switch._seeds.manual_seed(peek_seed(loader.generator))
             self._load_with(starts=True, generator=loader.generator)
             return
-        # As torch does with the original settings. The new workers start at the first batch, when Lightning has dropped
-        # the last epoch's iterator.
+        # As torch does with the original settings. The new workers start at the first batch, after Lightning has
+        # dropped the last epoch's iterator.
         self.source.start()
         if new:
             switch._seeds.manual_seed(draw_seed(loader.generator))
@@ -213,13 +213,13 @@ class _Epoch:
             self.source.has_more()
 
     def _load_with(self, *, starts: bool, generator: torch.Generator | None) -> None:
-        """Load with the settings in use; with ``starts`` torch starts the sampler, when it usually does."""
+        """Load with the current settings. With ``starts``, torch starts the sampler at its usual time."""
         switch = self._switch
         settings = self._settings = switch.in_use
         living = switch._living
-        # In torch, a second iteration takes the workers away from the first one. Not here.
+        # In torch, a second iteration takes the workers away from the first one, but not here.
         if living is not None and (starts or not switch._in_use(living)):
-            # These workers have not learned what changed in the dataset since they were started.
+            # These workers do not have changes of the dataset since they were started.
             if living.contents is None or living.contents == switch._contents():
                 self.batches, self.rest = living.batches, living.rest
                 self.rest.source, self.rest.closed = self.source, False
@@ -243,7 +243,7 @@ class _Epoch:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # Whoever watches a loader's workers finds them at torch's iterator.
+        # Code that watches a loader's workers finds them on torch's iterator.
         batches = vars(self).get("batches")
         if batches is None or batches.iterator is None:
             raise AttributeError(name)
@@ -268,7 +268,7 @@ class _Epoch:
         except StopIteration:
             if not (self.rest.closed and self.source.has_more()):
                 raise
-            self._switch.as_own_work(self.release)  # drained
+            self._switch.as_own_work(self.release)  # the old loader is drained
         except Exception as error:
             if self._settings == self._switch.original:
                 raise
@@ -279,7 +279,7 @@ class _Epoch:
         switch, workers = self._switch, self._settings.num_workers
         assert self.batches is not None
         watched = switch._watched and not workers and not switch._drew and self.source.has_more()
-        before = random_states() if watched else None  # what the sampler draws for this batch is drawn before
+        before = random_states() if watched else None  # the sampler has already drawn its numbers for this batch
         asked_s = time.perf_counter()
         if switch.original.num_workers and not workers:
             with undisturbed():
@@ -297,7 +297,7 @@ class _Epoch:
         return batch
 
     def _fall_back(self, error: Exception) -> None:
-        """Go back to the original settings and load again what was under way."""
+        """Restore the original settings, and reload the batches that were in progress."""
         switch = self._switch
         self.source.give_back(self.rest.under_way)
         self.rest.under_way = deque()
@@ -316,7 +316,7 @@ class _Epoch:
         self._settings = switch.original
 
     def release(self) -> None:
-        """End the workers, except those that live on."""
+        """End the workers, except persistent ones."""
         batches, self.batches = self.batches, None
         living = self._switch._living
         if batches is not None and (living is None or living.batches is not batches):
@@ -327,10 +327,10 @@ class _Epoch:
 
 
 def switchable(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy of a loader whose settings can be changed in mid-epoch by its attribute ``switch``.
+    """Return a copy of a loader whose settings can be changed in mid-epoch through its attribute ``switch``.
 
     Raises:
-        ValueError: Why this loader has to be left alone.
+        ValueError: This loader must not be changed; the message has the reason.
     """
     fixed = why_fixed(loader)
     if fixed is not None:
@@ -340,18 +340,18 @@ def switchable(loader: DataLoader[Any]) -> DataLoader[Any]:
     own = getattr(kind, GET_ITERATOR)
 
     def get_iterator(self: DataLoader[Any]) -> Any:
-        switch = vars(self).get("switch")  # which another object that Lightning made of this class lacks
+        switch = vars(self).get("switch")  # missing on other objects that Lightning created from this class
         return own(self) if switch is None else _Epoch(self, switch)
 
-    # One base only: with a mixin as a second one, objects have another layout.
+    # Only one base class: with a mixin as a second base, objects have a different layout.
     made.__class__ = type(kind.__name__, (kind,), {GET_ITERATOR: get_iterator, "__module__": kind.__module__})
-    # Without persistent workers DataLoader.__iter__ asks for a new iterator in each epoch.
+    # Without persistent workers, DataLoader.__iter__ requests a new iterator in each epoch.
     vars(made).update(switch=Switch(made), persistent_workers=False)
     return made
 
 
 def restore(made: DataLoader[Any]) -> None:
-    """End the workers of what :func:`switchable` returned, and make it a loader like the user's again."""
+    """End the workers of a loader from :func:`switchable`, and turn it back into one like the user's."""
     switch: Switch = vars(made).pop("switch")
     switch.end()
     made.__class__ = type(made).__bases__[0]

@@ -1,4 +1,4 @@
-"""Which DataLoader settings to try and which to take: decided from measurements alone."""
+"""The choice of DataLoader settings to try and to use, based on measurements alone."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 from lightning_gpu_tools.units import format_duration
 
-# A training of 120 steps must gain by the search, too; the first steps are slower than the others.
+# Even training of 120 steps must benefit from the search. The first steps are slower than the others.
 STUDY_STEPS = 25
 _WARM_UP_STEPS = 5
-# Settings are confirmed over ten groups of steps: with ten values, the 95 % interval of a median ignores the lowest and
-# the highest one. Ten steps in a group, or one for each worker, because workers deliver batches in bursts.
+# Settings are confirmed over ten groups of steps: with ten values, the 95 % interval of a median excludes the lowest
+# and the highest. A group has ten steps, or one for each worker, because workers deliver batches in bursts.
 _CONFIRM_GROUPS, CONFIRM_GROUP_STEPS = 10, 10
-# A step on the CPU competes with the workers for cores. Predictions are off by 15 % then (median over 30 cases).
+# A step on the CPU competes with the workers for cores. Predictions are then off by 15 % (median over 30 cases).
 _MIN_GAIN_ON_CPU = 1.15
-# A step keeps cores busy from a quarter of torch's threads on: a thread that waits for a GPU spins on one core.
+# A step counts as busy on the CPU from a quarter of torch's threads: a thread that waits for a GPU spins on one core.
 _BUSY_SHARE = 0.25
 _WORKERS_PER_CORE = 4  # our default for workers that only wait
 _DEEP_PREFETCH = 8  # for bursts of slow batches; more did not help in any measured case
-# Two trials of the same settings differ by 2 to 4 % (measured), so settings that came this close to the best may be as
-# good. They are tried three times.
+# Two trials of the same settings differ by 2 to 4 % (measured), so settings this close to the best may be as good. They
+# are tried three times.
 _CLOSE = 1.10
 _TRIALS_OF_CLOSE = 3
-_MAX_FAILURES = 2  # our default: then it is not a matter of how many workers there are
-# Our default: workers that live on keep their memory, for which they must save this much of an epoch.
+_MAX_FAILURES = 2  # our default: after that, the number of workers is not the problem
+# Our default: persistent workers keep their memory, so they must save this much of an epoch.
 _PERSISTENT_FROM = 0.01
 
 
 class Fetch(NamedTuple):
-    """One batch that training has fetched; clocks are ``time.perf_counter`` and the CPU seconds of this process."""
+    """The fetch of one batch by training. Clocks: ``time.perf_counter`` and the CPU seconds of this process."""
 
     asked_s: float
     asked_cpu_s: float
@@ -59,9 +59,9 @@ class Fetch(NamedTuple):
 class Step(NamedTuple):
     """One real step."""
 
-    wait_s: float  # for its batch
-    step_s: float  # until the next batch was asked for
-    cpu_s: float  # CPU seconds of this process in those
+    wait_s: float  # wait for its batch
+    step_s: float  # time until the next batch was requested
+    cpu_s: float  # CPU seconds of this process during step_s
 
 
 def steps_between(fetches: Sequence[Fetch | None]) -> list[Step]:
@@ -75,15 +75,15 @@ def steps_between(fetches: Sequence[Fetch | None]) -> list[Step]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """What a training step takes when its batch is there."""
+    """The cost of a training step once its batch is ready."""
 
     wall_s: float
     cpu_s: float = 0.0
-    threads: int = 0  # that compute; 0 = it leaves the cores to others, as one on a GPU does
+    threads: int = 0  # number of computing threads; 0 = the step leaves the cores to others, like a step on a GPU
 
 
 def step_cost(steps: Sequence[Step], torch_threads: int) -> StepCost:
-    """Return the lower quartiles, so that validation and checkpoints do not count."""
+    """Return the cost as lower quartiles, which validation and checkpoints do not affect."""
     wall_s = max(1e-6, _lower_quartile([step.step_s for step in steps]))
     cpu_s = _lower_quartile([step.cpu_s for step in steps])
     busy = cpu_s / wall_s
@@ -96,22 +96,22 @@ def _lower_quartile(values: Sequence[float]) -> float:
 
 
 def without_first_steps(steps: Sequence[Step]) -> Sequence[Step]:
-    """Return the steps after the first ones, or all if there are no others."""
+    """Drop the first steps, or return all if there are no others."""
     return steps[_WARM_UP_STEPS:] or steps
 
 
 def step_to_step_s(steps: Sequence[Step]) -> float:
-    """Return the mean wait plus the median of the rest."""
+    """Return the mean wait plus the median time of the rest of a step."""
     return mean(step.wait_s for step in steps) + median(step.step_s for step in steps)
 
 
 def wait_share(steps: Sequence[Step]) -> float:
-    """Return the share of the time that is spent waiting for batches."""
+    """Return the share of time spent waiting for batches."""
     return mean(step.wait_s for step in steps) / max(1e-9, step_to_step_s(steps))
 
 
 def why_no_search(steps: Sequence[Step]) -> str | None:
-    """Return why no settings can make training faster, if so."""
+    """Return the reason that no settings can make training faster; ``None`` if some can."""
     step_s, wait_s = step_to_step_s(steps), mean(step.wait_s for step in steps)
     if step_s > MIN_CEILING * (step_s - wait_s):
         return None
@@ -122,14 +122,14 @@ def why_no_search(steps: Sequence[Step]) -> str | None:
 
 
 def confirm_steps(*settings: LoaderSettings) -> int:
-    """Return for how many steps each of these settings is used, to compare them."""
+    """Return the number of steps to run with each of these settings for a comparison."""
     return _CONFIRM_GROUPS * _group_steps(settings)
 
 
 def why_slower(tried: Sequence[Step], original: Sequence[Step], *settings: LoaderSettings) -> str | None:
-    """Return how much slower the steps with the settings tried were than those with the original ones.
+    """Describe how much slower steps were with the tried settings than with the original ones.
 
-    ``None`` if they were not, or if the 95 % intervals of the two medians overlap, so that noise explains it.
+    Return ``None`` if they were not slower, or if the 95 % intervals of the two medians overlap (explained by noise).
     """
     size = _group_steps(settings)
     medians, intervals = [], []
@@ -155,18 +155,18 @@ def _group_steps(settings: Sequence[LoaderSettings]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderCase:
-    """What does not change during a search."""
+    """The fixed facts of a search."""
 
     original: LoaderSettings
     cost: LoadCost
     step: StepCost
     host: HostBudget
-    cuda: bool  # batches go to an NVIDIA GPU
-    epoch_steps: int | None = None  # None: unknown, or workers cannot live on between epochs
+    cuda: bool  # whether batches go to an NVIDIA GPU
+    epoch_steps: int | None = None  # None: unknown, or workers cannot persist between epochs
 
     @property
     def plan(self) -> LoaderPlan:
-        """What the costs alone suggest."""
+        """The plan that the costs alone suggest."""
         step = self.step
         cores = step.cpu_s / step.wall_s if step.threads else 0.0
         return plan_loader(
@@ -175,9 +175,9 @@ class LoaderCase:
 
 
 def max_workers(case: LoaderCase) -> int:
-    """Return how many workers are worth a try.
+    """Return the largest number of workers that is worth a trial.
 
-    One more than the cores is: while one worker hands its batch over, another one computes.
+    One more than the cores is worthwhile: while one worker passes on its batch, another one computes.
     """
     cores = case.host.cores / case.host.local_ranks
     computing = min(1.0, (case.cost.cpu_s or 0.0) / case.cost.wall_s)
@@ -187,12 +187,12 @@ def max_workers(case: LoaderCase) -> int:
 
 
 def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSettings | None:
-    """Return the settings to try next, if there is anything left to find out.
+    """Return the settings to try next; ``None`` if there is nothing left to find out.
 
-    First the original settings, if they have workers; then as many workers as predicted, twice and half as many. If the
-    best still waits, more workers or a longer queue. Then the next smaller and the next larger number of workers, until
-    both sides of the choice are known. Last, the best, the choice and those next to it are tried again, in turns, if
-    they are close, and once more the next larger number of workers.
+    The original settings come first, if they have workers, then the predicted number of workers, twice, and half of it.
+    If the best still waits, try more workers or a longer queue. Then try the next smaller and the next larger number of
+    workers, until both sides of the choice are known. Finally, if they are close, repeat the best, the choice, and its
+    neighbors in turns, and once more the next larger number of workers.
     """
     failed = [trial.settings.num_workers for trial in trials if trial.failed is not None]
     if len(failed) >= _MAX_FAILURES:
@@ -225,9 +225,9 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
 
 
 def _rung(count: int) -> int:
-    """Return the next power of two, or three halves of one, that is no less.
+    """Round up to a power of two, or to 1.5 times a power of two.
 
-    With fewer numbers to choose from, two searches of a loader compare the same ones.
+    With fewer numbers to choose from, repeated searches for a loader compare the same ones.
     """
     power = 1 << max(0, count - 1).bit_length()
     return 3 * power // 4 if power >= 4 and count <= 3 * power // 4 else power
@@ -270,7 +270,7 @@ def _fewest_of_the_best(known: Sequence[LoaderTrial]) -> LoaderTrial:
 
 
 def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSettings, str]:
-    """Return the settings to use, and why: the fewest workers within 3 % of the best, if that is worth a change."""
+    """Return the settings to use and the reason: the fewest workers within 3 % of the best, if worth a change."""
     known, original = combined(trials), trial_of(trials, case.original)
     failures = [trial.failed for trial in trials if trial.failed is not None]
     if original is None or not any(one.measured for one in known):
@@ -294,7 +294,7 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSetti
 
 
 def _limit(case: LoaderCase, chosen: LoaderTrial) -> str:
-    """Return a sentence on what keeps training from running as fast as its step, if anything does."""
+    """Return a sentence about what keeps training from running as fast as its step; ``""`` if nothing does."""
     fed, limited_by = min(1.0, case.step.wall_s / _seconds(chosen)), case.plan.limited_by
     if fed > 1 / MIN_CEILING or limited_by is None:
         return ""
@@ -309,7 +309,7 @@ def _limit(case: LoaderCase, chosen: LoaderTrial) -> str:
 
 
 def _in_use(case: LoaderCase, trials: Sequence[LoaderTrial], settings: LoaderSettings) -> LoaderSettings:
-    """Add what is not tried: rules of thumb decide on persistent workers and pinned memory."""
+    """Add the settings that are not tried: persistent workers and pinned memory, by rules of thumb."""
     if not settings.num_workers:
         return settings
     start_s = max((trial.start_s for trial in trials if trial.start_s is not None), default=0.0)

@@ -1,4 +1,4 @@
-"""The search for DataLoader settings while training stands still: trials with a stand-in for the step."""
+"""The search for DataLoader settings while training is paused: trials with a stand-in for the step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def put_back(states: RandomStates) -> None:
 
 
 def same_states(one: RandomStates, other: RandomStates) -> bool:
-    """Return whether no global generator was drawn from between the two."""
+    """Return whether no global generator was used between the two states."""
     _, keys, *place = one[1]
     _, other_keys, *other_place = other[1]
     same_numpy = place == other_place and np.array_equal(keys, other_keys)
@@ -57,7 +57,7 @@ def same_states(one: RandomStates, other: RandomStates) -> bool:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Put the global random states back when the block ends."""
+    """Restore the global random states when the block ends."""
     before = random_states()
     try:
         yield
@@ -66,12 +66,12 @@ def undisturbed() -> Iterator[None]:
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """Draw the seed of a new iterator like torch's DataLoader; ``None``: from the global generator."""
+    """Draw the seed of a new iterator like torch's DataLoader; ``None`` means the global generator."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def peek_seed(generator: torch.Generator | None) -> int:
-    """Return what :func:`draw_seed` would return, without drawing it."""
+    """Return the seed that :func:`draw_seed` would draw, without drawing it."""
     state = torch.get_rng_state() if generator is None else generator.get_state()
     return draw_seed(torch.Generator().set_state(state))
 
@@ -86,28 +86,28 @@ def seeded_states(seed: int) -> RandomStates:
     )
 
 
-_MAX_INDICES = 1024  # of the sampler; a search loads a few hundred batches
+_MAX_INDICES = 1024  # from the sampler; a search loads a few hundred batches
 _MAX_SAMPLING_S = 1.0
-# The cost of a batch is the mean over 4 to 24 of them, within this share of the budget; 24 show a slow one in ten.
-# Where they come fast, 60 show a slow one in twenty.
+# The cost of a batch is the mean over 4 to 24 batches, within this share of the budget. 24 reveal one slow batch in
+# ten. If batches are fast, 60 reveal one in twenty.
 _MIN_PROBED, _PROBED, _PROBE_SHARE = 4, 24, 0.1
 _MAX_PROBED, _PROBED_FAST_S = 60, 1.2
-# A trial measures at least 24 batches in 0.4 s, until its mean is known to 2 %. One that is certainly 10 % slower than
-# the best ends after 8.
+# A trial measures at least 24 batches and 0.4 s, until its mean is known to 2 %. If it is certainly 10 % slower than
+# the best, it ends after 8.
 _MIN_BATCHES, _MIN_SECONDS, _PRECISION = 24, 0.4, 0.02
 _HOPELESS, _FIRST_BATCHES = 1.1, 8
-_TRIAL_SHARE = 0.12  # of the budget, at most; a search makes about eight trials
-_CHUNK = bytes(1 << 16)  # hashlib lets other threads run from 2 KiB on
-_GRACE_S = 0.5  # for items that are still being loaded when a trial is over
-# The part of the budget for ending workers that hang.
+_TRIAL_SHARE = 0.12  # of the budget, at most; a search runs about eight trials
+_CHUNK = bytes(1 << 16)  # hashlib releases Python's lock for 2 KiB or more
+_GRACE_S = 0.5  # for items that are still being loaded at the end of a trial
+# The part of the budget reserved for ending workers that hang.
 _RESERVE_S, _RESERVE_SHARE = 1.0, 0.2
-_MIN_TIMEOUT_S = 0.001  # torch takes zero for none
+_MIN_TIMEOUT_S = 0.001  # torch treats zero as no timeout
 
 
 class Trials:
-    """A loader, the indices of batches to load from it, and the step that follows each batch.
+    """Trials of a loader: indices of batches to load from it, and a stand-in step after each batch.
 
-    The loader, its sampler and its generator stay as they are. The budget is for all trials together.
+    The loader, its sampler, and its generator do not change. The budget covers all trials together.
 
     Raises:
         Exception: The sampler cannot be copied, or fails, or has no batches.
@@ -127,7 +127,7 @@ class Trials:
 
     @property
     def left_s(self) -> float:
-        """How much of the budget is left for loading."""
+        """Seconds of the budget left for loading."""
         return self._ends_s - time.perf_counter() - min(_RESERVE_S, _RESERVE_SHARE * self._budget_s)
 
     @contextmanager
@@ -143,12 +143,12 @@ class Trials:
             batches.close(grace_s)
 
     def probe(self) -> tuple[LoadCost, float]:
-        """Return what a batch costs one worker, and how many seconds that took to start; the dataset may fail."""
+        """Return the cost of a batch in one worker, and that worker's startup seconds. Dataset errors propagate."""
         began_s = time.perf_counter()
         # The worker gets all indices at once, so that it never waits for this process.
         one = LoaderSettings(num_workers=1, prefetch_factor=_MAX_PROBED + 2, persistent_workers=False, pin_memory=False)
         with self._open(one, collate_fn=_ReadyAt(self._loader.collate_fn)) as batches:
-            next(batches)  # with what an item does only once in a process, and the queue behind it
+            next(batches)  # includes one-time work in a process; the queue fills behind it
             start_s = time.perf_counter() - began_s
             ready, began_probe_s = [next(batches)], time.perf_counter()
             while self._probes_on(len(ready) - 1, time.perf_counter() - began_probe_s):
@@ -171,7 +171,7 @@ class Trials:
         return count < _MIN_PROBED or (count < most and seconds < _PROBE_SHARE * self._budget_s)
 
     def run(self, settings: LoaderSettings, best_s: float) -> LoaderTrial:
-        """Return what these settings reach; ends early if they are hopeless beside the best seconds a batch so far."""
+        """Run a trial of these settings, and end it early if they cannot match the best seconds per batch so far."""
         began_s = time.perf_counter()
         start_s = failed = None
         waits: list[float] = []
@@ -188,7 +188,7 @@ class Trials:
                     passed.append(wait_s + step_s)
                     if len(passed) % _FIRST_BATCHES == 0 and self._is_enough(passed, best_s):
                         break
-        except Exception as error:  # noqa: BLE001 - anybody's dataset: what fails here is not used in the training
+        except Exception as error:  # noqa: BLE001 - any dataset: settings that fail here are not used in training
             failed = in_one_line(error)
         measured = failed is None and len(passed) >= _FIRST_BATCHES
         return LoaderTrial(
@@ -202,14 +202,14 @@ class Trials:
         )
 
     def expected_s(self, settings: LoaderSettings, cost: LoadCost, start_s: float, cores: float) -> float:
-        """Return how long a trial takes until its first batches are measured."""
+        """Return the estimated seconds until a trial has measured its first batches."""
         workers = settings.num_workers
         batch_s = max(self._step.wall_s, cost.wall_s / workers)
         ramp_up = workers * (1 + (settings.prefetch_factor or 0)) + _FIRST_BATCHES
         return start_s * max(1.0, workers / cores) + cost.wall_s + ramp_up * batch_s
 
     def _steps(self, batches: Batches) -> Iterator[tuple[float, float]]:
-        """Yield the wait for each batch and the time of its step, as long as there is time."""
+        """Yield the wait for each batch and the time of its step while the budget lasts."""
         while self.left_s > 0:
             began_s = time.perf_counter()
             next(batches)
@@ -226,7 +226,7 @@ class Trials:
 
 
 class _ReadyAt:
-    """A collate function that returns, instead of the batch, when it was ready, the worker's CPU seconds, its size."""
+    """A collate function that replaces the batch with its completion time, the worker's CPU seconds, and its size."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -237,14 +237,14 @@ class _ReadyAt:
 
 
 def in_one_line(error: Exception) -> str:
-    """Return an error as text; of one from a worker, the last line of its traceback."""
+    """Return an error as text; for an error from a worker, the last line of its traceback."""
     return printable(without_index(f"{type(error).__name__}: {error}").strip().splitlines()[-1], max_length=200)
 
 
 def stand_in(step: StepCost) -> None:
-    """Take the wall time of a step and, for one that computes on the CPU, its CPU time.
+    """Use the wall time of a step and, if the step computes on the CPU, its CPU time.
 
-    Over 30 such cases, predictions with a step that sleeps were 26 % too fast on average, with this one 3 %.
+    Over 30 such cases, predictions were 26 % too fast on average with a step that sleeps, and 3 % with this one.
     """
     ends_s = time.perf_counter() + step.wall_s
     if step.threads:
@@ -264,9 +264,9 @@ def _burn(cpu_s: float) -> None:
 
 
 def _sample_indices(loader: DataLoader[Any]) -> list[Any]:
-    """Return what a copy of the loader's sampler yields."""
+    """Return the indices that a copy of the loader's sampler yields."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    memo = {id(loader.dataset): loader.dataset}  # which samplers hold, too
+    memo = {id(loader.dataset): loader.dataset}  # samplers may refer to it, too
     ends_s = time.perf_counter() + _MAX_SAMPLING_S
     found = []
     for index in itertools.islice(copy.deepcopy(sampler, memo), _MAX_INDICES):
@@ -276,12 +276,12 @@ def _sample_indices(loader: DataLoader[Any]) -> list[Any]:
     return found
 
 
-# Returns the facts of all ranks, the same on each, or raises SilentRankError.
+# Returns the facts of all ranks, identical on each, or raises SilentRankError.
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 class SilentRankError(Exception):
-    """The ranks of a job cannot agree, with the reason."""
+    """The ranks of a job cannot agree; the message has the reason."""
 
 
 def search(
@@ -298,9 +298,9 @@ def search(
 ) -> LoaderResult:
     """Try the few settings that the cost of a batch suggests, and return the best of them.
 
-    The loader and all random numbers of this process stay as they are. With ``gather``, whose errors go through, all
-    ranks search at the same time and come to the same result. ``alone_s`` is what the training process itself takes for
-    a batch, if that was seen; ``bar`` shows a progress bar.
+    The loader and all random numbers of this process do not change. With ``gather``, whose errors propagate, all ranks
+    search at the same time and get the same result. ``alone_s`` is the measured time for a batch in the training
+    process itself, if known; ``bar`` shows a progress bar.
     """
     began_s = time.perf_counter()
     original = settings = settings_of(loader)
@@ -313,7 +313,7 @@ def search(
         if failed or trials is None:
             reason = f"The loader is left as it is: {failed}."
         else:
-            # All ranks wait for the slowest one in every step, so its costs count, and the tightest host.
+            # All ranks wait for the slowest one in every step, so its costs and the tightest host count.
             slowest = max(everyones, key=lambda facts: float(facts["cost"]["wall_s"]))
             tightest = min((facts["host"] for facts in everyones), key=lambda one: one["cores"] / one["local_ranks"])
             case = LoaderCase(
@@ -324,7 +324,7 @@ def search(
                 cuda=cuda,
                 epoch_steps=epoch_steps,
             )
-            # Without workers, batch and step come one after the other.
+            # Without workers, batch and step run one after the other.
             wait_s = max(facts["alone_s"] for facts in everyones)
             alone = dataclasses.replace(original, num_workers=0, prefetch_factor=None, persistent_workers=False)
             tried.append(LoaderTrial(settings=alone, batch_s=wait_s + step.wall_s, wait_s=wait_s, measured=False))
@@ -357,7 +357,7 @@ def search(
 def _probed(
     loader: DataLoader[Any], step: StepCost, budget_s: float, alone_s: float | None
 ) -> tuple[Trials | None, dict[str, Any]]:
-    """Return the trials, and what the other ranks have to know."""
+    """Return the trials, and the facts for the other ranks."""
     what = "its sampler gives no batches to try"
     try:
         trials = Trials(loader, step, budget_s)
@@ -365,7 +365,7 @@ def _probed(
         fingerprint(loader.dataset)
         what = "a worker process cannot load a batch"
         cost, start_s = trials.probe()
-    except Exception as error:  # noqa: BLE001 - anybody's sampler or dataset: what fails here is not used in training
+    except Exception as error:  # noqa: BLE001 - any sampler or dataset: settings that fail here are not used in training
         return None, {"failed": f"{what} ({in_one_line(error)})"}
     return trials, {
         "failed": None,
@@ -378,7 +378,7 @@ def _probed(
 
 @contextmanager
 def _progress(budget_s: float, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is tried; without a thread that draws it, because processes are forked."""
+    """Show the current trial on a terminal. No thread draws it, because processes are forked."""
     bar = Progress(
         TextColumn("Trying DataLoader settings: {task.description}"),
         BarColumn(),
@@ -398,24 +398,24 @@ def _progress(budget_s: float, *, shown: bool) -> Iterator[Callable[[str], None]
 def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_s: float = 30.0) -> LoaderResult:
     """Return the ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory`` that suit a loader.
 
-    The cost of a batch, measured in a worker process, predicts the settings within the limits of this machine: the
-    cores granted by affinity and cgroup, memory, ``/dev/shm``. The few candidates are tried with a training step that
-    sleeps. That leaves the cores to the workers, as a step on a GPU does; for one on the CPU use
+    The cost of a batch, measured in a worker process, predicts the settings within the limits of this machine: cores
+    granted by affinity and cgroup, memory, ``/dev/shm``. The few candidates are tried with a training step that sleeps.
+    Like a step on a GPU, that leaves the cores to the workers; for steps on the CPU, use
     :class:`~lightning_gpu_tools.NumWorkersFinder`. The choice is the smallest number of workers within 3 % of the best,
-    or the loader's own settings where those are as good.
+    or the loader's own settings if they are as good.
 
-    The loader, its dataset, sampler and generator, and the random numbers of this process stay as they are: batches are
-    loaded in worker processes only.
+    The loader, its dataset, sampler, and generator, and the random numbers of this process do not change: batches are
+    loaded only in worker processes.
 
     Args:
-        loader: The loader. One that keeps its position, or whose dataset is iterable or holds an open file or a lock,
-            is left alone.
-        step_time_s: How long a training step takes when its batch is there, in seconds.
-        budget_s: How long this may take, in seconds. A hard limit, also if an item of the dataset hangs.
+        loader: The loader. It is left alone if it keeps its position, or if its dataset is iterable or holds an open
+            file or a lock.
+        step_time_s: Duration of a training step once its batch is ready, in seconds.
+        budget_s: Time limit in seconds. A hard limit, even if an item of the dataset hangs.
 
     Returns:
-        The result: ``.settings``, ``.reason``, ``.trials``. If nothing could be tried, also because the dataset raises
-        an error, ``.settings`` are the loader's own, and ``.reason`` says why.
+        The result: ``.settings``, ``.reason``, ``.trials``. If nothing could be tried, for example because the dataset
+        raises an error, ``.settings`` are the loader's own, and ``.reason`` explains why.
 
     Raises:
         ValueError: A time is not a positive number.

@@ -1,4 +1,4 @@
-"""The settings of a DataLoader, a plain loader with other ones, and whether workers can have copies of its dataset."""
+"""The settings of a DataLoader, plain loaders with other settings, and a check that workers can copy its dataset."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# Private names of torch. Without the first one loaders are left alone, without the second one workers end when their
+# Private names of torch. Without the first one, loaders are left alone. Without the second one, workers end when their
 # iterator is dropped.
 GET_ITERATOR = "_get_iterator"
 SHUT_DOWN_WORKERS = "_shutdown_workers"
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
-    """Return the settings that a DataLoader uses now, also if we have changed them."""
+    """Return the current settings of a DataLoader, also if we have changed them."""
     if switch := vars(loader).get("switch"):
         in_use: LoaderSettings = switch.in_use
         return in_use
@@ -33,7 +33,7 @@ def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
 
 
 def why_fixed(loader: object) -> str | None:
-    """Return why other settings would change what a loader loads; ``None`` if they would not."""
+    """Return the reason that other settings would change a loader's output; ``None`` if they would not."""
     kind = type(loader)
     if not isinstance(loader, DataLoader):
         return f"it is a {kind.__module__}.{kind.__qualname__}, not a torch DataLoader"
@@ -54,9 +54,9 @@ def why_fixed(loader: object) -> str | None:
 
 
 def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any, **options: Any) -> DataLoader[Any]:
-    """Return a plain DataLoader with other settings, which loads what the given one loads.
+    """Return a plain DataLoader with other settings that loads the same data as the given one.
 
-    ``indices`` take the place of its batch sampler, or of its sampler without one; ``options`` override its arguments.
+    ``indices`` replace its batch sampler or, without one, its sampler; ``options`` override its arguments.
     """
     arguments = {
         **asdict(settings),
@@ -68,19 +68,19 @@ def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any
     }
     if device := getattr(loader, "pin_memory_device", ""):
         arguments["pin_memory_device"] = device
-    if not settings.num_workers:  # torch refuses both then
+    if not settings.num_workers:  # torch then refuses both
         del arguments["timeout"], arguments["multiprocessing_context"]
     if loader.batch_sampler is None:
         arguments |= {"batch_size": None, "sampler": indices}
     else:
         arguments |= {"batch_size": 1, "batch_sampler": indices}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores: what waits can use them
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores, for workers that wait
         return DataLoader(loader.dataset, **arguments)
 
 
 def batch_bytes(batch: Any) -> int:
-    """Return the size of all tensors in a batch of nested lists, tuples and dictionaries."""
+    """Return the size in bytes of all tensors in a batch of nested lists, tuples, and dictionaries."""
     if isinstance(batch, torch.Tensor):
         return batch.element_size() * batch.numel()
     if isinstance(batch, dict):
@@ -91,7 +91,7 @@ def batch_bytes(batch: Any) -> int:
 
 
 def first_tensor(batch: Any) -> torch.Tensor | None:
-    """Return the first tensor in a batch of nested lists, tuples and dictionaries, if there is one."""
+    """Return the first tensor in a batch of nested lists, tuples, and dictionaries, if there is one."""
     while not isinstance(batch, torch.Tensor):
         if not isinstance(batch, (dict, list, tuple)) or not batch:
             return None
@@ -100,26 +100,26 @@ def first_tensor(batch: Any) -> torch.Tensor | None:
 
 
 def batch_shape(batch: Any) -> tuple[int, ...] | None:
-    """Return the shape of that tensor; ``None`` also for a nested one, whose parts have shapes of their own."""
+    """Return the shape of the first tensor; ``None`` also for a nested tensor, whose parts have different shapes."""
     first = batch if isinstance(batch, torch.Tensor) else first_tensor(batch)
     return None if first is None or first.is_nested else tuple(first.shape)
 
 
-# Our default: the first 16 MiB of pickle speak for the rest. A million paths have 64 MiB, which take a second.
+# Our default: the first 16 MiB of pickle represent the rest. A million paths have 64 MiB, which take a second.
 _MAX_BYTES = 16 * 2**20
-_ELEMENTS = 4096  # our default: about this many are read of a tensor or an array, spread over it
+_ELEMENTS = 4096  # our default: about this many elements of a tensor or an array are read, spread over it
 _SKIPPED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, weakref.ReferenceType)
 _OWN_WAYS = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 
 def fingerprint(dataset: object) -> int:
-    """Return a number that is another one when the dataset has changed.
+    """Return a number that changes when the dataset has changed.
 
-    All that it holds is pickled, but for functions and classes, which forked workers have anyway. They also have what a
-    ``__getstate__`` leaves out, such as an open file: that is searched for what cannot be copied, but does not count.
+    All its contents are pickled, except functions and classes, which forked workers have anyway. Workers also have what
+    ``__getstate__`` omits, such as an open file. That is searched for objects that cannot be copied, but not counted.
 
     Raises:
-        Exception: Worker processes cannot have copies of it: it holds an open file, a lock, a running generator, ...
+        Exception: Worker processes cannot copy the dataset: it holds an open file, a lock, a running generator, ...
     """
     checksum = _Checksum()
     with suppress(_EnoughError):
@@ -132,7 +132,7 @@ class _EnoughError(Exception):
 
 
 class _Checksum:
-    """A file that keeps only a checksum of what is written."""
+    """A file that keeps only a checksum of the written data."""
 
     def __init__(self) -> None:
         self.value = self._size = 0
@@ -170,9 +170,9 @@ class _Walk(pickle.Pickler):
 
 
 class _LeftOut(_Walk):
-    """Searches what objects of one package leave out when they are pickled, each once.
+    """A search through the parts that objects of one package omit when pickled, each object once.
 
-    What the package's own types refuse does not matter: a cache of pandas is made anew wherever it is missing.
+    Refusals by the package's own types do not matter: pandas, for example, rebuilds a cache wherever it is missing.
     """
 
     def __init__(self, package: str) -> None:
@@ -189,7 +189,7 @@ class _LeftOut(_Walk):
         has_own_way = _has_own_way(thing)
         try:
             reduced = thing.__reduce_ex__(5)
-        except Exception:  # anybody's class may refuse in any way
+        except Exception:  # any class may refuse in any way
             if _package(thing) != self._package:
                 raise
             return (object, (), vars(thing)) if has_own_way else (int, ())
@@ -201,6 +201,6 @@ def _package(thing: object) -> str:
 
 
 def _has_own_way(thing: object) -> bool:
-    """Return whether an object's class, written in Python, decides itself what is pickled."""
+    """Return whether an object's class, written in Python, customizes its pickling."""
     own = any(isinstance(getattr(type(thing), name, None), types.FunctionType) for name in _OWN_WAYS)
     return own and hasattr(thing, "__dict__")

@@ -1,4 +1,4 @@
-"""Starts and ends the worker processes of DataLoaders, in bounded time whatever they do."""
+"""Start and end of DataLoader worker processes, in bounded time whatever they do."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from lightning_gpu_tools.advice.failures import how_it_ended
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import SHUT_DOWN_WORKERS
 
-GRACE_S = 5.0  # for workers to finish what they load when they are to end; torch gives this to each of them
-# Our defaults: SIGTERM can be ignored, SIGKILL waits only for a core, unless the kernel holds the process.
+GRACE_S = 5.0  # for workers to finish loading when they should end; torch gives this to each of them
+# Our defaults: SIGTERM can be ignored; SIGKILL only waits for a core, unless the kernel holds the process.
 _SIGNAL_TIMEOUTS_S = {BaseProcess.terminate: 0.5, BaseProcess.kill: 5.0}
-# A worker that is killed closes its sockets one after the other, which this process may be reading from, its sentinel
-# among them, and only then has an exit code. Our defaults: it is microseconds, but for a busy core.
+# A killed worker closes its sockets one by one, including its sentinel, and this process may be reading from them. It
+# has an exit code only after that. Our defaults: this takes microseconds, unless the core is busy.
 _CLOSING_S = 1.0
 _DYING_S = 5.0
-# What torch says of workers that are alive, for whose death nobody should wait.
+# Messages of torch about workers that are alive; do not wait for their death.
 OF_LIVING_WORKERS = ("DataLoader timed out after", "in DataLoader worker process")
-# Of torch, which raises there, in whatever the main thread does, when a worker has died.
+# The torch file that raises in the main thread, at any point, when a worker has died.
 _SIGNAL_HANDLING = "torch/utils/data/_utils/signal_handling.py"
 
 _of_parents: list[Batches] = []
 
 
 class Batches:
-    """Iterates over a DataLoader, and ends the workers that this has started.
+    """An iterator over a DataLoader that can end the workers it has started.
 
-    They have to be ended before the last reference is dropped: if a reference cycle holds the iterator, the garbage
-    collector closes its queues first, and torch waits 5 s for each worker. Unless ``trusted``, as the user's own
-    settings are, a worker that dies ends the fetch of a batch, not the training step.
+    End the workers before the last reference is dropped. If a reference cycle holds the iterator, the garbage collector
+    closes its queues first, and torch waits 5 s for each worker. Unless ``trusted``, as for the user's own settings, a
+    dying worker interrupts the fetch of a batch, not the training step.
 
     Raises:
         Exception: The workers could not be started: the dataset cannot be pickled, too many files are open, ...
@@ -55,14 +55,14 @@ class Batches:
             with _interrupt_deferred(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Got pickle error|This DataLoader will create")
                 self.iterator = iter(loader)
-        finally:  # also where Ctrl-C came in between, or only some could be started
+        finally:  # also after Ctrl-C, or if only some could be started
             self.workers = [process for process in multiprocessing.active_children() if process not in before]
             if self.iterator is None:
                 _end_by_signal(self.workers)
         self._deaths = _Deaths([] if trusted else self.workers)
 
     def restart(self) -> None:
-        """Begin another epoch with the same, persistent workers."""
+        """Begin another epoch with the same persistent workers."""
         with self._deaths:
             self.iterator = iter(self.loader)
 
@@ -74,16 +74,16 @@ class Batches:
             return next(self.iterator)
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """End the workers; those that have not ended after ``grace_s`` seconds are killed."""
-        if os.getpid() != self._home:  # a forked process must not end its parent's, nor let torch do so
+        """End the workers. Kill those that have not ended after ``grace_s`` seconds."""
+        if os.getpid() != self._home:  # a forked process must not end its parent's workers, nor let torch do so
             _of_parents.append(self)
             return
         iterator, self.iterator = self.iterator, None
         if iterator is None or not self.workers:
             return
-        # In a thread, because a worker that is killed may hold a lock of torch's, for which this then waits forever.
+        # In a thread, because a killed worker may hold a torch lock, and then this would wait forever.
         shut_down = threading.Thread(target=getattr(iterator, SHUT_DOWN_WORKERS, lambda: None), daemon=True)
-        with deaths_ignored():  # torch's handler of SIGCHLD names the worker that was killed, which is known here
+        with deaths_ignored():  # torch's SIGCHLD handler would report the killed worker, which is already known here
             shut_down.start()
             shut_down.join(grace_s)
             _end_by_signal(self.workers)
@@ -102,7 +102,7 @@ def _end_by_signal(workers: Sequence[BaseProcess]) -> None:
 
 
 def wait_for_exit_codes(workers: Sequence[BaseProcess]) -> None:
-    """Wait until workers that are about to end have exit codes, for at most some seconds."""
+    """Wait for the exit codes of workers that are about to end, for at most a few seconds."""
     closed = multiprocessing.connection.wait([worker.sentinel for worker in workers], _CLOSING_S)
     dying = [worker for worker in workers if worker.sentinel in closed]
     until_s = time.monotonic() + _DYING_S
@@ -112,10 +112,10 @@ def wait_for_exit_codes(workers: Sequence[BaseProcess]) -> None:
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Let Ctrl-C take effect at the end of a block that forks processes.
+    """Defer Ctrl-C to the end of a block that forks processes.
 
-    Most likely it comes during the fork, when Python raises KeyboardInterrupt in a function that the logging module has
-    registered for after a fork, where exceptions are ignored.
+    It is most likely to arrive during the fork. Python then raises KeyboardInterrupt in a function that the logging
+    module has registered to run after a fork, where exceptions are ignored.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -146,7 +146,7 @@ def is_of_dead_worker(error: BaseException) -> bool:
 
 @contextmanager
 def deaths_ignored() -> Iterator[None]:
-    """Keep torch from raising when a worker dies: one that has ended the training is known already."""
+    """Keep torch from raising when a worker dies, because a death that ended training is already known."""
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -158,9 +158,9 @@ def deaths_ignored() -> Iterator[None]:
 
 
 class _Deaths:
-    """Takes the place of torch's handler of SIGCHLD, which raises in whatever the main thread does when a worker dies.
+    """A replacement for torch's SIGCHLD handler, which raises in the main thread at any point when a worker dies.
 
-    Here this ends the fetch of a batch: the one that waits, or the next one.
+    This handler instead interrupts the fetch of a batch: the current or the next one.
     """
 
     def __init__(self, workers: Sequence[BaseProcess]) -> None:
@@ -189,7 +189,7 @@ class _Deaths:
         if not self._workers or not isinstance(error, (RuntimeError, OSError, EOFError)):
             return
         if not any(words in str(error) for words in OF_LIVING_WORKERS):
-            wait_for_exit_codes(self._workers)  # torch may have noticed a death first, and does not say why
+            wait_for_exit_codes(self._workers)  # torch may have noticed a death first, and does not report the cause
             self._check()
 
     def _check(self) -> None:
@@ -200,7 +200,7 @@ class _Deaths:
                 raise DeadWorkerError(f"a worker process {how.what}")
 
     def undo(self) -> None:
-        """Remove it; below a handler that somebody else has installed, it only passes the signal on."""
+        """Remove the handler. If another handler was installed on top, it only passes the signal on."""
         self._workers = ()
         current: Any = signal.getsignal(signal.SIGCHLD) if self._installed else None
         if current is self:
@@ -208,4 +208,4 @@ class _Deaths:
 
 
 class DeadWorkerError(Exception):
-    """A worker process is gone."""
+    """A worker process has died."""

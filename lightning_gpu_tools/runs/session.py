@@ -15,6 +15,7 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import pace
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage
 from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import NvmlUnavailableError
@@ -312,25 +313,26 @@ class Session:
             failure = None if is_wanted else failure_of(error, exits, kills)
             if failure is not None or (message is not None and message.is_certain):
                 self.begin()  # the error may have come before training began
-            memory = self.timer.memory
-            found = (
-                None
-                if message is None
-                else out_of_memory_facts(
-                    message,
-                    error,
-                    step,
-                    run=self.run,
-                    clock=self.clock,
-                    failures=ending.allocator,
-                    memory=None if memory is None else memory.facts(),
-                    growth=() if self.recorder is None else self.memory.growth(),
-                    gpus=self.gpus,
-                    kills=kills,
-                )
-            )
+            found = None if message is None else self._out_of_memory(message, error, step, kills)
             ending.note_error(error, step, failure, found)
         return ending.outcome
+
+    def _out_of_memory(
+        self, message: OutOfMemoryMessage, error: BaseException, step: int, kills: int
+    ) -> OutOfMemory | None:
+        memory = self.timer.memory
+        return out_of_memory_facts(
+            message,
+            error,
+            step,
+            run=self.run,
+            clock=self.clock,
+            failures=self.ending.allocator,
+            memory=None if memory is None else memory.facts(),
+            growth=() if self.recorder is None else self.memory.growth(),
+            gpus=self.gpus,
+            kills=kills,
+        )
 
     def finish(self, timeout_s: float) -> None:
         """Stop the clock, publish one last time, and on rank 0 wait at most ``timeout_s`` for the other ranks."""

@@ -1,1 +1,1 @@
-"""Picking GPUs: what is visible, which are best, who has claimed what."""
+"""GPU selection: visibility, ranking, and claims."""

@@ -1,12 +1,12 @@
-"""The folder that all users of the machine share, and what live processes have put into it; see docs/claims.md.
+"""The folder that all users of the machine share, and the entries of live processes in it; see docs/claims.md.
 
-An entry is two files: a record (``.json``), complete before it can be seen and never written again, and a Unix socket
-(``.sock``) on which its process listens and never answers. The kernel ends the socket with the last process that has
-it, so an entry is alive if one can connect.
+An entry consists of two files. The record (``.json``) is complete before it becomes visible and is never written again.
+The Unix socket (``.sock``) is one on which its process listens but never answers. The kernel closes the socket with the
+last process that has it, so an entry is alive if a connection succeeds.
 
-Nobody in the folder is trusted. It has to be sticky, so that nobody else can remove, rename or replace a user's files.
-Only the names that ``Folder.put`` makes count, and each file for its owner alone. No symbolic link is followed, no read
-waits, no file of another user is written to. Anybody can lock the folder, so the wait for that lock is limited.
+No user of the folder is trusted. The folder must be sticky, so that nobody can remove, rename, or replace other users'
+files. Only names in the format of ``Folder.put`` count, and a file speaks only for its owner. Symbolic links are not
+followed, reads never block, and other users' files are not written. Anybody can lock the folder, so waits are limited.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from lightning_gpu_tools.units import printable, printable_path, user_name
 if TYPE_CHECKING:
     import socket
 
-TIMEOUT_LOCK_S = 30.0  # some 300 picks of 0.1 s: the holder hangs, or means to
-_TIMEOUT_CREATION_S = 2.0  # from mkdir to chmod it takes microseconds, but the process may lose the CPU
-MAX_RECORD_BYTES = 64 * 1024  # a record of 16 GPUs of 7 MIG instances each has 6 KiB
-_MAX_RECORDS_PER_USER = 1000  # the latest first; a job has one for each of its processes
-_MAX_ATTEMPTS = 10  # our default: who races for a new name wins one time in fifty
+TIMEOUT_LOCK_S = 30.0  # about 300 picks of 0.1 s: the holder hangs, or keeps the lock on purpose
+_TIMEOUT_CREATION_S = 2.0  # mkdir to chmod takes microseconds, but the process may lose the CPU
+MAX_RECORD_BYTES = 64 * 1024  # a record of 16 GPUs with 7 MIG instances each has 6 KiB
+_MAX_RECORDS_PER_USER = 1000  # the latest ones; a job has one for each of its processes
+_MAX_ATTEMPTS = 10  # our default: an attacker who races for a new name wins one time in fifty
 # The sticky bit keeps systemd-tmpfiles and the like from removing a file of a long job for its age
 # (XDG Base Directory Specification, XDG_RUNTIME_DIR).
 RECORD_MODE, SOCKET_MODE = 0o1644, 0o1666
-# A record's name has the beginnings of its GPUs' UUIDs, too. They are known even if the record is closed to others.
+# A record's name includes prefixes of its GPUs' UUIDs, which are visible even if others may not read the record.
 _UUID_START = re.compile("(?:GPU|MIG)-[0-9a-f]{8}")
 _MAX_UUID_STARTS = 16  # so that the name stays below 255 characters, NAME_MAX of Linux
 _FILE = re.compile(
@@ -49,52 +49,52 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
 class Entry(NamedTuple):
-    """What a live process has put into the folder."""
+    """An entry that a live process has put into the folder."""
 
-    since_ns: int  # the record's ctime, which nobody can set back
-    name: str  # of its socket, without the ending
-    owner_id: int  # by the file system's word
-    record: str  # the name of that file
+    since_ns: int  # the record's ctime, which nobody can backdate
+    name: str  # of its socket, without the extension
+    owner_id: int  # according to the file system
+    record: str  # file name of the record
     is_closed: bool = False  # others may not connect to its socket, so it may be dead
 
     @property
     def uuid_starts(self) -> tuple[str, ...]:
-        """The beginnings of its GPUs' UUIDs by its name; empty if they do not fit into a name."""
+        """The prefixes of its GPUs' UUIDs, from its name; empty if they do not fit in a name."""
         return tuple(_UUID_START.findall(self.record))
 
 
 class Unreadable(NamedTuple):
-    """A file of another user's making."""
+    """A file of another user that cannot be used, and the reason."""
 
     file: str
     owner_id: int | None  # None: unknown
     reason: str
 
 
-_ended: dict[str, set[Entry]] = {}  # of each kind, when it was last read
+_ended: dict[str, set[Entry]] = {}  # by kind, as of the last read
 
 
 class Held:
-    """An entry that this process keeps until it ends or releases it."""
+    """An entry that this process holds until it ends or releases the entry."""
 
     def __init__(self, name: str, folder: int, listener: int, files: Mapping[str, os.stat_result]) -> None:
         self.name = name
         self._files = files
         self._descriptors: tuple[int, ...] = (folder, listener)
-        self._pid = os.getpid()  # a forked child has the descriptors, too, but does not hold the entry
+        self._pid = os.getpid()  # a forked child also has the descriptors, but does not hold the entry
 
     def is_in(self, path: str) -> bool:
-        """Return whether its files are in the folder that is now at a path."""
+        """Return whether its files are in the folder that currently exists at a path."""
         with contextlib.suppress(OSError):
             return all(_is_same(os.lstat(f"{path}/{file}"), own) for file, own in self._files.items())
         return False
 
     def pass_on(self) -> None:
-        """Let a program that this process executes hold it."""
+        """Pass the entry on to a program that this process executes."""
         os.set_inheritable(self._descriptors[1], True)
 
     def release(self) -> None:
-        """Remove it, even if forked children still have its socket; idempotent."""
+        """Remove the entry, even if forked children still have its socket. Idempotent."""
         descriptors, self._descriptors = self._descriptors, ()
         if descriptors and self._pid == os.getpid():
             _remove(descriptors[0], self._files)
@@ -103,22 +103,22 @@ class Held:
 
 
 class Folder:
-    """The folder, open; ``put`` and ``clean_up`` are for whom it is locked."""
+    """The open folder. ``put`` and ``clean_up`` require its lock."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
         self.owner_id = os.fstat(descriptor).st_uid
-        self.unreadable: list[Unreadable] = []  # what was skipped so far
+        self.unreadable: list[Unreadable] = []  # files skipped so far
         self._descriptor = descriptor
 
     def entries(self, kind: str) -> list[Entry]:
-        """Return what live processes have put there, the earliest first."""
+        """Return the entries of live processes, earliest first."""
         per_user: Counter[int] = Counter()
         found, ended = [], set()
         for entry in sorted(self._records(kind), reverse=True):
             per_user[entry.owner_id] += 1
             if per_user[entry.owner_id] <= _MAX_RECORDS_PER_USER:
-                has_ended = entry in _ended.get(kind, ())  # what has ended stays so, and asking takes time
+                has_ended = entry in _ended.get(kind, ())  # ended entries stay ended, and checking takes time
                 is_held = not has_ended and self._is_held(entry.name, entry.owner_id)
                 if is_held is False:
                     ended.add(entry)
@@ -128,21 +128,21 @@ class Folder:
         return found[::-1]
 
     def without_ended(self, names: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return names of entries and their owners without some that have ended: all of them, if most have.
+        """Return the entries, as names and owners, without some ended ones: without all of them, if most have ended.
 
-        It asks until it finds more live ones than ended ones, so with none ended it is one question.
+        It checks entries until it has found more live than ended ones. If none has ended, that is a single check.
         """
         start = int.from_bytes(os.urandom(2), "big") % max(1, len(names))
         unasked = [*names[start:], *names[:start]][::-1]
         live: list[tuple[str, int]] = []
         while unasked and 2 * len(live) <= len(names) - len(unasked):
             one = unasked.pop()
-            if self._is_held(*one):  # a closed place does not count
+            if self._is_held(*one):  # an entry that is closed to this user does not count
                 live.append(one)
         return live + unasked
 
     def read(self, entry: Entry) -> bytes:
-        """Return an entry's record; ``OSError`` or ``ValueError``: it is none."""
+        """Return an entry's record; raise ``OSError`` or ``ValueError`` if it is unreadable or invalid."""
         descriptor = os.open(entry.record, _READ, dir_fd=self._descriptor)
         try:
             found = os.fstat(descriptor)
@@ -155,7 +155,7 @@ class Folder:
             os.close(descriptor)
 
     def put(self, kind: str, record: bytes, uuids: Sequence[str] = ()) -> Held:
-        """Put an entry there and hold it; nothing is left if that fails."""
+        """Create and hold an entry. Leave nothing behind on failure."""
         from socket import AF_UNIX, socket
 
         starts = [uuid[: len("GPU-12345678")] for uuid in uuids]
@@ -180,7 +180,7 @@ class Folder:
         raise AssertionError("the last attempt returns or raises")
 
     def clean_up(self) -> None:
-        """Remove what ended processes have left: this user's, all users' as root."""
+        """Remove the files of ended processes: those of this user, or of all users as root."""
         own: dict[tuple[str, int], list[str]] = {}
         for name, file in self._files():
             with contextlib.suppress(OSError):  # released meanwhile, or unreadable
@@ -190,12 +190,12 @@ class Folder:
         for (name, owner_id), files in own.items():
             if self._is_held(name, owner_id) is False:
                 for file_name in sorted(files):  # records before sockets
-                    with contextlib.suppress(OSError):  # not to be removed, so it only takes room
+                    with contextlib.suppress(OSError):  # cannot be removed, so it only takes space
                         os.unlink(file_name, dir_fd=self._descriptor)
 
     @property
     def _here(self) -> str:
-        """A path for calls that take no descriptor, and short enough for a socket's address."""
+        """A path for calls that accept no descriptor, short enough for a socket address."""
         return f"/proc/self/fd/{self._descriptor}"
 
     @functools.cached_property
@@ -203,11 +203,11 @@ class Folder:
         return self._read_mounted()
 
     def _read_mounted(self) -> dict[str, int | None]:
-        """Return files that are hidden by another file system, which may refuse or never answer, and its owner."""
+        """Return files hidden by a mounted file system, which may fail or hang, and its owner."""
         return mounted_in(os.readlink(self._here), read_kernel_file("/proc/self/mountinfo"))
 
     def _files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yield the files of entries, with the name of the entry."""
+        """Yield the files of entries, each with the name of its entry."""
         try:
             with os.scandir(self._descriptor) as files:
                 found = [(match[1] or match[2], file) for file in files if (match := _FILE.fullmatch(file.name))]
@@ -235,7 +235,7 @@ class Folder:
                 yield Entry(found.st_ctime_ns, name, found.st_uid, file.name)
 
     def _is_held(self, name: str, owner_id: int) -> bool | None:
-        """Return whether a process of its owner has the socket; ``None``: it is closed to others."""
+        """Return whether a process of the owner has the socket open; ``None`` if it is closed to others."""
         file = f"{name}.sock"
         try:
             if file in self._mounted:
@@ -248,15 +248,15 @@ class Folder:
             return False
         if not stat.S_ISSOCK(found.st_mode) or found.st_uid != owner_id:
             return False
-        from socket import AF_UNIX, socket  # a twentieth of the time of a pick without claims
+        from socket import AF_UNIX, socket  # this import takes a twentieth of the time of a pick without claims
 
         with socket(AF_UNIX) as probe:
             probe.setblocking(False)
             try:
                 probe.connect(f"{self._here}/{file}")
-            except BlockingIOError:  # somebody has asked before, and nobody accepts
+            except BlockingIOError:  # another process has already connected, and nobody accepts
                 return True
-            except PermissionError:  # by its mode; or by a security module, of which its owner knows nothing
+            except PermissionError:  # because of its mode; or of a security module, which its owner cannot see
                 return True if found.st_mode & stat.S_IWOTH else None
             except OSError as error:
                 return error.errno not in (errno.ECONNREFUSED, errno.ENOENT, errno.EPROTOTYPE)
@@ -264,7 +264,7 @@ class Folder:
 
     def _listen(self, listener: socket.socket, file: str, made: dict[str, os.stat_result]) -> None:
         listener.bind(f"{self._here}/{file}")
-        # The folder's owner may have put something else in its place, and chmod() follows links.
+        # The folder's owner may have replaced the file, and chmod() follows links.
         descriptor = os.open(file, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._descriptor)
         try:
             found = os.fstat(descriptor)
@@ -274,7 +274,7 @@ class Folder:
             os.chmod(f"/proc/self/fd/{descriptor}", SOCKET_MODE)
         finally:
             os.close(descriptor)
-        listener.listen(0)  # one connection is enough for those who ask; it is never accepted
+        listener.listen(0)  # one connection is enough for checks; it is never accepted
 
     def _write(self, file: str, record: bytes, made: dict[str, os.stat_result]) -> None:
         descriptor = os.open(f".{file}", _CREATE, 0o600, dir_fd=self._descriptor)
@@ -282,7 +282,7 @@ class Folder:
             made[f".{file}"] = found = os.fstat(descriptor)
             if os.write(descriptor, record) < len(record):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fchmod(descriptor, RECORD_MODE)  # whatever this process's umask is
+            os.fchmod(descriptor, RECORD_MODE)  # regardless of this process's umask
         finally:
             os.close(descriptor)
         os.rename(f".{file}", file, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
@@ -291,7 +291,7 @@ class Folder:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
     def _owner_of_others(self, files: Iterable[str]) -> int | None:
-        """Return the owner of a file of another user among these; ``None`` if there is none."""
+        """Return the owner of the first of these files that belongs to another user; ``None`` if there is none."""
         mounted = self._read_mounted()
         for file in files:
             owner_id = mounted.get(file)
@@ -315,7 +315,7 @@ class Folder:
 
 @contextlib.contextmanager
 def open_folder(path: str) -> Iterator[Folder | None]:
-    """Open the folder to read what is in it; ``None`` if it does not exist."""
+    """Open the folder for reading; yield ``None`` if it does not exist."""
     try:
         descriptor = _open(path)
     except FileNotFoundError:
@@ -329,12 +329,12 @@ def open_folder(path: str) -> Iterator[Folder | None]:
 
 @contextlib.contextmanager
 def locked_folder(path: str) -> Iterator[Folder]:
-    """Lock the folder, and create it if there is none."""
+    """Lock the folder, and create it if it does not exist."""
     give_up_s = time.monotonic() + TIMEOUT_LOCK_S
     while True:
         descriptor = _create_and_open(path)
         try:
-            # It may have been replaced meanwhile, and two locks on two folders exclude nobody.
+            # It may have been replaced meanwhile, and locks on two different folders exclude nobody.
             if _try_lock(descriptor) and _is_at(descriptor, path):
                 yield Folder(path, descriptor)
                 return
@@ -342,18 +342,18 @@ def locked_folder(path: str) -> Iterator[Folder]:
                 reason = f"{_holder_of_lock(descriptor)} has locked it for {TIMEOUT_LOCK_S:.0f} s"
                 raise ClaimsLockedError(*_unusable(path, reason, "End that process").args)
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has this descriptor, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile also has this descriptor
             os.close(descriptor)
-        time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random: waiting processes are not to poll in step
+        time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random, so that waiting processes do not poll in lockstep
 
 
 def why_private(path: str) -> str | None:
-    """Return why other jobs do not see the folder; ``None`` if nothing says so."""
+    """Return the reason that other jobs cannot see the folder; ``None`` if there is no sign of that."""
     own_mounts = read_kernel_file("/proc/self/mountinfo")
     mount = mount_of(path, own_mounts)
     if mount != mount_of(path, read_kernel_file("/proc/1/mountinfo") or own_mounts):  # hidden by hidepid
         return "is private to this job, on a mount of its own"
-    markers = ("/.dockerenv", "/run/.containerenv")  # written by Docker; by Podman
+    markers = ("/.dockerenv", "/run/.containerenv")  # created by Docker; by Podman
     is_contained = any(map(os.path.exists, markers)) or "KUBERNETES_SERVICE_HOST" in os.environ
     if is_contained and mount == mount_of("/", own_mounts):
         return "is private to this container"
@@ -361,19 +361,19 @@ def why_private(path: str) -> str | None:
 
 
 def mounted_in(path: str, mounts: str) -> dict[str, int | None]:
-    """Return what a ``/proc/PID/mountinfo`` has mounted on files of a folder, and the user who did, if it says so."""
+    """Return files of a folder that are mount points by a ``/proc/PID/mountinfo``, and the mounting user if given."""
     folder = path.translate({ord(char): f"\\{ord(char):03o}" for char in " \t\n\\"})  # as the kernel writes it
     found = {}
     for line in mounts.splitlines():
         parent, _, file = line.split(" ")[4].rpartition("/")
         if parent == folder:
-            user = re.search(r"\buser_id=(\d+)", line.rpartition(" ")[2])  # FUSE, which every user may mount
+            user = re.search(r"\buser_id=(\d+)", line.rpartition(" ")[2])  # FUSE, which any user may mount
             found[file] = int(user[1]) if user else None
     return found
 
 
 def mount_of(path: str, mounts: str) -> tuple[str, str] | None:
-    """Return the device, and its folder, that a ``/proc/PID/mountinfo`` has mounted at a path."""
+    """Return the device, and the folder on it, that is mounted at a path according to a ``/proc/PID/mountinfo``."""
     found, longest = None, ""
     for line in mounts.splitlines():
         _, _, device, folder, point = line.split(" ")[:5]
@@ -398,13 +398,13 @@ def _create_and_open(path: str) -> int:
             if made or not _is_being_made(path) or time.monotonic() > give_up_s:
                 descriptor = _open(path)
                 if made:
-                    os.fchmod(descriptor, 0o1777)  # whatever this process's umask is
+                    os.fchmod(descriptor, 0o1777)  # regardless of this process's umask
                 return descriptor
         time.sleep(0.01)
 
 
 def _is_being_made(path: str) -> bool:
-    """Return whether another user may have just created it and not opened it to everybody yet."""
+    """Return whether another user may have just created the folder without opening it to everybody yet."""
     found = os.lstat(path)
     return found.st_uid != os.geteuid() and not found.st_mode & 0o002 and time.time() - found.st_ctime < 1
 
@@ -422,7 +422,7 @@ def _open(path: str) -> int:
     except OSError as error:
         raise _unusable(path, f"it cannot be opened ({error.strerror})", "Check its file system") from error
     try:
-        os.stat(".", dir_fd=descriptor)  # one may be allowed to list it, and nothing else
+        os.stat(".", dir_fd=descriptor)  # the user may be allowed to list it, but nothing else
     except PermissionError as error:
         os.close(descriptor)
         raise _unusable(path, "this user may not read what is in it", _open_to_all(path)) from error
@@ -430,7 +430,7 @@ def _open(path: str) -> int:
     if mode & 0o022 and not mode & stat.S_ISVTX:
         os.close(descriptor)
         raise _unusable(path, "it lets users remove the files of others", _open_to_all(path))
-    if not os.path.exists(f"/proc/self/fd/{descriptor}"):  # without which each socket would seem dead
+    if not os.path.exists(f"/proc/self/fd/{descriptor}"):  # without it, every socket would seem dead
         os.close(descriptor)
         raise _unusable(path, "/proc is not mounted", "Mount it")
     return descriptor
@@ -439,7 +439,7 @@ def _open(path: str) -> int:
 def _open_to_all(path: str) -> str:
     try:
         owner = f"{user_name(os.stat(path).st_uid)}, who owns it, or an administrator"
-    except OSError:  # a folder above it is closed, too
+    except OSError:  # a parent folder is closed, too
         owner = "An administrator"
     return f"{owner} can open it to all users: chmod 1777 {printable_path(path)}"
 
@@ -452,15 +452,15 @@ def _unusable(path: str, reason: str, advice: str) -> ClaimsError:
 
 
 def _remove(folder: int, files: Mapping[str, os.stat_result]) -> None:
-    """Remove files of an entry, unless somebody has put others in their place."""
+    """Remove the files of an entry, unless they were replaced by others."""
     for file, own in sorted(files.items()):  # the record before the socket that keeps it alive
-        with contextlib.suppress(OSError):  # not there; or not to be removed, and then it only takes room
+        with contextlib.suppress(OSError):  # missing; or it cannot be removed, and then it only takes space
             if _is_same(os.stat(file, dir_fd=folder, follow_symlinks=False), own):
                 os.unlink(file, dir_fd=folder)
 
 
 def _is_same(found: os.stat_result, own: os.stat_result) -> bool:
-    """Return whether it is the same file, and not one of another user that got the inode of a removed one."""
+    """Return whether it is the same file, not another user's file with the inode of a removed one."""
     return os.path.samestat(found, own) and found.st_uid == own.st_uid
 
 

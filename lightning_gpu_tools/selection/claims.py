@@ -1,7 +1,7 @@
-"""Claims: what live jobs have said they need of which GPUs, for all users of the machine to see.
+"""Claims: the declared needs of live jobs on GPUs, visible to all users of the machine.
 
-Each process of a job has a record; the job's claim lives as long as one of them. Here is what the records say;
-``claim_files`` keeps them and knows which live. docs/claims.md has the protocol on one page.
+Each process of a job has a record, and the job's claim lives as long as any of them. This module defines the content of
+records; ``claim_files`` stores them and detects which are live. docs/claims.md has the protocol on one page.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 _Parsed = TypeVar("_Parsed")
 # Names of the jobs of this process and of its children, comma-separated.
 JOB_VARIABLE = "LIGHTNING_GPU_TOOLS_JOB"
-_DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often is another folder for each user
+_DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often differs between users
 _MAX_PID = 2**22  # PID_MAX_LIMIT of 64-bit Linux, proc_sys_kernel(5)
-_MAX_UUIDS = 1024  # more than 16 GPUs in MIG mode have
+_MAX_UUIDS = 1024  # more than on 16 GPUs in MIG mode
 _UUID = re.compile(r"[\w/-]{1,100}")
 _CLOSED = object()  # in place of a record that this user may not read
-KEEP_EVERY_S = 1.0  # our default; it costs two calls of lstat()
+KEEP_EVERY_S = 1.0  # our default; it costs two lstat() calls
 
 
 def own_jobs() -> list[str]:
@@ -47,23 +47,23 @@ def adopt_job(job: str) -> None:
 
 
 def is_of_own_job(claim: GpuClaim) -> bool:
-    """Return whether a claim is that of one of this process's jobs."""
+    """Return whether a claim belongs to one of this process's jobs."""
     return claim.job in own_jobs() and is_trusted(claim)
 
 
 def is_trusted(claim: GpuClaim) -> bool:
-    """Return whether a claim's names of job and group, which all users can copy, are to be believed."""
+    """Return whether a claim's job and group names, which all users can copy, can be trusted."""
     return claim.owner_id in (os.geteuid(), 0)  # root may have started this job for its user
 
 
 def directory() -> str:
-    """Return where claims live."""
+    """Return the path of the claims folder."""
     return os.path.abspath(os.environ.get("LIGHTNING_GPU_TOOLS_CLAIMS_DIR") or _DEFAULT_DIRECTORY)
 
 
 @contextlib.contextmanager
 def read_ledger(path: str) -> Iterator[Ledger]:
-    """Read claims while others make and release them; waits for nobody, creates nothing."""
+    """Read claims without a lock, while others make and release them. Never wait, and create nothing."""
     _check_system()
     with claim_files.open_folder(path) as folder:
         if folder:
@@ -73,7 +73,7 @@ def read_ledger(path: str) -> Iterator[Ledger]:
 
 @contextlib.contextmanager
 def open_ledger(path: str) -> Iterator[Ledger]:
-    """Lock all claims, so that no other process claims at the same time."""
+    """Lock all claims, so that no other process can claim at the same time."""
     _check_system()
     with claim_files.locked_folder(path) as folder:
         _name_owner(folder)
@@ -82,15 +82,15 @@ def open_ledger(path: str) -> Iterator[Ledger]:
 
 
 def still_waiting(jobs: Sequence[GpuWaiter]) -> list[GpuWaiter]:
-    """Return waiting jobs without some that have ended: without all of these, if most have.
+    """Return the waiting jobs without some ended ones: without all of them, if most have ended.
 
-    That is far cheaper than to read the queue.
+    That is far cheaper than reading the queue.
     """
     waiters = {(job.name, job.owner_id): job for job in jobs}
     try:
         with claim_files.open_folder(directory()) as folder:
             return [waiters[name] for name in folder.without_ended([*waiters])] if folder else []
-    except ClaimsError:  # closed to this user meanwhile, as the next poll says
+    except ClaimsError:  # closed to this user meanwhile, as the next poll will report
         return []
 
 
@@ -98,7 +98,7 @@ _held_claims: list[HeldClaim] = []  # of this process; forked children have a co
 
 
 class HeldClaim:
-    """A claim that this process keeps until it ends or releases it."""
+    """A claim that this process holds until it ends or releases the claim."""
 
     def __init__(self, path: str, content: dict[str, Any], held: Held) -> None:
         self.job: str = content["job"]
@@ -112,25 +112,25 @@ class HeldClaim:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made it, and not one that has forked this one."""
+        """Whether this process made the claim, not a process that forked this one."""
         return self._process.pid == os.getpid()
 
     def release(self) -> None:
-        """Release it, even if forked children still hold it; idempotent."""
+        """Release the claim, even if forked children still hold it. Idempotent."""
         self._is_released = True
         with contextlib.suppress(ValueError):
             _held_claims.remove(self)
         with contextlib.suppress(IndexError):
-            while True:  # another thread may just have taken it again
+            while True:  # another thread may have just taken it again
                 self._held.pop().release()
 
     def keep(self) -> str:
-        """Take the claim again if its files were removed; return what to say about it that was not said before."""
+        """Take the claim again if its files were removed. Return a message about it, or ``""`` if none is new."""
         if self._is_released or any(held.is_in(self._path) for held in [*self._held]):
             return ""
         try:
             event = self._take_again()
-        except Exception as error:  # noqa: BLE001 - whatever it was, the next attempt may succeed
+        except Exception as error:  # noqa: BLE001 - after any error, the next attempt may succeed
             event = f"The claim of this job was removed and cannot be made again. {printable(error, 1000)}"
         if event in self._said:
             return ""
@@ -147,7 +147,7 @@ class HeldClaim:
                 and any(map(claim.is_on, uuids))
                 and "exclusive" in (kind, claim.kind)
             ]
-            # Two exclusive claims of one GPU would both be untrue.
+            # Two exclusive claims on one GPU would both be false.
             content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
             self._held.append(ledger.put("claim", content, self._process))
             owner = ledger.foreign_owner
@@ -163,10 +163,10 @@ class HeldClaim:
         return f"{event} Meanwhile it was claimed by {names}. Both jobs use it now: agree with them, or stop this job."
 
     def pass_on(self) -> None:
-        """Let a program that this process executes hold it, and leave a process behind that keeps it as long."""
+        """Pass the claim on to a program that this process executes, and start a process that keeps it that long."""
         self._held[0].pass_on()
-        with contextlib.suppress(OSError):  # no process is to be had: others may remove the claim unnoticed
-            ended, job = os.pipe()  # the program and its children have one end, and the kernel closes it with the last
+        with contextlib.suppress(OSError):  # no process can be started: others may remove the claim unnoticed
+            ended, job = os.pipe()  # the program and its children have one end; the kernel closes it with the last one
             os.set_inheritable(job, True)
             child = os.fork()
             if child == 0:
@@ -175,13 +175,13 @@ class HeldClaim:
                 finally:
                     os._exit(0)
             os.close(ended)
-            os.waitpid(child, 0)  # until it has closed the claim's socket
+            os.waitpid(child, 0)  # wait until it has closed the claim's socket
 
     def _keep_until(self, ended: int) -> None:
-        """Keep the claim in a process of its own, which nobody waits for, until a pipe is closed."""
+        """Keep the claim in a detached process until a pipe is closed."""
         import select
 
-        self._held[0].release()  # in a forked child that closes its descriptors only
+        self._held[0].release()  # in a forked child, this only closes its descriptors
         os.setsid()
         os.chdir("/")
         nowhere = os.open(os.devnull, os.O_RDWR)
@@ -189,7 +189,7 @@ class HeldClaim:
             if descriptor < 2:
                 os.dup2(nowhere, descriptor)
             elif descriptor not in (2, ended, nowhere):
-                with contextlib.suppress(OSError):  # that of the list itself
+                with contextlib.suppress(OSError):  # the descriptor of the listing itself
                     os.close(descriptor)
         if os.fork():
             return
@@ -197,10 +197,10 @@ class HeldClaim:
         poll.register(ended, 0)
         while not poll.poll(KEEP_EVERY_S * 1000):
             if event := self.keep():
-                with contextlib.suppress(OSError):  # nobody reads it any more
+                with contextlib.suppress(OSError):  # nobody reads it anymore
                     os.write(2, f"lightning-gpu-tools: {event}\n".encode())
-            # Who reads the program's output is not to wait for its children, too. Without children the pipe is closed
-            # before the kernel says that the program has ended.
+            # A reader of the program's output must not have to wait for the program's children. Without children, the
+            # pipe closes before the kernel reports the end of the program.
             if self._process.is_running is False and not poll.poll(0):
                 os.dup2(nowhere, 2)
         self.release()
@@ -212,14 +212,14 @@ def holds_claims() -> bool:
 
 
 def keep_claims() -> list[str]:
-    """Take claims of this process again whose files were removed; return what to say. Safe in any thread."""
+    """Take claims of this process again if their files were removed. Return messages. Safe in any thread."""
     return [event for claim in [*_held_claims] if claim.is_own and (event := claim.keep())]
 
 
 class Ledger:
-    """The claims and the waiting jobs, as they were when first read; none where there is no folder.
+    """The claims and the waiting jobs as of the first read; empty without a folder.
 
-    It ``takes_claims`` if this process has locked the folder.
+    ``takes_claims`` is true if this process has locked the folder.
     """
 
     def __init__(self, folder: Folder | None = None, *, takes_claims: bool = False) -> None:
@@ -228,15 +228,15 @@ class Ledger:
 
     @property
     def foreign_owner(self) -> str:
-        """The folder's owner, if that is neither root nor this user; he can remove the files of others in it."""
+        """The folder's owner if neither root nor this user, else ``""``. The owner can remove others' files in it."""
         owner_id = 0 if self._folder is None else self._folder.owner_id
         return user_name(owner_id) if _is_foreign(owner_id) else ""
 
     def claims(self, process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
-        """Return the live claims, the oldest first; those of memory with their jobs' processes among the given ones."""
+        """Return the live claims, oldest first. Claims on memory list their jobs' processes among ``process_ids``."""
         jobs: dict[tuple[object, ...], list[tuple[GpuClaim, ProcessId | None]]] = {}
         for claim, process in self._claim_records:
-            # Only records of one user make one job: others can write any name.
+            # Only records of the same user form a job, because other users can write any name.
             same = (claim.owner_id, claim.job, claim.uuids, claim.kind, claim.memory_bytes)
             jobs.setdefault(same, []).append((claim, process))
         found = []
@@ -250,7 +250,7 @@ class Ledger:
 
     @functools.cached_property
     def waiters(self) -> tuple[GpuWaiter, ...]:
-        """The waiting jobs, the first in the queue first."""
+        """The waiting jobs in queue order."""
         return tuple(self._parsed("wait", _parse_waiter))
 
     @functools.cached_property
@@ -266,7 +266,7 @@ class Ledger:
         group: str | None = None,
         job: str | None = None,
     ) -> HeldClaim:
-        """Claim GPUs as in ``GpuClaim``, for a new job or as a further process of one."""
+        """Claim GPUs as in ``GpuClaim``, for a new job or as another process of an existing job."""
         job = job or os.urandom(8).hex()
         content = {"job": job, "uuids": list(uuids), "kind": kind, "memory_bytes": memory_bytes, "group": group}
         held = self.put("claim", content, ProcessId.of(os.getpid()))
@@ -274,7 +274,7 @@ class Ledger:
         return HeldClaim(self._folder.path, content, held)
 
     def join(self, claim: GpuClaim) -> HeldClaim | None:
-        """Hold a claim, too, which lives as long as its last holder; ``None``: this process does already."""
+        """Join a claim, which lives as long as its last holder; return ``None`` if this process already holds it."""
         own = (claim.job, os.geteuid(), ProcessId.of(os.getpid()))
         if own in ((one.job, one.owner_id, process) for one, process in self._claim_records):
             return None
@@ -285,7 +285,7 @@ class Ledger:
         return self.put("wait", {"uuids": list(uuids), "requested": count}, ProcessId.of(os.getpid()))
 
     def put(self, kind: str, content: dict[str, Any], process: ProcessId) -> Held:
-        """Put an entry of a process there."""
+        """Create an entry for a process."""
         assert self._folder is not None, "only open_ledger() gives a ledger to write to"
         record = {
             "schema_version": 2,
@@ -298,9 +298,9 @@ class Ledger:
         return self._folder.put(kind, json.dumps(record, indent=1).encode(), content["uuids"])
 
     def _parsed(self, kind: str, parse: Callable[[Any, Entry], _Parsed]) -> Iterator[_Parsed]:
-        """Yield what the live records of a kind say, the earliest first, and name those that make no sense.
+        """Yield the parsed live records of a kind, earliest first, and warn of invalid ones.
 
-        A record that is closed to this user is parsed as ``_CLOSED``.
+        A record that this user may not read is parsed as ``_CLOSED``.
         """
         if self._folder is None:
             return
@@ -320,7 +320,7 @@ class Ledger:
             except FileNotFoundError:  # released meanwhile
                 continue
             except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-                # Somebody else's mistake, or malice, must not keep anybody from the GPUs.
+                # Other users' mistakes, or malice, must not keep anybody from using GPUs.
                 unreadable.append(problem(entry.record, reason=repr(error)))
                 continue
             if closed_file:
@@ -338,14 +338,14 @@ class Ledger:
 
 def warn(message: str) -> None:
     """Log a warning."""
-    import logging  # takes a twentieth of the time of a pick
+    import logging  # this import takes a twentieth of the time of a pick
 
     logging.getLogger(__name__).warning("%s", message)
 
 
 @functools.lru_cache(maxsize=1000)
 def warn_once(message: str) -> None:
-    """Log a warning, the first time in this process."""
+    """Log a warning once in this process."""
     warn(message)
 
 
@@ -353,12 +353,12 @@ _warned_of: set[tuple[str, int | None, str]] = set()
 
 
 def _warn_of_files(path: str, files: Sequence[Unreadable], message: str) -> None:
-    """Warn of the first file of each user, and of how many more there are, once in this process."""
+    """Warn of the first file of each user and of the number of further files, once in this process."""
     for owner_id in dict.fromkeys(one.owner_id for one in files):
         if (path, owner_id, message) in _warned_of:
             continue
         _warned_of.add((path, owner_id, message))
-        first, *others = dict.fromkeys(one for one in files if one.owner_id == owner_id)  # some are met several times
+        first, *others = dict.fromkeys(one for one in files if one.owner_id == owner_id)  # some occur several times
         file = printable_path(os.path.join(path, first.file))
         owner = "an unknown user" if owner_id is None else user_name(owner_id)
         more = f" (and {len(others):,} more of {owner})" if others else ""
@@ -371,10 +371,10 @@ def _check_system() -> None:
 
 
 def _is_foreign(user_id: int) -> bool:
-    """Return whether a user is another one and not root."""
+    """Return whether a user is neither this user nor root."""
     if user_id in (0, os.geteuid()):
         return False
-    # In a container of an ordinary user, root outside is the user that stands for all that have no number inside.
+    # In an ordinary user's container, root outside appears as the overflow user, which stands for all unmapped users.
     is_outside = read_kernel_file("/proc/sys/kernel/overflowuid").strip() == str(user_id)
     return not is_outside or read_kernel_file("/proc/self/uid_map").split() == ["0", "0", str(2**32 - 1)]
 
@@ -389,9 +389,9 @@ def _name_owner(folder: Folder) -> None:
 
 
 def warn_if_private() -> None:
-    """Warn, once in a job, if others cannot see the claims that a promise rests on."""
+    """Warn once in a job if others cannot see the claims that this job's guarantees depend on."""
     path = directory()
-    # A folder that was named on purpose is not questioned; children would repeat the first process's warning.
+    # A folder that was set explicitly is not checked. Children would repeat the first process's warning.
     if sys.platform != "linux" or path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
         return
     why = claim_files.why_private(path)
@@ -403,7 +403,7 @@ def warn_if_private() -> None:
 
 
 def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]:
-    if record is _CLOSED:  # to this user, so it may be a claim of any kind, and of all GPUs
+    if record is _CLOSED:  # to this user, so it may be a claim of any kind, on all GPUs
         claim = GpuClaim(
             job="",
             uuids=entry.uuid_starts or ("GPU-", "MIG-"),
@@ -432,7 +432,7 @@ def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]
         group=None if record.get("group") is None else _text(record, "group", 4096),
     )
     return claim, ProcessId(
-        kernel=running_kernel(),  # which has ended all others' sockets
+        kernel=running_kernel(),  # sockets of an earlier kernel are dead
         namespace=record.get("pid_namespace"),
         pid=pid,
         started_ticks=record.get("started_ticks"),
@@ -473,7 +473,7 @@ def _text(record: Any, name: str, max_length: int) -> str:
 
 
 def _descendants(holders: Collection[int], process_ids: Collection[int]) -> frozenset[int]:
-    """Return which processes are holders of a claim or their children."""
+    """Return the processes that are holders of a claim or their descendants."""
     found = set()
     for pid in process_ids:
         ancestor = pid

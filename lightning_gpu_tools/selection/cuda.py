@@ -1,4 +1,4 @@
-"""What only CUDA knows, without starting it in this process."""
+"""Facts that only CUDA has, without starting it in this process."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ for ordinal in range(count.value):
 
 
 def is_initialized() -> bool:
-    """Return whether CUDA has started in this process and read ``CUDA_VISIBLE_DEVICES`` for good."""
+    """Return whether CUDA has started in this process, so that changes to ``CUDA_VISIBLE_DEVICES`` have no effect."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return True
-    # torch.cuda.is_available() can start CUDA without torch noting it, and there are other libraries than torch.
+    # torch.cuda.is_available() can start CUDA without torch recording it, and libraries other than torch use CUDA.
     if os.name == "nt":
         return False
     try:
@@ -40,8 +40,8 @@ def is_initialized() -> bool:
 
 @functools.cache
 def device_order() -> tuple[str, ...]:
-    """Return the UUIDs of all GPUs as CUDA numbers them; asks a child process, because CUDA must not start here."""
-    import subprocess  # takes a tenth of the time of a pick, and few machines need it
+    """Return the UUIDs of all GPUs in CUDA's order, from a child process, because CUDA must not start here."""
+    import subprocess  # this import takes a tenth of the time of a pick, and few machines need it
 
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     child = subprocess.run([sys.executable, "-c", _PRINT_UUIDS], env=environment, capture_output=True, text=True)

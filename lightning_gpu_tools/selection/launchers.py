@@ -1,4 +1,4 @@
-"""Which processes of this machine a launcher has started as one job, by what it put into their environment."""
+"""Detection of processes that a launcher started on this machine as one job, from their environment variables."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Those for which Lightning looks, in its order, but Kubeflow, which starts one process in each container: the program;
-# the variables of how many processes it started here, and of this one's number among them; those that name the job, and
-# a restarted one differently, because it chooses again.
+# The launchers that Lightning detects, in its order, except Kubeflow, which starts one process per container. Fields:
+# the program; the variables for the number of local processes and for this process's number among them; variables that
+# identify the job, with different values after a restart, because a restarted job chooses again.
 _LAUNCHERS = (
     (
         "torchrun",
@@ -23,7 +23,7 @@ _LAUNCHERS = (
         "SLURM_LOCALID",
         ("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT"),
     ),
-    # Both have a PMIx server, which names the job.
+    # Both have a PMIx server, which provides the name of the job.
     ("jsrun", "JSM_NAMESPACE_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ("LSB_JOBID", "PMIX_NAMESPACE")),
     ("mpirun", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("PMIX_NAMESPACE",)),
     ("mpiexec", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", ()),  # of MPICH and Intel MPI
@@ -31,34 +31,34 @@ _LAUNCHERS = (
 
 
 class Launch(NamedTuple):
-    """The processes that a launcher has started on this machine."""
+    """The processes that a launcher started on this machine."""
 
     program: str
     processes: int | None  # None: unknown
     local_rank: str
-    job: tuple[str, ...]  # the same for all of them and for no other process of this machine; empty if nothing is
-    needs: str | None = None  # what Lightning lacks to train in them together and not in each separately
+    job: tuple[str, ...]  # equal for all of them and for no other process of this machine; empty if unknown
+    needs: str | None = None  # what Lightning lacks to train in all of them together, not in each one separately
 
     @property
     def remedy(self) -> str:
-        """What to do where nothing names the job."""
+        """Advice for a job without a name."""
         return f"To pick once for all, put `lightning-gpu-tools run -n {self.processes} --` before {self.program}."
 
     def group(self, gpus: int) -> str:
-        """Return a name for their common choice of that many GPUs."""
-        # With the host, because containers that share the claims may use the same port.
+        """Return a name for their shared choice of that many GPUs."""
+        # Includes the host, because containers that share the claims may use the same port.
         return " ".join([platform.node(), *self.job, f"devices={gpus}"])
 
 
 def find_launch(environ: Mapping[str, str], *, has_mpi4py: bool) -> Launch | None:
-    """Return what has started this process: what Lightning recognizes comes first; ``None`` if nothing has."""
+    """Return the launcher of this process, preferably one that Lightning recognizes; ``None`` if there is none."""
     unrecognized = None
     for program, count, rank, names in _LAUNCHERS:
         if not {count, *names[:1]} <= environ.keys():
             continue
         job = [environ.get(name, "") for name in names]
         if program == "torchrun":
-            # <folder of this start>/<rank>/error.json: an earlier start may have left ranks behind with these names.
+            # <folder of this start>/<rank>/error.json: ranks left from an earlier start may have the same names.
             job.append(environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/")[0].rpartition("/")[0])
         node = int(environ["SLURM_NODEID"]) if program == "srun" else 0
         needs = _needs(program, environ, has_mpi4py)
@@ -67,21 +67,21 @@ def find_launch(environ: Mapping[str, str], *, has_mpi4py: bool) -> Launch | Non
             return launch
         if launch.processes != 1:
             unrecognized = unrecognized or launch
-    if {"LOCAL_RANK", "MASTER_PORT"} <= environ.keys():  # by Lightning's DDP, or by hand
+    if {"LOCAL_RANK", "MASTER_PORT"} <= environ.keys():  # set by Lightning's DDP, or by hand
         job = [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")]
         return Launch("", None, environ["LOCAL_RANK"], tuple(job))
     return unrecognized
 
 
 def _processes(counts: str, node: int) -> int:
-    """Return those of a node; SLURM writes ``"2(x3),1"`` for two on each of three nodes and one on the fourth."""
+    """Return a node's number of processes. SLURM's ``"2(x3),1"``: two on each of three nodes, one on the fourth."""
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(processes) for processes, nodes in runs for _ in range(int(nodes or 1))][node]
 
 
 def _needs(program: str, environ: Mapping[str, str], has_mpi4py: bool) -> str | None:
     if program == "srun" and environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
-        # To Lightning a shell in which jobs are started otherwise, see SLURMEnvironment.detect.
+        # Lightning takes this for a shell in which jobs are started without srun, see SLURMEnvironment.detect.
         return f"another name than {environ['SLURM_JOB_NAME']!r} for the job: put SLURM_JOB_NAME=train before srun"
     if program in ("mpirun", "mpiexec") and not has_mpi4py:
         return "the package mpi4py"

@@ -1,4 +1,4 @@
-"""Pick GPUs: read, rank and claim them in one step that no other job can come between."""
+"""Picking GPUs: reads, ranks, and claims them in one atomic step with respect to other jobs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _T = TypeVar("_T")
 
 _POLL_AFTER_S = 0.8
 _POLL_JITTER_S = 0.4  # random, so that waiting processes do not all poll at the same moment
-# Our default: the first job in the queue polls with at most a 150th of a core, the n-th with an n-th of that, because
-# others are served before it. 200 jobs that waited on a server with 112 MIG instances took 8 % of a core together.
+# Our default: the first job in the queue polls with at most a 150th of a core. The n-th uses an n-th of that, because
+# others come first. 200 jobs that waited on a server with 112 MIG instances took 8 % of a core together.
 _MAX_LOAD = 1 / 150
 _MAX_POLL_AFTER_S = 300.0
 _ANNOUNCE_EVERY_S = 60.0
@@ -47,13 +47,13 @@ _FULL_UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @dataclass(frozen=True, slots=True)
 class GpuSelection:
-    """The GPUs that were picked, and the claim on them: it lasts until ``release()`` or the end of this process.
+    """The GPUs that were picked, and the claim on them, which lasts until ``release()`` or the end of this process.
 
-    As a context manager it releases the claim at the end of the block.
+    As a context manager, it releases the claim at the end of the block.
 
     Attributes:
-        gpus: Their readings at the moment of the pick, the best first.
-        reason: A sentence that says why these; empty if another process of the job has picked them.
+        gpus: Their readings at the moment of the pick, best first.
+        reason: A sentence that explains the choice; empty if another process of the job picked them.
     """
 
     gpus: tuple[GpuReading, ...]
@@ -62,35 +62,35 @@ class GpuSelection:
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """The UUIDs, the best first."""
+        """The UUIDs, best first."""
         return tuple(gpu.uuid for gpu in self.gpus if gpu.uuid)
 
     @property
     def cuda_visible_devices(self) -> str:
-        """The ``CUDA_VISIBLE_DEVICES`` with which a program sees only these GPUs, the best as ``cuda:0``."""
+        """The value of ``CUDA_VISIBLE_DEVICES`` that shows a program only these GPUs, with the best as ``cuda:0``."""
         return ",".join(self.uuids)
 
     def apply(self) -> None:
-        """Let this process and its children see only these GPUs.
+        """Restrict this process and its children to these GPUs.
 
         Raises:
-            CudaAlreadyInitializedError: CUDA has already started in this process and sees others.
+            CudaAlreadyInitializedError: CUDA has already started in this process and sees other GPUs.
         """
         show_gpus(self.uuids)
         self.adopt()
 
     def adopt(self) -> None:
-        """Count the claim as one of this process and of its children."""
+        """Treat the claim as one of this process and its children."""
         if self._claim:
             claims.adopt_job(self._claim.job)
 
     def pass_on(self) -> None:
-        """Let a program that this process executes hold the claim."""
+        """Pass the claim on to a program that this process executes."""
         if self._claim:
             self._claim.pass_on()
 
     def release(self) -> None:
-        """Release the claim. ``CUDA_VISIBLE_DEVICES`` stays as it is."""
+        """Release the claim. ``CUDA_VISIBLE_DEVICES`` does not change."""
         if self._claim:
             self._claim.release()
 
@@ -118,7 +118,7 @@ def show_gpus(uuids: Sequence[str]) -> None:
 
 
 def list_gpus() -> list[GpuReading]:
-    """Return every GPU of this machine in PCI order, whatever ``CUDA_VISIBLE_DEVICES`` says.
+    """Return every GPU of this machine in PCI order, regardless of ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
         NvmlUnavailableError: There is no usable NVIDIA driver.
@@ -139,27 +139,27 @@ def select_gpus(
 ) -> GpuSelection:
     """Pick the GPUs with the most free memory, idle ones first, and claim them until this process ends.
 
-    Only GPUs inside the inherited ``CUDA_VISIBLE_DEVICES`` are considered. Claims are an agreement among those who use
-    this package; they do not keep other programs off a GPU.
+    Only GPUs in the inherited ``CUDA_VISIBLE_DEVICES`` are considered. Claims are an agreement among users of this
+    package; they do not keep other programs off a GPU.
 
-    Ranks that Lightning's DDP starts get the GPUs that the first one has applied. Under torchrun, SLURM and MPI each
-    rank picks for itself: use :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` or a strategy there.
+    Ranks that Lightning's DDP starts get the GPUs that the first rank applied. Under torchrun, SLURM, and MPI, each
+    rank picks for itself; use :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` or a strategy there.
 
     Args:
-        count: How many GPUs. You never get fewer.
-        min_free: Memory that each must have free beyond what live claims will still use, and that is claimed of each:
-            ``"8GiB"`` or bytes. Without it all of each is claimed, and others pick it last.
-        max_utilization: Highest utilization that each may have, in percent.
+        count: Number of GPUs. You never get fewer.
+        min_free: Memory that each GPU must have free beyond what live claims will still use, and that is claimed on
+            each: ``"8GiB"`` or bytes. Without it, all memory of each is claimed, and others pick these GPUs last.
+        max_utilization: Highest utilization that each GPU may have, in percent.
         exclusive: Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.
-        wait: How long to wait for them, ``"10m"`` or seconds; ``None``: not at all. First come, first served: GPUs are
-            kept for whoever came earlier, as many as they asked for.
-        claim: Whether to claim them. The claims of others count in any case.
+        wait: Longest time to wait for them, ``"10m"`` or seconds; ``None``: do not wait. First come, first served: jobs
+            that came earlier have as many GPUs reserved as they requested.
+        claim: Whether to claim them. Claims of others count in any case.
 
     Raises:
-        NotEnoughGpusError: Fewer than ``count`` GPUs qualify; the message says why not.
+        NotEnoughGpusError: Fewer than ``count`` GPUs qualify; the message gives the reasons.
         NvmlUnavailableError: There is no usable NVIDIA driver.
-        ClaimsError: Claims cannot be read or made, and ``exclusive`` or ``min_free`` rest on them. Else this is only a
-            warning, and the GPUs are not claimed.
+        ClaimsError: Claims cannot be read or made, and ``exclusive`` or ``min_free`` depend on them. Otherwise this is
+            only a warning, and the GPUs are not claimed.
         ValueError: An option is out of range.
     """
     request = Request(
@@ -170,26 +170,26 @@ def select_gpus(
 
 @dataclass
 class Attempt:
-    """One attempt to get GPUs, with the claims locked: what a decision is made from."""
+    """One attempt to get GPUs, with the claims locked: the basis of a decision."""
 
     request: Request
     ledger: claims.Ledger
     problem: ClaimsError | None  # why claims cannot be made, or not even read
     read_gpus: Callable[[], tuple[GpuReading, ...]]
-    ahead: Sequence[GpuWaiter]  # who has waited longer
-    # Name of the processes that share one choice: the first one makes it, the others take it over.
+    ahead: Sequence[GpuWaiter]  # jobs that have waited longer
+    # Name of the processes that share one choice: the first process makes it, and the others adopt it.
     group: str | None
-    # UUIDs to pick from and give the choice in the order of; None: what CUDA_VISIBLE_DEVICES shows, the best first.
+    # UUIDs to pick from, which also set the order of the result; None: those in CUDA_VISIBLE_DEVICES, best first.
     among: Sequence[str] | None
 
     @functools.cached_property
     def gpus(self) -> tuple[GpuReading, ...]:
-        """All GPUs of the machine; the driver is not asked before."""
+        """All GPUs of the machine, read from the driver on first use."""
         return self.read_gpus()
 
     @property
     def visible(self) -> tuple[GpuReading, ...]:
-        """What may be picked, in CUDA's order."""
+        """The GPUs that may be picked, in CUDA's order."""
         if self.among is not None:
             by_uuid = {gpu.uuid: gpu for gpu in whole_or_instances(self.gpus)}
             return tuple(by_uuid[uuid] for uuid in self.among if uuid in by_uuid)
@@ -198,7 +198,7 @@ class Attempt:
 
     @property
     def visible_uuids(self) -> tuple[str, ...]:
-        """Its UUIDs, without the driver where ``CUDA_VISIBLE_DEVICES`` has them in full."""
+        """The UUIDs of ``visible``, without the driver if ``CUDA_VISIBLE_DEVICES`` has them in full."""
         if self.among is not None:
             return tuple(self.among)
         entries = tuple(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
@@ -208,17 +208,17 @@ class Attempt:
 
     @functools.cached_property
     def live_claims(self) -> tuple[GpuClaim, ...]:
-        """The live claims, the oldest first."""
+        """The live claims, oldest first."""
         gpus = whole_or_instances(self.gpus)
         return self.ledger.claims({process.pid for gpu in gpus for process in gpu.processes or ()})
 
     def rank(self, request: Request, ahead: Sequence[GpuWaiter] = ()) -> Ranking:
-        """Rank what may be picked, for this or another request."""
+        """Rank the GPUs that may be picked, for this or another request."""
         others = [claim for claim in self.live_claims if not claims.is_of_own_job(claim)]
         return rank_gpus(self.visible, others, request, {os.getpid()}, ahead)
 
     def choose(self) -> GpuSelection:
-        """Pick and claim; the errors are those of :func:`select_gpus`."""
+        """Pick and claim GPUs. Raise the errors of :func:`select_gpus`."""
         if self.problem:
             self._go_on_without(self.problem)
         visible = self.visible
@@ -231,7 +231,7 @@ class Attempt:
         if len(ranking.candidates) < self.request.count:
             raise self._not_enough(ranking)
         chosen = _best_set(ranking.candidates, self.request)
-        if self.among is not None:  # children of a process in which CUDA has started number them like this
+        if self.among is not None:  # child processes number them like this once CUDA has started in the parent
             chosen = tuple(sorted(chosen, key=lambda one: visible.index(one.gpu)))
         held = None
         if self.ledger.takes_claims and (self.request.claim or self.group is not None):
@@ -242,25 +242,25 @@ class Attempt:
         return GpuSelection(tuple(one.gpu for one in chosen), why_picked(chosen, visible), held)
 
     def is_choice_of_job(self, claim: GpuClaim) -> bool:
-        """Return whether another process of this job has made the choice: to choose again could give another one."""
+        """Return whether another process of this job made this choice. Choosing again could give a different result."""
         if self.group is not None and claim.group == self.group:
             return claims.is_trusted(claim)  # anybody can write any name of a group
-        # Lightning's DDP starts its other ranks by running the script again, so they ask what the first one has asked.
+        # Lightning's DDP starts its other ranks by running the script again, so they make the first rank's request.
         is_rank = "LOCAL_RANK" in os.environ
         return is_rank and claims.is_of_own_job(claim) and len(claim.uuids) == self.request.count
 
     def take(self, uuids: Sequence[str], *, share: bool = False) -> HeldClaim:
-        """Claim GPUs as the request says, or, if others ``share`` them, softly."""
+        """Claim GPUs as requested, or as ``whole``, which refuses nobody, if others ``share`` them."""
         take = functools.partial(self.ledger.take, uuids, group=self.group)
         if not self.request.claim:
-            return take("memory", 0)  # only to be found by the others of the group
+            return take("memory", 0)  # only so that the others of the group can find it
         if share or not self.request.promises:
             return take("whole")
         return take("exclusive") if self.request.exclusive else take("memory", self.request.min_free_bytes)
 
     def _go_on_without(self, error: ClaimsError) -> None:
-        """Warn that there are no claims; raise the error if a promise rests on them."""
-        # Where all of them are asked for by number, every process of the group comes to the same.
+        """Warn that there are no claims, or raise the error if a guarantee depends on them."""
+        # If all of them are requested by number, every process of the group gets the same result.
         named = self.among is not None and len(self.among) == self.request.count
         if (self.group is not None and not named) or (self.request.claim and self.request.promises):
             raise error
@@ -288,7 +288,7 @@ def pick(
     group: str | None = None,
     among: Sequence[str] | None = None,
 ) -> _T:
-    """Decide with the claims locked: once, or, if the request waits, until that raises no ``NotEnoughGpusError``."""
+    """Call ``decide`` with the claims locked: once, or, with ``wait``, until it raises no ``NotEnoughGpusError``."""
     from lightning_gpu_tools.gpus import nvml
 
     waits = request.wait_s is not None
@@ -304,8 +304,8 @@ def pick(
 
         if request.promises or waits:
             claims.warn_if_private()
-        if not claims.own_jobs():  # else all may be settled without the driver
-            keep_open()  # before the lock is taken: without persistence mode it takes seconds
+        if not claims.own_jobs():  # otherwise the driver may not be needed
+            keep_open()  # before taking the lock, because without persistence mode this takes seconds
         while True:
             started_cpu_s = time.thread_time()
             with _ledger(waits or request.claim or group is not None) as (ledger, problem):
@@ -339,7 +339,7 @@ def pick(
 
 
 def _sleep(polled_s: float, give_up_s: float, cost_s: float, ahead: Sequence[GpuWaiter]) -> None:
-    """Sleep until it is time to poll: the sooner, the fewer of those ahead are left, and at once if none is."""
+    """Sleep until it is time to poll: sooner if fewer jobs are ahead, and immediately once none is left."""
     is_first = not ahead
     while (now_s := time.monotonic()) < give_up_s:
         poll_after_s = max(_POLL_AFTER_S, (1 + len(ahead)) * cost_s / _MAX_LOAD)
@@ -362,7 +362,7 @@ def _prefixed(error: NotEnoughGpusError, sentence: str) -> NotEnoughGpusError:
 
 @contextlib.contextmanager
 def _ledger(writes: bool) -> Iterator[tuple[claims.Ledger, ClaimsError | None]]:
-    """Yield the claims, locked to write, and what is wrong with their folder."""
+    """Yield the claims, locked if ``writes``, and the problem with their folder, if any."""
     path = claims.directory()
     problem = None
     with contextlib.ExitStack() as stack:
@@ -371,7 +371,7 @@ def _ledger(writes: bool) -> Iterator[tuple[claims.Ledger, ClaimsError | None]]:
         except ClaimsError as error:
             problem = error
             try:
-                ledger = stack.enter_context(claims.read_ledger(path))  # as where another process has locked it
+                ledger = stack.enter_context(claims.read_ledger(path))  # works if another process has locked it
             except ClaimsError:
                 problem = ClaimsError(f"{error} It is not known what other jobs have claimed.")
                 ledger = claims.Ledger()

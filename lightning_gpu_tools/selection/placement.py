@@ -1,4 +1,4 @@
-"""Which CUDA devices a training uses, decided once for all its processes on this machine."""
+"""The choice of CUDA devices for training, made once for all its processes on this machine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightning_gpu_tools.selection.ranking import Request
 
 
 def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[], Sequence[str]]) -> list[int]:
-    """Return the numbers of the CUDA devices to use and claim the GPUs behind them.
+    """Return the numbers of the CUDA devices to use, and claim the GPUs behind them.
 
-    Until CUDA has started in this process, ``CUDA_VISIBLE_DEVICES`` is set to the GPUs picked, the best first, so they
-    become the devices 0, 1, ... here and in every child. Later the devices are picked by number among the visible ones,
-    whose UUIDs ``cuda_uuids`` returns.
+    Until CUDA has started in this process, ``CUDA_VISIBLE_DEVICES`` is set to the picked GPUs, best first. They become
+    devices 0, 1, ... here and in every child. Later, devices are picked by number among the visible ones, whose UUIDs
+    ``cuda_uuids`` returns.
 
-    ``devices`` is how many, -1 for all that qualify, or their numbers: then they are only checked. The request's
-    ``count`` plays no role.
+    ``devices`` is a count, -1 for all that qualify, or a list of numbers, which are only checked. The request's
+    ``count`` is ignored.
     """
     shown = cuda_uuids() if cuda.is_initialized() else None
     if not isinstance(devices, int):
@@ -35,15 +35,15 @@ def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[
         return pick(request, lambda attempt: _check(devices, attempt), group=group, among=shown)
     group = _launcher_group(devices)
     if shown is not None and group is None:
-        # What cannot be put into the environment is found by its claim in children, so there has to be one.
+        # Children cannot get the choice from the environment, so they find it by its claim, which must exist.
         group = secrets.token_hex(8)
     return pick(request, lambda attempt: _place(devices, attempt), group=group, among=shown)
 
 
 def how_many(request: Request) -> int:
-    """Return how many GPUs "all" are: those of the job, of the mask or of the launcher, else all that qualify.
+    """Return the number of GPUs for "all": that of the job, the mask, or the launcher, else all that qualify.
 
-    At least 1: asking for one where none qualifies gives the reasons.
+    The result is at least 1, because a request for one GPU where none qualifies reports the reasons.
     """
     return pick(replace(request, claim=False, wait=None), _how_many)
 
@@ -56,7 +56,7 @@ def _place(devices: int, attempt: Attempt) -> list[int]:
     uuids = attempt.visible_uuids
     count = _how_many(attempt) if devices == -1 else devices
     attempt.request = replace(attempt.request, count=count)
-    # CUDA shows a process only one MIG instance, so several are no grant of several.
+    # CUDA shows a process only one MIG instance, so several visible instances do not grant several devices.
     divided = count > 1 and any(uuid.startswith("MIG-") for uuid in uuids)
     is_granted = len(uuids) == count and not divided
     if "CUDA_VISIBLE_DEVICES" in os.environ and (is_granted or (len(uuids) < count and _launcher_group(devices))):
@@ -64,13 +64,13 @@ def _place(devices: int, attempt: Attempt) -> list[int]:
             "CUDA_VISIBLE_DEVICES already shows %d GPUs (requested: %d) and is left as it is.", len(uuids), count
         )
         _claim_granted(attempt)
-        return list(range(count))  # Lightning says which of them do not exist
+        return list(range(count))  # Lightning reports which of them do not exist
     started = " CUDA had already started, so they are used by number." if attempt.among is not None else ""
     return _use(_choose(attempt, started), attempt)
 
 
 def log() -> logging.Logger:
-    """Return a logger below that of the Lightning that is imported, which shows its INFO."""
+    """Return a child of the imported Lightning package's logger, which shows INFO messages."""
     names = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
     return logging.getLogger(f"{next((name for name in names if name in sys.modules), names[0])}.lightning_gpu_tools")
 
@@ -78,7 +78,7 @@ def log() -> logging.Logger:
 def _use(chosen: Sequence[str], attempt: Attempt) -> list[int]:
     if attempt.among is not None:  # ascending, because Trainer.device_ids is wrong otherwise
         return sorted(attempt.among.index(uuid) for uuid in chosen)
-    if tuple(chosen) != attempt.visible_uuids:  # what a scheduler has written stays as it is
+    if tuple(chosen) != attempt.visible_uuids:  # do not change what a scheduler set
         show_gpus(chosen)
     return list(range(len(chosen)))
 
@@ -113,13 +113,13 @@ def _how_many(attempt: Attempt) -> int:
     launch = _launch()
     if launch and launch.processes:
         return launch.processes
-    # Several, because MIG instances do not qualify then: they cannot be combined.
+    # With several, MIG instances do not qualify, because they cannot be combined.
     several = replace(attempt.request, count=2)
     return max(1, len(attempt.rank(several).candidates))
 
 
 def _launch() -> Launch | None:
-    """Return what has started this process and others that train with it."""
+    """Return the launcher that started this process and others that train with it."""
     launch = find_launch(os.environ, has_mpi4py=importlib.util.find_spec("mpi4py") is not None)
     if launch is None or launch.processes == 1 or (launch.job and not launch.needs):
         return launch
@@ -135,7 +135,7 @@ def _launch() -> Launch | None:
 
 
 def _launcher_group(devices: int) -> str | None:
-    """Return a name for the processes that a launcher started here for this training."""
+    """Return a name for the processes that a launcher started here for this training; ``None`` for a single process."""
     launch = _launch()
     if launch is None or (launch.processes or devices) == 1:
         return None
@@ -143,7 +143,7 @@ def _launcher_group(devices: int) -> str | None:
 
 
 def _claim_granted(attempt: Attempt) -> None:
-    """Claim GPUs that a scheduler or the user gave; what speaks against that is only a warning."""
+    """Claim GPUs that a scheduler or the user assigned. Conflicts are only warnings."""
     if not attempt.request.claim:
         return
     uuids = set(attempt.visible_uuids)
@@ -168,7 +168,7 @@ def _claim_granted(attempt: Attempt) -> None:
                 f"{', '.join(folded_claims(exclusive or rivals, str))} has claimed{' exclusively' * bool(exclusive)}. "
                 "Both jobs use it now. To avoid that, pick the GPUs with this package."
             )
-        share = bool(rivals)  # two exclusive claims of one GPU would both be untrue
+        share = bool(rivals)  # two exclusive claims on one GPU would both be false
         claims.adopt_job(attempt.take(attempt.visible_uuids, share=share).job)
     except ClaimsError as error:
         claims.warn_once(f"{error} The GPUs of this job are not claimed.")
@@ -179,7 +179,7 @@ def _own_claims(attempt: Attempt) -> list[GpuClaim]:
 
 
 def _own_choice(devices: int, attempt: Attempt) -> GpuClaim | None:
-    """Return the latest own claim on that many visible GPUs; -1: any number."""
+    """Return this job's latest claim on that many visible GPUs; -1: any number."""
     wanted = (claim for claim in _own_claims(attempt) if devices in (-1, len(claim.uuids)))
     return next((claim for claim in wanted if {*claim.uuids} <= {*attempt.visible_uuids}), None)
 
@@ -195,9 +195,9 @@ def _join(claim: GpuClaim, attempt: Attempt) -> None:
 
 
 def bind_to_gpus(uuids: Iterable[str]) -> frozenset[int] | None:
-    """Keep this process and its children on those cores near the GPUs that it may use now, and return them.
+    """Bind this process and its children to the allowed cores near the GPUs, and return these cores.
 
-    ``None``: nothing was changed, because the near cores are unknown (as outside Linux) or none of them may be used.
+    Return ``None`` and change nothing if the near cores are unknown (as outside Linux) or none of them is allowed.
     """
     from lightning_gpu_tools.gpus import nvml
 
@@ -209,7 +209,7 @@ def bind_to_gpus(uuids: Iterable[str]) -> frozenset[int] | None:
     cores = frozenset(core for one in near for core in one or () if core in allowed)
     if not cores or None in near:
         return None
-    for thread_id in os.listdir("/proc/self/task"):  # OpenMP, for example, has started its threads already
+    for thread_id in os.listdir("/proc/self/task"):  # OpenMP, for example, has already started its threads
         with contextlib.suppress(ProcessLookupError):  # ended meanwhile
             os.sched_setaffinity(int(thread_id), cores)
     return cores

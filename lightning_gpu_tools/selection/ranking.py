@@ -1,4 +1,4 @@
-"""Readings, claims and a request -> which GPUs can be used, the best first, and why each other one cannot. Pure."""
+"""Ranking: from readings, claims, and a request to usable GPUs, best first, and reasons against the others. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a job asks for, as in :func:`lightning_gpu_tools.select_gpus`; ``ValueError`` if that is out of range."""
+    """A job's request, as in :func:`lightning_gpu_tools.select_gpus`; raises ``ValueError`` if out of range."""
 
     count: int = 1
     _: KW_ONLY
@@ -46,27 +46,27 @@ class Request:
         is_number = isinstance(percent, (int, float)) and not isinstance(percent, bool)
         if percent is not None and not (is_number and 0 <= percent <= 100):
             raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
-        _ = self.min_free_bytes, self.wait_s  # raise what is wrong with them
+        _ = self.min_free_bytes, self.wait_s  # raises if they are invalid
 
     @property
     def promises(self) -> bool:
-        """Whether something is promised that rests on claims."""
+        """Whether the request includes guarantees that depend on claims."""
         return self.exclusive or self.min_free is not None
 
     @property
     def min_free_bytes(self) -> int | None:
-        """Effective free memory that each must have."""
+        """Effective free memory that each GPU must have; ``None`` without a requirement."""
         return None if self.min_free is None else parse_bytes(self.min_free, "min_free")
 
     @property
     def wait_s(self) -> float | None:
-        """How long to wait; ``None``: not at all."""
+        """Seconds to wait; ``None``: do not wait."""
         return None if self.wait is None else parse_duration(self.wait, "wait")
 
 
 def documented(cls: _Class) -> _Class:
     """Add the options to the docstring of a class that takes them."""
-    import inspect  # a pick does without it
+    import inspect  # not needed for a pick
 
     text = inspect.cleandoc(cls.__doc__ or "")
     if "Args:\n" not in text:
@@ -76,10 +76,10 @@ def documented(cls: _Class) -> _Class:
     return cls
 
 
-# Source: nvitop's default border between light and moderate load (its option --gpu-util-thresh). A step and not a
-# scale, because a percent of noise must not outweigh 20 GiB of memory.
+# Source: nvitop's default threshold between light and moderate load (its option --gpu-util-thresh). A threshold, not a
+# scale, because one percent of noise must not outweigh 20 GiB of memory.
 BUSY_FROM_PERCENT = 10.0
-_MAX_REASONS = 16  # our default: with these a message fits on a screen of 24 lines
+_MAX_REASONS = 16  # our default: with this many, a message fits on a screen of 24 lines
 
 
 class Candidate(NamedTuple):
@@ -87,18 +87,18 @@ class Candidate(NamedTuple):
 
     gpu: GpuReading
     effective_free_bytes: int | None
-    whole_claims: int  # how many jobs have claimed all of it
+    whole_claims: int  # number of jobs that have claimed all of it
 
     @property
     def tier(self) -> tuple[bool, int, int]:
-        """What counts before memory: memory known, fewer claims, idle before busy before unknown."""
+        """Criteria that precede memory: memory known, fewer claims, idle before busy before unknown."""
         percent = self.gpu.utilization_percent
         load = 2 if percent is None else 1 if percent >= BUSY_FROM_PERCENT else 0
         return (self.effective_free_bytes is None, self.whole_claims, load)
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sort key, the best first: tier, then most effective free memory, then the higher index."""
+        """Sort key, best first: tier, then most effective free memory, then the higher index."""
         return (*self.tier, -(self.effective_free_bytes or 0), -self.gpu.index, self.gpu.uuid or "")
 
 
@@ -109,7 +109,7 @@ class Rejection(NamedTuple):
     reason: str
 
     def order(self) -> tuple[int, int]:
-        """Sort key: the driver's own numbers."""
+        """Return the sort key: the driver's own numbers."""
         return self.gpu.index, self.gpu.mig_index or 0
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class Rejection(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """What can be used, the best first, and what cannot, in any order."""
+    """The usable GPUs, best first, and the unusable ones, in any order."""
 
     candidates: tuple[Candidate, ...]
     rejections: tuple[Rejection, ...]
@@ -130,10 +130,10 @@ def rank_gpus(
     own_process_ids: Collection[int] = (),
     ahead: Sequence[GpuWaiter] = (),
 ) -> Ranking:
-    """Return the GPUs that meet the request, the best first, and the reasons against the others.
+    """Return the GPUs that meet the request, best first, and the reasons against the others.
 
-    ``claims`` are those of other jobs; ``own_process_ids`` do not stand in the job's way. Jobs ``ahead`` have waited
-    longer, the first one longest: each keeps the best GPUs that it could use, as many as it waits for.
+    ``claims`` are those of other jobs; ``own_process_ids`` do not count as others' use. Jobs ``ahead`` have waited
+    longer, the first one longest. Each of them keeps the best GPUs that it could use, as many as it waits for.
     """
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
@@ -172,7 +172,7 @@ def attainable(gpus: Sequence[GpuReading], request: Request) -> tuple[str, ...]:
 
 
 def effective_free_bytes(gpu: GpuReading, claims: Sequence[GpuClaim]) -> int | None:
-    """Return the free memory minus what the claims on this GPU asked for and do not use yet."""
+    """Return the free memory minus memory that is claimed on this GPU but not yet used."""
     if gpu.memory_free_bytes is None:
         return None
     pending = 0
@@ -183,7 +183,7 @@ def effective_free_bytes(gpu: GpuReading, claims: Sequence[GpuClaim]) -> int | N
 
 
 def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> str:
-    """Return the sentence that names the picked GPUs and why."""
+    """Return a sentence that lists the picked GPUs and explains the choice."""
     parts = []
     for candidate in chosen:
         free, percent = candidate.effective_free_bytes, candidate.gpu.utilization_percent
@@ -195,7 +195,7 @@ def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> st
 
 
 def sharding_hint(request: Request, rank: Callable[[Request], Ranking]) -> str:
-    """Return what to do if only several GPUs together are large enough; else nothing."""
+    """Return advice if only several GPUs together have enough memory; else ``""``."""
     needed_bytes = request.min_free_bytes or 0
     candidates = rank(replace(request, min_free=None, count=max(2, request.count))).candidates
     free_bytes = sorted((one.effective_free_bytes or 0 for one in candidates), reverse=True)
@@ -218,7 +218,7 @@ def label(gpu: GpuReading) -> str:
 
 
 def folded_reasons(rejections: Sequence[Rejection]) -> list[str]:
-    """Return each reason once, with its GPUs; of many reasons the first ones."""
+    """Return each reason once, with its GPUs; only the first ones if there are many."""
     rejected: dict[str, list[GpuReading]] = {}
     for gpu, reason in rejections:
         rejected.setdefault(reason, []).append(gpu)
@@ -252,7 +252,7 @@ def _describe(process: GpuProcess) -> str:
 def _objections(
     candidate: Candidate, others: list[GpuProcess] | None, claims: Sequence[GpuClaim], request: Request
 ) -> Iterator[str]:
-    """Yield a reason for each requirement that the GPU does not meet; what is unknown meets none."""
+    """Yield a reason for each requirement that the GPU does not meet. Unknown values meet no requirement."""
     gpu = candidate.gpu
     if gpu.error or not gpu.uuid:
         yield gpu.error or "the driver does not report its UUID"
@@ -263,7 +263,7 @@ def _objections(
     if request.count > 1 and gpu.uuid.startswith("MIG-"):
         # MIG user guide, "CUDA Device Enumeration": a process can enumerate a single compute instance.
         yield f"CUDA shows a process only one MIG instance, so it cannot be one of {request.count}"
-    # A driver that does not report the mode (WSL, some vGPUs) has none to set, so that unknown counts as "default".
+    # A driver that does not report the mode (WSL, some vGPUs) has none to set, so unknown counts as "default".
     if gpu.compute_mode == "prohibited":
         yield "compute mode PROHIBITED; an administrator can change it with nvidia-smi -c DEFAULT"
     elif gpu.compute_mode == "exclusive_process" and others != []:
@@ -282,7 +282,7 @@ def _objections(
     elif others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         yield f"in use by {_describe(others[0])}{more}"
-    elif not gpu.processes and (gpu.utilization_percent or 0) >= BUSY_FROM_PERCENT:  # seen from a container
+    elif not gpu.processes and (gpu.utilization_percent or 0) >= BUSY_FROM_PERCENT:  # as seen from a container
         yield f"{gpu.utilization_percent:.0f} % busy although no process is visible from here"
 
 
@@ -304,7 +304,7 @@ def _shortages(candidate: Candidate, request: Request) -> Iterator[str]:
             yield f"{percent:.0f} % busy, {asked}"
 
 
-# Our default: where the job did not say how much memory it needs, a link may cost a tenth of it.
+# Our default: without a memory requirement of the job, a link may cost a tenth of the memory.
 _MEMORY_KEPT = 0.9
 
 
@@ -315,13 +315,13 @@ def best_set(
     numa_nodes: Mapping[str, int | None],
     memory_matters: bool,
 ) -> tuple[Candidate, ...]:
-    """Return ``count`` of the candidates; both are ordered, the best first.
+    """Return ``count`` of the candidates; both are ordered, best first.
 
-    The tiers of the ranking come first in any case. Within the last one, the set with more pairs joined by NVLink is
-    better, then that with more pairs on one NUMA node, then that whose worst member ranks first, because it limits the
-    batch size. A set is grown from each GPU, by what improves it most: comparing all would take seconds for 8 of 16.
+    Tiers of the ranking always come first. Within the last tier, sets compare by pairs connected by NVLink, then by
+    pairs on one NUMA node, then by the rank of their worst member. That member limits the batch size. A set is grown
+    greedily from each GPU, because comparing all sets would take seconds for 8 of 16.
 
-    ``nvlinks`` are pairs of UUIDs in alphabetical order; ``memory_matters`` says that candidates may have too little.
+    ``nvlinks`` are pairs of UUIDs in alphabetical order; ``memory_matters`` means that candidates may have too little.
     """
     last_tier = candidates[count - 1].tier
     certain = tuple(rank for rank, one in enumerate(candidates) if one.tier < last_tier)

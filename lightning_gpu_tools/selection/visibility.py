@@ -1,8 +1,8 @@
-"""Which GPUs a program sees: CUDA's rules for ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``.
+"""Visibility of GPUs: CUDA's rules for ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``.
 
-Sources: CUDA programming guide, "Environment variables"; MIG user guide, "Device names". Both are silent on repeated
-entries, blanks and text after a number; there the rules are those of PyTorch's parser (``torch/cuda/__init__.py``),
-which its authors compared with driver 525.60.13 (pytorch PR 92315).
+Sources: CUDA programming guide, "Environment variables"; MIG user guide, "Device names". Neither covers repeated
+entries, blanks, or text after a number. These cases follow PyTorch's parser (``torch/cuda/__init__.py``), which its
+authors compared with driver 525.60.13 (pytorch PR 92315).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _T = TypeVar("_T")
 
 
 def parse_visible_devices(text: str) -> tuple[int | str, ...]:
-    """Return the entries of a ``CUDA_VISIBLE_DEVICES`` that CUDA would consider: numbers, or UUIDs or their beginnings.
+    """Return the entries of ``CUDA_VISIBLE_DEVICES`` that CUDA would consider: numbers, or UUIDs or their prefixes.
 
-    They end at the first that cannot name a device (``"0,2,-1,1"`` gives ``(0, 2)``) or is of another kind than the
-    first. A repeated one makes the list empty, and anything may follow a number (``"1gpu2"`` is 1).
+    The list ends before the first entry that cannot name a device (``"0,2,-1,1"`` gives ``(0, 2)``) or differs in kind
+    from the first. A repeated entry makes the list empty, and any text may follow a number (``"1gpu2"`` is 1).
     """
     for prefix in ("GPU-", "MIG-"):
         if text.startswith(prefix):
-            # Blanks count here: " GPU-b" does not begin with "GPU-".
+            # Blanks matter here: " GPU-b" does not begin with "GPU-".
             return _distinct_until_none(entry if entry.startswith(prefix) else None for entry in text.split(","))
     numbers = [re.match(r"[+-]?\d+", entry.strip()) for entry in text.split(",")]
     return _distinct_until_none(int(match[0]) if match and int(match[0]) >= 0 else None for match in numbers)
@@ -36,16 +36,16 @@ def visible_gpus(
     device_order: str | None,
     ask_cuda_order: Callable[[], Sequence[str]],
 ) -> tuple[GpuReading, ...]:
-    """Return the GPUs and MIG instances that a program may use, in the order in which CUDA numbers them.
+    """Return the GPUs and MIG instances that a program may use, in CUDA's order.
 
-    A divided GPU stands for all its MIG instances. CUDA shows a process only the first of them, but any by its UUID.
-    ``gpus`` are all of the machine in PCI order. ``ask_cuda_order`` is only called where the answer depends on it.
+    A divided GPU stands for all its MIG instances. CUDA shows a process only the first of them, but any of them by
+    UUID. ``gpus`` are all GPUs of the machine in PCI order. ``ask_cuda_order`` is called only if the result needs it.
     """
     if cuda_visible_devices is None:
         return whole_or_instances(gpus)
     entries = parse_visible_devices(cuda_visible_devices)
     numbered = gpus
-    # Identical products are in PCI order in both modes.
+    # GPUs of the same product are in PCI order in both modes.
     if device_order != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1 and entries and isinstance(entries[0], int):
         by_uuid = {gpu.uuid: gpu for gpu in gpus}
         numbered = [by_uuid[uuid] for uuid in ask_cuda_order() if uuid in by_uuid]
@@ -61,12 +61,12 @@ def visible_gpus(
 
 
 def whole_or_instances(gpus: Iterable[GpuReading]) -> tuple[GpuReading, ...]:
-    """Return the GPUs, but of a divided one its MIG instances."""
+    """Return the GPUs, with divided GPUs replaced by their MIG instances."""
     return tuple(part for gpu in gpus for part in (gpu.mig_instances or (gpu,)))
 
 
 def _distinct_until_none(items: Iterable[_T | None]) -> tuple[_T, ...]:
-    """Return what comes before the first ``None``; nothing if something comes twice."""
+    """Return the items before the first ``None``; empty if an item is repeated."""
     found: list[_T] = []
     for item in items:
         if item is None:

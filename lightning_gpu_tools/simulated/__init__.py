@@ -1,9 +1,9 @@
-"""A machine with NVIDIA GPUs that are not there: torch's own CUDA build runs on it, for tests and for ``dry-run``.
+"""A machine with simulated NVIDIA GPUs that runs torch's own CUDA build, for tests and for ``dry-run``.
 
-In the place of NVIDIA's runtime, driver and NCCL stand libraries compiled from ``source/``. Memory is the host's,
-kernels compute nothing and take time, and NVML reports what the processes of the machine do. docs/simulated_cuda.md
-says what is simulated, with which constants, and what is not. It holds only in processes that are started with
-``Machine.environment()``, and imports nothing of the package.
+Libraries compiled from ``source/`` replace NVIDIA's runtime, driver, and NCCL. Memory is the host's, kernels take time
+but compute nothing, and NVML reports the activity of the machine's processes. docs/simulated_cuda.md lists what is
+simulated, with which constants, and what is not. The simulation affects only processes started with
+``Machine.environment()``, and this package imports nothing from the rest of lightning_gpu_tools.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lightning_gpu_tools.simulated.models import MODELS
 __all__ = ["MODELS", "Machine", "SimulatedCudaError", "host_waits"]
 
 VARIABLE = "SIMULATED_CUDA"
-# Copies between host and GPU over PCI Express 4.0 x16: 25 GB/s out of pinned memory, 6 GB/s out of pageable memory,
-# through which the driver copies once more. A kernel takes at least 5 us. NCCL moves 200 GB/s. All are our defaults.
+# Copies between host and GPU over PCI Express 4.0 x16: 25 GB/s from pinned memory, 6 GB/s from pageable memory, which
+# the driver copies an extra time. A kernel takes at least 5 us. NCCL moves 200 GB/s. All are our defaults.
 _SPEEDS = {"kernel_us": 5, "pinned_gb_s": 25, "pageable_gb_s": 6, "nccl_gb_s": 200}
 _MAX_GPUS = 16
 
@@ -33,13 +33,13 @@ class Machine:
     """A simulated machine. All of its processes share its folder.
 
     Args:
-        folder: An empty folder, which has to stay while programs run on the machine.
-        gpus: Names of ``MODELS``, one for each GPU.
-        mig: For each GPU in MIG mode, by its position: the slices of each of its instances, of 7.
+        folder: An empty folder, which must exist as long as programs run on the machine.
+        gpus: Names from ``MODELS``, one for each GPU.
+        mig: For each GPU in MIG mode, by its position: the slices, out of 7, of each of its instances.
 
     Raises:
-        SimulatedCudaError: It cannot be built here.
-        ValueError: There is no such GPU, or there are more than 16 GPUs and instances.
+        SimulatedCudaError: The machine cannot be built here.
+        ValueError: A GPU name is unknown, or there are more than 16 GPUs and instances.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Machine:
         (self.folder / "machine.conf").write_text("\n".join(lines) + "\n")
 
     def environment(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the environment of a process that runs on the machine, out of another one, by default this process's.
+        """Return the environment for a process on the machine, based on ``environ``, by default this process's.
 
-        Its Python has to have the same torch as this one.
+        The process's Python must have the same torch as this one.
         """
         inherited = dict(os.environ if environ is None else environ)
         changed = {VARIABLE: str(self.folder), "LD_PRELOAD": "libcuda.so.1"}
@@ -80,15 +80,15 @@ class Machine:
         return {**inherited, **changed}
 
     def occupy(self, gpu: int, size_bytes: int) -> None:
-        """Let other programs hold so much of a GPU's memory, by its position, from now on."""
+        """Make other programs hold ``size_bytes`` of a GPU's memory from now on. ``gpu`` is its position."""
         self._set(gpu, 0, size_bytes)
 
     def lose(self, gpu: int) -> None:
-        """Let a GPU fall off the bus: from now on every call to it fails, in every process, and NVML says so."""
+        """Make a GPU fall off the bus: from now on, all calls to it fail in every process, and NVML reports it."""
         self._set(gpu, 8, time.monotonic_ns())
 
     def _set(self, gpu: int, offset: int, value: int) -> None:
-        path = self.folder / "machine.state"  # which begins with two numbers for each GPU, see source/machine.h
+        path = self.folder / "machine.state"  # begins with two numbers for each GPU, see source/machine.h
         with path.open("a+b") as file:
             if file.seek(0, os.SEEK_END) < 16 * _MAX_GPUS:
                 file.truncate(16 * _MAX_GPUS)
@@ -97,7 +97,7 @@ class Machine:
 
 
 def _instance(name: str, position: int, number: int, slices: int) -> list[str]:
-    """Return how a MIG instance differs from its GPU: it has so many of 7 slices of the GPU, and of 8 of the memory."""
+    """Return a MIG instance's differences from its GPU: a share of its 7 GPU slices and 8 memory slices."""
     model = MODELS[name]
     memory_slices = {1: 1, 2: 2, 3: 4, 4: 4, 7: 8}[slices]
     memory_mib = model.memory_mib * memory_slices // 8 - 512
@@ -115,12 +115,12 @@ def _instance(name: str, position: int, number: int, slices: int) -> list[str]:
 
 
 def host_waits() -> dict[str, int]:
-    """Return how often this process has waited for the GPU, by what it waited for.
+    """Return the number of times this process has waited for the GPU, by kind of wait.
 
-    ``copy`` counts copies that the host cannot go on without: those of pageable memory.
+    ``copy`` counts copies that block the host: those of pageable memory.
 
     Raises:
-        SimulatedCudaError: This process does not run on a simulated machine.
+        SimulatedCudaError: This process is not running on a simulated machine.
     """
     try:
         counts = (ctypes.c_long * 4).in_dll(ctypes.CDLL(None), "simulated_cuda_waits")

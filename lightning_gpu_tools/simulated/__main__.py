@@ -12,7 +12,7 @@ from lightning_gpu_tools.simulated import MODELS, Machine, SimulatedCudaError
 
 
 def main() -> int:
-    """Run the program and return its exit code; exit with 2 if there cannot be such a machine."""
+    """Run the program and return its exit code; exit with 2 if the machine cannot be created."""
     parser = argparse.ArgumentParser(prog="python -m lightning_gpu_tools.simulated", description=__doc__)
     parser.add_argument("--gpu", default="h100-80gb", choices=sorted(MODELS), help="default: %(default)s")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="how many of them, at most 16; default: 1")
@@ -23,7 +23,7 @@ def main() -> int:
             machine = Machine(folder, [arguments.gpu] * arguments.n)
         except (SimulatedCudaError, ValueError) as error:
             parser.error(str(error))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program gets it, too, and decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program also gets the signal, and decides
         try:
             program = subprocess.Popen(
                 arguments.command,

@@ -1,4 +1,4 @@
-"""The libraries of the simulated machine, compiled for the torch of this Python environment at the first use."""
+"""The libraries of the simulated machine, compiled on first use for the torch of this Python environment."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent / "source"
 RUNTIME = ["machine", "devices", "memory", "streams", "kernels", "computed", "blas", "nccl", "driver"]
-# Whose functions torch's libraries may call; what is missing in the source becomes "not supported".
+# Libraries whose functions torch may call. Functions missing in the source return "not supported".
 _CALLED = re.compile(r"^(?:__)?(?:cuda|nccl|cublas)[A-Z]\w*$")
-_NOT_SUPPORTED = {"cu": 801, "cuda": 801, "nccl": 5, "cublas": 0}  # cuBLAS: all but matrix products costs nothing
+_NOT_SUPPORTED = {"cu": 801, "cuda": 801, "nccl": 5, "cublas": 0}  # cuBLAS: all but matrix products is free
 
 
 class SimulatedCudaError(RuntimeError):
@@ -23,12 +23,12 @@ class SimulatedCudaError(RuntimeError):
 
 
 def libraries() -> Path:
-    """Return the folder of the libraries; compile them unless that was done for this torch and these sources.
+    """Return the folder of the libraries; compile them first if needed for this torch and these sources.
 
-    They lie in ``lightning-gpu-tools`` of the user's cache folder (``XDG_CACHE_HOME``, by default ``~/.cache``).
+    They are in ``lightning-gpu-tools`` in the user's cache folder (``XDG_CACHE_HOME``, by default ``~/.cache``).
 
     Raises:
-        SimulatedCudaError: torch's CUDA build, its headers, gcc or nm are missing, or this is no Linux.
+        SimulatedCudaError: torch's CUDA build, its headers, gcc, or nm are missing, or this is not Linux.
     """
     torch, headers = _torch()
     for tool in ("gcc", "nm"):
@@ -45,7 +45,7 @@ def libraries() -> Path:
     folder = cache / f"simulated-{key.hexdigest()[:16]}"
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        # Another process may do the same: each compiles into a folder of its own, and the first one's counts.
+        # Other processes may do the same: each compiles into its own folder, and the first result is used.
         with tempfile.TemporaryDirectory(dir=cache) as temporary:
             _compile(Path(temporary), torch, headers)
             ready = Path(temporary).rename(folder) if not folder.exists() else folder
@@ -55,7 +55,7 @@ def libraries() -> Path:
 
 
 def _torch() -> tuple[Path, Path]:
-    """Return torch's folder, and that of CUDA's headers."""
+    """Return torch's folder and the folder of CUDA's headers."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise SimulatedCudaError("torch is not installed in this Python environment. Run `pip install torch`.")
@@ -96,13 +96,13 @@ def _compile(folder: Path, torch: Path, headers: Path) -> None:
 
 
 def _missing(objects: list[Path], torch: Path) -> str:
-    """Return functions in C for what torch's libraries call and the objects do not have.
+    """Return C functions for symbols that torch's libraries call and the objects lack.
 
-    One that is left out would be looked up in NVIDIA's own runtime, which finds no driver.
+    A missing function would be looked up in NVIDIA's own runtime, which finds no driver.
     """
     users = [*torch.glob("lib/lib*cuda*.so"), *torch.glob("lib/libtorch_python.so")]
     called = {name for name in _symbols("--dynamic", "--undefined-only", *users) if _CALLED.match(name)}
-    # What torch looks up by name in the driver: code that is compiled at run time, and memory of other processes.
+    # Functions that torch looks up by name in the driver, for code compiled at run time and memory of other processes.
     called |= set((SOURCE / "driver_functions.txt").read_text().split())
     answers = (
         (name, re.sub("^_*|[A-Z].*", "", name)) for name in sorted(called - _symbols("--defined-only", *objects))
@@ -116,7 +116,7 @@ def _symbols(*arguments: str | Path) -> set[str]:
 
 
 def _run_all(commands: list[list[str | Path]]) -> None:
-    """Run commands side by side."""
+    """Run commands in parallel."""
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     errors = [process.communicate()[1] for process in running]
     for process, error in zip(running, errors, strict=True):

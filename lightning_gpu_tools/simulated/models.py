@@ -1,9 +1,9 @@
-"""What each simulated GPU is like.
+"""Specifications of the simulated GPUs.
 
-Memory is what ``nvidia-smi`` shows. Memory bandwidth, matrix rates and power limits are peaks of NVIDIA's data sheets,
-dense, so that a simulated kernel is never slower than the data sheet allows. Multiprocessors, shared memory and caches
-are those of the architecture white papers and of CUDA's programming guide. Two values are our defaults, because they
-differ between drivers: the 500 MiB of a context, and what the driver keeps for itself.
+Memory sizes are as in ``nvidia-smi``. Memory bandwidth, matrix rates, and power limits are dense peaks from NVIDIA's
+data sheets. A simulated kernel is thus never slower than the data sheet allows. Multiprocessors, shared memory, and
+caches are from the architecture white papers and CUDA's programming guide. Two values are our defaults, because they
+differ between drivers: the 500 MiB of a context, and the memory that the driver reserves.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ class Model(NamedTuple):
     """One GPU, or one MIG instance of it.
 
     Attributes:
-        name: As the driver reports it.
-        memory_mib: All memory, with what the driver keeps.
-        reserved_mib: What the driver keeps.
+        name: Product name as the driver reports it.
+        memory_mib: Total memory, including the driver's reserved memory.
+        reserved_mib: Memory that the driver reserves.
         capability: The compute capability.
         sms: Streaming multiprocessors.
         shared_kib: Shared memory of a multiprocessor.
         l2_mib: Second-level cache.
         memory_gb_s: Peak memory bandwidth, in 1e9 bytes a second.
         fp32_tflops: Peak rate of matrix products in full precision.
-        tf32_tflops: The same with TF32.
-        half_tflops: The same in 16 bits.
-        idle_w: Power at rest: our default.
-        limit_w: The power limit, at which a fully used GPU is taken to run.
-        nvlink: Whether all GPUs of the machine are joined by NVLink.
-        context_mib: What a process costs that has started CUDA.
+        tf32_tflops: Peak rate of matrix products with TF32.
+        half_tflops: Peak rate of matrix products in 16 bits.
+        idle_w: Power draw when idle: our default.
+        limit_w: Power limit, which a fully used GPU is assumed to draw.
+        nvlink: Whether NVLink connects all GPUs of the machine.
+        context_mib: Memory cost of each process that has started CUDA.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""All that knows Lightning; import its classes from ``lightning_gpu_tools``."""
+"""All code that depends on Lightning; import its classes from ``lightning_gpu_tools``."""

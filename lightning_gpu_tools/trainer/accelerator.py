@@ -19,16 +19,16 @@ from lightning_gpu_tools.trainer.families import CUDAAccelerator, own_class
 
 @documented
 class FreeMemoryCUDAAccelerator(CUDAAccelerator):
-    """Trains on the GPUs with the most free memory, and claims them for as long as the job lives.
+    """An accelerator that picks the GPUs with the most free memory, and claims them for as long as the job lives.
 
-    It takes idle GPUs before busy ones and then those with the most free memory, inside ``CUDA_VISIBLE_DEVICES``, and
-    respects what others have claimed. All processes of the job on this machine (children of DDP, ranks of torchrun,
-    SLURM and MPI, the next ``Trainer``) get the same GPUs. If ``CUDA_VISIBLE_DEVICES`` has exactly as many as
-    ``devices`` asks for, as under a scheduler, they are used as they are.
+    It takes idle GPUs before busy ones, then those with the most free memory, within ``CUDA_VISIBLE_DEVICES``, and
+    respects the claims of others. All processes of the job on this machine (children of DDP, ranks of torchrun, SLURM
+    and MPI, the next ``Trainer``) get the same GPUs. If ``CUDA_VISIBLE_DEVICES`` lists exactly as many GPUs as
+    ``devices`` requests, as under a scheduler, those are used as they are.
 
-    ``Trainer(devices=...)``: a number means that many; ``-1`` or ``"auto"`` all that qualify, or, where
-    ``CUDA_VISIBLE_DEVICES`` is set, all of it as it is; a list means those, if they qualify. Unlike the strategies it
-    has no name: with one device, Lightning would train on the CPU for any but its own.
+    In ``Trainer(devices=...)``, a number requests that many GPUs, and a list requests those, if they qualify. ``-1`` or
+    ``"auto"`` requests all that qualify or, if ``CUDA_VISIBLE_DEVICES`` is set, all that it lists. Unlike the
+    strategies, it has no name: with one device, Lightning would train on the CPU for any name but its own.
 
     The options are those of :func:`lightning_gpu_tools.select_gpus`.
 
@@ -55,7 +55,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         request = Request(
             min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
         )
-        # Lightning calls parse_devices on the class of an accelerator, not on the accelerator.
+        # Lightning calls parse_devices on the class of an accelerator, not on the instance.
         self.__class__ = own_class(type(self), _request=request)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,7 +88,7 @@ def _unpickled(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> FreeMe
 
 
 def _count(devices: int | str | list[int]) -> int | None:
-    """Return how many devices are asked for, -1 for all; ``None`` if they are named."""
+    """Return the number of devices requested, -1 for all; ``None`` if they are named."""
     if isinstance(devices, str):
         text = devices.strip()
         return int(text) if text == "-1" or text.isdecimal() else None
@@ -102,7 +102,7 @@ def cuda_uuids() -> list[str]:
 
 
 def why_no_cuda() -> str:
-    """Return a sentence on why PyTorch can use no GPU and what to do; empty if it can."""
+    """Return a sentence on why PyTorch cannot use any GPU and what to do; empty if it can."""
     if torch.cuda.device_count():  # is_available() would start CUDA
         return ""
     if torch.version.cuda is None:

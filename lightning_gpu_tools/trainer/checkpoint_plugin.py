@@ -45,18 +45,18 @@ _MANIFEST_VERSION = 1
 
 
 class PortableCheckpointIO(CheckpointIO):
-    """Makes the Trainer's checkpoints load anywhere and never leaves a partial file.
+    """A checkpoint plugin that makes the Trainer's checkpoints load anywhere and never leaves a partial file.
 
-    On save, keys lose what ``DataParallel``, DDP, ``torch.compile`` and the like have added. On load (``ckpt_path`` of
-    fit, validate, test and predict) they get what the model at hand needs. Whatever Lightning alone resumes from is
-    resumed. A file is moved into its place when it is
-    complete and on the disk; local files are mapped instead of read. By default everything is loaded to the CPU and
-    with ``weights_only=True``. What is not a Trainer's checkpoint (Fabric's dictionaries, the bare weights that
-    ``ddp_spawn`` sends to its parent) comes back as it was given.
+    On save, it removes from the keys what ``DataParallel``, DDP, ``torch.compile`` and similar wrappers have added. On
+    load (``ckpt_path`` of fit, validate, test and predict), it adds what the current model needs. Any file that
+    Lightning alone can resume from can still be resumed. A file is moved into place once it is complete and on disk;
+    local files are mapped instead of read. By default, everything is loaded to the CPU with ``weights_only=True``.
+    Anything other than a Trainer's checkpoint (Fabric's dictionaries, the bare weights that ``ddp_spawn`` sends to its
+    parent) is returned unchanged.
 
     Args:
-        inner: Reads and writes the files, so that this plugin only changes keys. It does not read them where it would
-            leave that to Lightning. ``None``: this one does both.
+        inner: Plugin that reads and writes the files, so that this one only changes keys. The inner plugin does not
+            read files if it would leave that to Lightning. ``None``: this plugin does both.
         verify: Whether to compare a file with its checksums first; torch does not detect corruption.
 
     Example:
@@ -79,18 +79,18 @@ class PortableCheckpointIO(CheckpointIO):
         _plugins.add(self)
 
     def attach(self, trainer: Trainer) -> None:
-        """Take keys from the model of this trainer from now on; it is not kept alive.
+        """Take keys from the model of this trainer from now on, without keeping the trainer alive.
 
-        A callback from Lightning's entry point does this when a run begins and whenever more than weights is saved.
+        A callback from Lightning's entry point calls this when a run begins and whenever more than weights is saved.
         """
         self._trainer = weakref.ref(trainer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint, which is not changed; warn where keys keep what wrappers added to them.
+        """Write a checkpoint without changing it; warn if keys keep what wrappers added to them.
 
         Raises:
             TypeError: ``storage_options`` are given and no inner plugin takes them.
-            OSError: The file system refuses; an older file at ``path`` is as it was.
+            OSError: The file system refuses; an older file at ``path`` is unchanged.
         """
         portable = self._make_portable(checkpoint)
         if self.inner is not None:
@@ -114,10 +114,10 @@ class PortableCheckpointIO(CheckpointIO):
 
         Raises:
             CheckpointNotFoundError: There is nothing at ``path``.
-            BrokenCheckpointError: The file is no checkpoint, or damaged.
+            BrokenCheckpointError: The file is not a checkpoint, or it is damaged.
             UnsafeCheckpointError: It holds more than plain data, and ``weights_only`` is not ``False``.
-            CheckpointMismatchError: It does not fit the model, or its types cannot hold its numbers. The model's own
-                ``on_load_checkpoint`` or ``load_state_dict`` may make it fit, so then this is left to them.
+            CheckpointMismatchError: It does not fit the model, or the model's types cannot hold its numbers. A model's
+                own ``on_load_checkpoint`` or ``load_state_dict`` may make it fit, so the check is then left to them.
         """
         checkpoint: Any
         if self.inner is not None and not compat.loads_with_torch(self.inner):
@@ -198,11 +198,11 @@ class PortableCheckpointIO(CheckpointIO):
         trainer, model = self._trainer(), self._model()
         if trainer is None or model is None:
             return checkpoint
-        # A hook of the user's comes next, and may change the checkpoint, the model or the loading.
+        # A user's hook comes next, and may change the checkpoint, the model or the loading.
         hooks = ("on_load_checkpoint", "load_state_dict")
         may_still_change = any(overrides(model, "LightningModule", hook) for hook in hooks)
         if not is_lightning_checkpoint(checkpoint):
-            # Outside of a run it is somebody else's (ddp_spawn's parent, Fabric).
+            # Outside of a run, it belongs to something else (ddp_spawn's parent, Fabric).
             is_for_hooks = may_still_change and isinstance(checkpoint, Mapping) and LIGHTNING_VERSION in checkpoint
             if trainer.state.status != "running" or is_for_hooks:
                 return checkpoint
@@ -246,11 +246,11 @@ when_imported("plugins.io.checkpoint_io", lambda module: module.CheckpointIO.reg
 
 
 class PortableCheckpointHooks(GuardedCallback):
-    """Hands the trainer to its plugins, in the process that loads and saves, and watches what it restores.
+    """A callback that hands the trainer to its plugins, in the process that loads and saves, and checks its restores.
 
-    ``fit`` refuses a file of weights alone after the model's ``on_load_checkpoint``, before the first weight is copied.
-    Where the file has states of callbacks and a callback of the user's has that hook, it does so later. Whatever else
-    torch or Lightning cannot restore is named with their error; by then the model has the weights.
+    ``fit`` refuses a file with only weights after the model's ``on_load_checkpoint``, before the first weight is
+    copied. If the file has states of callbacks and a user's callback has that hook, it refuses later. Anything else
+    that torch or Lightning cannot restore is named with their error; by then, the model has the weights.
     """
 
     intended = (CheckpointError,)
@@ -260,7 +260,7 @@ class PortableCheckpointHooks(GuardedCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._wrappers.undo()  # of a run whose end was not announced
+        self._wrappers.undo()  # of a run whose end was not reported
         _introduce(trainer)
         if any(_plugins_of(trainer)):
             check_while_restoring(trainer, self._wrappers)
@@ -275,7 +275,7 @@ class PortableCheckpointHooks(GuardedCallback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        _introduce(trainer)  # again: the plugin may serve another Trainer since
+        _introduce(trainer)  # again: the plugin may have served another Trainer since
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -293,12 +293,12 @@ def _plugins_of(trainer: Trainer) -> Iterator[PortableCheckpointIO]:
     while plugin is not None:
         if isinstance(plugin, PortableCheckpointIO):
             yield plugin
-        # Lightning's wrappers, such as AsyncCheckpointIO; then those that name it as we do.
+        # Lightning's wrappers, such as AsyncCheckpointIO; then wrappers that use our name for it.
         plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "inner", None)
 
 
 def introductions() -> list[Callback]:
-    """Return the callback that hands trainers to their plugins, if there are any."""
+    """Return the callback that hands trainers to their plugins, if there are any plugins."""
     return [PortableCheckpointHooks()] if _plugins else []
 
 

@@ -1,6 +1,6 @@
-"""The private and changeable names of Lightning, and what is lost without one; for torch's see training.compat.
+"""Lightning's private and changeable names, and what is lost without each; for torch's, see training.compat.
 
-What ``fit_timer`` does not find is named in the report as unseen.
+The report lists names that ``fit_timer`` does not find as unseen.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from typing import Any
 
 from lightning_gpu_tools.trainer.families import Trainer, version_of
 
-# Around forward, backward and optimizer. Lost: what is between them counts as the Trainer's own work.
+# Around forward, backward and optimizer. Lost: time between them counts as the Trainer's own work.
 RUN_STEP = "run_training_batch"
 
 # Called before and after the fetch of a batch. Lost: waits and steps.
 BEFORE_FETCH = "fit_loop.epoch_loop._on_before_fetch"
 AFTER_FETCH = "fit_loop.epoch_loop._on_after_fetch"
 
-# Since Lightning 2.5.2 a step of several ranks begins by asking all whether one was told to stop. Lost: the same.
+# Since Lightning 2.5.2, a step with several ranks first checks whether any rank got a signal to stop. Lost: the same.
 SIGNAL_CHECK = "fit_loop.epoch_loop._broadcast_sigterm_tensor"
 _SIGNAL_CHECK_SINCE = [2, 5, 2]
 # Where the metrics of ``self.log`` are collected. Lost: the same.
 METRICS = ("_logger_connector.on_batch_end", "_logger_connector.on_epoch_end", "_logger_connector.log_metrics")
 
-# In the module ``trainer.call``: the last that is called in a run that an error has ended, and in any other run.
-# Lost: a report where a callback that was taken out, or that raised, keeps this package's from being called.
+# In the module ``trainer.call``: the last function called in a run that an error has ended, and in any other run.
+# Lost: a report if a callback that was removed, or that raised, keeps this package's from being called.
 CALLS, AFTER_ERROR, AFTER_RUN = "trainer.call", "_interrupt", "_call_teardown_hook"
 
-# What restores each part of a checkpoint. Lost: its errors do not name the file and the part.
+# Methods that restore each part of a checkpoint. Lost: their errors do not name the file and the part.
 RESTORES = {
     "callbacks": "_checkpoint_connector.restore_callbacks",
     "precision": "_checkpoint_connector.restore_precision_plugin_state",
@@ -43,7 +43,7 @@ def asks_for_signals(trainer: Trainer) -> bool:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step of the metrics of ``self.log``. Lost: it is the optimizer's, which may be counted otherwise."""
+    """Return the step of the metrics of ``self.log``. Lost: it is the optimizer's, which may be counted differently."""
     done: int | None = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", None)
     return trainer.global_step if done is None else done
 
@@ -51,13 +51,13 @@ def logged_step(trainer: Trainer) -> int:
 def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """Return the checkpoint that ``fit`` is about to restore, after all hooks.
 
-    Lost: where a callback's hook could have completed weights alone, Lightning's own error refuses them.
+    Lost: if a callback's hook could have completed a file with only weights, Lightning's own error refuses it.
     """
     return getattr(getattr(trainer, "_checkpoint_connector", None), "_loaded_checkpoint", None) or {}
 
 
 def loads_with_torch(plugin: Any) -> bool:
-    """Return whether a plugin leaves loading to Lightning's own, which on Lightning 2.5 runs a file's code.
+    """Return whether a plugin leaves loading to Lightning's own plugin, which on Lightning 2.5 runs a file's code.
 
     Lost: the plugin is asked to load.
     """

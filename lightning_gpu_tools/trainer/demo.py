@@ -15,13 +15,13 @@ from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.trainer.gpu_utilization_advisor import GPUUtilizationAdvisor
 from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
 
-# Two trainings take well under a minute, and each is long enough to be judged.
+# Two training runs take well under a minute, and each is long enough for a verdict.
 STEPS = 250
 _BATCH_SIZE = 16
 
 
 class SlowImages(Dataset[tuple[torch.Tensor, int]]):
-    """Images from a storage that takes 1.5 ms for each, as over a network."""
+    """Images from storage that takes 1.5 ms per image, as over a network."""
 
     def __len__(self) -> int:
         return STEPS * _BATCH_SIZE
@@ -32,7 +32,7 @@ class SlowImages(Dataset[tuple[torch.Tensor, int]]):
 
 
 class SmallNetwork(LightningModule):
-    """A network of two convolutions."""
+    """A network with two convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def train(folder: str, num_workers: int) -> Diagnosis:
     # More workers than cores: they wait for the storage.
     warnings.filterwarnings("ignore", message=".*(num_workers|worker processes).*")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(1)  # several wait for each other on a busy machine
+    torch.set_num_threads(1)  # several threads wait for each other on a busy machine
     advisor = GPUUtilizationAdvisor(min_seconds=1.0)
     trainer = Trainer(
         accelerator="cpu",

@@ -1,7 +1,7 @@
-"""What Lightning finds of this package by itself.
+"""The parts of this package that Lightning finds by itself.
 
-It calls the factories for every Trainer and Fabric of the environment and catches nothing. So what goes wrong is a
-warning. ``import lightning_gpu_tools`` runs this file, so it imports next to nothing.
+Lightning calls the factories for every Trainer and Fabric of the environment and catches nothing. So any failure here
+becomes a warning. ``import lightning_gpu_tools`` runs this file, so it imports next to nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.trainer.import_hooks import only_warn, when_imported
 
-TYPE_CHECKING = False  # as type checkers take it, without the import of `typing`
+TYPE_CHECKING = False  # true for type checkers, without an import of `typing`
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
@@ -26,11 +26,11 @@ _STRATEGIES = {
     "fsdp_free_memory": "FreeMemoryFSDPStrategy",
     "deepspeed_free_memory": "FreeMemoryDeepSpeedStrategy",
 }
-_warned: set[str] = set()  # of which values of the variable, or "Fabric"
+_warned: set[str] = set()  # values of the variable already warned about, or "Fabric"
 
 
 def callbacks_factory() -> list[Callback]:
-    """Return what every new ``Trainer`` gets: with ``LIGHTNING_GPU_TOOLS=advise`` the monitor and the advisor."""
+    """Return the callbacks of a new ``Trainer``: with ``LIGHTNING_GPU_TOOLS=advise``, the monitor and the advisor."""
     if is_disabled():
         return []
     callbacks: list[Callback] = []
@@ -45,7 +45,7 @@ def callbacks_factory() -> list[Callback]:
 
 
 def fabric_callbacks_factory() -> list[Any]:
-    """Return no callbacks; warn, once, if some are asked for."""
+    """Return no callbacks; warn once if any are requested."""
     if _advises() and not is_disabled():
         _warn_of_fabric()
     return []
@@ -81,7 +81,7 @@ def _warn_of_fabric() -> None:
 
 
 def register_strategies() -> None:
-    """Give Lightning the names of the strategies, which are imported when one is asked for."""
+    """Register the names of the strategies with Lightning; they are imported when one is requested."""
     when_imported("strategies", _register)
 
 

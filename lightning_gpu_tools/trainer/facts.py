@@ -1,4 +1,4 @@
-"""What is known of a training: by its Trainer, by a Fabric, or in a loop of the user's own."""
+"""Facts about a training run: from its Trainer, from a Fabric, or from the user's own loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trains_on_gpu(trainer: Any) -> bool:
 
 
 def place_of(trainer: Any) -> RankPlace:
-    """Return which rank this is."""
+    """Return the place of this process among the ranks."""
     nodes = max(1, getattr(trainer.strategy, "num_nodes", 1))
     return RankPlace(
         rank=trainer.global_rank,
@@ -43,19 +43,19 @@ def place_of(trainer: Any) -> RankPlace:
 
 
 def gpus_of(trainer: Any) -> Sequence[torch.device]:
-    """Return the GPUs that are used on this node."""
+    """Return the GPUs in use on this node."""
     strategy = trainer.strategy
     return (getattr(strategy, "parallel_devices", None) or [strategy.root_device]) if trains_on_gpu(trainer) else ()
 
 
 def trainer_settings(trainer: Any) -> Mapping[str, Any]:
-    """Return the accelerator, and the version of the package."""
+    """Return the accelerator and the version of the package."""
     package, version = version_of(trainer)
     return {"accelerator": type(trainer.accelerator).__name__, package: version}
 
 
 class TrainerRun(Run):
-    """A Trainer's fit."""
+    """The ``Run`` of a Trainer's fit."""
 
     has_trainer = True
 
@@ -108,7 +108,7 @@ class TrainerRun(Run):
     def optimizer_steps(self) -> int:
         return self._trainer.global_step
 
-    @cached_property  # at its end Lightning unwraps the model
+    @cached_property  # at the end, Lightning unwraps the model
     @override
     def is_plain_ddp(self) -> bool:
         return isinstance(self._trainer.strategy.model, DistributedDataParallel)
@@ -173,12 +173,12 @@ MOVE_BATCH = "move_data_to_device"
 
 
 class LoopRun:
-    """The ``Run`` of a loop of the user's own; make it when the first batch is asked for."""
+    """The ``Run`` of the user's own loop; create it when the first batch is requested."""
 
     has_trainer = False
     log_every_n_steps = 50  # Lightning's own default
     checkpoint_folder: str | None = None
-    module: torch.nn.Module | None = None  # nothing leads from a loop to its model
+    module: torch.nn.Module | None = None  # a loop has no reference to its model
     loggers: Sequence[Any] = ()
     precision: str | None = None
 
@@ -191,7 +191,7 @@ class LoopRun:
         self._loader: object = None
 
     def _find_place(self) -> RankPlace:
-        """Ask the process group, or without one torchrun's variables."""
+        """Read the process group or, without one, torchrun's variables."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         else:
@@ -207,7 +207,7 @@ class LoopRun:
         )
 
     def _find_devices(self) -> tuple[Sequence[torch.device], torch.device | None]:
-        """Return the GPUs of this node on which torch has memory, and this rank's."""
+        """Return the GPUs of this node on which torch has memory, and this rank's GPU."""
         used: list[torch.device] = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             count = torch.cuda.device_count()
@@ -226,21 +226,21 @@ class LoopRun:
 
     @property
     def device(self) -> torch.device:
-        """Without a GPU, where the weights are."""
+        """This rank's GPU, or without one the device of the weights."""
         return self._device or next((weight.device for weight in self._weights()), torch.device("cpu"))
 
     @property
     def gpu(self) -> torch.device | None:
-        """``None`` where torch has no memory on a GPU."""
+        """This rank's GPU; ``None`` if torch has no memory on a GPU."""
         return self._device if self.gpus else None
 
     def follow(self, loader: object) -> None:
-        """Note the loader that steps come from."""
+        """Record the loader that the steps come from."""
         self._loader = getattr(loader, _GIVEN_LOADER, loader)
 
     @property
     def iterator(self) -> object | None:
-        """The one in use."""
+        """The iterator in use."""
         return self._iterator()
 
     @iterator.setter
@@ -251,27 +251,27 @@ class LoopRun:
             self._iterator = lambda: None
 
     def forget(self) -> None:
-        """Keep nothing of the loop alive."""
+        """Drop all references to the loop."""
         self._loader, self.optimizers, self._iterator = None, [], lambda: None
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note an optimizer that makes a step."""
+        """Record an optimizer that makes a step."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
 
     @property
     def loader(self) -> DataLoader[Any] | None:
-        """The one in use, if it is a ``torch.utils.data.DataLoader``."""
+        """The loader in use, if it is a ``torch.utils.data.DataLoader``."""
         return self._loader if isinstance(self._loader, DataLoader) else None
 
     @property
     def is_plain_ddp(self) -> bool:
-        """By the weights: those of sharded models are of other classes."""
+        """Whether this is plain DDP, judging by the weights: those of sharded models have other classes."""
         return self.place.world_size > 1 and all(type(weight) is torch.nn.Parameter for weight in self._weights())
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """As far as was seen."""
+        """The number of batches per optimizer step, as far as seen."""
         return max(1, round(self.logged_step / self.optimizer_steps)) if self.optimizer_steps else 1
 
     @property
@@ -284,12 +284,12 @@ class LoopRun:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The program's name stands for the model's."""
+        """The settings, with the program's name in place of the model's."""
         return {"model": _program()}
 
     @property
     def folder(self) -> str:
-        """Where the report goes by default."""
+        """The default folder of the report."""
         return os.path.join(os.getcwd(), FOLDER_NAME)
 
 
@@ -317,7 +317,7 @@ class FabricRun(LoopRun):
     @override
     def folder(self) -> str:
         for name in ("log_dir", "root_dir"):
-            with contextlib.suppress(Exception):  # there is no logger, or one of the user's raises
+            with contextlib.suppress(Exception):  # there is no logger, or a user's logger raises
                 if folder := getattr(self.loggers[0], name):
                     return str(folder)
         return super().folder

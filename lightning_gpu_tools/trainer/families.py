@@ -2,14 +2,14 @@
 
 Lightning exists twice, as ``lightning`` and as ``pytorch_lightning`` with ``lightning_fabric``, each with a Trainer and
 a Fabric. These four families have the same code in different classes, and a Trainer takes callbacks, plugins and
-strategies of its own family only. None is imported here before the program does so.
+strategies of its own family only. None of them is imported here before the program imports it.
 
 1. :func:`~lightning_gpu_tools.trainer.import_hooks.when_imported` acts as soon as a module of a family is imported.
 2. :func:`adopt` then gives our class the family's class as a base, so a callback is a real ``Callback`` everywhere.
 3. :class:`CheckpointIO` is an abstract base class, so registering is enough.
 4. :class:`FamilyStrategy` can serve one family only, because its methods check for models of that family. Once a
    Trainer or a Fabric takes it, its method resolution order leaves out the other families.
-5. Code that is given a Trainer, a model or a callback asks that object for its family: :func:`family_of`,
+5. Code that gets a Trainer, a model or a callback finds the family through that object: :func:`family_of`,
    :func:`base_of`, :func:`lookup`.
 
 The annotations in this file are not postponed: LightningCLI would import ``lightning`` to evaluate them.
@@ -26,18 +26,18 @@ from lightning_gpu_tools.trainer.import_hooks import FABRICS, FAMILIES, TRAINERS
 
 
 def family_of(thing: object) -> str | None:
-    """Return the family of an object or a class; ``None`` if it is of none."""
+    """Return the family of an object or a class; ``None`` if it has none."""
     cls = thing if isinstance(thing, type) else type(thing)
     return next(filter(None, map(_home, cls.__mro__)), None)
 
 
 def base_of(thing: object, name: str) -> type | None:
-    """Return the class of any family with this name that a thing is an object of; else ``None``."""
+    """Return the class with this name, of any family, that a thing is an instance of; else ``None``."""
     return next((one for one in type(thing).__mro__ if one.__name__ == name and _home(one)), None)
 
 
 def bases_of(cls: type) -> list[type]:
-    """Return the classes that one of ours has adopted, at most one of each family."""
+    """Return the classes that one of our classes has adopted, at most one per family."""
     found = {family: one for one in reversed(cls.__mro__) if (family := _home(one))}
     return list(found.values())
 
@@ -48,13 +48,13 @@ def is_lightnings(*definitions: Any) -> bool:
 
 
 def overrides(thing: object, base: str, method: str) -> bool:
-    """Return whether a method is not that of Lightning's class ``base``."""
+    """Return whether a method differs from that of Lightning's class ``base``."""
     lightnings, own = base_of(thing, base), getattr(thing, method, None)
     return lightnings is None or getattr(own, "__func__", own) is not getattr(lightnings, method, None)
 
 
 def lookup(thing: object, path: str) -> Any:
-    """Return what a thing's family has at a path such as ``"cli:instantiate_module"``."""
+    """Return the object that a thing's family has at a path such as ``"cli:instantiate_module"``."""
     return pkgutil.resolve_name(f"{family_of(thing)}.{path}")
 
 
@@ -69,11 +69,11 @@ def _home(cls: type) -> str | None:
 
 
 class Root:
-    """First base of what adopts others: it must stay, and not be ``object``."""
+    """The first base of classes that adopt others: it must stay, and must not be ``object``."""
 
 
 def adopt(cls: type, part: str, name: str, families: tuple[str, ...] = FAMILIES) -> None:
-    """Give a :class:`Root` a class of each family as a base, when that is imported."""
+    """Add a class of each family to the bases of a :class:`Root`, once its module is imported."""
 
     def add(module: ModuleType) -> None:
         own = [base for base in cls.__bases__ if not _home(base)]
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger as Logger
     from lightning.pytorch.strategies import Strategy as _Strategy
 else:
-    # For annotations alone.
+    # Only for annotations.
     LightningModule = Logger = Trainer = Any
     _Strategy = Root
 
@@ -102,8 +102,8 @@ else:
     class CUDAAccelerator(Root, metaclass=ABCMeta):
         """The ``CUDAAccelerator`` of every family."""
 
-    class CheckpointIO(metaclass=ABCMeta):  # noqa: B024 - nothing is to be inherited, only asked for
-        """What the ``CheckpointIO`` of every family is."""
+    class CheckpointIO(metaclass=ABCMeta):  # noqa: B024 - only for isinstance, nothing to inherit
+        """The abstract base of the ``CheckpointIO`` of every family."""
 
     adopt(Callback, "callbacks.callback", "Callback", TRAINERS)
     adopt(CUDAAccelerator, "accelerators.cuda", "CUDAAccelerator")
@@ -111,7 +111,7 @@ else:
 
 
 class _OfOneFamily(ABCMeta):
-    """Lets classes with a ``_family`` inherit from no other."""
+    """A metaclass that keeps classes with a ``_family`` from inheriting from any other."""
 
     def mro(cls) -> list[type]:
         order = super().mro()
@@ -119,15 +119,15 @@ class _OfOneFamily(ABCMeta):
         return order if family is None else [one for one in order if _home(one) in (None, family)]
 
 
-# What Trainer and Fabric read before they set anything.
+# Attributes that Trainer and Fabric read before they set any.
 _READ_FIRST = ("_accelerator", "_precision_plugin", "_precision", "_checkpoint_io", "cluster_environment")
 
 
 class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
-    """A strategy that joins the family of the Trainer or Fabric that takes it, for good.
+    """A strategy that permanently joins the family of the Trainer or Fabric that takes it.
 
-    Before, it has its options and what its own ``__init__`` has set, no more. It joins when its precision plugin is
-    set: that is early, and always one of their family. The accelerator, which comes before, may be of any.
+    Until then, it has only its options and what its own ``__init__`` has set. It joins when its precision plugin is
+    set: this happens early, and the plugin is always of their family. The accelerator, set earlier, may be of any.
     """
 
     _family: ClassVar[str | None] = None
@@ -143,7 +143,7 @@ class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
 
     @property
     def accelerator(self) -> Any:
-        """That of the Trainer or Fabric."""
+        """The accelerator of the Trainer or Fabric."""
         return vars(self).get("_accelerator_in_use")
 
     @accelerator.setter
@@ -187,12 +187,12 @@ class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
                 raise AttributeError(f"{kind!r} has no attribute {name!r} before a Trainer or a Fabric has taken it")
             if name in ("_precision_plugin", "_precision"):  # the one of a Trainer's strategy, the other of a Fabric's
                 raise self._taken()
-            return super().__getattribute__(name)  # which raises an error of its own
+            return super().__getattribute__(name)  # which raises its own error
 
 
 @functools.cache
 def own_class(front: type, **attributes: Any) -> Any:
-    """Return a class that differs from another one in these attributes alone."""
+    """Return a class that differs from ``front`` only in these attributes."""
     names = {"__module__": front.__module__, "__qualname__": front.__qualname__, "__doc__": front.__doc__}
     return type(front)(front.__name__, (front,), {**names, **attributes})
 
@@ -210,7 +210,7 @@ def _unpickled(front: type, family: str) -> Any:
 
 
 def _refuse_foreign(taker: str, name: str, part: object, family: str) -> None:
-    """Raise an error for a plugin that Lightning would replace without a word."""
+    """Raise an error for a plugin that Lightning would replace silently."""
     theirs = {*map(_package, filter(None, map(_home, type(part).__mro__)))}
     if theirs and _package(family) not in theirs:
         raise TypeError(

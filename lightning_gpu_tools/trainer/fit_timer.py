@@ -1,7 +1,7 @@
-"""Times one fit of one Trainer by its profiler, its loops and its loggers.
+"""The timing of one fit of one Trainer, through its profiler, its loops and its loggers.
 
-Lightning calls ``profiler.profile(name)`` for some thirty actions a step, and its ``PassThroughProfiler`` makes a
-generator for each. Here that is a lookup in a table, so timing does not slow training down.
+Lightning calls ``profiler.profile(name)`` for some thirty actions per step, and its ``PassThroughProfiler`` makes a
+generator for each. Here each call is a table lookup, so timing does not slow training down.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lightning_gpu_tools.training.phases import (
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 
-# Other hooks of validation are part of its phase.
+# Other validation hooks are part of the validation phase.
 _TIMED_HOOKS = frozenset(
     {
         "on_train_start",
@@ -62,7 +62,7 @@ _TIMED_HOOKS = frozenset(
     }
 )
 _TRANSFER_HOOKS = frozenset({"on_before_batch_transfer", "on_after_batch_transfer"})
-# Of the strategy, and of a model that does not override them.
+# Hooks of the strategy, and of a model that does not override them.
 _BATCH_HOOKS = frozenset({"on_after_batch_transfer", "on_train_batch_start"})  # may have kernels of their own
 _STEP_PARTS = {
     "training_step": FORWARD,
@@ -78,10 +78,10 @@ _Context = AbstractContextManager[Any]
 
 
 class FitTimer(Timer):
-    """Drives a step clock from ``Callback.setup`` to the end of the fit.
+    """A timer that drives a step clock from ``Callback.setup`` to the end of the fit.
 
-    What Lightning has under another name stays part of the phase around it and is named in ``unseen``. ``enter`` is
-    called with the phase when validation begins and when training goes on.
+    Methods that Lightning has under another name stay part of the surrounding phase and are listed in ``unseen``.
+    ``enter`` is called with the phase when validation begins and when training resumes.
     """
 
     def __init__(self, trainer: Trainer, clock: StepClock, enter: Callable[[Phase], None] = lambda phase: None) -> None:
@@ -123,7 +123,7 @@ class FitTimer(Timer):
     @property
     @override
     def is_trial(self) -> bool:
-        # BatchSizeFinder and LearningRateFinder take the callbacks out.
+        # BatchSizeFinder and LearningRateFinder remove the callbacks.
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         return bool(self._callbacks) and not any(callback in callbacks for callback in self._callbacks)
 
@@ -192,7 +192,7 @@ class FitTimer(Timer):
         self._wrap(run, gpu.around)
         self._wrap(run, memory.around_step)
         around = {"backward": memory.around_backward}
-        if is_automatic:  # else all of the step is in there
+        if is_automatic:  # else it contains the whole step
             around["training_step"] = memory.after_forward
 
         def sometimes(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,7 +222,7 @@ class FitTimer(Timer):
     def _time_actions(self) -> None:
         profiler = self._trainer.profiler  # type: ignore[attr-defined]
         context = _contexts(self._context)
-        if type(profiler) is base_of(profiler, "PassThroughProfiler"):  # does nothing, at a price
+        if type(profiler) is base_of(profiler, "PassThroughProfiler"):  # does nothing, but takes time
             self._wrappers.put(profiler, "profile", lambda profile: context)
         else:
             self._wrappers.put(profiler, "profile", lambda profile: _around(profile, context))
@@ -239,7 +239,7 @@ def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Marked(AbstractContextManager[Any]):
-    """A context before which something is done."""
+    """A context that calls ``mark`` before it is entered."""
 
     def __init__(self, mark: Callable[[], None], context: _Context) -> None:
         self._mark, self._context = mark, context
@@ -253,10 +253,10 @@ class _Marked(AbstractContextManager[Any]):
 
 
 class _Untimed(str):
-    """The context of an action that is not timed; it gives the action's name.
+    """The context of an action that is not timed; entering it returns the action's name.
 
     Both methods are C functions: some twenty are entered in every step, and the Python frames of a ``nullcontext`` were
-    a third of its cost. ``__exit__`` returns an empty text, so no error is held back.
+    a third of its cost. ``__exit__`` returns an empty string, so no error is suppressed.
     """
 
     __slots__ = ()
@@ -265,10 +265,10 @@ class _Untimed(str):
 
 
 def _contexts(make: Callable[[str], _Context]) -> Callable[[str], _Context]:
-    """Return what gives the context of an action: a C function, but for the first time that it is asked for one."""
+    """Return a function that returns the context of an action; it is a C function, except on an action's first call."""
 
     @lru_cache(_MAX_CONTEXTS)
-    def context(action_name: str) -> _Context:  # as in Lightning, so that it can be given by name
+    def context(action_name: str) -> _Context:  # named as in Lightning, to be passed by name
         try:
             return make(action_name)
         except Exception:  # noqa: BLE001 - a callback unlike any other is not timed
@@ -318,7 +318,7 @@ def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> st
                 return CHECKPOINT  # also for removing files and finding their names
             if not _is_ours(callback):
                 return f"{CALLBACK}/{type(callback).__name__}"
-            # What ours does there now and then is booked by `StepClock.as_own_work`.
+            # Occasional work of our callbacks there is booked by `StepClock.as_own_work`.
             return None if hook in ("on_train_batch_start", "on_train_batch_end") else MONITORING
     return None
 

@@ -1,4 +1,4 @@
-"""Warns during training of what it waits for."""
+"""A callback that warns, during training, about what training waits for."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from lightning_gpu_tools.trainer.measuring_callback import FitSession, Measuring
 
 
 class GPUUtilizationAdvisor(MeasuringCallback):
-    """Measures where each training step's time goes and warns, once, when too much of it is lost.
+    """A callback that measures where each training step's time goes, and warns once when too much of it is lost.
 
-    It names what holds training up: the wait for data with the DataLoader settings to use on this machine, a callback
-    or logger by name, checkpoints, validation, the start of epochs, the rank that all others wait for. Rank zero gets
-    the warning (:class:`~lightning_gpu_tools.errors.LowGPUUtilizationWarning`), and the report of a
-    :class:`~lightning_gpu_tools.GPUUtilizationMonitor` the findings. Without a GPU all of this is about the step.
+    It names what slows training down: the wait for data with the DataLoader settings to use on this machine, a callback
+    or logger by name, checkpoints, validation, the start of epochs, or the rank that all others wait for. Rank zero
+    gets the warning (:class:`~lightning_gpu_tools.errors.LowGPUUtilizationWarning`), and the report of a
+    :class:`~lightning_gpu_tools.GPUUtilizationMonitor` gets the findings. Without a GPU, all of this is about the step.
 
-    On a GPU only its idle time counts; nothing ever waits for the measuring. For idle time inside the step it names the
-    lines that wait for the GPU, too many small kernels, or work of the host. For a GPU that others use, too, the only
-    advice is to take another one.
+    On a GPU, only its idle time counts; nothing ever waits for the measurement. For idle time inside the step, it names
+    the lines that wait for the GPU, too many small kernels, or work on the host. For a GPU that others also use, the
+    only advice is to take another one.
 
-    Not yet verified on GPU hardware: everything about the GPU was tested on simulated ones.
+    Not yet verified on GPU hardware: everything about the GPU was tested on simulated GPUs.
 
     Args:
-        min_utilization_percent: Utilization below which a GPU counts as underused, by default the 70 of SageMaker
-            Debugger's LowGPUUtilization rule.
-        min_steps: Steady steps needed to judge, 50 by default: not the first 20, nor the first of an epoch.
+        min_utilization_percent: Utilization below which a GPU counts as underused; the default of 70 is that of
+            SageMaker Debugger's LowGPUUtilization rule.
+        min_steps: Steady steps needed for a verdict, 50 by default; not the first 20, nor the first of an epoch.
         min_seconds: Seconds of steady steps needed to warn during training, 20 by default. A quarter of that is needed
             for the verdict at the end; a shorter run is ``too_short``.
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of range.
 
     Example::
 
@@ -63,7 +63,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
     @property
     def diagnosis(self) -> Diagnosis | None:
-        """Of the fit that runs, or of the last one; ``None`` before the first."""
+        """The diagnosis of the running fit, or of the last one; ``None`` before the first."""
         return (self._session.diagnosis() if self._session is not None else None) or self._diagnosis
 
     @override

@@ -1,4 +1,4 @@
-"""Logs how busy the GPUs are while training runs, and reports at its end where the time went."""
+"""A callback that logs how busy the GPUs are during training, and reports at the end where the time went."""
 
 from __future__ import annotations
 
@@ -25,51 +25,51 @@ from lightning_gpu_tools.trainer.wrappers import Wrappers
 
 
 class GPUUtilizationMonitor(MeasuringCallback):
-    """Samples the GPUs in the background, logs what they did, and reports at the end where the time went.
+    """A callback that samples the GPUs in the background, logs metrics, and reports at the end where the time went.
 
-    Every logger gets the GPUs of rank 0's node, at the Trainer's ``log_every_n_steps``, and about once a minute those
-    of other nodes; in a job of more than 64 GPUs, ``gpu/all/<metric>/{min,mean,max}`` instead. What the hardware does
-    not report is absent, never 0. Validation is in the report only.
+    Every logger gets the GPUs of rank 0's node at the Trainer's ``log_every_n_steps``, and those of other nodes about
+    once a minute. In a job with more than 64 GPUs, it gets ``gpu/all/<metric>/{min,mean,max}`` instead. Values that the
+    hardware does not report are absent, never 0. Validation is only in the report.
 
-    Metrics of GPU ``i`` (torch device index; with ``devices="all"`` that of ``nvidia-smi``; on node ``n`` > 0
-    ``node<n>/gpu/<i>/...``) are ``gpu/<i>/...``, over the time since the last point:
+    Metrics of GPU ``i`` (torch device index; with ``devices="all"``, that of ``nvidia-smi``) are ``gpu/<i>/...``, on
+    node ``n`` > 0 ``node<n>/gpu/<i>/...``, over the time since the last point:
 
-    - ``utilization_percent/{mean,p5,p95}``: of the time, at least one kernel was running
-    - ``memory_used_bytes``, ``memory_total_bytes``: by everyone; all there is
+    - ``utilization_percent/{mean,p5,p95}``: share of time in which at least one kernel was running
+    - ``memory_used_bytes``, ``memory_total_bytes``: used by everyone; total of the GPU
     - ``power_watts``, ``temperature_celsius``: at the last poll
-    - ``energy_joules``: since training started, by a counter
-    - ``throttled_percent``: of the time, power or heat held the clocks down
+    - ``energy_joules``: since training started, from a counter
+    - ``throttled_percent``: share of time in which power or heat held the clocks down
     - ``pcie_{rx,tx}_bytes_per_second``: received and sent over PCIe
     - ``{sm_active,sm_occupancy,tensor_active,dram_active}_percent``: Hopper and later
-    - ``{own,others}_memory_bytes``, ``{own,others}_utilization_percent``: of this job's, of all other listed processes,
-      where the driver reports them
+    - ``{own,others}_memory_bytes``, ``{own,others}_utilization_percent``: of this job's processes and of all other
+      listed ones, where the driver reports them
 
-    At the end, also of a fit that failed, rank 0 prints the verdict, its reason, what to do next, where the wall time
-    went, and what the GPU's memory was used for. It writes the same as ``gpu_report.json`` into the log directory of
-    the Trainer's logger, or without one into the folder ``gpu_report`` of ``default_root_dir``, which may be a URL.
-    Loggers get a summary as ``gpu_tools/...``. The file is also written at least once a minute, for a process that is
+    At the end, even of a failed fit, rank 0 prints the verdict, its reason, what to do next, where the wall time went,
+    and what the GPU's memory was used for. It writes the same as ``gpu_report.json`` to the log directory of the
+    Trainer's logger, or without a logger to the folder ``gpu_report`` of ``default_root_dir``, which may be a URL.
+    Loggers get a summary as ``gpu_tools/...``. The file is also written at least once a minute, in case the process is
     killed. With the extra ``plot``, a child process then draws ``gpu_report.png`` and ``gpu_report.html``, unless the
-    run is too short to judge. Without a GPU the report holds the host's part. No fault of the monitor stops the
+    run is too short for a verdict. Without a GPU, the report covers the host only. No failure of the monitor stops
     training.
 
     Args:
         interval_s: Seconds between two polls of the driver's buffer, which holds several seconds.
-        devices: ``"trainer"`` = the GPUs that the Trainer uses; ``"all"`` = every GPU of the node, also when training
+        devices: ``"trainer"`` = the GPUs that the Trainer uses; ``"all"`` = every GPU of the node, even when training
             on the CPU.
         report: Whether to print and write the report.
         gpm: Whether to use the GPU performance monitors of Hopper and later, which are shared with Nsight and DCGM.
         prog_bar: Whether to show the current utilization on the progress bar, as ``gpu_busy``.
-        memory_history: Whether torch records its last 100,000 allocations on the GPU with their call stacks, at some
-            2 us each, and writes ``cuda_memory_snapshot.pickle`` (on other ranks ``..._rank<n>.pickle``) for
-            pytorch.org/memory_viz next to the report when memory runs out; of a report at a URL, into a temporary
-            local folder.
+        memory_history: Whether torch records its last 100,000 allocations on the GPU with their call stacks, at about
+            2 us each. When memory runs out, it writes ``cuda_memory_snapshot.pickle`` (on other ranks,
+            ``..._rank<n>.pickle``) for pytorch.org/memory_viz next to the report, or to a temporary local folder if
+            the report is at a URL.
         stall_after_s: Seconds without progress (a step, a batch, a hook, bytes of a checkpoint) after which to warn
-            (:class:`~lightning_gpu_tools.errors.StalledTrainingWarning`) with phase, stack, and the rank that all wait
-            for, and again at four times that; ``None`` = never. ``"auto"`` is the larger of 60 s and 5 times the
-            longest that this phase has taken, and 600 s before it has been seen to its end.
+            (:class:`~lightning_gpu_tools.errors.StalledTrainingWarning`) with the phase, the stack, and the rank that
+            all others wait for, and again after four times as long; ``None`` = never. ``"auto"`` is the larger of 60 s
+            and 5 times the longest that this phase has taken, and 600 s until the phase has ended once.
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of range.
 
     Example::
 
@@ -146,7 +146,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
             return
         if not trainer.is_global_zero:
             if session.ending.out_of_memory is not None and (diagnosis := session.diagnosis()) is not None:
-                say_verdict(diagnosis)  # rank 0 may wait for this rank for good
+                say_verdict(diagnosis)  # rank 0 may wait for this rank forever
             return
         if not session.clock.ran and session.ending.out_of_memory is None and session.ending.failure is None:
             missing = ", ".join(session.unseen)  # printed, because filters may hide a warning
@@ -168,7 +168,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
 
 
 def _with_utilization(gpus: GpuWatch, get_metrics: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return what the progress bar shows with the current utilization added."""
+    """Return ``get_metrics`` of the progress bar with the current utilization added."""
 
     def with_utilization(*args: Any, **kwargs: Any) -> dict[str, Any]:
         percent, shown = gpus.latest_percent, get_metrics(*args, **kwargs)

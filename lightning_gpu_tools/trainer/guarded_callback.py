@@ -1,4 +1,4 @@
-"""Keeps errors of this package from ending a training."""
+"""A guard that keeps errors of this package from ending training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def warn_that_off(what: str, error: Exception) -> None:
-    """Warn that something is off because of an error in it."""
+    """Warn that ``what`` is off because of an error in it."""
     text = printable("".join(traceback.format_exception_only(error)).strip(), max_length=200)
     only_warn(f"{what}, because of an error in it: {text}")
 
@@ -40,14 +40,14 @@ class GuardedCallback(Callback):
         """Do nothing more in this fit."""
 
     def survives(self, error: Exception) -> bool:
-        """Give up because of an error in a hook, unless it is the training's own or meant to end it."""
+        """Give up after an error in a hook, unless the error is the training's own or meant to end it."""
         if isinstance(error, self.intended) or is_of_dead_worker(error):  # raised wherever the main thread was
             return False
         self.turn_off(error)
         return True
 
     def turn_off(self, error: Exception) -> None:
-        """Give up because of an error, and warn."""
+        """Give up after an error, and warn."""
         with suppress(Exception):  # what is broken may break here, too
             self._give_up()
         rank_zero_only(warn_that_off)(f"{type(self).__name__} is off for the rest of this fit, without a report", error)
@@ -67,6 +67,6 @@ def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def guards_itself(hook: _Hook) -> _Hook:
-    """Mark a hook that asks :meth:`GuardedCallback.survives` itself: one that runs in every step saves a call."""
+    """Mark a hook that calls :meth:`GuardedCallback.survives` itself, which saves a call in hooks of every step."""
     vars(hook)["guards_itself"] = True
     return hook

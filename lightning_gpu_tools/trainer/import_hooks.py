@@ -1,14 +1,14 @@
-"""Acts when a module of Lightning is imported.
+"""Actions that run when a module of Lightning is imported.
 
-``import lightning_gpu_tools`` runs this file, so it imports nothing: `typing` alone takes as long as starting Python
-does without it.
+``import lightning_gpu_tools`` runs this file, so it imports nothing: importing `typing` alone takes as long as starting
+Python without it.
 """
 
 from __future__ import annotations
 
 import sys
 
-TYPE_CHECKING = False  # as type checkers take it, without the import of `typing`
+TYPE_CHECKING = False  # true for type checkers, without an import of `typing`
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
@@ -20,7 +20,7 @@ FAMILIES = TRAINERS + FABRICS
 
 
 class _Finder:
-    """Finds the modules that somebody waits for."""
+    """A finder for the modules that actions wait for."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[ModuleType], object]]] = {}
@@ -36,7 +36,7 @@ class _Finder:
 
 
 class _Loader:
-    """Loads a module, and then does what waited for it."""
+    """A loader that loads a module, then runs the actions that waited for it."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -58,7 +58,7 @@ sys.meta_path.insert(0, _finder)
 
 
 def when_imported(part: str, act: Callable[[ModuleType], object], families: tuple[str, ...] = FAMILIES) -> None:
-    """Act on a module of each family, now or when it is imported; what that raises is a warning."""
+    """Call ``act`` on a module of each family, now or when it is imported; its exceptions become warnings."""
     for family in families:
         name = f"{family}.{part}"
         module = sys.modules.get(name)
@@ -76,7 +76,7 @@ def _act(act: Callable[[ModuleType], object], module: ModuleType) -> None:
 
 
 def only_warn(message: str) -> None:
-    """Warn, whatever the filters are: none hides it, or makes it an error of the program."""
+    """Warn regardless of filters: none hides the warning or turns it into an error of the program."""
     import warnings
 
     with warnings.catch_warnings():

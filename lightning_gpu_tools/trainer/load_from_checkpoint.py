@@ -1,4 +1,4 @@
-"""Build a LightningModule from a checkpoint."""
+"""Building a LightningModule from a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from lightning_gpu_tools.units import printable, printable_path
 
 Module = TypeVar("Module", bound="LightningModule")
 
-# LightningCLI's mark in a checkpoint whose nested classes are to be built. Anything else there could run any function.
+# LightningCLI's mark in a checkpoint with nested classes to build. Any other value there could run any function.
 _CLI_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 
 
 def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str], taker: object) -> dict[str, Any]:
-    """Return a checkpoint, or bare weights, as a checkpoint of the version of Lightning that ``taker`` is of.
+    """Return a checkpoint, or bare weights, as a checkpoint of ``taker``'s version of Lightning.
 
     Raises:
         BrokenCheckpointError: There are no weights in it, or Lightning cannot migrate it from its version.
@@ -44,10 +44,10 @@ def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str], taker: o
 
 
 def migrated(checkpoint: Mapping[str, Any], path: str | os.PathLike[str], taker: object) -> dict[str, Any]:
-    """Return a copy of a Lightning checkpoint for the version of Lightning that ``taker`` is of.
+    """Return a copy of a Lightning checkpoint, migrated to ``taker``'s version of Lightning.
 
     Raises:
-        BrokenCheckpointError: It is not what the version that it names has written.
+        BrokenCheckpointError: It is not what the version that it names would have written.
     """
     changed_in_place = {name: checkpoint[name] for name in ("callbacks", "loops") if name in checkpoint}
     try:
@@ -69,7 +69,7 @@ def _build_module(
     hparams_file: str | os.PathLike[str] | None,
     arguments: Mapping[str, Any],
 ) -> Module:
-    """Call ``model_class`` with the hyperparameters of a checkpoint; ``arguments`` come before them."""
+    """Call ``model_class`` with the hyperparameters of a checkpoint; ``arguments`` take precedence over them."""
     given = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
     if hparams_file is not None:
         given = _read_hparams(hparams_file, model_class)
@@ -144,7 +144,7 @@ def _built_by_its_class(
         build = functools.partial(build, weights_only=False)
     with _trusting_files():
         if root is None:
-            with contextlib.suppress(RuntimeError):  # of load_state_dict; any other comes again
+            with contextlib.suppress(RuntimeError):  # from load_state_dict; any other is raised again
                 return build(path, strict=strict)
         model = build(path, strict=False)
     content, _ = read_weights(path, weights_only=False)
@@ -184,10 +184,10 @@ def load_from_checkpoint(
 ) -> Module:
     """Build a LightningModule with the hyperparameters in a checkpoint and load its weights, whatever wrapped them.
 
-    Like ``model_class.load_from_checkpoint``, which no plugin can reach, but keys are fitted to the model as in
-    :func:`load_weights`, the model is on the CPU by default, and files that hold more than plain data are refused, also
-    those from a URL. A class's own ``load_from_checkpoint``, which opens files in its own way, is used only with
-    ``weights_only=False``.
+    It works like ``model_class.load_from_checkpoint``, which no plugin can reach, but differs in three ways. Keys are
+    fitted to the model as in :func:`load_weights`, the model is on the CPU by default, and files that hold more than
+    plain data are refused, even those from a URL. A class's own ``load_from_checkpoint``, which opens files in its own
+    way, is used only with ``weights_only=False``.
 
     Args:
         model_class: The LightningModule's class.
@@ -196,12 +196,12 @@ def load_from_checkpoint(
         map_location: Device for the weights and the model, or anything else that ``torch.load`` takes.
         hparams_file: A ``.yaml`` or ``.csv`` file with hyperparameters, in place of those in the checkpoint.
         strict: As for :func:`load_weights`; ``None`` leaves it to the model's ``strict_loading``.
-        weights_only: If false, opening the file may run code that is in it.
+        weights_only: If false, opening the file may run code in it.
         **kwargs: Arguments of ``model_class``, in place of those in the checkpoint.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit.
-        UnsafeCheckpointError: It holds more than plain data, as hyperparameters of other classes are.
+        UnsafeCheckpointError: It holds more than plain data, such as hyperparameters of other classes.
         BrokenCheckpointError: An entry is not what Lightning writes, or the file is damaged.
         ValueError: ``hparams_file`` is neither ``.yaml`` nor ``.csv``.
         TypeError: ``model_class`` is not the class of a LightningModule.

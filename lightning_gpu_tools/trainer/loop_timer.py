@@ -1,4 +1,4 @@
-"""Times a loop without a Trainer, by what it calls between its batches."""
+"""The timing of a loop without a Trainer, based on its calls between batches."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ class Loop:
     """One pass over one loader."""
 
     def __init__(self) -> None:
-        # Booked before its iterator was made, or before it asked for a batch of another loop's step.
+        # The account before its iterator was created, or before it fetched a batch for another loop's step.
         self.around: Account | None = None
         self.is_validation = False
         self.batches = 0  # of validation
 
 
 class LoopTimer(Timer):
-    """Drives a step clock from the loops of one thread.
+    """A timer that drives a step clock from the loops of one thread.
 
-    A step lasts from one batch to the next. Up to backward it is in forward; from the last step of an optimizer on it
-    is in code that a Trainer would have in callbacks. A loop that asks for a batch in a step of another loop, before an
-    optimizer's step, loads data for that step, as in ``zip(run.batches(a), run.batches(b))``. A loop without gradients,
-    in a training that has had some, is validation.
+    A step lasts from one batch to the next. Up to backward, it counts as forward; after the last optimizer step, it
+    counts as code that a Trainer would have in callbacks. A loop that fetches a batch in another loop's step, before an
+    optimizer step, loads data for that step, as in ``zip(run.batches(a), run.batches(b))``. A loop without gradients is
+    validation if training has already had gradients.
 
-    ``enter`` is called with the phase when validation begins and when training goes on, ``after_step`` after each step,
+    ``enter`` is called with the phase when validation begins and when training resumes, ``after_step`` after each step,
     before the next one begins.
     """
 
@@ -114,7 +114,7 @@ class LoopTimer(Timer):
         return self._wrappers.missing
 
     def start(self) -> None:
-        """Start the clock, and listen to the loop."""
+        """Start the clock, and hook into the loop."""
         clock, put = self._clock, self._wrappers.put
         self._hooks = [
             torch_optimizer.register_optimizer_step_pre_hook(partial(self._safely, self._optimizer_begins)),
@@ -148,7 +148,7 @@ class LoopTimer(Timer):
         self._hooks = []
 
     def open(self, loop: Loop, loader: object) -> None:
-        """Begin a pass: its iterator is about to be made."""
+        """Begin a pass, before its iterator is created."""
         if self._is_elsewhere():
             return
         if self._has_trained and not torch.is_grad_enabled():
@@ -171,12 +171,12 @@ class LoopTimer(Timer):
         return remembered
 
     def opened(self, loop: Loop) -> None:
-        """The iterator is made."""
+        """Continue a pass once its iterator has been created."""
         if loop.around is not None and not loop.is_validation:
             self._clock.switch(loop.around)
 
     def begin_fetch(self, loop: Loop) -> None:
-        """A loop asks for a batch."""
+        """Begin the fetch of a batch."""
         if loop.is_validation or self._is_elsewhere():
             return
         clock = self._clock
@@ -190,7 +190,7 @@ class LoopTimer(Timer):
         clock.begin_fetch()
 
     def end_fetch(self, loop: Loop) -> bool:
-        """Return whether a step begins with the batch that has come."""
+        """End the fetch of a batch; return whether a step begins with it."""
         if loop.is_validation or self._is_elsewhere():
             return False
         if self._fetching is not loop:
@@ -212,7 +212,7 @@ class LoopTimer(Timer):
         return True
 
     def close(self, loop: Loop) -> None:
-        """End a pass, whatever has ended it."""
+        """End a pass, for whatever reason."""
         is_own_thread = not self._is_elsewhere(even_aside=True)
         if loop.is_validation:
             if is_own_thread and self._clock.current is self._validation and loop.around is not None:
@@ -220,7 +220,7 @@ class LoopTimer(Timer):
                 self._clock.cut_at_edge()
                 self._enter("training")
             return
-        # Its iterator could not be made, or another loop goes on.
+        # Its iterator could not be created, or another loop continues.
         waits = self._clock.current in (self._epoch_start, self._data_loading) and self._fetching is None
         if is_own_thread and waits and loop.around is not None:
             self._clock.switch(loop.around)
@@ -237,7 +237,7 @@ class LoopTimer(Timer):
                 self._clock.switch(self._outside)
 
     def end_step(self) -> None:
-        """End the step that is open, if there is one."""
+        """End the open step, if there is one."""
         if self._step_is_open:
             self._step_is_open = False
             self._end_gpu_step()
@@ -254,7 +254,7 @@ class LoopTimer(Timer):
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Book what is done meanwhile on a phase of the report or the user's."""
+        """Book the time in this context on a phase of the report or the user's own."""
         if self._is_elsewhere(even_aside=True):
             yield
             return
@@ -279,7 +279,7 @@ class LoopTimer(Timer):
         return threading.get_ident() != self._thread or (self._asides > 0 and not even_aside)
 
     def _safely(self, action: _Function, *arguments: Any) -> Any:
-        """Act; an error ends the measuring after the step."""
+        """Call ``action``; an error ends the measurement after the step."""
         if self.fault is None:
             try:
                 return action(*arguments)
@@ -302,7 +302,7 @@ class LoopTimer(Timer):
                 self._clock.begin_anew()
 
     def _meeting_backward(self, backward: _Function) -> _Function:
-        """Return ``torch.autograd.backward``, timed, with its wait for other ranks apart."""
+        """Return ``torch.autograd.backward``, timed, with its wait for other ranks kept separate."""
         timed = self._timed_backward(backward)
         if self._run.place.world_size == 1:
             return timed
@@ -325,7 +325,7 @@ class LoopTimer(Timer):
         return timed
 
     def _backward_begins(self) -> Account | None:
-        """Return what comes after it; ``None`` if this is not part of a step."""
+        """Return the account for the time after backward; ``None`` if this is not part of a step."""
         if not self._is_in_step():
             return None
         self._note_training()

@@ -1,4 +1,4 @@
-"""What the monitor and the advisor share: the session of a Trainer's fit, from ``setup`` to the end."""
+"""The session of a Trainer's fit, from ``setup`` to the end, which the monitor and the advisor share."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 
 
 class FitSession(Session):
-    """Shared by the callbacks of a fit, until the last one releases it or the Trainer's run ends.
+    """A session shared by the callbacks of a fit, until the last one releases it or the Trainer's run ends.
 
-    Lightning does not tell every callback of the end: a tuner that raises has taken them out, and one that raises at
-    the end keeps the rest from being called. So the session listens for the end itself, and tells who is left.
+    Lightning does not notify every callback of the end: a tuner that raises has removed them, and one that raises at
+    the end keeps the rest from being called. So the session detects the end itself, and notifies the rest.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -42,7 +42,7 @@ class FitSession(Session):
     def of(cls, trainer: Trainer, user: Callback) -> FitSession:
         """Return the session of the fit that is about to begin."""
         session = _sessions.get(trainer)
-        if session is not None and session.clock.ran:  # of the fit in which this one begins
+        if session is not None and session.clock.ran:  # of the outer fit, inside which this one begins
             session._end()
             session = None
         if session is None:
@@ -51,7 +51,7 @@ class FitSession(Session):
         return session
 
     def release(self, user: Callback) -> None:
-        """Give the session back; what it measured stays readable."""
+        """Release the session; its measurements stay readable."""
         self._users = [one for one in self._users if one is not user]
         if not self._users:
             self._end()
@@ -85,7 +85,7 @@ class FitSession(Session):
         try:
             for user in tuple(self._users):
                 end(user, self._trainer.lightning_module)
-        finally:  # also if Ctrl-C comes meanwhile
+        finally:  # even if Ctrl-C comes meanwhile
             self._end()
 
 
@@ -93,10 +93,10 @@ _sessions: WeakKeyDictionary[Trainer, FitSession] = WeakKeyDictionary()
 
 
 class MeasuringCallback(GuardedCallback):
-    """Takes part in the session of each fit, from ``setup`` to its end."""
+    """A callback that takes part in the session of each fit, from ``setup`` to its end."""
 
     def __init__(self) -> None:
-        self.yields = False  # to a callback of the user's of the same class
+        self.yields = False  # gives way to a user's callback of the same class
         self._session: FitSession | None = None
         self._next_step = 0.0
 
@@ -110,7 +110,7 @@ class MeasuringCallback(GuardedCallback):
         """Act when training starts."""
 
     def _stepped(self, trainer: Trainer, session: FitSession) -> float:
-        """Act after a step; return the clock's step after which to be called again."""
+        """Act after a step; return the clock's step after which to call this again."""
         return math.inf
 
     def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
@@ -120,12 +120,12 @@ class MeasuringCallback(GuardedCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         is_replaced = self.yields and self._is_replaced(trainer.callbacks)  # type: ignore[attr-defined]
         if stage == "fit" and not is_disabled() and not is_replaced:
-            self._give_up()  # a fit whose end was not announced
+            self._give_up()  # a fit whose end was not reported
             self._session = FitSession.of(trainer, self)
             self._opened(trainer, self._session)
 
     def _is_replaced(self, callbacks: Sequence[Callback]) -> bool:
-        # Lightning has added ours to the user's list, perhaps for an earlier Trainer, too.
+        # Lightning has added ours to the user's list, perhaps for an earlier Trainer as well.
         same = [other for other in callbacks if isinstance(other, type(self))]
         return any(not other.yields for other in same) or self not in same[:1]
 
@@ -136,7 +136,7 @@ class MeasuringCallback(GuardedCallback):
             self._next_step = 0.0
             self._began(trainer, self._session)
 
-    # The next two run in every step of each callback, so they call as little as they can.
+    # The next two run in every step of each callback, so they make as few calls as possible.
 
     @override
     @guards_itself

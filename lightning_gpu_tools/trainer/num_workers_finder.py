@@ -1,4 +1,4 @@
-"""Finds DataLoader settings in a short pause of the training."""
+"""A callback that finds DataLoader settings in a short pause of training."""
 
 from __future__ import annotations
 
@@ -42,39 +42,39 @@ from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 from lightning_gpu_tools.units import number_ranges
 
-# Our default: ranks come to a search at the same time, and trials end with the budget.
+# Our default: ranks reach a search at the same time, and trials end with the budget.
 _RANKS_TIMEOUT_S = 10.0
 _POLL_S = 0.005
 _OBSTACLE = "The training loader is left as it is: {}."
 
 
 class NumWorkersFinder(GuardedCallback):
-    """Finds ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory``, and applies them.
+    """A callback that finds and applies ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory``.
 
     If training waits for data in its first 25 steps, it pauses, usually for 2 to 10 s. The few settings that suit the
     cost of a batch and this machine's cores, memory and ``/dev/shm`` are tried with a stand-in for the training step.
-    The fewest workers within 3 % of the best load from the next batch on. If a hundred steps with them take longer than
-    those before, the original settings load the next hundred. They stay if their steps are faster by more than noise
-    explains (the 95 % intervals of both medians do not overlap), or if loading fails.
+    From the next batch on, the fewest workers within 3 % of the best are used. If a hundred steps with them take longer
+    than those before, the original settings are used for the next hundred. They stay if their steps are faster by more
+    than noise explains (the 95 % intervals of both medians do not overlap), or if loading fails.
 
-    Batches, their order and the random numbers of the training process stay the same. Only with ``num_workers=0``,
-    random numbers that the dataset itself draws come from the workers afterwards, as with every change of
-    ``num_workers``; the result says so. No failure of this callback reaches your training.
+    Batches, their order and the random numbers of the training process stay the same. There is one exception: with
+    ``num_workers=0``, random numbers that the dataset draws come from the workers afterwards, as with every change of
+    ``num_workers``; the result reports it. No failure of this callback reaches your training.
 
-    These keep their settings, with the reason in the result: a dataset that is iterable, that holds an open file, a
-    lock or a running generator, or that changes while it is used (a cache, a random generator of its own); a sampler
-    that draws random numbers during the epoch; a loader with a position (``StatefulDataLoader``) or a
-    ``_get_iterator`` of its own, or ``in_order=False``. Of several training loaders the first that can be changed is.
+    Some loaders keep their settings, with the reason in the result. Their dataset is iterable, holds an open file, a
+    lock or a running generator, or changes while it is used (a cache, its own random generator); their sampler draws
+    random numbers during the epoch; or they have a position (``StatefulDataLoader``), their own ``_get_iterator``, or
+    ``in_order=False``. Of several training loaders, only the first that can be changed is changed.
 
-    All ranks decide the same. Nothing happens with ``fast_dev_run``, ``overfit_batches``, ``barebones``, or in trials
-    of a tuner. Where the step computes on the CPU, it takes a predicted gain of more than 15 %.
+    All ranks make the same decision. Nothing happens with ``fast_dev_run``, ``overfit_batches``, ``barebones``, or in
+    trials of a tuner. If the step computes on the CPU, a change requires a predicted gain of more than 15 %.
 
     Args:
-        budget_s: Most seconds that training may pause, also if an item of the dataset hangs.
-        apply: Whether to use what was found; else it is only measured.
+        budget_s: Maximum seconds that training may pause, even if an item of the dataset hangs.
+        apply: Whether to use the settings found; otherwise they are only measured.
 
     Attributes:
-        result: Has ``.settings``, ``.reason`` and ``.trials``; ``None`` until it is known.
+        result: The result with ``.settings``, ``.reason`` and ``.trials``; ``None`` until it is known.
 
     Raises:
         ValueError: ``budget_s`` is not a positive number.
@@ -144,7 +144,7 @@ class NumWorkersFinder(GuardedCallback):
 
 
 class _Adopted(NamedTuple):
-    """A training loader as the Trainer was given it, and as it got it."""
+    """A training loader as given to the Trainer, and the one made to replace it."""
 
     given: object
     made: object
@@ -160,7 +160,7 @@ class _Adopted(NamedTuple):
 
 
 class _Fit:
-    """The training loaders of one fit, and the search."""
+    """The training loaders of one fit, and the search for their settings."""
 
     def __init__(self, trainer: Trainer, session: FitSession, finder: NumWorkersFinder) -> None:
         self._trainer = trainer
@@ -168,7 +168,7 @@ class _Fit:
         self._released = False
         self._finder = finder
         self._adopted: dict[int, _Adopted] = {}  # by place
-        self._place: int | None = None  # of the next training loader, while these are made
+        self._place: int | None = None  # of the next training loader, while loaders are created
         self._tuned: int | None = None  # the place of the loader that the search is for
         self._study: list[Step] = []
         self._tried: list[Step] = []  # with the settings found
@@ -210,10 +210,10 @@ class _Fit:
     def _adopt(self, loader: object, place: int) -> object:
         before = self._adopted.get(place)
         if before is not None and (loader is before.given or loader is before.made):
-            return before.made  # its persistent workers go on
+            return before.made  # keeps its persistent workers
         try:
             after = _Adopted(loader, switchable(loader))  # type: ignore[arg-type]
-        except Exception as error:  # noqa: BLE001 - a subclass may not let itself be copied
+        except Exception as error:  # noqa: BLE001 - a subclass may refuse to be copied
             after = _Adopted(loader, loader, str(error))
         self._adopted[place] = after
         replaced = None if before is None else before.switch
@@ -311,13 +311,13 @@ class _Fit:
         _say(f"training pauses for at most {self._finder.budget_s:g} s to try DataLoader settings.")
         found = search(
             given,
-            # Ranks wait for each other inside the step, so the shortest one is the step itself.
+            # Ranks wait for each other inside the step, so the shortest time is that of the step itself.
             step=StepCost(**min((facts["step"] for facts in everyones), key=lambda cost: float(cost["wall_s"]))),
             host=read_host_budget(local_ranks=run.place.local_ranks),
             cuda=trains_on_gpu(trainer),
             budget_s=self._finder.budget_s,
             alone_s=None if switch.original.num_workers else mean(one.wait_s for one in self._study),
-            # Workers cannot outlive an epoch whose loader is made again.
+            # Workers cannot outlive an epoch whose loader is recreated.
             epoch_steps=None if trainer.reload_dataloaders_every_n_epochs else run.epoch_steps,  # type: ignore[attr-defined]
             bar=trainer.is_global_zero and trainer.progress_bar_callback is not None,
             gather=self._gather,
@@ -325,7 +325,7 @@ class _Fit:
         self._use(switch, found)
 
     def _obstacle(self, switch: Switch | None) -> tuple[str | None, str | None]:
-        """Return why the loader has to be left alone, and why there is nothing to gain."""
+        """Return why the loader cannot be changed, and why there is nothing to gain."""
         if self._wrappers.missing:
             return f"this version of Lightning has no {self._wrappers.missing[0]}", None
         if switch is None:
@@ -356,7 +356,7 @@ class _Fit:
     ) -> None:
         switch.use(settings)
         switch.fetches = []
-        both = (switch.original, chosen)  # the loader in use delivers what it has begun
+        both = (switch.original, chosen)  # the loader in use still delivers batches that it has begun
         self._ramp_up = max(one.num_workers * (1 + (one.prefetch_factor or 0)) for one in both) + 2
         self._due = self._steps + self._ramp_up + confirm_steps(*both)
         self._next = then
@@ -377,13 +377,13 @@ class _Fit:
         if fault:
             self._take_back(f"They failed in use ({fault})")
         elif any(facts["slower"] for facts in everyones):
-            # Other programs may have slowed the machine down since: the original settings load as many steps now.
+            # Other programs may have slowed the machine down since: now try the original settings for as many steps.
             self._try_in_use(switch, switch.original, result.settings, self._compare)
         elif steps:
             self.result = dataclasses.replace(result, confirmed=True, wait_share=wait_share(steps))
 
     def _compare(self) -> None:
-        """Keep the original settings only if their steps are faster now, by more than noise explains."""
+        """Keep the original settings only if their steps are now faster by more than noise explains."""
         switch, result = self._switch, self.result
         if switch is None or result is None or result.settings is None:
             return
@@ -445,18 +445,18 @@ class _Fit:
             self._session.release(self._finder)
 
     def end(self) -> None:
-        # Before the report is made.
+        # Before the report is created.
         for switch in self._switches:
             if switch.fault is not None:
                 self._take_back(f"They failed in use ({switch.fault})")
         result, tuned = self.result, self._switch
         if result is not None and result.applied and tuned is not None and tuned.in_use == tuned.original:
-            self.result = dataclasses.replace(result, applied=False)  # it ended while these were compared
+            self.result = dataclasses.replace(result, applied=False)  # training ended during the comparison
         if self.result is None:
             self._leave(f"Training ended after {self._steps} steps, before {STUDY_STEPS} were seen.")
 
     def close(self) -> None:
-        # May be called again after Ctrl-C, for what the first time has not come to.
+        # May be called again after Ctrl-C, for whatever the first call did not reach.
         self._wrappers.undo()
         for one in self._adopted.values():
             one.restore()
@@ -473,9 +473,9 @@ def _words(settings: LoaderSettings) -> str:
 
 
 def _log_to(logger: Logger, found: dict[str, Any]) -> None:
-    # Without metrics TensorBoard's leaves the user's summary and hp_metric as they are.
+    # Without metrics, TensorBoard's logger leaves the user's summary and hp_metric as they are.
     options: dict[str, Any] = {"metrics": {}} if base_of(logger, "TensorBoardLogger") else {}
     try:
         logger.log_hyperparams(found, **options)
-    except Exception as error:  # noqa: BLE001 - a logger of anybody's; training must go on
+    except Exception as error:  # noqa: BLE001 - any logger may fail; training must go on
         rank_zero_warn(f"{type(logger).__name__} did not take the DataLoader settings: {error!r}")

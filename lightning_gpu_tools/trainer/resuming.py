@@ -1,4 +1,4 @@
-"""While a Trainer restores a checkpoint: weights alone are refused early, and errors name the file and the part."""
+"""Checks while a Trainer restores a checkpoint: weights alone are refused early; errors name the file and the part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIBRARIES = ("copy.", "lightning.", "pytorch_lightning.", "torch.")
 
 
 def check_while_restoring(trainer: Trainer, wrappers: Wrappers) -> None:
-    """Refuse weights alone before the first of them is loaded, and name what cannot be restored, until taken off."""
+    """Refuse weights alone before any is loaded, and name what cannot be restored, until ``wrappers`` are removed."""
     wrappers.put(trainer.strategy, "load_model_state_dict", functools.partial(_checked_before_weights, trainer))
     if trainer.strategy.restore_checkpoint_after_setup:
         wrappers.put(trainer.strategy, "load_checkpoint", functools.partial(_checked_before_reading, trainer))
@@ -33,7 +33,7 @@ def check_while_restoring(trainer: Trainer, wrappers: Wrappers) -> None:
 
 
 def check_before_restoring(trainer: Trainer) -> None:
-    """Refuse weights alone once all hooks have run, and warn of another number of optimizers, for ``fit``."""
+    """Refuse weights alone once all hooks have run, and warn if the number of optimizers differs, for ``fit``."""
     checkpoint = compat.loaded_checkpoint(trainer)
     if not checkpoint:
         return
@@ -58,7 +58,7 @@ def _refuse_weights_alone(checkpoint: Mapping[str, Any], trainer: Trainer, path:
 
 
 def _checked_before_weights(trainer: Trainer, load: Callable[..., None]) -> Callable[..., None]:
-    """Check what the model's hook has left, unless a callback's hook, which comes later, may still complete it."""
+    """Check the checkpoint after the model's hook, unless a callback's hook, which comes later, may complete it."""
 
     def load_model_state_dict(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def _named(trainer: Trainer, entry: str, restore: Callable[[], None]) -> Callabl
 
 
 def _parts(trainer: Trainer, entry: str) -> Iterator[tuple[str, object]]:
-    """Yield what gets one value each of an entry, with the value's key there."""
+    """Yield each object that gets one value of an entry, with the value's key in the entry."""
     if entry == "callbacks":
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         yield from ((f'"{printable(callback.state_key)}"', callback) for callback in callbacks)
@@ -112,7 +112,7 @@ def _parts(trainer: Trainer, entry: str) -> Iterator[tuple[str, object]]:
 
 @contextlib.contextmanager
 def _naming(part: str, trainer: Trainer) -> Iterator[None]:
-    """Say which part of which file torch's or Lightning's code cannot load; errors of the user's code pass."""
+    """Name the part and the file that torch's or Lightning's code cannot load; pass on errors of the user's code."""
     try:
         yield
     except Exception as error:

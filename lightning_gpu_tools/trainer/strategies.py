@@ -20,22 +20,22 @@ from lightning_gpu_tools.trainer.families import FamilyStrategy, Root, adopt, ba
 
 @documented
 class _FreeMemory(FamilyStrategy):
-    """Picks GPUs for a strategy, with the options of :func:`lightning_gpu_tools.select_gpus`.
+    """A strategy that picks its GPUs, with the options of :func:`lightning_gpu_tools.select_gpus`.
 
-    ``devices=[0, 1]`` means 2 here, because a strategy cannot tell the two apart, as
-    :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` can; other lists are respected and checked. With
-    ``devices="auto"`` every visible GPU has to qualify. It belongs to the first Trainer or Fabric that takes it.
+    ``devices=[0, 1]`` means 2 here, because a strategy cannot distinguish the two, unlike
+    :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator`; other lists are respected and checked. With
+    ``devices="auto"``, every visible GPU must qualify. A strategy belongs to the first Trainer or Fabric that takes it.
 
     Args:
         bind_numa: Keep each process on the CPU cores near its GPU (Linux).
-        **kwargs: Those of Lightning's strategy.
+        **kwargs: Options of Lightning's strategy.
 
     Raises:
         NotEnoughGpusError: Not enough GPUs qualify.
         TypeError: An option is unknown.
     """
 
-    _wrapper: ClassVar[str | None] = None  # gets the options that Lightning's strategy does not know
+    _wrapper: ClassVar[str | None] = None  # gets the options that Lightning's strategy does not have
     _runs_on_cpu: ClassVar[bool] = False
     _max_devices: ClassVar[int | None] = None
 
@@ -66,7 +66,7 @@ class _FreeMemory(FamilyStrategy):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         if devices and devices[0].type == "cuda":
             indices = [device.index for device in devices][: self._max_devices]
-            is_count = indices == list(range(len(indices)))  # as where the Trainer was given a number
+            is_count = indices == list(range(len(indices)))  # as when the Trainer was given a number
             placed = placement.place(len(indices) if is_count else indices, self._request, cuda_uuids)
             self._refuse_numbers(placed)
             devices = [torch.device("cuda", index) for index in placed]
@@ -117,7 +117,7 @@ class _FirstDevice(Root):
 
 
 class FreeMemoryStrategy(_FreeMemory, _FirstDevice):
-    """Trains on the one GPU with the most free memory, however many ``Trainer(devices=...)`` asks for."""
+    """Training on the single GPU with the most free memory, however many ``Trainer(devices=...)`` requests."""
 
     strategy_name = "free_memory"
     _max_devices = 1
@@ -129,7 +129,7 @@ class FreeMemoryStrategy(_FreeMemory, _FirstDevice):
 
 
 class FreeMemoryDDPStrategy(_FreeMemory):
-    """DDP on the GPUs with the most free memory, as many as ``Trainer(devices=...)`` asks for; on the CPU plain DDP."""
+    """DDP on the GPUs with the most free memory, as many as ``Trainer(devices=...)`` requests; plain DDP on the CPU."""
 
     strategy_name = "ddp_free_memory"
     _wrapper = "torch.nn.parallel:DistributedDataParallel"
@@ -137,14 +137,14 @@ class FreeMemoryDDPStrategy(_FreeMemory):
 
 
 class FreeMemoryFSDPStrategy(_FreeMemory):
-    """FSDP on the GPUs with the most free memory, as many as ``Trainer(devices=...)`` asks for."""
+    """FSDP on the GPUs with the most free memory, as many as ``Trainer(devices=...)`` requests."""
 
     strategy_name = "fsdp_free_memory"
     _wrapper = "torch.distributed.fsdp:FullyShardedDataParallel"
 
 
 class FreeMemoryDeepSpeedStrategy(_FreeMemory):
-    """DeepSpeed on the GPUs with the most free memory, as many as ``Trainer(devices=...)`` asks for."""
+    """DeepSpeed on the GPUs with the most free memory, as many as ``Trainer(devices=...)`` requests."""
 
     strategy_name = "deepspeed_free_memory"
 

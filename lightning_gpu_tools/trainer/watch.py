@@ -1,4 +1,4 @@
-"""Monitor and advisor for loops without a Trainer."""
+"""The monitor and the advisor for loops without a Trainer."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def watch(
     min_seconds: float = MIN_SECONDS,
     stall_after_s: float | Literal["auto"] | None = "auto",
 ) -> TrainingWatch:
-    """Measure, report and diagnose a loop of your own, as monitor and advisor do for a Trainer.
+    """Measure, report and diagnose your own loop, as the monitor and the advisor do for a Trainer.
 
-    At the end, also after an error, rank 0 prints the report and writes ``gpu_report.json``; while the loop runs, it
-    warns once of a low utilization. Ranks that have met in a process group make one report. With Fabric, clipping,
-    saving and moving a batch have phases of their own, and metrics go to its loggers every 50 batches.
-    ``LIGHTNING_GPU_TOOLS_DISABLE=1`` switches all of this off.
+    At the end, even after an error, rank 0 prints the report and writes ``gpu_report.json``; while the loop runs, it
+    warns once of low utilization. Ranks that have joined a process group make one report. With Fabric, clipping, saving
+    and moving a batch have their own phases, and metrics go to its loggers every 50 batches.
+    ``LIGHTNING_GPU_TOOLS_DISABLE=1`` turns all of this off.
 
     Args:
         fabric: A ``Fabric`` of ``lightning`` or ``lightning_fabric``, after its ``launch``.
-        folder: Of the report: a local path or a URL; by default the log directory of Fabric's first logger, or without
-            one the folder ``gpu_report`` of the current directory.
+        folder: Folder of the report, a local path or a URL; by default the log directory of Fabric's first logger, or
+            without a logger the folder ``gpu_report`` in the current directory.
         interval_s: Seconds between two polls of the GPUs, 1 by default.
         min_utilization_percent: Utilization below which a GPU counts as underused, 70 by default.
-        min_steps: Steady steps needed to judge, 50 by default.
-        min_seconds: Seconds of them needed to warn while the loop runs, 20 by default. A quarter of that is needed for
-            the verdict at the end; a shorter run is ``too_short``.
+        min_steps: Steady steps needed for a verdict, 50 by default.
+        min_seconds: Seconds of steady steps needed to warn while the loop runs, 20 by default. A quarter of that is
+            needed for the verdict at the end; a shorter run is ``too_short``.
         stall_after_s: Seconds without progress after which to warn; see ``GPUUtilizationMonitor``.
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of range.
 
     Example::
 
@@ -70,9 +70,9 @@ def watch(
 
 
 class TrainingWatch:
-    """What :func:`watch` returns: a context manager in which loops are measured.
+    """The context manager that :func:`watch` returns, in which loops are measured.
 
-    If measuring fails, one warning says so, and the loop goes on.
+    If measuring fails, it warns once, and the loop goes on.
     """
 
     def __init__(self, measure: Callable[[object], _Training]) -> None:
@@ -96,19 +96,19 @@ class TrainingWatch:
                     self._safely(self._finish, training, error)
             elif training is None and self._is_on and kind is None:
                 self._safely(warnings.warn, "watch() has no report: no batch went through run.batches(loader).")
-        finally:  # also if Ctrl-C comes meanwhile
+        finally:  # even if Ctrl-C comes meanwhile
             self._close()
 
     def batches(self, loader: Iterable[_T]) -> Iterable[_T]:
-        """Return the batches of a DataLoader, or of anything else to iterate over, measured.
+        """Return the batches of a DataLoader, or of any other iterable, so that they are measured.
 
-        Each pass is an epoch, and a step lasts from one batch to the next. In a nested loop, the innermost one with an
-        optimizer's step in each pass counts. A loop without gradients in a training that has had some is validation.
+        Each pass is an epoch, and a step lasts from one batch to the next. In nested loops, the innermost one with an
+        optimizer step in each pass counts. A loop without gradients is validation once training has had gradients.
         """
         return _Batches(self, loader)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context for what is no step and gets a line of its own in the report.
+        """Return a context for work that is not a step and gets its own line in the report.
 
         ``name`` is a phase of the report (``"validation"``, ``"checkpoint"``, ``"logging"``, ...) or your own.
         """
@@ -116,21 +116,21 @@ class TrainingWatch:
 
     @property
     def diagnosis(self) -> Diagnosis | None:
-        """Of the loop that runs, or of the last one; ``None`` before the first batch."""
+        """The diagnosis of the running loop, or of the last one; ``None`` before the first batch."""
         return (self._training.session.diagnosis() if self._training is not None else None) or self._diagnosis
 
     def _safely(self, action: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return action(*arguments)
         except Exception as error:
-            if is_of_dead_worker(error):  # which is the loop's
+            if is_of_dead_worker(error):  # which is the loop's own error
                 raise
             self._close()
             warn_that_off("watch() is off, without a report", error)
             return None
 
     def _open(self, loop: Loop, loader: object) -> None:
-        if self._training is None:  # by the first batch the ranks have met and the model is on its device
+        if self._training is None:  # by the first batch, the ranks have met and the model is on its device
             self._training = self._measure(loader)
             self._training.begin()
         self._training.timer.open(loop, loader)
@@ -147,7 +147,7 @@ class TrainingWatch:
 
 
 class _Training:
-    """One training, from its first batch on."""
+    """One training run, from its first batch on."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _Training:
 
     def _after_step(self) -> None:
         session = self.session
-        session.begin()  # which raises what has ended the timing
+        session.begin()  # which raises the error that ended the timing
         session.after_step()
         if session.clock.steps >= self._next_step or session.report_wanted:
             self._next_step = min(session.log_if_due(), self._advisor.after_step())
@@ -221,7 +221,7 @@ class _Training:
 
 
 class _Batches(Generic[_T]):
-    """Iterates over a loader, and tells a watch of it."""
+    """An iterable over a loader that reports its batches to a watch."""
 
     def __init__(self, watch: TrainingWatch, loader: Iterable[_T]) -> None:
         self._watch = watch
@@ -246,7 +246,7 @@ class _Batches(Generic[_T]):
                 if (training := watch._training) is not None:
                     watch._safely(training.timer.begin_fetch, loop)
                 try:
-                    # In a list, to keep no batch that the loop has dropped.
+                    # In a list, so as not to keep a batch that the loop has dropped.
                     fetched = [next(iterator)]
                 except StopIteration:
                     return

@@ -1,4 +1,4 @@
-"""Puts wrappers on the methods of single objects, and takes them off again."""
+"""Wrappers on the methods of single objects, which can be removed again."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _Function = Callable[..., Any]
 
 
 class _StandIn(functools.partial[Any]):
-    """Takes the place of a method, but not on copies. A ``partial``, because calling one adds no Python frame.
+    """A replacement for a method, but not on copies. It is a ``partial``, because calling one adds no Python frame.
 
-    Whoever put another one on top may take that off later. So one that is taken off goes on doing what was below it.
+    Another wrapper put on top may be removed later. So a removed stand-in keeps calling what was below it.
     """
 
     owner: object
     name: str
-    below: _Function | None  # what the owner itself had under this name
+    below: _Function | None  # the value that the owner itself had under this name
     is_off = False
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
     def __reduce__(self) -> tuple[_Function, tuple[object, ...]]:
-        if isinstance(self.owner, ModuleType):  # which cannot be pickled; a function of its own can
+        if isinstance(self.owner, ModuleType):  # which cannot be pickled; its own function can
             return functools.partial, (self.func, *self.args)
         return getattr, (self.owner, self.name)
 
@@ -40,21 +40,21 @@ class _StandIn(functools.partial[Any]):
         if below is not None:
             setattr(self.owner, self.name, below)
             return
-        with suppress(AttributeError):  # whoever has wrapped it since may have removed it
+        with suppress(AttributeError):  # a later wrapper may have removed it
             delattr(self.owner, self.name)
-        if getattr(self.owner, self.name, None) is None:  # a Mock does not get back what is deleted
+        if getattr(self.owner, self.name, None) is None:  # a Mock does not restore a deleted attribute
             setattr(self.owner, self.name, function)
 
 
 class Wrappers:
-    """The wrappers that were put on."""
+    """The wrappers that are in place."""
 
     def __init__(self) -> None:
         self.missing: list[str] = []  # Class.method that could not be wrapped
         self._undo: list[Callable[[], None]] = []
 
     def put(self, owner: object, name: str, wrapper: Callable[[_Function], _Function]) -> None:
-        """Replace a method of one object, or of one that attributes lead to: ``"fit_loop.epoch_loop.run"``."""
+        """Replace a method of one object, or of one reached through attributes: ``"fit_loop.epoch_loop.run"``."""
         *_, method = steps = name.split(".")
         function: Any = owner
         for step in steps:
@@ -70,28 +70,28 @@ class Wrappers:
         self._undo.append(functools.partial(stand_in.take_off, function))
 
     def undo(self) -> None:
-        """Take all of them off; nothing happens the second time."""
+        """Remove all wrappers; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
 
 def _own(owner: object, method: str, function: _Function) -> _Function | None:
-    """Return what stands in an object's ``__dict__`` under a name; ``None`` if its class has the method.
+    """Return the value in an object's ``__dict__`` under a name; ``None`` if its class has the method.
 
-    That is not asked for if it can be told otherwise: once somebody has asked for the ``__dict__``, CPython no longer
-    caches the lookup of any method of this object, and the objects here are those that Lightning calls most.
+    The ``__dict__`` is read only if there is no other way: once it has been read, CPython no longer caches the lookup
+    of any method of this object, and the objects here are those that Lightning calls most.
     """
     if isinstance(function, _StandIn) and function.owner is owner and function.name == method:
         return function
     of_class = getattr(type(owner), method, None)
     if isinstance(function, MethodType) and function.__self__ is owner and function.__func__ is of_class:
         return None
-    found: _Function | None = vars(owner).get(method)  # of a module or a class, or a wrapper of somebody else
+    found: _Function | None = vars(owner).get(method)  # of a module or a class, or someone else's wrapper
     return found
 
 
 def before(action: Callable[[], None], function: _Function) -> _Function:
-    """Return a function that acts before it does what another one does."""
+    """Return a function that calls ``action``, then ``function``."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         action()
@@ -101,7 +101,7 @@ def before(action: Callable[[], None], function: _Function) -> _Function:
 
 
 def after(action: Callable[[], None], function: _Function) -> _Function:
-    """Return a function that acts after it has done what another one does, if that did not raise."""
+    """Return a function that calls ``function`` and then, if that did not raise, ``action``."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)

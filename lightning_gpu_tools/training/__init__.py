@@ -1,1 +1,1 @@
-"""What is measured of a training, without Lightning."""
+"""Measurements of training, independent of Lightning."""

@@ -1,4 +1,4 @@
-"""One thread that does small jobs beside a training, now and then."""
+"""A single thread that runs small periodic jobs during training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from time import monotonic  # by name: a program's tests may replace those of `t
 from lightning_gpu_tools.units import printable
 
 # Our defaults.
-_RETRY_S = 60.0  # when a disk that was full may have room again
-_TIMEOUT_S = 10.0  # of a job that hangs, as on a dead file server
+_RETRY_S = 60.0  # after that, a full disk may have space again
+_TIMEOUT_S = 10.0  # for a job that hangs, for example on a dead file server
 
 _Job = Callable[[], float]
 
@@ -27,28 +27,28 @@ class _Entry:
 
 
 class BackgroundJobs:
-    """Calls functions from one thread, each when it is due, until it is closed.
+    """A scheduler that calls functions from one thread, each when it is due, until it is closed.
 
-    The training thread may meanwhile hang in a collective, hold torch's locks, or fork a worker. So no job calls
-    ``torch.cuda`` or a collective, uses the training's connection to a store, or imports; none warns or prints unless
-    the training stands still.
+    Meanwhile the training thread may hang in a collective, hold torch's locks, or fork a worker. Therefore no job may
+    call ``torch.cuda`` or a collective, use training's connection to a store, or import modules. No job may warn or
+    print unless training is stalled.
     """
 
     def __init__(self) -> None:
         self.faults: list[str] = []  # the first error of each job that failed
-        self.cpu_s = 0.0  # of the thread so far
+        self.cpu_s = 0.0  # CPU time of the thread so far
         self._entries: list[_Entry] = []
-        self._changed = threading.Condition()  # guards the entries and what follows
+        self._changed = threading.Condition()  # guards the entries and the fields below
         self._closed = False
         self._thread: threading.Thread | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no job."""
+        """Whether there are no jobs."""
         return not self._entries
 
     def add(self, what: str, job: _Job) -> None:
-        """Call a job now, and after as many seconds as it returns, ``inf`` = never; ``what`` names it in a fault."""
+        """Call a job now, then after the seconds that it returns (``inf`` = never). ``what`` names it in faults."""
         with self._changed:
             self._entries.append(_Entry(what, job))
             self._changed.notify()
@@ -57,7 +57,7 @@ class BackgroundJobs:
             self._thread.start()
 
     def run_now(self) -> None:
-        """Have every job called at once."""
+        """Make all jobs due now."""
         with self._changed:
             for entry in self._entries:
                 entry.due_s = 0.0
@@ -75,7 +75,7 @@ class BackgroundJobs:
         while (entry := self._next()) is not None:
             try:
                 again_s = entry.job()
-            except Exception as error:  # noqa: BLE001 - whatever it was, the training goes on
+            except Exception as error:  # noqa: BLE001 - training continues after any error
                 again_s = _RETRY_S
                 if not entry.has_failed:
                     self.faults.append(f"{entry.what} failed: {type(error).__name__}: {printable(error, 200)}.")
@@ -90,7 +90,7 @@ class BackgroundJobs:
                 entry = min(self._entries, key=lambda one: one.due_s)
                 wait_s = entry.due_s - monotonic()
                 if wait_s <= 0:
-                    entry.due_s = math.inf  # until it has run, unless run_now() wants it once more
+                    entry.due_s = math.inf  # until it has run, unless run_now() makes it due again
                     return entry
                 self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
         return None

@@ -1,6 +1,6 @@
-"""Every private name of torch that measuring a training needs; where a release lacks one, a function returns ``None``.
+"""All private torch names that the measurements use. If a release lacks one, its function returns ``None``.
 
-``Without it`` says what that costs: never the training.
+``Without it`` describes the consequence, which never affects training.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 
 def matmul_precision() -> str | None:
-    """Return how exact products of float32 matrices are, as ``torch.set_float32_matmul_precision`` names it.
+    """Return the precision of float32 matrix products, in terms of ``torch.set_float32_matmul_precision``.
 
-    torch refuses to answer where ``torch.backends.cuda.matmul.fp32_precision`` alone was set, its own way since 2.9.
-    ``None``: it is neither.
+    That API raises if only ``torch.backends.cuda.matmul.fp32_precision`` was set, the new way since torch 2.9; the
+    result is then "high" for TF32, else ``None``.
     """
     try:
         return torch.get_float32_matmul_precision()
@@ -26,7 +26,7 @@ def matmul_precision() -> str | None:
 
 
 def default_store() -> Any:
-    """Return the store in which ``torch.distributed`` met the other ranks. Without it no rank hears of another."""
+    """Return the rendezvous store of ``torch.distributed``. Without it, ranks cannot exchange facts."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     get = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
@@ -34,12 +34,12 @@ def default_store() -> Any:
 
 
 def own_store() -> Any:
-    """Return another connection to that store, which no blocked call holds up; none to a file, which would grow.
+    """Return a separate connection to that store, which no blocked call delays; ``None`` for a file, which would grow.
 
-    Without it a rank that stalls does not learn where the others stand.
+    Without it, a stalled rank does not get the state of the others.
     """
     store = bare = default_store()
-    distributed: Any = torch.distributed  # not all of it has types
+    distributed: Any = torch.distributed  # only partly typed
     while hasattr(bare, "underlying_store"):
         bare = bare.underlying_store
     if bare is None or not isinstance(bare, distributed.TCPStore):
@@ -50,40 +50,40 @@ def own_store() -> Any:
     return distributed.TCPStore(bare.host, bare.port, is_master=False, wait_for_workers=False)
 
 
-# What the functions below read.
+# Attributes that the functions below read.
 _OF_ITERATOR = ("_workers", "_task_info", "_data_queue")
 
 
 def missing_of_iterator(iterator: object) -> set[str]:
-    """Return what a DataLoader's iterator lacks of what is read below."""
+    """Return the names of the attributes above that a DataLoader's iterator lacks."""
     if iterator is None:
         return {"the DataLoader's iterator"}
     return {f"{type(iterator).__name__}.{name}" for name in _OF_ITERATOR if not hasattr(iterator, name)}
 
 
 def kept_iterator(loader: object) -> object | None:
-    """Return the iterator of persistent workers. Without it they are not watched."""
+    """Return the iterator of persistent workers. Without it, they are not watched."""
     return getattr(loader, "_iterator", None)
 
 
 def workers(iterator: object) -> list[BaseProcess]:
-    """Return the workers of a DataLoader's iterator. Without it they are not watched."""
+    """Return the workers of a DataLoader's iterator. Without it, they are not watched."""
     return list(getattr(iterator, "_workers", None) or ())
 
 
 def worker_pids(iterator: object) -> list[int]:
-    """Return their process numbers."""
+    """Return the PIDs of the workers."""
     return [worker.pid for worker in workers(iterator) if worker.pid]
 
 
-# Methods in which a training waits for a worker's batch.
+# Methods in which training waits for a worker's batch.
 _WAITS = ("__next__", "_next_data", "_get_data", "_try_get_data")
 
 
 def iterator_waited_for(frames: Sequence[FrameType]) -> object | None:
-    """Return the DataLoader's iterator that a stack waits for, if any.
+    """Return the DataLoader iterator that a stack is waiting for, if any.
 
-    Without it a stall while waiting for data is put down to the training process.
+    Without it, a stall in data loading is attributed to the training process.
     """
     for frame in reversed(frames):
         if frame.f_code.co_name in _WAITS and hasattr(iterator := frame.f_locals.get("self"), "_workers"):
@@ -92,20 +92,20 @@ def iterator_waited_for(frames: Sequence[FrameType]) -> object | None:
 
 
 def awaited_worker(iterator: object) -> int | None:
-    """Return which worker the next batch comes from. Without it the first one is blamed."""
+    """Return the number of the worker that loads the next batch. Without it, the first worker is blamed."""
     ordered, number = getattr(iterator, "_task_info", None), getattr(iterator, "_rcvd_idx", None)
     entry = None if ordered is None else ordered.get(number)
     return None if entry is None else entry[0]
 
 
 def ready_share(iterator: object) -> float | None:
-    """Return the share of ordered batches that are ready. Without it one slow worker seems slow loading."""
-    ordered = getattr(iterator, "_task_info", None)  # (worker,), or (worker, batch) once the batch is there
+    """Return the share of requested batches that are ready. Without it, one slow worker looks like slow loading."""
+    ordered = getattr(iterator, "_task_info", None)  # (worker,), or (worker, batch) once the batch has arrived
     return sum(len(entry) == 2 for entry in ordered.values()) / len(ordered) if ordered else None
 
 
 def is_batch_ready(iterator: object) -> bool | None:
-    """Return whether a batch is ready. Without it a loader that keeps up seems to lag."""
+    """Return whether a batch is ready. Without it, a loader that keeps up seems to lag."""
     queue = getattr(iterator, "_data_queue", None)
     try:
         return None if queue is None else queue.qsize() > 0
@@ -114,38 +114,38 @@ def is_batch_ready(iterator: object) -> bool | None:
 
 
 def worker_loop() -> Any:
-    """Return what a DataLoader's worker runs. Without it no source line of a worker is named."""
+    """Return the main function of a DataLoader's worker. Without it, no source line of a worker is reported."""
     return getattr(getattr(getattr(torch.utils.data, "_utils", None), "worker", None), "_worker_loop", None)
 
 
 def gpu_sleep() -> Any:
-    """Return what keeps the GPU waiting for some cycles of its clock. Without it no step is held."""
+    """Return the function that makes the GPU wait for a number of clock cycles. Without it, no step is held."""
     return getattr(torch.cuda, "_sleep", None)
 
 
 def queue_in_backward() -> Any:
-    """Return what queues a callback of autograd. Without it a backward's wait for other ranks is part of it."""
+    """Return the function that queues an autograd callback. Without it, backward includes its wait for other ranks."""
     return getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
 
 
 def out_of_memory_observer() -> Any:
-    """Return what registers a callback for failures of torch's allocator, and starts CUDA; not in a build for the CPU.
+    """Return the function that registers a callback for allocator failures, and starts CUDA; ``None`` in CPU builds.
 
-    Without it only an error's message says what was allocated.
+    Without it, the only facts about memory are those in the error message.
     """
     return getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
 
 
 def memory_recorder() -> Any:
-    """Return what records allocations. Without it a snapshot has no history."""
+    """Return the function that records allocations. Without it, a snapshot has no history."""
     return getattr(torch.cuda.memory, "_record_memory_history", None)
 
 
 def is_recording_memory() -> Any:
-    """Return what says whether somebody records allocations. Without it the largest batch that fits is not known."""
+    """Return the function that reports active recording. Without it, the largest batch that fits is unknown."""
     return getattr(torch._C, "_cuda_isHistoryEnabled", None)
 
 
 def memory_dumper() -> Any:
-    """Return what writes a snapshot of allocations. Without it there is none."""
+    """Return the function that writes a snapshot of allocations. Without it, no snapshot is written."""
     return getattr(torch.cuda.memory, "_dump_snapshot", None)

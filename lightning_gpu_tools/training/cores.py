@@ -1,4 +1,4 @@
-"""Who gets the CPU cores: how long threads of this job wait for one, and which other processes use them meanwhile."""
+"""Competition for CPU cores: the wait of this job's threads for a core, and other processes that use the cores."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lightning_gpu_tools.units import user_name
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 # Our defaults.
 _INTERVAL_S = 1.0
-_SCAN_SHARE = 0.01  # of the background thread's time goes into listing processes, however many there are
-_CONTENDED = 0.05  # half of what is reported: below, nobody asks who else computes
-_MAX_USERS = 3  # that a report names
+_SCAN_SHARE = 0.01  # at most this share of the background thread's time goes into listing processes
+_CONTENDED = 0.05  # half of the reporting threshold; below it, other processes are not listed
+_MAX_USERS = 3  # named in a report
 
 
 class ThreadWait:
-    """How long a thread of this process has waited for a core although it could run, by the kernel's schedstat.
+    """The time that a runnable thread of this process has waited for a core, from the kernel's schedstat.
 
-    Time in which a cgroup's quota held the thread back counts as well. A read takes some 2 us.
+    Time in which a cgroup's quota throttled the thread counts as well. A read takes about 2 us.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class ThreadWait:
         self._file, self.is_known = -1, False
         try:
             self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
-        except (OSError, AttributeError):  # another system, or a kernel or container without it
+        except (OSError, AttributeError):  # another operating system, or a kernel or container without schedstat
             return
         self.is_known = int(os.pread(self._file, 96, 0).split()[0]) > 0  # a kernel that does not count writes zeros
 
     def seconds(self) -> float:
-        """Return the seconds so far; 0 if they are unknown. From any thread."""
+        """Return the seconds so far; 0 if unknown. Safe in any thread."""
         try:
             return int(os.pread(self._file, 96, 0).split()[1]) / 1e9 if self._file >= 0 else 0.0
         except OSError:  # the thread has ended
@@ -51,7 +51,7 @@ class ThreadWait:
 
 
 def runnable_s() -> dict[int, float]:
-    """Return for how long each thread of this process ran or waited for a core so far, by its number."""
+    """Return the seconds that each thread of this process has run or waited for a core, by thread ID."""
     found = {}
     with_threads = os.path.isdir("/proc/self/task")
     for thread in os.listdir("/proc/self/task") if with_threads else ():
@@ -62,12 +62,12 @@ def runnable_s() -> dict[int, float]:
 
 
 def added_s(before: dict[int, float], now: dict[int, float]) -> float:
-    """Return the seconds that all threads together have added."""
+    """Return the seconds that all threads together have added since ``before``."""
     return sum(seconds - before.get(thread, 0.0) for thread, seconds in now.items())
 
 
 def pressure_s() -> float | None:
-    """Return for how long some thread of the machine has waited for a core; ``None`` before Linux 4.20."""
+    """Return the seconds in which any thread of the machine waited for a core; ``None`` before Linux 4.20."""
     some = read_kernel_file("/proc/pressure/cpu").partition("total=")[2].split()
     return int(some[0]) / 1e6 if some else None
 
@@ -76,15 +76,15 @@ class _Process(NamedTuple):
     name: str
     parent: int
     cpu_s: float
-    core: int  # on which it ran last
+    core: int  # the core on which it last ran
     started_ticks: int
 
 
 class CoreUsers:
-    """Adds up who else computes on this job's cores while the training thread waits for one.
+    """Totals of other processes' CPU time on this job's cores while the training thread waits for one.
 
-    ``waited_s`` returns how long it has waited so far; ``own_pids`` returns this job's processes on the machine, whose
-    children are its own, too.
+    ``waited_s`` returns the thread's wait so far. ``own_pids`` returns this job's processes on the machine; their
+    children count as the job's, too.
     """
 
     def __init__(self, waited_s: Callable[[], float], own_pids: Callable[[], Iterable[int]]) -> None:
@@ -96,7 +96,7 @@ class CoreUsers:
         self._cpu_s: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def poll(self) -> float:
-        """List the processes if the thread has been waiting; return after how many seconds to do so again."""
+        """List the processes if the thread has been waiting, and return the seconds until the next poll."""
         began_s, waited_s = monotonic(), self._waited_s()
         is_contended = waited_s - self._waited_before_s > _CONTENDED * (began_s - self._polled_s)
         self._waited_before_s, self._polled_s = waited_s, began_s
@@ -124,12 +124,12 @@ class CoreUsers:
 
 
 def _processes() -> dict[int, _Process]:
-    """Return the processes that this one may see, by number."""
+    """Return the processes that this one may see, by PID."""
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             head, _, rest = read_kernel_file(f"/proc/{entry}/stat").rpartition(")")
-            fields = rest.split()  # of proc_pid_stat(5), from the third on
+            fields = rest.split()  # of proc_pid_stat(5), starting at the third
             if fields:
                 cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
                 name = head.partition("(")[2]
@@ -138,7 +138,7 @@ def _processes() -> dict[int, _Process]:
 
 
 def _family(processes: dict[int, _Process], pids: Collection[int]) -> set[int]:
-    """Return these processes with their children and all that come after."""
+    """Return these processes with all their descendants."""
     family = set(pids)
     while more := {pid for pid, one in processes.items() if one.parent in family} - family:
         family |= more

@@ -1,4 +1,4 @@
-"""What torch knows of a model's GPU, what the model has left on the CPU, and its optimizers."""
+"""Facts from torch about a model's GPU, its tensors left on the CPU, and its optimizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_NAMES, _MAX_DEPTH = 5, 3  # our defaults
 
 
 def device_facts(device: torch.device) -> GpuFacts:
-    """Return what torch knows of a GPU; nothing of another device."""
+    """Return torch's facts about a GPU; empty for other devices."""
     if device.type != "cuda":
         return GpuFacts()
     properties = torch.cuda.get_device_properties(device)
@@ -28,7 +28,7 @@ def device_facts(device: torch.device) -> GpuFacts:
 def optimizers_on_cpu(
     device: torch.device, optimizers: Iterable[torch.optim.Optimizer]
 ) -> dict[str, Literal["torch", "fusible", "own"]]:
-    """Return ``RunMeasurements.optimizers``."""
+    """Return the value for ``RunMeasurements.optimizers``."""
     return {type(one).__name__: _kind(one) for one in optimizers if device.type == "cpu"}
 
 
@@ -39,20 +39,20 @@ def _kind(optimizer: torch.optim.Optimizer) -> Literal["torch", "fusible", "own"
 
 
 def is_fusible(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer would gain much from its fused kernel, unlike SGD."""
+    """Return whether an optimizer would benefit much from its fused kernel, unlike SGD."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not optimizer.defaults["fused"]
 
 
 def left_on_cpu(module: torch.nn.Module) -> tuple[str, ...]:
-    """Return what a model on a GPU has left on the CPU, in words.
+    """Describe the tensors that a model on a GPU has left on the CPU.
 
-    ``Module.to`` moves no tensor that is a plain attribute, and nothing in a list, a tuple or a dictionary.
+    ``Module.to`` does not move tensors that are plain attributes, or that are in a list, a tuple, or a dictionary.
     """
     found: dict[str, None] = {}
     for path, submodule in module.named_modules():
         owner = f"{type(module).__name__}.{path}" if path else type(module).__name__
         for name, value in vars(submodule).items():
-            # An underscore is torch's and Lightning's: _parameters, _modules, _trainer.
+            # Names with an underscore belong to torch and Lightning: _parameters, _modules, _trainer.
             if not name.startswith("_") and (what := _on_cpu(value)):
                 found[printable(f"{owner}.{name} ({what})", 200)] = None
     return tuple(found)[:_MAX_NAMES]
@@ -79,5 +79,5 @@ def _tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 
 def _is_left(tensor: torch.Tensor) -> bool:
-    # A single number costs nothing as the argument of a kernel.
+    # A single number costs nothing as a kernel argument.
     return tensor.device.type == "cpu" and tensor.dim() > 0

@@ -1,4 +1,4 @@
-"""Times between two training steps in which the GPU is idle, by what the host does meanwhile. Pure."""
+"""Idle time of the GPU between two training steps, by the host's phase during that time. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import NamedTuple
 
 from lightning_gpu_tools.training.phases import HOST_TO_DEVICE_COPY, RANK_WAIT, VALIDATION, base_phase
 
-# Between the GPU's clock and the host's; crystals keep within 50 parts in a million.
+# Between the GPU's clock and the host's; crystal oscillators are accurate to 50 parts per million.
 _DRIFT = 50e-6
 
 
 class Gap(NamedTuple):
     """The time between two training steps, in seconds of the host's clock."""
 
-    gpu_begin_s: float  # the GPU ends the step before
-    gpu_end_s: float  # the GPU begins the step after
-    host_end_s: float  # the host has queued all that comes before the step after
-    spent: Sequence[tuple[str, float]]  # what the host did until then since it queued the step before, in order
+    gpu_begin_s: float  # the GPU ends the previous step
+    gpu_end_s: float  # the GPU begins the next step
+    host_end_s: float  # the host has queued everything before the next step
+    spent: Sequence[tuple[str, float]]  # the host's phases from queuing the previous step until then, in order
 
 
 def without_work(gap: Gap, first_s: float, last_s: float) -> Gap:
-    """Return the gap that is left if the GPU works for so long at its begin and at its end."""
+    """Shorten the gap by the GPU's work at its start and at its end."""
     begin_s = min(gap.gpu_begin_s + first_s, gap.gpu_end_s)
     return gap._replace(gpu_begin_s=begin_s, gpu_end_s=max(begin_s, gap.gpu_end_s - last_s))
 
 
 def idle_by_phase(gap: Gap) -> dict[str, float]:
-    """Return the seconds in which the GPU was idle, by what the host did meanwhile.
+    """Return the GPU's idle seconds, by the host's phase during that time.
 
-    Validation has kernels of its own, and a GPU waits for other ranks in one of NCCL's. What it does when the host is
-    already in the next step is to copy the batch, without a kernel.
+    Validation runs kernels, and a GPU waits for other ranks inside an NCCL kernel, so neither counts. Once the host is
+    in the next step, the GPU is copying the batch, which takes no kernel.
     """
     idle: defaultdict[str, float] = defaultdict(float)
     end_s = gap.host_end_s
@@ -49,10 +49,10 @@ def idle_by_phase(gap: Gap) -> dict[str, float]:
 
 
 class HostTime:
-    """Converts the GPU's time to the host's.
+    """A converter from the GPU's time to the host's.
 
-    The GPU comes to an event only after the host has recorded it. So each event gives a lower bound of the difference,
-    which is exact where the GPU was idle, as in every gap to be measured.
+    The GPU reaches an event only after the host has recorded it. Each event thus gives a lower bound of the difference.
+    The bound is exact if the GPU was idle, as in every gap to be measured.
     """
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class HostTime:
         self._gpu_s = 0.0
 
     def learn(self, host_s: float, gpu_s: float) -> None:
-        """Learn that the GPU came at ``gpu_s`` to an event that the host recorded at ``host_s``."""
+        """Record that the GPU reached an event at ``gpu_s`` that the host recorded at ``host_s``."""
         self._ahead_s -= _DRIFT * max(0.0, gpu_s - self._gpu_s)
         self._gpu_s = max(self._gpu_s, gpu_s)
         self._ahead_s = max(self._ahead_s, host_s - gpu_s)
 
     def at(self, gpu_s: float) -> float:
-        """Return the host's time at a time of the GPU."""
+        """Return the host's time for a time of the GPU."""
         return gpu_s + self._ahead_s

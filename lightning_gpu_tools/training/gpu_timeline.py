@@ -1,10 +1,10 @@
-"""How long the GPU was idle between two training steps, and how long it works on the parts of one, by CUDA events.
+"""The GPU's idle time between training steps and its work on the parts of a step, measured with CUDA events.
 
 Events are read once the GPU has passed them; nothing ever waits for the GPU.
 
-What lies between two events is all work if the host had queued it before the GPU came to the first one. Where the GPU
-is not so far behind, a few steps are held: before each part, and after each wait of the host for the GPU, the GPU
-sleeps for longer than the host needed to queue what comes next in a step before it, which was only watched.
+The time between two events is all work if the host queued everything before the GPU reached the first event. If the
+GPU is not that far behind, a few steps are held: the GPU sleeps before each part, and after each wait of the host for
+the GPU. It sleeps longer than the host needed to queue the same part in an earlier step that was only watched.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from lightning_gpu_tools.training.run_measurements import GpuIdle
 from lightning_gpu_tools.training.stopwatch import Stopwatch
 from lightning_gpu_tools.training.sync_lines import SyncLines
 
-# Parts between two steps in which there may be kernels: callbacks after a step, and hooks that get the next batch.
+# Parts between two steps that may launch kernels: callbacks after a step, and hooks that receive the next batch.
 AFTER_STEP, BEFORE_STEP = "after a step", "before a step"
 
 # Our defaults.
-# Steps of which one is a sample, on average: at random, so that nothing periodic is always or never hit. A sample takes
-# some 200 us; the first ones are soon enough for a short training to be judged.
+# On average, one of this many steps is sampled, at random, so that periodic work is neither always nor never sampled. A
+# sample takes about 200 us. The first ones come early enough to judge short training runs.
 _SAMPLE_EVERY, _SAMPLE_LATER_EVERY, _EARLY_SAMPLES = 8, 64, 64
-_SETTLED = 4  # steps at the begin, in which kernels are loaded, and after a held one, until the GPU is through with it
-_MAX_UNREAD = 64  # samples, where the GPU is far behind the host
-_MAX_PARTS = 256  # of a step; the rest counts as part of the one around them
+_SETTLED = 4  # steps skipped at the start, while kernels are loaded, and after a held step, until the GPU finishes it
+_MAX_UNREAD = 64  # samples, if the GPU is far behind the host
+_MAX_PARTS = 256  # of a step; further parts count toward the enclosing one
 _MAX_LAST_STEPS = 64
-# Behind these samples one step is watched and the next one held: often at first, and 16 times in all.
+# After these samples, one step is watched and the next one held: often at first, and 16 times in total.
 _LOOK_AFTER = frozenset(2**power for power in range(16))
 _HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, AFTER_STEP, BEFORE_STEP})
-_MIN_MEASURED = 2  # times, to say how long the GPU works
-_CYCLES_PER_S = 1e9  # of the GPU's sleep, until it was timed; GPUs have 1 to 2 GHz
-# torch gives times since an event in milliseconds as 32-bit floats, which lose 4 us after a minute.
+_MIN_MEASURED = 2  # measurements needed to report the GPU's work
+_CYCLES_PER_S = 1e9  # of the GPU's sleep, until it has been timed; GPUs run at 1 to 2 GHz
+# torch returns the time between events in milliseconds as a 32-bit float, which loses 4 us after a minute.
 _NEW_ORIGIN_S = 60.0
 _ORDER = list(PHASES)
 
@@ -64,23 +64,23 @@ _Seconds = defaultdict[str, float]  # by phase
 
 class _Mark(NamedTuple):
     host_s: float
-    seconds: dict[str, float]  # of the host by phase up to then
+    seconds: dict[str, float]  # host seconds by phase up to then
     event: _Event
 
 
 @dataclass(slots=True)
 class _Sample:
-    """A step, and what comes between it and the step before."""
+    """A step, and the gap between it and the previous step."""
 
     kind: Literal["timed", "watched", "held"]
-    marks: list[_Mark] = field(default_factory=list)  # from the end of the step before to the begin of the step
+    marks: list[_Mark] = field(default_factory=list)  # from the end of the previous step to the start of this one
     parts: list[Part] = field(default_factory=list)
-    parts_before: int = 0  # that are not of the step
+    parts_before: int = 0  # number of parts before the step
     events: list[_Event] = field(default_factory=list)
 
 
 def enclosed(begin: Callable[[], None], function: _Function, end: Callable[[], None]) -> _Function:
-    """Return the function with something done before it, and after it unless it raises."""
+    """Wrap the function so that ``begin`` runs before it and ``end`` after it, unless it raises."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         begin()
@@ -92,23 +92,23 @@ def enclosed(begin: Callable[[], None], function: _Function, end: Callable[[], N
 
 
 class GpuTimeline:
-    """Measures gaps between training steps, and the steps after them."""
+    """A timeline of the gaps between training steps and of the steps after them."""
 
     def __init__(self, clock: Stopwatch, own_work: Callable[..., None], leave_out: Callable[[], None]) -> None:
-        """``own_work`` books what it calls on this package; ``leave_out`` has the next two steps not count as slow."""
+        """``own_work`` charges its calls to this package; ``leave_out`` exempts the next two steps from being slow."""
         self.samples = 0  # read so far
         self.syncs = SyncLines(clock, self._synced)
         self._clock = clock
         self._own_work = own_work
         self._leave_out = leave_out
-        # Alike on all ranks, and its own: the training's random numbers stay as they are.
+        # Identical on all ranks, and a separate generator, so that training's random numbers do not change.
         self._random = random.Random(0)
         self._steps_to_sample: float = _SETTLED
-        self._taken = 0  # samples that were not held
+        self._taken = 0  # number of timed samples
         self._due: list[Literal["watched", "held"]] = []
         self._sampling = True
-        self._open: _Sample | None = None  # before its step
-        self.sample: _Sample | None = None  # within its step
+        self._open: _Sample | None = None  # between two steps
+        self.sample: _Sample | None = None  # within a step
         self._unread: deque[_Sample] = deque()
         self._spare: list[_Event] = []
         self._sleep = compat.gpu_sleep()
@@ -116,7 +116,7 @@ class GpuTimeline:
         self._origin: _Event = None
         self._origin_s = 0.0
         self._host_time = HostTime()
-        self._gaps: deque[Gap] = deque()  # the last ones, from which what is learned of work in them is yet to be taken
+        self._gaps: deque[Gap] = deque()  # the latest gaps, from which the work in them is not yet subtracted
         self._host_s: _Seconds = defaultdict(float)
         self._idle_s: _Seconds = defaultdict(float)
         self._step_s: _Seconds = defaultdict(float)
@@ -126,16 +126,16 @@ class GpuTimeline:
         self._measured = 0  # samples of work, held or not
 
     def around(self, function: _Function) -> _Function:
-        """Return what runs a training step, with its ends marked."""
+        """Wrap a function that runs a training step to mark its start and end."""
         return enclosed(self.begin_step, function, self.end_step)
 
     def begin_step(self, phase: str = TRAINING_STEP) -> None:
-        """Mark the begin of a step, and of its first part, if it is sampled."""
+        """Mark the start of a step and of its first part if the step is sampled."""
         if self._sampling:
             self._own_work(self._guard, self._step_begins, phase)
 
     def end_step(self) -> None:
-        """Mark its end."""
+        """Mark the end of a step."""
         if self.sample is not None:
             self._own_work(self._guard, self._sample_ended)
         self._steps_to_sample -= 1
@@ -143,7 +143,7 @@ class GpuTimeline:
             self._own_work(self._guard, self._step_ended)
 
     def part(self, phase: str, function: _Function) -> _Function:
-        """Return what runs a part of a step, which may be within another one, with its ends marked."""
+        """Wrap a function that runs a part of a step to mark its start and end. Parts may be nested."""
 
         def marked(*args: Any, **kwargs: Any) -> Any:
             if self.sample is None or len(self.sample.parts) >= _MAX_PARTS:
@@ -158,27 +158,27 @@ class GpuTimeline:
         return marked
 
     def enter(self, phase: str) -> None:
-        """Mark that another phase of the step begins, if it is sampled."""
+        """Mark the start of another phase of the step if the step is sampled."""
         if self.sample is not None:
             self._own_work(self._guard, self._part_begins, self.sample, phase)
 
     def begin_fetch(self) -> None:
-        """Mark that the host begins to wait for the batch of the next step, if that is sampled."""
+        """Mark the start of the host's wait for the next batch if the next step is sampled."""
         if self._open is not None:
             self._own_work(self._guard, self._gap_goes_on, self._open, DATA_LOADING)
 
     def enter_hook(self) -> None:
-        """Mark that a hook gets the batch, unless another one has had it before."""
+        """Mark that a hook receives the batch, unless another hook received it before."""
         if self._open is not None and self._open.parts[-1].phase == DATA_LOADING:
             self._own_work(self._guard, self._gap_goes_on, self._open, BEFORE_STEP)
 
     @property
     def own_step_s(self) -> float:
-        """The GPU's seconds in forward, backward and optimizer of the sampled steps."""
+        """GPU seconds in forward, backward, and optimizer over the sampled steps."""
         return sum(self._step_s.get(phase, 0.0) for phase in (FORWARD, BACKWARD, OPTIMIZER))
 
     def facts(self) -> GpuIdle:
-        """Return what is known so far."""
+        """Return the measurements so far."""
         self._guard(self._read)
         idle_s = self._idle_s.copy()
         for gap in self._gaps:
@@ -198,18 +198,18 @@ class GpuTimeline:
         )
 
     def close(self) -> None:
-        """Leave torch as it was."""
+        """Restore torch to its original state."""
         self.syncs.stop()
 
     def _guard(self, action: _Function, *args: Any) -> None:
-        """Do something with CUDA; an error that it brings to light is the training's, which will meet it, too."""
+        """Run an action that uses CUDA. An error that it surfaces is the program's, which will see it as well."""
         try:
-            if action != self._read and torch.cuda.is_current_stream_capturing():  # what is queued would be kept
+            if action != self._read and torch.cuda.is_current_stream_capturing():  # the graph would keep queued events
                 self._open = self.sample = None
                 self.close()
             else:
                 action(*args)
-        except Exception:  # noqa: BLE001 - nor is an unknown torch a reason to stop a training
+        except Exception:  # noqa: BLE001 - an unknown torch is no reason to stop training, either
             self._open = self.sample = None
             self._sampling, self._steps_to_sample = False, math.inf
             self._unread.clear()
@@ -222,8 +222,8 @@ class GpuTimeline:
         return event
 
     def _mark(self, event: Callable[[], _Event]) -> _Mark:
-        self._clock.switch(self._clock.current)  # books the time up to now
-        return _Mark(self._clock.since_s, self._clock.seconds, event())  # in this order, as HostTime needs it
+        self._clock.switch(self._clock.current)  # charges the time up to now
+        return _Mark(self._clock.since_s, self._clock.seconds, event())  # in this order, which HostTime requires
 
     def _step_ended(self) -> None:
         self._read()
@@ -231,7 +231,7 @@ class GpuTimeline:
         settled = 1 if kind == "timed" else _SETTLED
         every = _SAMPLE_EVERY if self._taken < _EARLY_SAMPLES else _SAMPLE_LATER_EVERY
         self._steps_to_sample = 1 if self._due else self._random.randint(settled, 2 * every - 1)
-        if kind == "held":  # and the host may have to wait for that in the next step, as for a copy of pageable memory
+        if kind == "held":  # and the host may have to wait for it in the next step, for example to copy pageable memory
             self._leave_out()
         if len(self._unread) < _MAX_UNREAD:
             self._open, self._sampling = _Sample(kind), True
@@ -241,7 +241,7 @@ class GpuTimeline:
 
     def _step_begins(self, phase: str) -> None:
         self._sampling = False
-        if self._open is None:  # the first step: the GPU has done nothing yet, so its time and the host's are one here
+        if self._open is None:  # the first step: the GPU has done nothing yet, so its time equals the host's
             begins = self._mark(partial(self._event, _Sample("timed")))
             self._origin = begins.event
             self._host_time.learn(begins.host_s, 0.0)
@@ -254,7 +254,7 @@ class GpuTimeline:
         sample.marks.append(self._mark(partial(self._part_begins, sample, phase)))
 
     def _part_begins(self, sample: _Sample, phase: str) -> _Event:
-        """End the part before, too, and return the event between them."""
+        """End the previous part, begin a new one, and return the event between them."""
         self._end_part(sample)
         return self._begin_part(sample, phase)
 
@@ -277,7 +277,7 @@ class GpuTimeline:
         part.end = self._event(sample)
 
     def _synced(self) -> None:
-        """The host has waited for the GPU in a step that is watched or held."""
+        """Record that the host has waited for the GPU in a step that is watched or held."""
         sample = self.sample or self._open
         if sample is not None and len(sample.parts) < _MAX_PARTS:
             self._own_work(self._guard, self._part_synced, sample)
@@ -304,7 +304,7 @@ class GpuTimeline:
     def _read(self) -> None:
         while self._unread and self._unread[0].parts[-1].end.query():
             sample = self._unread.popleft()
-            # In the order of the table only between two marks: a callback after a step has the phase of one before it.
+            # In table order only between two marks: a callback after a step has the same phase as one before it.
             spent = [
                 one for before, after in pairwise(sample.marks) for one in _in_order(before.seconds, after.seconds)
             ]

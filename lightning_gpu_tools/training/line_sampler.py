@@ -1,9 +1,9 @@
-"""Which source lines the training thread, and the workers of its loader, are at: sampled at random moments, in windows.
+"""Sampling of the source lines of the training thread and its loader's workers, at random moments, in windows.
 
-Python hands its lock (the GIL) over only every 5 ms, so a sampler gets it where a thread lets it go by itself: it sees
-lines of torch and of sleep too often, and lines of Python too rarely. While samples are taken, the lock is handed over
-every 0.1 ms. What takes milliseconds at a time is then seen as often as it should be; of what takes one, up to half is
-seen at the next line that lets go of the lock (benchmarks/source_lines.py).
+Python switches threads only every 5 ms, so a sampler mostly gets the lock (the GIL) when a thread releases it itself.
+It would see lines of torch and sleep too often, and lines of Python too rarely. While samples are taken, the switch
+interval is 0.1 ms. Lines that take several milliseconds at a time are then sampled correctly. For lines that take one
+millisecond, up to half of the samples fall on the next line that releases the lock (benchmarks/source_lines.py).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import Seen, line_of
 from lightning_gpu_tools.training.step_clock import StepClock
 
-SWITCH_S = 0.0001  # a fiftieth of Python's own: see above
+SWITCH_S = 0.0001  # a fiftieth of Python's default: see above
 # Our defaults.
 MEAN_S = 1 / 20  # between two samples
-WINDOW_SAMPLES = 200  # of 10 s: then a share is known to 7 points (95 %)
-_MAX_WINDOWS = 5  # of a training
-_IDLE_S = 0.5  # after which to see whether there is something to sample
-_NEW_PACE = 1.25  # steps have become so much slower or faster since the last window
-_PACE_BLOCKS = 5  # of steps, whose median is the pace: one slow block is no change
-_WORKER_START_S = 1.0  # in which a worker imports, and opens files
+WINDOW_SAMPLES = 200  # over 10 s: shares are then accurate to 7 points (95 %)
+_MAX_WINDOWS = 5  # per training
+_IDLE_S = 0.5  # poll interval while there is nothing to sample
+_NEW_PACE = 1.25  # a new window begins if steps are this much slower or faster than in the last one
+_PACE_BLOCKS = 5  # the pace is the median of this many blocks of steps, so that one slow block does not matter
+_WORKER_START_S = 1.0  # in which a worker imports modules and opens files
 _SAVE_EVERY = 40  # samples of a worker
-_MAX_WORKERS = 256  # that are sampled: each epoch may start new ones
-_MAX_LINES = 1000  # that are kept, most frequent first
+_MAX_WORKERS = 256  # to sample: each epoch may start new ones
+_MAX_LINES = 1000  # to keep, most frequent first
 
-WORKER_LOOP = "_utils.worker._worker_loop"  # private in torch.utils.data. Without it no line of a worker is named.
-_worker_loop = compat.worker_loop()  # before anybody replaces it
+WORKER_LOOP = "_utils.worker._worker_loop"  # private in torch.utils.data. Without it, no line of a worker is reported.
+_worker_loop = compat.worker_loop()  # before any code replaces it
 
 
 class _Counts:
-    """How often each line was seen in each phase."""
+    """Number of samples of each line in each phase."""
 
     def __init__(self) -> None:
         self._samples: Counter[tuple[str, str, int, str]] = Counter()
@@ -60,7 +60,7 @@ class _Counts:
         self._samples[phase, file, line, function] += samples
 
     def lines(self) -> list[SourceLine]:
-        """Return them, most frequent first; from any thread."""
+        """Return the lines, most frequent first. Safe in any thread."""
         return [
             SourceLine(phase=phase, file=file, line=line, function=function, samples=samples)
             for (phase, file, line, function), samples in self._samples.copy().most_common(_MAX_LINES)
@@ -68,7 +68,7 @@ class _Counts:
 
 
 class _Sampler(BackgroundJobs):
-    """Samples one thread of this process, from one of its own."""
+    """A sampler of one thread of this process, running in a separate thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,11 +82,11 @@ class _Sampler(BackgroundJobs):
         self.add("Sampling source lines", self._sample)
 
     def _wait_s(self) -> float:
-        """Return for how long not to sample; 0: sample now."""
+        """Return the seconds until the next check; 0: sample now."""
         raise NotImplementedError
 
     def _phases(self, seen: Seen) -> Sequence[str]:
-        """Return the phases that a sample counts for; asked right after it was taken."""
+        """Return the phases that a sample counts for. Called right after it was taken."""
         raise NotImplementedError
 
     def _sample(self) -> float:
@@ -100,7 +100,7 @@ class _Sampler(BackgroundJobs):
             if seen is not None:
                 for phase in self._phases(seen):
                     self._counts.add(phase, seen.file, seen.line, seen.function)
-        except BaseException:  # whatever ends the sampling: the interval is the whole program's
+        except BaseException:  # in any case, because the interval applies to the whole program
             self._switch_as_before()
             raise
         return MEAN_S * self._random.uniform(0.5, 1.5)
@@ -125,18 +125,18 @@ class _Sampler(BackgroundJobs):
 
 
 class LineSampler(_Sampler):
-    """Samples a training thread: 10 s of steady steps, again when their pace has changed, and 10 s of each pause."""
+    """A sampler of a training thread: 10 s of steady steps, again when their pace changes, and 10 s of each pause."""
 
     def __init__(self, clock: StepClock, workers: WorkerLines) -> None:
         super().__init__()
         self._clock = clock
         self._workers = workers
-        self._taken: Counter[str] = Counter()  # in this window, by pause; "" for the steps
+        self._taken: Counter[str] = Counter()  # samples in this window, by pause; "" for steps
         self._windows = 1
-        self._step_s: float | None = None  # the pace of the last window, since it has ended
+        self._step_s: float | None = None  # pace in the last window, once it has ended
 
     def start(self) -> None:
-        """Begin; it samples as soon as there are steady steps."""
+        """Start sampling once there are steady steps."""
         self._begin(self._clock.thread_id)
 
     @override
@@ -152,7 +152,7 @@ class LineSampler(_Sampler):
         return 0.0
 
     def _begins_anew(self) -> bool:
-        """Begin another window if the steps have another pace."""
+        """Begin another window if the pace of the steps has changed."""
         blocks = self._clock.blocks[-_PACE_BLOCKS:]
         if self._windows >= _MAX_WINDOWS or len(blocks) < _PACE_BLOCKS:
             return False
@@ -176,13 +176,13 @@ class LineSampler(_Sampler):
         return (phase, f"{SLOW_STEP}/{phase}") if is_late else (phase,)
 
     def seen(self, worker_pids: Collection[int]) -> tuple[SourceLine, ...]:
-        """Return the lines of the training thread and of these workers, most frequent first."""
+        """Return the sampled lines of the training thread and of these workers, most frequent first."""
         lines = [*self._counts.lines(), *self._workers.lines(worker_pids)]
         return tuple(sorted(lines, key=lambda one: -one.samples)[:_MAX_LINES])
 
 
 class _WorkerSampler(_Sampler):
-    """Samples this process, a worker, for 10 s, and keeps what was seen in a file."""
+    """A sampler of this process, a worker, for 10 s, which saves the lines to a file."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class _WorkerSampler(_Sampler):
 
 
 def _sampled_loop(folder: str, *args: Any, **kwargs: Any) -> Any:
-    """Run what a worker runs, sampled; by its name, so that it can be pickled for a process that is not forked."""
+    """Run the loop of a worker with sampling. A module-level function, so that it can be pickled without fork."""
     sampler = None
     with suppress(Exception):
         if len(os.listdir(folder)) < _MAX_WORKERS:
@@ -228,28 +228,28 @@ def _sampled_loop(folder: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class WorkerLines:
-    """Lines seen by the workers of all loaders that were started meanwhile; each has a file in a temporary folder."""
+    """The sampled lines of all workers started meanwhile. Each worker has a file in a temporary folder."""
 
     def __init__(self) -> None:
         self._folder: str | None = None
         self._lines: list[SourceLine] = []
 
     def sampled(self, loop: Any) -> Any:
-        """Return what workers have to run instead of torch's own loop; another one stays as it is."""
+        """Return the loop for workers to run instead of torch's own. Return any other loop unchanged."""
         if loop is not _worker_loop:
             return loop
         try:
             self._folder = tempfile.mkdtemp(prefix="lightning-gpu-tools-")
-        except OSError:  # no room for temporary files
+        except OSError:  # no space for temporary files
             return loop
         return partial(_sampled_loop, self._folder)
 
     def lines(self, pids: Collection[int]) -> list[SourceLine]:
-        """Return what these workers have seen so far: those of a validation, or of a trial, are others."""
+        """Return the lines sampled in these workers so far, without workers of a validation or a trial."""
         if self._folder is None:
             return self._lines
         counts = _Counts()
-        with suppress(OSError, ValueError):  # a program that cleans up has removed them
+        with suppress(OSError, ValueError):  # a cleanup program removed them
             for name in {f"{pid}.json" for pid in pids}.intersection(os.listdir(self._folder)):
                 for one in json.loads(Path(self._folder, name).read_text()):
                     counts.add(**one)
@@ -257,7 +257,7 @@ class WorkerLines:
         return self._lines
 
     def close(self) -> None:
-        """Remove the files; what was read of them stays."""
+        """Remove the files. Lines already read remain available."""
         folder, self._folder = self._folder, None
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Notices C code that holds Python's lock (the GIL), while no thread of Python can run."""
+"""Detection of C code that holds Python's lock (the GIL) while no Python thread can run."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.training.stacks import frames_in, innermost_in_fit, voluntary_switches
 from lightning_gpu_tools.training.stall_facts import Frame
 
-STACKS_NAME = "gpu_stacks.txt"  # beside the report of a run that may hang
-_MAX_BYTES = 1 << 20  # of it that is read; faulthandler writes at most 100 calls of each of 100 threads
+STACKS_NAME = "gpu_stacks.txt"  # next to the report of a run that may hang
+_MAX_BYTES = 1 << 20  # read from it at most; faulthandler writes up to 100 calls for each of up to 100 threads
 _TIMEOUT = re.compile(r"^Timeout \((\d+):(\d+):(\d+(?:\.\d+)?)\)!$", re.MULTILINE)
 _THREAD = re.compile(r"^Thread (0x[0-9a-f]+).*:$", re.MULTILINE)
-# A thread that waits for the lock wakes up after each switch interval to ask for it, and one of a process that was
-# stopped does not. Source lines are sampled at a shorter interval than Python's own, which may begin or end meanwhile.
-_SWITCH_S = 0.005  # Python's own (sys.setswitchinterval)
-_MIN_WAITING_SHARE = 0.1  # of the time that these intervals make up; our default
+# A thread that waits for the lock wakes up after each switch interval to request it; in a stopped process it does not.
+# Sampling of source lines, which uses a shorter interval than Python's default, may begin or end during that time.
+_SWITCH_S = 0.005  # Python's default (sys.setswitchinterval)
+_MIN_WAITING_SHARE = 0.1  # of the time covered by these intervals; our default
 
 
 class HeldLock(NamedTuple):
-    """Python's lock, held by C code for too long."""
+    """A case of C code that has held Python's lock for too long."""
 
     stack: tuple[Frame, ...]  # of the training thread, innermost call last
     lasted_s: float  # so far
 
 
 class _Timer:
-    """faulthandler's timer, of which a process has one; the program's own use of it goes first."""
+    """The faulthandler timer, one per process. The program's own use of it takes precedence."""
 
     def __init__(self) -> None:
         self.user: str | None = None  # "train.py uses", or "may use"
         self.lock = threading.RLock()
         self._later, self._cancel = faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later
         self._taken_until_s = 0.0
-        self._is_ours = False  # it runs, and is not the program's
-        self._due_s, self._file = 0.0, -1  # of ours
+        self._is_ours = False  # whether the running timer is ours, not the program's
+        self._due_s, self._file = 0.0, -1  # of our timer
         self._alarms = 0
         self._stops_at_forks = False
 
     def open(self) -> None:
-        """Notice from now on who else uses it."""
+        """Track other users of the timer from now on."""
         with self.lock:
             self._alarms += 1
             if self._alarms > 1:
@@ -64,14 +64,14 @@ class _Timer:
             self._taken_until_s = 0.0 if self.user is None else math.inf
             faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later = self._theirs, self._no_longer
             if not self._stops_at_forks:
-                # A forked child's end would wait for the timer's thread, which it does not have.
+                # A forked child would wait at exit for the timer's thread, which it does not have.
                 os.register_at_fork(
                     before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self.lock.release
                 )
                 self._stops_at_forks = True
 
     def close(self) -> None:
-        """Put everything back; a timer of the program's goes on."""
+        """Restore everything. A timer of the program keeps running."""
         with self.lock:
             self.stop()
             self._alarms -= 1
@@ -79,10 +79,10 @@ class _Timer:
                 faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later = self._later, self._cancel
 
     def set(self, seconds: float, file: int) -> None:
-        """Have all stacks written after so long, unless the program uses the timer. Takes 0.1 to 0.4 ms."""
+        """Schedule a dump of all stacks in ``seconds``, unless the program uses the timer. Takes 0.1 to 0.4 ms."""
         with self.lock:
             if monotonic() > self._taken_until_s:
-                with suppress(OSError, RuntimeError):  # the file is gone, or no thread can be started
+                with suppress(OSError, RuntimeError):  # the file is closed, or no thread can be started
                     self._later(min(seconds, threading.TIMEOUT_MAX), file=file)
                     self._is_ours, self._due_s, self._file = True, monotonic() + seconds, file
 
@@ -121,9 +121,9 @@ _timer = _Timer()
 
 
 def _earlier_user(later: Callable[..., None]) -> str | None:
-    """Return which module may have set the timer before, as faulthandler does not tell."""
+    """Return the module that may have set the timer earlier, because faulthandler does not report it."""
     for name, module in list(sys.modules.items()):
-        # By __dict__: a lazy module's __getattr__ would import.
+        # Through __dict__, because a lazy module's __getattr__ would import.
         names = getattr(module, "__dict__", {})
         has_it = names.get("faulthandler") is faulthandler or names.get("dump_traceback_later") is later
         if name in (__name__, "faulthandler"):
@@ -144,9 +144,9 @@ def _calls_it(module: ModuleType, *, if_unknown: bool) -> bool:
 
 
 class LockAlarm:
-    """Has a timer write where all threads stand, unless it is set again before.
+    """A timer that writes the stacks of all threads unless it is set again in time.
 
-    ``thread`` is the one whose stack is of interest. :meth:`arm` and :meth:`take` are for one other thread.
+    ``thread`` is the thread whose stack matters. One other thread calls :meth:`arm` and :meth:`take`.
     """
 
     def __init__(self, thread: int) -> None:
@@ -164,19 +164,19 @@ class LockAlarm:
 
     @property
     def note(self) -> str | None:
-        """Why a held lock may go unseen; ``None`` if it would be seen."""
+        """Reason that a held lock may go unnoticed; ``None`` if it would be noticed."""
         if _timer.user is None:
             return None
         return f"C code that holds Python's lock (the GIL) may go unnamed: {_timer.user} faulthandler's timer."
 
     def keep_in(self, folder: Path) -> None:
-        """Have the stacks written to a file, which a killed process leaves. For a thread that may wait for a disk."""
+        """Write the stacks to a file that survives a killed process. For a thread that may wait for a disk."""
         path = folder / STACKS_NAME
         if self._path is None and self._file >= 0 and folder.is_dir():
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
             file = self._opened(os.open(path, flags, 0o644))
             with _timer.lock:
-                is_closed = self._file < 0  # while the disk was waited for
+                is_closed = self._file < 0  # closed during the wait for the disk
                 if not is_closed:
                     file, self._file, self._path = self._file, file, path
                     left_s = self._armed_s + self._after_s - monotonic()
@@ -187,7 +187,7 @@ class LockAlarm:
                 path.unlink()
 
     def arm(self, seconds: float) -> None:
-        """Write all stacks after so long unless this is called again before."""
+        """Schedule a dump of all stacks in ``seconds`` unless this is called again earlier."""
         self._watcher = threading.get_native_id()
         self._switches = voluntary_switches(self._watcher) or 0
         with _timer.lock:
@@ -196,7 +196,7 @@ class LockAlarm:
                 _timer.set(seconds, self._file)
 
     def take(self) -> HeldLock | None:
-        """Return what was written since, once; nothing if the process was stopped meanwhile."""
+        """Return the held lock in a new dump, once; ``None`` without a dump or if the process was stopped meanwhile."""
         with _timer.lock:
             if self._file < 0 or os.fstat(self._file).st_size <= len(self._header):
                 return None
@@ -204,7 +204,7 @@ class LockAlarm:
             os.ftruncate(self._file, len(self._header))
             os.lseek(self._file, 0, os.SEEK_END)
         lasted_s = monotonic() - self._armed_s
-        if lasted_s < self._after_s:  # written just before it was armed again, as when a stopped process goes on
+        if lasted_s < self._after_s:  # written just before it was armed again, as when a stopped process continues
             return None
         switches = None if self._watcher is None else voluntary_switches(self._watcher)
         interval_s = max(sys.getswitchinterval(), _SWITCH_S)
@@ -214,7 +214,7 @@ class LockAlarm:
         return HeldLock(_stack_of(self._thread, text), lasted_s)
 
     def close(self) -> None:
-        """Write no stacks, and leave no file."""
+        """Cancel the timer, and remove the file."""
         with _timer.lock:
             file, self._file = self._file, -1
             if file < 0:
@@ -233,7 +233,7 @@ def _stack_of(thread: int, text: str) -> tuple[Frame, ...]:
 
 
 def held_in(folder: Path, process: ProcessId | None) -> tuple[HeldLock, float] | None:
-    """Return what a process has left that did not go on, and since when it has not, by ``time.time()``."""
+    """Return the held lock in the file of a process that did not continue, and since when, by ``time.time()``."""
     path = folder / STACKS_NAME
     try:
         status = path.stat()
@@ -250,5 +250,5 @@ def held_in(folder: Path, process: ProcessId | None) -> tuple[HeldLock, float] |
         since_s = status.st_mtime - after_s
         lasted_s = max(after_s, time.time() - since_s) if process.is_running else after_s
         return HeldLock(_stack_of(int(found["thread"]), text), lasted_s), since_s
-    except (OSError, ValueError, TypeError, KeyError):  # there is none, or it is forged
+    except (OSError, ValueError, TypeError, KeyError):  # no such file, or it is forged
         return None

@@ -1,4 +1,4 @@
-"""Reads torch's counters of GPU memory in some steps of a training, and the memory of its processes over the run."""
+"""Readings of torch's GPU memory counters in some training steps, and of the processes' memory over the run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.timeline import Timeline
 
 # Our defaults.
-_BUDGET_S = 2e-6  # a step on average; a step that is read costs some 100 us
+_BUDGET_S = 2e-6  # per step on average; reading a step takes about 100 us
 _MAX_INTERVAL = 200  # steps, even if reading is slow
-_MAX_EARLY_STEPS = 64  # read until the optimizer makes a step; gradients are hardly ever accumulated over more
-_MAX_SKIPPED_STEPS = 4  # by a gradient scaler; an optimizer without a state after more never has one
+_MAX_EARLY_STEPS = 64  # read until the optimizer steps; gradients are rarely accumulated over more steps
+_MAX_SKIPPED_STEPS = 4  # by a gradient scaler; an optimizer that has no state after more steps never has one
 _MAX_POINTS = 200
-# Of DeepSpeed's optimizers (0.19: ZeRO 3; 1 and 2).
+# Attributes of DeepSpeed's optimizers (0.19: ZeRO 3; 1 and 2).
 _MASTER_WEIGHTS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
 _GRADIENTS = ("grad_partitions_flat_buffer", "averaged_gradients")
 
@@ -43,7 +43,7 @@ _Function = Callable[..., Any]
 
 
 class _Training(Protocol):
-    """The part of ``runs.run.Run`` that is needed."""
+    """The required part of ``runs.run.Run``."""
 
     @property
     def device(self) -> torch.device: ...
@@ -62,8 +62,8 @@ class _Training(Protocol):
 
 
 def read_memory(gpu: torch.device) -> MemoryReading | None:
-    """Return what torch's allocator counts for a GPU now; ``None`` before CUDA has begun."""
-    # Not by torch.cuda.memory_stats, which sorts 122 keys for 100 to 500 us.
+    """Return the current counters of torch's allocator for a GPU; ``None`` before CUDA has started."""
+    # Not torch.cuda.memory_stats, which takes 100 to 500 us to sort 122 keys.
     stats = torch.cuda.memory.memory_stats_as_nested_dict(gpu.index or 0)
     if not stats:
         return None
@@ -81,7 +81,7 @@ def read_memory(gpu: torch.device) -> MemoryReading | None:
 
 
 def count_holdings(training: _Training) -> MemoryHoldings:
-    """Return what a training holds on its GPU now; without a model, no buffers. Takes 7 ms for 1,000 parameters."""
+    """Return the memory that training holds on its GPU now; no buffers without a model. 7 ms for 1,000 parameters."""
     module, optimizers, weights = training.module, training.optimizers, _weights(training)
     gradients_bytes = count_gradients(training)
     sends_copies = training.is_plain_ddp and not any(map(_is_part, _gradients(weights)))
@@ -101,7 +101,7 @@ def count_holdings(training: _Training) -> MemoryHoldings:
 
 
 def count_gradients(training: _Training) -> int:
-    """Return the size of the gradients that exist now."""
+    """Return the size of the current gradients in bytes."""
     gradients = [_gradients(_weights(training)), _attributes(training.optimizers, _GRADIENTS)]
     return _size(gradients, training.device, set())
 
@@ -121,12 +121,12 @@ def _attributes(optimizers: Iterable[object], names: Iterable[str]) -> list[obje
 
 
 def _is_part(gradient: torch.Tensor) -> bool:
-    """Return whether a gradient is a view of a larger storage, as with DDP's ``gradient_as_bucket_view=True``."""
+    """Return whether a gradient is a view of larger storage, as with DDP's ``gradient_as_bucket_view=True``."""
     return gradient.layout is torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def _size(objects: object, device: torch.device, seen: set[int]) -> int:
-    """Return the size of the storages on a device that were not seen before."""
+    """Return the size of the storages on a device that are not in ``seen``, and add them to it."""
     size = 0
     for tensor in _tensors(objects):
         if tensor.device == device:
@@ -137,7 +137,7 @@ def _size(objects: object, device: torch.device, seen: set[int]) -> int:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in a structure, also those that a tensor such as DTensor wraps."""
+    """Yield the plain tensors in a structure, including those wrapped by a tensor such as DTensor."""
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
             names, _ = value.__tensor_flatten__()
@@ -152,25 +152,25 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 class MemoryCounters:
-    """Reads the counters at the moments of a step, in some steps.
+    """A reader of the memory counters at the moments of a step, in some steps.
 
-    Every step is read up to the one after the optimizer's first; then, at random, as many as the budget allows. In
-    others each call is a comparison.
+    Every step is read up to the one after the optimizer's first; after that, as many random steps as the budget allows.
+    In other steps each call costs one comparison.
     """
 
     def __init__(self, training: _Training, clock: StepClock) -> None:
         assert training.gpu is not None
-        self.when_read: Callable[[], None] = lambda: None  # after a step
-        self.failure: Exception | None = None  # why nothing more is read
+        self.when_read: Callable[[], None] = lambda: None  # called after a step
+        self.failure: Exception | None = None  # the error that ended the readings
         self.is_reading = False
         self._training = training
         self._gpu = training.gpu
         self._clock = clock
-        self._random = random.Random(0)  # its own: the training's random numbers stay as they are
+        self._random = random.Random(0)  # a separate generator, so that training's random numbers do not change
         self._next_step = 1.0
         self._spent_s = 0.0
         self._moments: dict[str, MemoryReading] = {}
-        self._batch_step = 0  # whose batch is still to be noted
+        self._batch_step = 0  # the step whose batch has not been recorded yet
         self._batch_shape: tuple[int, ...] | None = None
         self._latest: MemoryReading | None = None
         self._first: StepMemory | None = None
@@ -183,7 +183,7 @@ class MemoryCounters:
         self._peak_bytes = self._total_bytes = 0
         self._peaks: dict[str, int] = {}
         self._timelines = [Timeline(_MAX_POINTS, 1.0) for _ in MemoryPoint._fields[1:]]
-        self._before: MemoryReading | None = None  # None before CUDA has begun: nothing trains on it
+        self._before: MemoryReading | None = None  # None if CUDA had not started: nothing trains on it
         self._do(self._begin)
 
     def _begin(self) -> None:
@@ -194,33 +194,33 @@ class MemoryCounters:
             self._total_bytes = torch.cuda.get_device_properties(self._gpu).total_memory
 
     def around_step(self, function: _Function) -> _Function:
-        """Return what runs a training step, with its ends read."""
+        """Wrap a function that runs a training step to read the counters at its start and end."""
         return enclosed(self.begin_step, function, self.end_step)
 
     def after_forward(self, function: _Function) -> _Function:
-        """Return what runs forward, with its end read."""
+        """Wrap a function that runs forward to read the counters at its end."""
         return enclosed(lambda: None, function, lambda: self.note("after_forward", "forward"))
 
     def around_backward(self, function: _Function) -> _Function:
-        """Return what runs backward, with its ends read."""
+        """Wrap a function that runs backward to read the counters at its start and end."""
         return enclosed(
             lambda: self.note("before_backward", "forward"), function, lambda: self.note("after_backward", "backward")
         )
 
     def begin_step(self) -> None:
-        """Begin a step, and read it if it is its turn."""
+        """Begin a step, and read the counters if it is the next one to read."""
         if self._clock.steps >= self._next_step:
             self._spent_s, self._moments = 0.0, {}
             self._batch_step, self._batch_shape = self._clock.steps, None
             self.is_reading = True
             self.note("begin", "training")
-            # The very first step, and the first that begins with the optimizer's states.
+            # The first step of all, and the first that begins with the optimizer's states.
             if self._last is None or (self._first is not None and self._last is self._first):
                 self._clock.times.left_out.add(self._clock.steps)
                 self._do(self._trace.start)
 
     def note(self, moment: str, phase: str) -> None:
-        """Read the counters at the first such moment (a field of ``StepMemory``) of the step, after this phase."""
+        """Read the counters after a phase, at the step's first such moment (a field of ``StepMemory``)."""
         if self.is_reading:
             self._do(self._note, moment, phase)
 
@@ -232,23 +232,23 @@ class MemoryCounters:
             self.is_reading = False
 
     def close(self) -> None:
-        """Leave torch as it was, also within a step."""
-        self._do(self._trace.stop)
+        """Restore torch to its original state, also within a step."""
+        self._trace.stop()
 
     def enter(self, phase: str) -> None:
-        """Read the counters when validation begins, or when training goes on."""
+        """Read the counters when validation begins or training continues."""
         if self._before is not None:
             self._do(self._read, "training" if phase == "validation" else "validation")
 
     @property
     def wants_batch(self) -> bool:
-        """Whether the shape of the current step's batch is still to be noted."""
+        """Whether the shape of the current step's batch has not been recorded yet."""
         return self._batch_step == self._clock.steps
 
     def note_batch(self, shape: tuple[int, ...] | None) -> None:
-        """Note the shape of the current step's batch."""
+        """Record the shape of the current step's batch."""
         self._batch_step, self._batch_shape = 0, shape
-        if not self.is_reading and self._last is not None:  # a Trainer gives the batch when the step has ended
+        if not self.is_reading and self._last is not None:  # a Trainer passes the batch after the step has ended
             is_first = self._last is self._first
             is_traced = self._last is self._traced
             self._last = dataclasses.replace(self._last, batch_shape=shape)
@@ -263,14 +263,15 @@ class MemoryCounters:
         began_s = perf_counter()
         try:
             action(*args)
-        except Exception as error:  # noqa: BLE001 - counters with other names, an allocator without any, an odd tensor
-            self.failure = error.with_traceback(None)  # whose frames would keep a batch
+        except Exception as error:  # noqa: BLE001 - renamed counters, an allocator without counters, an unusual tensor
+            self.failure = error.with_traceback(None)  # frames in the traceback would keep a batch alive
             self.is_reading, self._next_step = False, math.inf
+            self._trace.stop()
         self._spent_s += perf_counter() - began_s
 
     def _read(self, phase: str) -> MemoryReading:
         reading = self._latest = read_memory(self._gpu)
-        assert reading is not None  # CUDA has begun
+        assert reading is not None  # CUDA has started
         if reading.peak_allocated_bytes > self._peak_bytes:
             self._peak_bytes = self._peaks[phase] = reading.peak_allocated_bytes
         return reading
@@ -299,7 +300,7 @@ class MemoryCounters:
             gradients_bytes = max(held.gradients_bytes, self._gradients_bytes)
             self._holdings = dataclasses.replace(held, gradients_bytes=gradients_bytes)
         interval = 1
-        has_next = self._first is not None and self._first is not step  # one that begins with the optimizer's states
+        has_next = self._first is not None and self._first is not step  # a step that begins with the optimizer's states
         if has_next or step.step >= _MAX_EARLY_STEPS:
             interval = min(_MAX_INTERVAL, max(1, math.ceil(self._spent_s / _BUDGET_S)))
         self._next_step = step.step + self._random.randint(1, 2 * interval - 1)
@@ -309,7 +310,7 @@ class MemoryCounters:
         moments = {name: reading.allocations for name, reading in self._moments.items()}
         begin, end = moments["begin"], moments["end"]
         before = moments.get("after_forward", moments.get("before_backward", end))
-        # By hand there may be several backwards, and what comes behind the first one is no optimizer's.
+        # With manual optimization there may be several backwards, and not all work after the first is the optimizer's.
         after = moments.get("after_backward", end) if "after_forward" in moments else end
         is_mixed = "mixed" in (self._training.precision or "")
         weights = _weights(self._training) if is_mixed else []
@@ -321,17 +322,17 @@ class MemoryCounters:
 
     @property
     def kept_bytes(self) -> int | None:
-        """What was in tensors when the last step began that was read. From any thread."""
+        """Bytes in tensors at the start of the last step read. Safe in any thread."""
         last = self._last
         return None if last is None or last.begin is None else last.begin.allocated_bytes
 
     @property
     def room_bytes(self) -> int | None:
-        """How much more would fit if nobody else used the GPU."""
+        """Additional bytes that would fit if nobody else used the GPU."""
         return max(0, self._total_bytes - self._peak_bytes) if self._total_bytes else None
 
     def facts(self) -> RankMemory | None:
-        """Return what was counted so far; ``None`` if something could not be."""
+        """Return the readings so far; ``None`` if a counter could not be read."""
         if self._latest is None or self.failure is not None:
             return None
         points = zip(*(timeline.points() for timeline in self._timelines), strict=True)
@@ -350,17 +351,17 @@ class MemoryCounters:
 # Our defaults.
 _MAX_HISTORY_POINTS = 500
 _INTERVAL_S = 1.0
-_EARLY_S, _EARLY_INTERVAL_S = 60.0, 0.25  # twice as often as the first alarm needs, because a thread may be late
-_WORKERS_EVERY = 100  # 1 % of this thread's time: for the workers' memory the kernel walks through all pages
-# What has grown for five minutes is reported if it will be full within a day; what has grown for less, in proportion:
-# after 12 s, if it will be full within an hour.
+_EARLY_S, _EARLY_INTERVAL_S = 60.0, 0.25  # twice as often as the first alarm requires, because a thread may be late
+_WORKERS_EVERY = 100  # limits this to 1 % of the thread's time: the kernel walks all pages of the workers' memory
+# Memory that has grown for five minutes is reported if it will be full within a day. For shorter growth the limit
+# shrinks in proportion: after 12 s, memory is reported if it will be full within an hour.
 _ALARM_S = 24 * 3600.0
 _ALARM_EVERY_S = 300.0
 _FIRST_ALARM_S = 12.0
 
 
 class MemoryHistory:
-    """Samples the memory of the host, and judges now and then whether it, or the GPU's, grows; in its own thread."""
+    """A history of host memory, sampled in a separate thread, with regular checks whether it or GPU memory grows."""
 
     def __init__(
         self,
@@ -368,7 +369,7 @@ class MemoryHistory:
         worker_pids: Callable[[], list[int]] = list,
         is_validating: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.alarms: list[MemoryGrowth] = []  # what will be full within a day, each once
+        self.alarms: list[MemoryGrowth] = []  # memory that will be full within a day, each kind once
         self._gpu = gpu
         self._worker_pids = worker_pids
         self._is_validating = is_validating
@@ -382,7 +383,7 @@ class MemoryHistory:
         self._grown_bytes: Counter[Literal["training", "validation"]] = Counter()  # of this process
 
     def poll(self) -> float:
-        """Sample how much is used; return after how many seconds to do so again."""
+        """Sample the memory in use, and return the seconds until the next poll."""
         now_s = monotonic()
         if self._began_s is None:
             self._began_s = now_s
@@ -410,7 +411,7 @@ class MemoryHistory:
                 self.alarms.append(growth)
 
     def growth(self) -> tuple[MemoryGrowth, ...]:
-        """Return what grew steadily up to now."""
+        """Return the memory that has grown steadily up to now."""
         on_host_bytes, found = read_host_budget().memory_available_bytes, []
         on_gpu_bytes = None if self._gpu is None else self._gpu.room_bytes
         for whose, timeline in self._timelines.items():

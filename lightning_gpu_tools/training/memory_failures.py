@@ -1,6 +1,6 @@
-"""What torch's allocator counted when it failed, and what led to it.
+"""The state of torch's allocator when it failed, and what led to the failure.
 
-torch calls a function of this module right then: when the error reaches a hook, much is free again.
+torch calls a function of this module at the failure. By the time the error reaches a hook, much memory is free again.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from lightning_gpu_tools.training.timeline import Timeline
 from lightning_gpu_tools.units import printable
 
 # Our defaults.
-_EARLY_STEPS, _EVERY_STEPS = 64, 64  # all up to here, then every so many, are read when they begin, for 10 to 20 us
+_EARLY_STEPS, _EVERY_STEPS = 64, 64  # reads at the start of all early steps, then of one in so many; 10 to 20 us each
 _MAX_POINTS = 200
 _MAX_BATCHES = 101
 _MAX_EVENTS = 100_000  # as in https://pytorch.org/blog/understanding-gpu-memory-1/
 
 
 class AllocatorFailure(NamedTuple):
-    """A moment at which torch's allocator has failed."""
+    """A failure of torch's allocator."""
 
-    phase: str  # of the clock
-    grad_enabled: bool  # in the thread that allocated
+    phase: str  # by the clock
+    grad_enabled: bool  # in the allocating thread
     reading: MemoryReading | None
 
 
 class MemoryFailures:
-    """Counts the failures of torch's allocator on a GPU, and keeps what explains the last one.
+    """A count of the failures of torch's allocator on a GPU, and the facts that explain the last one.
 
-    ``phase`` returns what the training thread is doing.
+    ``phase`` returns the current phase of the training thread.
     """
 
     def __init__(self, gpu: torch.device, phase: Callable[[], str]) -> None:
-        self.count = 0  # the program or cuDNN may have gone on after each failure
+        self.count = 0  # the program or cuDNN may have continued after each failure
         self.last: AllocatorFailure | None = None
         self.batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch in use
-        self.snapshot: Path | None = None  # where to write torch's snapshot when the allocator fails
+        self.snapshot: Path | None = None  # path for torch's snapshot when the allocator fails
         self._gpu = gpu
         self._phase = phase
         self._can_read = True
@@ -58,45 +58,45 @@ class MemoryFailures:
         self._validation = Timeline(_MAX_POINTS, 1.0)
 
     def listen(self) -> None:
-        """Be called when the allocator fails, if CUDA has begun."""
+        """Register for failures of the allocator, if CUDA has started."""
         global _is_attached
         attach = compat.out_of_memory_observer()
         if attach is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
         _listening.add(self)
-        if not _is_attached:  # once: it cannot be detached
-            with contextlib.suppress(RuntimeError):  # cudaMallocAsync cannot do it
+        if not _is_attached:  # only once, because it cannot be detached
+            with contextlib.suppress(RuntimeError):  # not supported by cudaMallocAsync
                 attach(_allocator_failed)
                 _is_attached = True
 
     def record_history(self, snapshot: Path) -> None:
-        """Have torch record allocations with their stacks, and write them to a file when memory runs out."""
+        """Make torch record allocations with their stacks, and write them to a file when memory runs out."""
         if torch.cuda.is_initialized() and (record := compat.memory_recorder()) is not None:  # type: ignore[no-untyped-call]
             try:
                 snapshot.parent.mkdir(parents=True, exist_ok=True)
-                snapshot.unlink(missing_ok=True)  # of an earlier run
+                snapshot.unlink(missing_ok=True)  # left by an earlier run
                 record(max_entries=_MAX_EVENTS)
                 self.snapshot = snapshot
             except (RuntimeError, OSError) as error:  # cudaMallocAsync has no history; the folder is not writable
                 warnings.warn(f"memory_history=True has no effect: {printable(error, 300)}", stacklevel=2)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening for failures and recording."""
         _listening.discard(self)
         if self.snapshot is not None and (record := compat.memory_recorder()) is not None:
             self.snapshot = None
             record(enabled=None)
 
     def begin_step(self, step: int, shape: tuple[int, ...] | None) -> None:
-        """Note the batch of a training step that begins, and now and then what is in tensors."""
-        if self._step_shape is not None:  # that step has come to its end
+        """Record the batch of a training step at its start, and in some steps the bytes in tensors."""
+        if self._step_shape is not None:  # the previous step has ended
             self._items.append(math.prod(self._step_shape))
         self._step_shape = self.batch_shape = shape
         if step <= _EARLY_STEPS or step % _EVERY_STEPS == 0:
             self._read(self._begins, step)
 
     def begin_validation_batch(self, number: int, shape: tuple[int, ...] | None) -> None:
-        """Note the same of a batch of validation; number 0 begins another validation."""
+        """Record the same for a validation batch. Number 0 begins another validation."""
         self.batch_shape = shape
         if number == 0:
             self._validation = Timeline(_MAX_POINTS, 1.0)
@@ -109,7 +109,7 @@ class MemoryFailures:
             timeline.add(number, reading.allocated_bytes)
 
     def counted(self) -> MemoryReading | None:
-        """Return what the allocator counts now."""
+        """Return the current counters of the allocator; ``None`` if they cannot be read."""
         if self._can_read:
             try:
                 return read_memory(self._gpu)
@@ -118,7 +118,7 @@ class MemoryFailures:
         return None
 
     def note(self) -> None:
-        """Note, in the thread that allocates and without the allocator's lock, that it has failed."""
+        """Record a failure, in the allocating thread and without the allocator's lock."""
         self.count += 1
         self.last = AllocatorFailure(self._phase(), torch.is_grad_enabled(), self.counted())
         if self.snapshot is not None and (dump := compat.memory_dumper()) is not None:
@@ -126,17 +126,17 @@ class MemoryFailures:
 
     @property
     def usual_items(self) -> float | None:
-        """Median size of the first tensor of a batch, in numbers, over steps that came to their end."""
+        """Median number of elements in the first tensor of a batch, over completed steps."""
         return float(median_high(self._items)) if self._items else None
 
     @property
     def begins(self) -> list[tuple[float, float]]:
-        """(step, bytes in tensors when it began), oldest first."""
+        """Pairs of (step, bytes in tensors at its start), oldest first."""
         return self._begins.points()
 
     @property
     def validation_begins(self) -> list[tuple[float, float]]:
-        """(batch, bytes in tensors when it began) of the last validation."""
+        """Pairs of (batch, bytes in tensors at its start) for the last validation."""
         return self._validation.points()
 
 
@@ -147,5 +147,5 @@ _is_attached = False
 def _allocator_failed(device: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
     for failures in list(_listening):
         if failures._gpu.index in (None, device):
-            with contextlib.suppress(Exception):  # which would take the place of torch's own error
+            with contextlib.suppress(Exception):  # an error here would replace torch's own
                 failures.note()

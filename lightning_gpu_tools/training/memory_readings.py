@@ -1,4 +1,4 @@
-"""What was counted of the memory of one rank, and whether memory grows. Plain data, bytes throughout."""
+"""Memory readings of one rank, and detection of memory growth. Plain data, always in bytes."""
 
 from __future__ import annotations
 
@@ -11,59 +11,59 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReading:
-    """What torch's allocator counted for one GPU at one moment. Peaks last until somebody resets them."""
+    """The counters of torch's allocator for one GPU at one moment. Peaks last until they are reset."""
 
     allocated_bytes: int  # in tensors
     peak_allocated_bytes: int
     reserved_bytes: int  # held by the allocator: tensors and its cache
     peak_reserved_bytes: int
-    # Free parts of blocks, which cannot go back to the driver; 0 with expandable segments and cudaMallocAsync.
+    # Free parts of blocks, which cannot be returned to the driver; 0 with expandable segments and cudaMallocAsync.
     inactive_split_bytes: int = 0
-    retries: int = 0  # after the allocator has emptied its cache
-    allocations: int = 0  # of tensors so far
+    retries: int = 0  # allocations retried after the allocator emptied its cache
+    allocations: int = 0  # number of tensors allocated so far
 
 
 class StepNeed(NamedTuple):
-    """What a step needs at a moment beside what was there when it began."""
+    """The memory that a step needs at a moment, in addition to the memory in use at its start."""
 
     fixed_bytes: int
-    batch_bytes: int  # that grow with the batch
+    batch_bytes: int  # the part that grows with the batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMemory:
-    """The readings of one training step, as far as it has such moments and got there."""
+    """The readings of one training step, for the moments that exist in it and that it reached."""
 
-    step: int  # by the step clock, from 1
+    step: int  # by the step clock, starting at 1
     batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch
-    begin: MemoryReading | None = None  # with the batch, and with a Trainer the old gradients
-    after_forward: MemoryReading | None = None  # likewise; with automatic optimization alone
-    before_backward: MemoryReading | None = None  # of the first one
+    begin: MemoryReading | None = None  # includes the batch and, with a Trainer, the old gradients
+    after_forward: MemoryReading | None = None  # includes the same; only with automatic optimization
+    before_backward: MemoryReading | None = None  # before the first backward
     after_backward: MemoryReading | None = None
     end: MemoryReading | None = None  # after the optimizer
-    needs: tuple[StepNeed, ...] = ()  # its moments that decide which batch fits; of few steps
+    needs: tuple[StepNeed, ...] = ()  # the moments that determine which batch fits; only for few steps
 
     @property
     def readings(self) -> list[MemoryReading]:
-        """Those that there are, in order."""
+        """The existing readings, in order."""
         moments = (self.begin, self.after_forward, self.before_backward, self.after_backward, self.end)
         return [reading for reading in moments if reading is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryHoldings:
-    """What a training holds on this rank's GPU from step to step: its own shards, and shared storage once."""
+    """The memory that training holds on this rank's GPU across steps: only own shards, and shared storage once."""
 
     parameters_bytes: int = 0
     gradients_bytes: int = 0  # after the first backward
-    gradients_kept_bytes: int = 0  # of them, when the step has ended
+    gradients_kept_bytes: int = 0  # the part that remains at the end of the step
     gradient_buckets_bytes: int = 0  # DistributedDataParallel's copies; 0 with gradient_as_bucket_view=True
-    optimizer_bytes: int = 0  # master weights included
+    optimizer_bytes: int = 0  # including master weights
     buffers_bytes: int = 0
 
     @property
     def between_steps_bytes(self) -> int:
-        """What of it is there between two steps."""
+        """The part that remains between two steps."""
         return (
             self.parameters_bytes
             + self.gradients_kept_bytes
@@ -74,11 +74,11 @@ class MemoryHoldings:
 
 
 class MemoryPoint(NamedTuple):
-    """A moment of a training in a timeline."""
+    """A moment of training in a timeline."""
 
     time_s: float  # since training started
-    kept_bytes: float  # in tensors when a step began
-    step_bytes: float  # the most of the readings in it
+    kept_bytes: float  # in tensors at the start of a step
+    step_bytes: float  # the largest reading within the step
     reserved_bytes: float
 
 
@@ -89,30 +89,30 @@ class RankMemory:
     latest: MemoryReading
     before_training: MemoryReading | None = None
     holdings: MemoryHoldings | None = None  # None before the optimizer's first step
-    first_step: StepMemory | None = None  # the one with the optimizer's first step
-    last_step: StepMemory | None = None  # the last one that was read to its end
-    traced_step: StepMemory | None = None  # the last one with its needs
-    # Where the tensors' peak rose, how high: before_training, forward, backward, optimizer, validation, or training
-    # if it was between two readings.
+    first_step: StepMemory | None = None  # with the optimizer's first step
+    last_step: StepMemory | None = None  # the last step read to its end
+    traced_step: StepMemory | None = None  # the last step with known needs
+    # Peak of memory in tensors, by where it rose: before_training, forward, backward, optimizer, validation, or
+    # training if it rose between two readings.
     peaks_bytes: Mapping[str, int] = field(default_factory=dict)
     timeline: tuple[MemoryPoint, ...] = ()  # at most 200 points; not sent to other ranks
 
     @property
     def peak_bytes(self) -> int:
-        """The most in tensors, also if somebody has reset torch's own peak since."""
+        """The peak of memory in tensors, even if torch's own peak was reset since."""
         return max([self.latest.peak_allocated_bytes, *self.peaks_bytes.values()])
 
 
 # Our defaults.
-_PARTS = 8  # of a run, whose medians all have to rise; by chance those of 1 run in 8! = 40320 do
-_WARM_UP_SHARE = 0.2  # left out: caches, workers and the allocator fill up
+_PARTS = 8  # of a run, whose medians all have to rise; by chance this happens in 1 of 8! = 40320 runs
+_WARM_UP_SHARE = 0.2  # ignored, because caches, workers, and the allocator fill up
 _MIN_POINTS_PER_PART = 3
 _MIN_GROWTH_BYTES = 64 * 2**20
-# What levels off grows less in the second half: a square root gains 0.7 as much there.
+# Growth that levels off is smaller in the second half: for a square root, by a factor of 0.7.
 _MIN_SECOND_HALF = 0.8
 
-# In tensors on the GPU when steps begin; of the training process on the host; of the loader's workers together beyond
-# what they share.
+# gpu: in tensors at the start of steps; process: host memory of the training process; workers: memory of all workers of
+# the loader together, without the part that they share.
 Whose = Literal["gpu", "process", "workers"]
 
 
@@ -122,15 +122,15 @@ class MemoryGrowth:
 
     whose: Whose
     bytes_per_s: float
-    grown_bytes: float  # after the first fifth of the run
-    left_s: float | None = None  # until the memory is full at this rate; None if the limit is unknown
-    phase: Literal["training", "validation"] | None = None  # where most of it grew
+    grown_bytes: float  # growth after the first fifth of the run
+    left_s: float | None = None  # seconds until memory is full at this rate; None if the limit is unknown
+    phase: Literal["training", "validation"] | None = None  # in which most of the growth happened
 
 
 def steady_growth(whose: Whose, points: Sequence[tuple[float, float]], room_bytes: float | None) -> MemoryGrowth | None:
-    """Return how memory grew by (seconds, bytes), oldest first; ``None`` if not steadily to the end, or too few points.
+    """Return memory growth from points of (seconds, bytes), oldest first; ``None`` if not steady, or too few points.
 
-    ``room_bytes`` more would fit; ``None`` = unknown.
+    Steady growth lasts to the end. ``room_bytes`` is the free space; ``None`` = unknown.
     """
     if not points:
         return None

@@ -1,4 +1,4 @@
-"""What the training thread can be doing: the table of phases for the clock, diagnoses and reports."""
+"""The phases of the training thread: one table for the clock, diagnoses, and reports."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ MONITORING = "monitoring"
 RANK_WAIT = "rank_wait"
 TRAINER = "trainer"
 UNEXPLAINED = "unexplained"
-# Not of the clock, but of source lines: what a process of the loader is doing, and, before a slash and its phase, what
-# a step does that already takes twice as long as most.
+# For source lines, not the clock. The first marks samples of a loader's worker. The second, before a slash and the
+# phase, marks samples of a step that has already taken twice as long as most.
 IN_WORKER, SLOW_STEP = "worker", "slow_step"
 
 
 class Phase(NamedTuple):
-    """What the training thread is doing."""
+    """An activity of the training thread."""
 
-    name: str  # in phase_s; after a slash follows the class of a callback or logger, or the part of a training step
+    name: str  # in phase_s; a slash may add the class of a callback or logger, or the part of a training step
     label: str  # in the text of the report
-    color: str  # Okabe and Ito's palette, for every common color blindness, with three grays and four dark colors
+    color: str  # Okabe and Ito's palette, for all common color blindness, plus three grays and four dark colors
     group: Literal["step", "between", "pause"]  # a pause is not part of a steady step
 
 
-# In the order in which the host goes through them from the end of one step to the end of the next.
+# In the order in which the host passes through them from the end of one step to the end of the next.
 PHASES = {
     phase.name: phase
     for phase in (
@@ -61,16 +61,16 @@ PHASES = {
         Phase(TRAINING_STEP, "training step", "#009E73", "step"),
     )
 }
-_MAX_PHASES = 1000  # our default: names of a user's own may have numbers in them
+_MAX_PHASES = 1000  # our default: user-defined names may contain numbers
 PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause")
 
 
-# In the training thread these three are asked of each phase again and again.
+# The training thread calls these three for each phase again and again.
 
 
 @functools.lru_cache(_MAX_PHASES)
 def base_phase(phase: str) -> str:
-    """Return a phase without its slash and what follows: ``"callback"`` for ``"callback/EarlyStopping"``."""
+    """Return a phase without the slash and the rest: ``"callback"`` for ``"callback/EarlyStopping"``."""
     return phase.partition("/")[0]
 
 
@@ -82,7 +82,7 @@ def is_backward(phase: str) -> bool:
 
 @functools.lru_cache(_MAX_PHASES)
 def is_beside_step(phase: str) -> bool:
-    """Return whether a phase is a rank's own work beside its steps, unlike ``self.log``, which may wait for others."""
+    """Return whether a phase is a rank's own work outside its steps. ``self.log`` is not: it may wait for others."""
     return base_phase(phase) in (CALLBACK, LOGGING, CHECKPOINT, VALIDATION) and phase != f"{LOGGING}/{SELF_LOG}"
 
 

@@ -1,7 +1,7 @@
-"""What the ranks of a job exchange without a collective, through the store in which they have met.
+"""Exchange of facts between the ranks of a job without a collective, through their rendezvous store.
 
-The first rank of each node joins the entries of its node, and rank 0 reads these with one request, so that its cost
-grows with the nodes and not with the ranks.
+The first rank of each node combines the entries of its node. Rank 0 reads these with one request, so its cost grows
+with the number of nodes, not ranks.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any, NamedTuple
 from lightning_gpu_tools.training.background import BackgroundJobs
 
 # Our defaults.
-TIMEOUT_S = 5.0  # the end of a training waits for all ranks together, which end almost at once
-MAX_ENTRY_BYTES = 64 << 10  # 128 of them fit in the 8 MiB that torch's store takes for one value; most have 1 to 20 KiB
-_FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0  # interval of publishing: the first, its growth, the longest
-_OF_NODE, _OF_ALL = 1 / 4, 1 / 2  # of that interval: when a node's first rank gathers its node, and rank 0 all
-_FOR_NODE, _FOR_NODES = 1 / 2, 1 / 5  # of the time limit: the wait for a node, and that before ranks are read directly
+TIMEOUT_S = 5.0  # total wait for all ranks when training ends; they end almost at the same time
+MAX_ENTRY_BYTES = 64 << 10  # 128 of them fit in the 8 MiB limit of torch's store for one value; most have 1 to 20 KiB
+_FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0  # publishing interval: the first, its growth factor, the longest
+_OF_NODE, _OF_ALL = 1 / 4, 1 / 2  # of that interval: when a node's first rank gathers its node, and when rank 0 does
+_FOR_NODE, _FOR_NODES = 1 / 2, 1 / 5  # of the time limit: the wait for a node, and the wait before direct reads
 _POLL_S = 0.005
-_ANSWER_S = 1.0  # the end of a failed training waits for the store
-_FIRST_ENTRIES = 12  # with which a rank that began before rank 0 learns the name of the run
+_ANSWER_S = 1.0  # wait for the store at the end of a failed training
+_FIRST_ENTRIES = 12  # posts in which a rank that started before rank 0 looks up the name of the run
 
 Entry = dict[str, Any]
 
 
 class RankPlace(NamedTuple):
-    """Which of its job's processes this one is."""
+    """The place of this process in its job."""
 
     rank: int = 0
     world_size: int = 1
@@ -43,7 +43,7 @@ class RankPlace(NamedTuple):
 
     @property
     def mates(self) -> Sequence[int]:
-        """The other ranks of its node if it is the first one there."""
+        """The other ranks of its node if it is the node's first rank, else none."""
         last = self.rank + self.local_ranks if self.local_rank == 0 else 0
         return range(self.rank + 1, min(last, self.world_size))
 
@@ -54,14 +54,14 @@ class RankPlace(NamedTuple):
 
 
 class Board:
-    """Where each rank of a job has one entry that the others can read. No call waits for another rank.
+    """A board on which each rank of a job has one entry that the others can read. No call waits for another rank.
 
-    An entry holds ``rank``, ``node``, ``local_ranks``, a ``turn`` that rises, what was posted, and the name of the run,
-    which rank 0 makes: what an earlier start of the job has left in the store does not count.
+    An entry holds ``rank``, ``node``, ``local_ranks``, an increasing ``turn``, the posted facts, and the name of the
+    run. Rank 0 creates that name; entries that an earlier start of the job left in the store are ignored.
     """
 
     def __init__(self, name: str, place: RankPlace, store: Any) -> None:
-        self.entries: dict[int, Entry] = {}  # by rank, its last one that was read
+        self.entries: dict[int, Entry] = {}  # by rank, the last entry that was read
         self._place = place
         self._name = name
         self._store = store if place.world_size > 1 else None
@@ -74,11 +74,11 @@ class Board:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks can be heard."""
+        """Whether the entries of other ranks can be read."""
         return self._store is not None
 
     def post(self, **facts: Any) -> None:
-        """Replace this rank's entry by facts for JSON, if too long without the last ones, which ``left_out`` names."""
+        """Replace this rank's entry with facts for JSON; if too long, list the last ones in ``left_out`` instead."""
         place = self._place
         self._turn += 1
         if self._turn <= _FIRST_ENTRIES:
@@ -93,21 +93,21 @@ class Board:
         self._set(f"rank {place.rank}", f"[{text}]")
 
     def post_node(self) -> None:
-        """Post, as one, the entries of this rank's node that were read."""
+        """Post the entries read from this rank's node as one value."""
         ranks = (self._place.rank, *self._place.mates)
         self._set(f"node {self._place.node}", json.dumps([self.entries[one] for one in ranks if one in self.entries]))
 
     def read(self, ranks: Iterable[int] = (), nodes: Iterable[int] = ()) -> None:
-        """Read, with one request, the entries of these ranks and what :meth:`post_node` has posted for these nodes."""
+        """Read the entries of these ranks, and those that :meth:`post_node` posted for these nodes, in one request."""
         for value in self._fetch([*(f"rank {rank}" for rank in ranks), *(f"node {node}" for node in nodes)]):
             for entry in json.loads(value):
                 known = self.entries.get(entry["rank"])
                 if entry["run"] == self._run and (known is None or known["turn"] < entry["turn"]):
                     self.entries[entry["rank"]] = entry
-            time.sleep(0)  # lets the training thread have Python's lock
+            time.sleep(0)  # lets the training thread take Python's lock
 
     def read_all(self) -> None:
-        """Read the entries of all ranks: by way of their nodes, and directly where that brings nothing new."""
+        """Read the entries of all ranks through their nodes, or directly if a node has nothing new."""
         place, before = self._place, self.entries.copy()
         self.read(place.mates, place.other_nodes)
         others = (rank for rank in range(place.world_size) if rank != place.rank)
@@ -121,11 +121,11 @@ class Board:
         if self._store is not None:
             try:
                 self._store.set(self._key(name), value)
-            except RuntimeError:  # the store's host has gone
+            except RuntimeError:  # the store's host is gone
                 self._store = None
 
     def _fetch(self, names: Iterable[str]) -> list[bytes]:
-        """Return the values of these names that have one, and learn the name of the run."""
+        """Return the existing values of these names, and update the name of the run."""
         keys, store = [self._key(name) for name in ("run", *names)], self._store
         if store is None:
             return []
@@ -133,7 +133,7 @@ class Board:
             self._there |= _existing(store, [key for key in keys if key not in self._there])
             there = [key for key in keys if key in self._there]
             values: list[bytes] = store.multi_get(there) if there else []
-        except RuntimeError:  # the store's host has gone
+        except RuntimeError:  # the store's host is gone
             self._store = None
             return []
         if keys[0] in self._there:
@@ -144,7 +144,7 @@ class Board:
 
 
 def _existing(store: Any, keys: list[str]) -> set[str]:
-    """Return the keys that have a value; getting another one would wait for it."""
+    """Return the keys that have a value, because getting any other key would block."""
     if not keys or store.check(keys):
         return set(keys)
     half = len(keys) // 2
@@ -152,9 +152,9 @@ def _existing(store: Any, keys: list[str]) -> set[str]:
 
 
 class RankExchange:
-    """Publishes the facts of this rank and gathers those of others, in a thread.
+    """A thread that publishes the facts of this rank and gathers those of other ranks.
 
-    ``hear`` is called in the thread of rank 0 with all entries that it has gathered.
+    On rank 0, the thread calls ``hear`` with all entries that it has gathered.
     """
 
     def __init__(
@@ -169,18 +169,18 @@ class RankExchange:
         self._interval_s = _FIRST_S
         self._wanted_s = monotonic() + _FIRST_S
         self._gather_s = math.inf
-        self._ending: tuple[float, float] | None = None  # since when, and for how long
+        self._ending: tuple[float, float] | None = None  # start time and time limit
         self._ended = threading.Event()
         self._jobs = BackgroundJobs()
 
     @property
     def ranks(self) -> int:
-        """How many ranks can be heard."""
+        """Number of ranks whose entries can be read."""
         return self._place.world_size if self._board.is_shared else 1
 
     @property
     def faults(self) -> list[str]:
-        """The first error in the thread, in words."""
+        """Description of the first error in the thread."""
         return self._jobs.faults
 
     @property
@@ -189,11 +189,11 @@ class RankExchange:
         return self._jobs.cpu_s
 
     def entries(self) -> list[Entry]:
-        """Return the last entry of each rank that was heard, by rank; others than rank 0 hear their node alone."""
+        """Return the last entry read from each rank, by rank. Ranks other than 0 read only their own node."""
         return [entry for _, entry in sorted(self._board.entries.copy().items())]
 
     def publish(self, **facts: Any) -> None:
-        """Publish facts beside those before; see ``Board.post``."""
+        """Publish facts in addition to the previous ones; see ``Board.post``."""
         self.wanted = False
         self._facts = {**self._facts, **facts}
         self._is_new = True
@@ -205,7 +205,7 @@ class RankExchange:
             self._jobs.run_now()
 
     def finish(self, timeout_s: float) -> list[int]:
-        """Publish for the last time, and wait for the ranks that this one gathers; return those that did not come."""
+        """Publish for the last time, wait for the ranks that this one gathers, and return those that are missing."""
         self._facts = {"is_last": True, **self._facts}
         self._is_new = True
         self._ending = monotonic(), timeout_s if self._place.rank == 0 else _FOR_NODE * timeout_s
@@ -216,7 +216,7 @@ class RankExchange:
         return self._late()
 
     def close(self) -> None:
-        """End the thread; one that is late is left behind. Idempotent."""
+        """End the thread, without waiting if it is late. Idempotent."""
         is_late = self._ending is not None and not self._ended.is_set()
         self._jobs.close(timeout_s=0.0 if is_late else _ANSWER_S)
 
@@ -256,7 +256,7 @@ class RankExchange:
             self._board.post_node()
 
     def _end(self, since_s: float, limit_s: float) -> float:
-        """Gather the last entries as they come in."""
+        """Gather the last entries as they arrive."""
         place, elapsed_s = self._place, monotonic() - since_s
         if late := self._late():
             mates = [rank for rank in late if rank in place.mates]

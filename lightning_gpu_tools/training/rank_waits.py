@@ -1,6 +1,6 @@
-"""Books the time in which this rank waits for others: on the host in collectives of the CPU and barriers.
+"""Accounting of this rank's waits for other ranks: on the host, in CPU collectives and barriers.
 
-The host only queues the collectives of a GPU. There, the end of backward is marked in the GPU's own time.
+The host only queues GPU collectives. On a GPU, the end of backward is marked on the GPU's own timeline.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _Function = Callable[..., Any]
 
 
 class RankWaits:
-    """Takes the waiting for other ranks out of the phases of a clock, on the thread that makes this.
+    """Separation of waits for other ranks from the phases of a clock, on the thread that creates this object.
 
-    DistributedDataParallel waits in an autograd callback, after the graph is computed. Autograd calls them in order,
-    so one that is queued at the loss, before all others, marks the end of this rank's computing.
+    DistributedDataParallel waits in an autograd callback after the graph has run. Autograd calls callbacks in order,
+    so a callback that is queued at the loss, before all others, marks the end of this rank's computation.
     """
 
     def __init__(self, clock: StepClock) -> None:
-        self.gpu: GpuTimeline | None = None  # where the same is marked in the GPU's own time
-        self.unseen = False  # whether the phase of a backward may hold waiting, too
+        self.gpu: GpuTimeline | None = None  # marks the same waits on the GPU's own timeline
+        self.unseen = False  # whether a backward's phase may include waiting
         self._clock = clock
         self._thread = threading.get_ident()
         self._accounts: dict[Account, Account] = {}
@@ -36,7 +36,7 @@ class RankWaits:
         self._queue = compat.queue_in_backward()
 
     def timed(self, function: _Function) -> _Function:
-        """Return what waits for other ranks, such as ``Work.wait``, booked as such on this thread."""
+        """Wrap a function that waits for other ranks, such as ``Work.wait``, to charge this thread's time as a wait."""
 
         def waiting(*args: Any, **kwargs: Any) -> Any:
             clock = self._clock
@@ -51,7 +51,7 @@ class RankWaits:
         return waiting
 
     def around_backward(self, backward: _Function) -> _Function:
-        """Return what runs backward, with the wait at its end booked as such."""
+        """Wrap a function that runs backward to charge the wait at its end as a wait."""
 
         def timed(loss: Any, *args: Any, **kwargs: Any) -> Any:
             if self.unseen or not self._clock.running:
@@ -69,7 +69,7 @@ class RankWaits:
         return timed
 
     def waited_within(self, phase: str) -> bool:
-        """Return whether collectives were waited for in this phase, also if it took the host no time, as on a GPU."""
+        """Return whether this phase waited for collectives, even if that took the host no time, as on a GPU."""
         return any(account.phase == phase for account in self._accounts)
 
     def _wait_within(self, account: Account) -> Account:
@@ -84,7 +84,7 @@ class RankWaits:
 
     def _computed(self) -> None:
         self._around = self._clock.current
-        if self._call_later(self._waited):  # comes after DistributedDataParallel's
+        if self._call_later(self._waited):  # runs after DistributedDataParallel's callback
             self._has_computed = True
             self._clock.switch(self._wait_within(self._around))
             if self.gpu is not None:
@@ -98,6 +98,6 @@ class RankWaits:
     def _call_later(self, function: Callable[[], None]) -> bool:
         try:
             self._queue(function)
-        except Exception:  # noqa: BLE001 - whatever a release of torch has against it would end the user's backward
+        except Exception:  # noqa: BLE001 - an error from an incompatible torch release would end the user's backward
             return False
         return True

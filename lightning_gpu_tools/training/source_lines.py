@@ -1,4 +1,4 @@
-"""Which line of a stack is the program's own: the innermost one that its user has written."""
+"""Selection of the program's own line on a stack: the innermost line that the user wrote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from lightning_gpu_tools.training.stacks import TRAINER_FILE, TRAINER_FUNCTIONS
 
-# By whom the code of a file is; `fetch` is where torch's loader enters the program, `trainer` where the Trainer does.
+# Owner of a file's code. In `fetch`, torch's loader calls the program; in `trainer`, the Trainer does.
 _Owner = Literal["user", "library", "torch", "python", "own", "fetch", "trainer"]
 _TRAINERS = ("lightning", "pytorch_lightning")
 _LIBRARIES = (*_TRAINERS, "lightning_fabric", "lightning_utilities")
@@ -19,13 +19,13 @@ _PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "plats
 _FETCH_FILE = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
-_MAX_FILES = 10_000  # whose owner is remembered
+_MAX_FILES = 10_000  # in the cache of owners
 
 _files: dict[str, tuple[_Owner, str]] = {}
 
 
 class Seen(NamedTuple):
-    """Where a thread was."""
+    """The source line at which a thread was sampled."""
 
     file: str
     line: int
@@ -34,9 +34,9 @@ class Seen(NamedTuple):
 
 
 def line_of(frame: FrameType | None) -> Seen | None:
-    """Return the user's innermost line of a stack, without what called the Trainer or the loader; ``None`` if empty.
+    """Return the user's innermost line on a stack, ignoring callers of the Trainer or the loader; ``None`` if empty.
 
-    Where the user has none, the innermost one of a library, else the outermost one of torch.
+    Without a line of the user, return the innermost line of a library, else the outermost line of torch.
     """
     users = library = outermost = None
     owner: _Owner = "python"
@@ -62,7 +62,7 @@ def line_of(frame: FrameType | None) -> Seen | None:
 
 
 def _function(frame: FrameType) -> str:
-    """Return the function of a frame; of a comprehension's, that around it."""
+    """Return the function of a frame; for a comprehension, the enclosing function."""
     around = frame.f_back
     while frame.f_code.co_name in _COMPREHENSIONS and around is not None:
         if around.f_code.co_filename != frame.f_code.co_filename:
@@ -72,7 +72,7 @@ def _function(frame: FrameType) -> str:
 
 
 def _owner(frame: FrameType) -> tuple[_Owner, str]:
-    """Return whose code a frame runs, and its file as it is shown."""
+    """Return the owner of a frame's code, and its file as shown to the user."""
     path = frame.f_code.co_filename
     known = _files.get(path)
     if known is None:
@@ -101,6 +101,6 @@ def _shown(path: str) -> str:
     for part in _PACKAGES:
         if part in path:
             return path.rpartition(part)[2]
-    with suppress(OSError):  # the current folder has been removed
+    with suppress(OSError):  # the current folder was removed
         return path.removeprefix(os.path.join(os.getcwd(), ""))
     return path

@@ -1,4 +1,4 @@
-"""What processes and threads of a training that may hang do: by /proc, and by their Python stacks."""
+"""Activity of processes and threads of a training that may hang, from /proc and Python stacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from types import FrameType
 from lightning_gpu_tools.training.stall_facts import Activity, Frame, Wait
 
 # System calls by what they wait for, from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and
-# include/uapi/asm-generic/unistd.h (arm64). What read and write wait for is told by their file descriptor.
+# include/uapi/asm-generic/unistd.h (arm64). For read and write, that depends on their file descriptor.
 _CALLS: dict[str, dict[Wait, set[int]]] = {
     "x86_64": {
         "storage": {2, 3, 4, 5, 6, 17, 18, 21, 26, 72, 73, 74, 75, 77, 78, 82, 83, 87, 89, 217, 257, 258, 262, 263, 264}
@@ -46,7 +46,7 @@ _PROC = Path("/proc")
 
 
 def read_proc(*path: object) -> str:
-    """Return a file below ``/proc``; nothing if its process has ended or is private, or without Linux."""
+    """Return the text of a file in ``/proc``; empty if its process has ended or is hidden, and outside Linux."""
     try:
         return _PROC.joinpath(*map(str, path)).read_text(errors="replace")
     except OSError:
@@ -54,12 +54,12 @@ def read_proc(*path: object) -> str:
 
 
 def stat_fields(*path: object) -> list[str]:
-    """Return the fields of proc_pid_stat(5) behind the name, from the state on; none as above."""
+    """Return the fields of proc_pid_stat(5) after the name, starting with the state; empty like ``read_proc``."""
     return read_proc(*path, "stat").rpartition(")")[2].split()
 
 
 def io_bytes(pid: object, counter: str) -> int | None:
-    """Return a counter of proc_pid_io(5)."""
+    """Return a counter of proc_pid_io(5); ``None`` if unknown."""
     value = _value(read_proc(pid, "io"), counter)
     return None if value is None else int(value)
 
@@ -69,7 +69,7 @@ def _value(text: str, name: str) -> str | None:
 
 
 def activity(pid: int, thread: int | None = None) -> Activity | None:
-    """Return what a process or a thread does, also if it hangs in the kernel; ``None`` if unknown. Some 50 us."""
+    """Return a process's or thread's activity, even if hung in the kernel; ``None`` if unknown. Takes about 50 us."""
     folder = (pid,) if thread is None else (pid, "task", thread)
     fields = stat_fields(*folder)
     if not fields:
@@ -79,11 +79,11 @@ def activity(pid: int, thread: int | None = None) -> Activity | None:
 
 
 def _wait(folder: tuple[object, ...], state: str) -> tuple[Wait | None, str | None]:
-    call = read_proc(*folder, "syscall").split()  # a number and its arguments; "running"; "-1" outside of a call
+    call = read_proc(*folder, "syscall").split()  # a number and its arguments; "running"; or "-1" outside a call
     number = int(call[0]) if call and call[0].lstrip("-").isdecimal() else -1
     if number in _OF_DESCRIPTORS.get(_MACHINE, ()):
         with suppress(OSError):
-            target = os.readlink(_PROC.joinpath(*map(str, folder), "fd", str(int(call[1], 16))))  # asks no disk
+            target = os.readlink(_PROC.joinpath(*map(str, folder), "fd", str(int(call[1], 16))))  # needs no disk access
             kind = target.partition(":")[0]
             return ("pipe" if kind == "pipe" else "network" if kind == "socket" else "storage"), target
     if state == "D":
@@ -92,26 +92,26 @@ def _wait(folder: tuple[object, ...], state: str) -> tuple[Wait | None, str | No
 
 
 def catches(pid: int, signal_number: int) -> bool:
-    """Return whether a process has a handler for a signal, which would end it otherwise."""
+    """Return whether a process handles a signal, which would otherwise end it."""
     mask = _value(read_proc(pid, "status"), "SigCgt") or "0"
     return bool(int(mask, 16) >> (signal_number - 1) & 1)
 
 
 def voluntary_switches(thread: int) -> int | None:
-    """Return how often a thread of this process has begun to wait; ``None`` if unknown."""
+    """Return the number of times a thread of this process has started to wait; ``None`` if unknown."""
     value = _value(read_proc("self", "task", thread, "status"), "voluntary_ctxt_switches")
     return None if value is None else int(value)
 
 
 def swapped_pages() -> int:
-    """Return how many pages the machine has swapped in and out since it started."""
+    """Return the number of pages that the machine has swapped in and out since it started."""
     words = read_proc("vmstat").split()
     counts = dict(zip(words[::2], words[1::2], strict=False))
     return int(counts.get("pswpin", 0)) + int(counts.get("pswpout", 0))
 
 
 def memory_stall_percent() -> float:
-    """Return for how much of the last ten seconds all tasks waited for memory; 0 if unknown."""
+    """Return the percentage of the last ten seconds in which all tasks waited for memory; 0 if unknown."""
     for line in read_proc("pressure", "memory").splitlines():
         kind, average, *_ = line.split()
         if kind == "full":
@@ -120,13 +120,13 @@ def memory_stall_percent() -> float:
 
 
 def written_bytes() -> int:
-    """Return how many bytes this process has handed to the kernel to write; 0 if unknown."""
+    """Return the number of bytes that this process has passed to the kernel for writing; 0 if unknown."""
     return io_bytes("self", "wchar") or 0
 
 
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN = str(Path(__file__).parents[1]) + os.sep
-# Hardly ever in use: one of Linux's last real-time signals.
+# Rarely used by programs: one of Linux's last real-time signals.
 _SIGNAL: int = getattr(signal, "SIGRTMAX", 64) - 3
 _ANSWER_S = 0.3  # our default; on an idle core it takes microseconds
 _POLL_S = 0.02
@@ -138,7 +138,7 @@ def _frame(file: str, line: int, function: str) -> Frame:
 
 
 def frames_of(thread: int) -> list[FrameType]:
-    """Return the stack of a thread, outermost call first; empty if it has ended. Some 40 us."""
+    """Return the stack of a thread, outermost call first; empty if it has ended. Takes about 40 us."""
     frame = sys._current_frames().get(thread)
     found: list[FrameType] = []
     while frame is not None:
@@ -148,21 +148,21 @@ def frames_of(thread: int) -> list[FrameType]:
 
 
 def frames_in(text: str) -> tuple[Frame, ...]:
-    """Return the stack of a thread that faulthandler has written, outermost call first."""
+    """Parse the stack of a thread as written by faulthandler, outermost call first."""
     return tuple(_frame(file, int(line), function) for file, line, function in _LINE.findall(text))[::-1]
 
 
-# Where Lightning's Trainer hands over to the loops.
+# Functions in which Lightning's Trainer passes control to the loops.
 TRAINER_FILE, TRAINER_FUNCTIONS = os.path.join("trainer", "trainer.py"), ("fit", "_run_stage")
 
 
 def stack_in_fit(frames: list[FrameType]) -> tuple[Frame, ...]:
-    """Return the calls below the Trainer's, if there is one, without those of this package."""
+    """Return the calls inside the Trainer's, if there is one, without those of this package."""
     return innermost_in_fit([_frame(one.f_code.co_filename, one.f_lineno or 0, one.f_code.co_name) for one in frames])
 
 
 def innermost_in_fit(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return the same of a stack that was read elsewhere."""
+    """Return the same calls for a stack that was read elsewhere."""
     stack = tuple(one for one in frames if not one.file.startswith(_OWN))
     for i, call in reversed(list(enumerate(stack))):
         if call.function in TRAINER_FUNCTIONS and call.file.endswith(TRAINER_FILE):
@@ -171,20 +171,20 @@ def innermost_in_fit(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 class ForkedStacks:
-    """Has processes that are forked from now on write their stacks on request, even while they run C code.
+    """A way to get the stacks of processes that are forked from now on, even while they run C code.
 
-    They inherit a signal handler that writes into a file in memory; the signal would end others, which are not asked.
+    They inherit a signal handler that writes into a file in memory. Others never get the signal, which would end them.
     """
 
     def __init__(self) -> None:
         self._file = -1
-        # A handler of somebody else's stays.
+        # An existing handler of other code stays.
         if hasattr(os, "memfd_create") and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
             self._file = os.memfd_create("stacks")
             faulthandler.register(_SIGNAL, file=self._file, all_threads=False)
 
     def ask(self, pid: int) -> tuple[Frame, ...]:
-        """Return the stack of a process, innermost call last; empty if it does not answer."""
+        """Request and return the stack of a process, innermost call last; empty without an answer."""
         if self._file < 0 or not catches(pid, _SIGNAL):
             return ()
         before = os.fstat(self._file).st_size
@@ -200,7 +200,7 @@ class ForkedStacks:
         return frames_in(text)
 
     def close(self) -> None:
-        """Take off this process's handler."""
+        """Remove this process's signal handler."""
         if self._file >= 0:
             faulthandler.unregister(_SIGNAL)
             os.close(self._file)

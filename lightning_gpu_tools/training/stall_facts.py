@@ -1,4 +1,4 @@
-"""Facts about a training that makes no progress: stacks, processes, ranks."""
+"""Facts about training that makes no progress: stacks, processes, ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-# Phases of a training thread beside those of the clock.
-SETUP = "setup"  # before the clock of a session runs
-TEARDOWN = "teardown"  # after it has stopped
+# Phases of a training thread in addition to those of the clock.
+SETUP = "setup"  # before the clock of a session starts
+TEARDOWN = "teardown"  # after the clock has stopped
 
-# What a thread that does not run waits for, by the system call that it is in.
+# What a sleeping thread is waiting for, judged by its current system call.
 Wait = Literal["storage", "network", "lock", "pipe", "time", "events", "process"]
 
 
@@ -20,40 +20,40 @@ class Frame(NamedTuple):
     file: str
     line: int
     function: str
-    is_library: bool = False  # of an installed package or of Python itself, not of the user's program
+    is_library: bool = False  # in an installed package or Python itself, not in the user's program
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
 
 
 class Activity(NamedTuple):
-    """The activity of a process or a thread at a moment."""
+    """The activity of a process or a thread at one moment."""
 
     pid: int
-    state: str  # R runs, S waits, D waits for a device, Z has ended
-    waits_for: Wait | None  # None if it runs, or if that is unknown
-    target: str | None  # the file or socket that it reads or writes
-    cpu_s: float  # used so far
+    state: str  # R: running, S: waiting, D: waiting for a device, Z: ended
+    waits_for: Wait | None  # None if it is running, or if unknown
+    target: str | None  # the file or socket that it is reading or writing
+    cpu_s: float  # CPU seconds used so far
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is gone."""
+        """Whether the process or thread has ended."""
         return self.state in "ZX"
 
 
 class WorkerFacts(NamedTuple):
-    """A worker of the DataLoader that is waited for."""
+    """A worker of the DataLoader that training is waiting for."""
 
-    number: int  # in the loader
+    number: int  # within the loader
     activity: Activity
-    cpu_share: float  # of a core, while it was sampled
-    is_awaited: bool  # the next batch has to come from it
-    stack: tuple[Frame, ...] = ()  # innermost last; empty where it could not be asked
+    cpu_share: float  # of one core, while it was sampled
+    is_awaited: bool  # the next batch has to come from this worker
+    stack: tuple[Frame, ...] = ()  # innermost last; empty if it could not be sampled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
-    """Where a rank stands, by the last that it has published."""
+    """The state of a rank according to its last published facts."""
 
     rank: int
     node: int
@@ -61,19 +61,19 @@ class RankFacts:
     epoch: int
     step: int
     phase: str  # of its training thread
-    stuck_s: float  # without progress
-    is_over: bool  # that is longer than it should be
-    silent_s: float = 0.0  # without a message that was due
-    ended: str | None = None  # how its training has ended
-    collective: str | None = None  # where it waits for other ranks, in words
-    cause: str | None = None  # by its own judgment, as the next two
+    stuck_s: float  # time without progress
+    is_over: bool  # whether stuck_s exceeds the limit
+    silent_s: float = 0.0  # time without a message that was due
+    ended: str | None = None  # how its training ended
+    collective: str | None = None  # description of where it waits for other ranks
+    cause: str | None = None  # by its own diagnosis, like the next two
     why: str | None = None
     next_step: str | None = None
-    stack: Sequence[str] = ()  # the innermost calls of its training thread then
+    stack: Sequence[str] = ()  # the innermost calls of its training thread at that time
 
     @property
     def has_completed(self) -> bool:
-        """Whether its training has come to its end, without an error."""
+        """Whether its training ended without an error."""
         return self.ended == "completed"
 
 
@@ -83,15 +83,15 @@ class StallFacts:
 
     phase: str  # of the training thread, or SETUP
     stack: tuple[Frame, ...] = ()  # innermost last
-    activity: Activity | None = None  # of the training thread; None if this is not Linux
-    cpu_share: float = 0.0  # of a core, while it was sampled
-    workers: tuple[WorkerFacts, ...] = ()  # of the loader that is waited for
+    activity: Activity | None = None  # of the training thread; None outside Linux
+    cpu_share: float = 0.0  # of one core, while it was sampled
+    workers: tuple[WorkerFacts, ...] = ()  # of the loader that training is waiting for
     gpu_busy_percent: float | None = None
-    swapped_pages_per_s: float = 0.0  # by the whole machine
-    memory_stall_percent: float = 0.0  # of the last 10 s, for every task; 0 if unknown
-    lock_is_held: bool = False  # Python's lock (the GIL), by C code: nothing but phase and stack is known then
+    swapped_pages_per_s: float = 0.0  # on the whole machine
+    memory_stall_percent: float = 0.0  # of the last 10 s, with all tasks stalled; 0 if unknown
+    lock_is_held: bool = False  # C code holds Python's lock (the GIL): only phase and stack are then known
 
 
 def users_frame(stack: tuple[Frame, ...]) -> Frame | None:
-    """Return the innermost call of the user's program; ``None`` if there is none."""
+    """Return the innermost call in the user's program; ``None`` if there is none."""
     return next((frame for frame in reversed(stack) if not frame.is_library), None)

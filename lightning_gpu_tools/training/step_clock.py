@@ -1,6 +1,6 @@
-"""Where the wall time of a training goes, phase by phase, for a few microseconds a step and without synchronizing CUDA.
+"""Breakdown of training's wall time by phase, for a few microseconds a step and without synchronizing CUDA.
 
-The phases add up to the wall time; what is not timed is ``unexplained``.
+The phases add up to the wall time; untimed parts are ``unexplained``.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock, Wa
 from lightning_gpu_tools.training.step_times import StepTimeRecord
 from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
 
-# In which kernels are chosen, caches filled and workers started.
+# Steps in which kernels are chosen, caches fill, and workers start.
 WARM_UP_STEPS = 20
-# Our defaults. Only where a block ends are steps added up and the CPU time of a fetch taken, which costs more than all
-# the rest.
+# Our defaults. Adding up steps and measuring the CPU time of a fetch cost more than everything else, so both happen
+# only at the end of a block.
 _STEPS_PER_BLOCK = 10
 _MAX_BLOCKS = 128
 _PAUSED = (*PAUSES, *map(rank_wait_in, PAUSES))
@@ -52,20 +52,20 @@ _Function = Callable[..., Any]
 
 
 class StepClock(Stopwatch):
-    """Times the phases of one training, on the thread that trains.
+    """A stopwatch for the phases of one training, on the training thread.
 
-    A step lasts from the start of its fetch to that of the next one; :meth:`timed` or :meth:`booked` goes around what
-    is neither.
+    A step lasts from the start of its fetch to the start of the next one. :meth:`timed` and :meth:`booked` wrap
+    everything else.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         super().__init__(UNEXPLAINED, clock)
-        self.steps = self.epochs = 0  # begun
+        self.steps = self.epochs = 0  # number started
         self.last_fetch_s = 0.0
         self.step_began_s = 0.0
         self.timeline = PhaseTimeline()
-        self.validations = 0  # begun
-        self._core_wait: ThreadWait | None = None  # None before the training, or by another clock than the kernel's
+        self.validations = 0  # number started
+        self._core_wait: ThreadWait | None = None  # None before training, or with a clock other than the kernel's
         self.running = False
         self._data_loading, self._epoch_start = self.account(DATA_LOADING), self.account(EPOCH_START)
         self._around_fetch = self._around_collection = self.current
@@ -80,27 +80,27 @@ class StepClock(Stopwatch):
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget the steady steps; the next ones are warm-up again."""
+        """Discard the steady steps; the next steps count as warm-up again."""
         self.times = StepTimeRecord(self._accounts.values(), [self.account(phase) for phase in PAUSES])
-        self.blocks: list[StepBlock] = []  # of steady steps: without warm-up and the first of each epoch
-        self.warm_up_steps = self.steps + WARM_UP_STEPS  # or later, if a loader has many batches ready
+        self.blocks: list[StepBlock] = []  # of steady steps: without warm-up and the first step of each epoch
+        self.warm_up_steps = self.steps + WARM_UP_STEPS  # more if a loader has many batches ready
         self._open, self._steps_per_block = StepBlock(), _STEPS_PER_BLOCK
         self._sum_from: StepBlock | None = None
         self._next_sum = 0
 
     def start(self) -> None:
-        """Begin to book time."""
+        """Start charging time."""
         super().start()
         self.running = True
         self.thread_id = threading.get_ident()
-        if self._clock is perf_counter:  # the kernel's seconds are no others
+        if self._clock is perf_counter:  # its seconds equal the kernel's
             self._core_wait = ThreadWait()
         gc.callbacks.append(self._book_collection)
         self._started_s = self.since_s
         self.timeline.start(self._started_s)
 
     def stop(self) -> None:
-        """End the measurement. Idempotent."""
+        """Stop the measurement. Idempotent."""
         if self.running:
             gc.callbacks.remove(self._book_collection)
             self.switch(self.account(UNEXPLAINED))
@@ -113,7 +113,7 @@ class StepClock(Stopwatch):
             self.timeline.cut(self._stopped_s, self.seconds, self.steps)
 
     def _book_collection(self, stage: str, info: dict[str, int]) -> None:
-        """Book the time of a garbage collection that starts in this thread; one of generation 0 takes none."""
+        """Charge the time of a garbage collection in this thread; generation 0 takes almost none and is ignored."""
         if info["generation"] == 0 or threading.get_ident() != self.thread_id:
             return
         if stage == "start":
@@ -128,12 +128,12 @@ class StepClock(Stopwatch):
 
     @property
     def core_wait_s(self) -> float:
-        """For how long the training thread could run and had no core, while it trains. From any thread."""
+        """Seconds in which the training thread was runnable but had no core, during training. Safe in any thread."""
         return 0.0 if self._core_wait is None else self._core_wait.seconds()
 
     @property
     def knows_core_wait(self) -> bool | None:
-        """Whether the kernel counts that; ``None`` if it was not asked."""
+        """Whether the kernel counts these seconds; ``None`` if not checked."""
         return None if self._core_wait is None else self._core_wait.is_known
 
     @property
@@ -142,7 +142,7 @@ class StepClock(Stopwatch):
         return (self._clock() if self.running else self._stopped_s) - self._started_s
 
     def so_far(self) -> dict[str, float]:
-        """Return the time by phase up to now, which adds up to ``wall_s``. From any thread."""
+        """Return the time by phase up to now, which adds up to ``wall_s``. Safe in any thread."""
         seconds = self.seconds
         if self.running:
             phase = self.current.phase
@@ -150,7 +150,7 @@ class StepClock(Stopwatch):
         return seconds
 
     def timed(self, phase: str, function: _Function, except_in: str = "") -> _Function:
-        """Return the function with its time booked on a phase; validation and checkpoints get spans of their own."""
+        """Wrap the function so that its time is charged to a phase. Validation and checkpoints get separate spans."""
         timed = super().timed(phase, function, except_in)
         if phase not in (VALIDATION, CHECKPOINT):
             return timed
@@ -163,7 +163,7 @@ class StepClock(Stopwatch):
 
     @contextmanager
     def span_of_its_own(self) -> Iterator[None]:
-        """Return a context with a span of its own in the timeline."""
+        """Return a context with a separate span in the timeline."""
         self.cut_at_edge()
         try:
             yield
@@ -171,11 +171,11 @@ class StepClock(Stopwatch):
             self.cut_at_edge()
 
     def cut_at_edge(self) -> None:
-        """Have a span of the timeline end here."""
+        """End a span of the timeline here."""
         self.timeline.cut_at_edge(self.since_s, self.seconds, self.steps)
 
     def timed_here(self, phase: str, function: _Function, except_in: str = "") -> _Function:
-        """Return the function timed on this thread alone; some loggers have their own."""
+        """Wrap the function to time it only on this thread, because some loggers have their own threads."""
         thread, timed = threading.get_ident(), self.timed(phase, function, except_in)
 
         def timed_here(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ class StepClock(Stopwatch):
         return timed_here
 
     def timed_optimizer_step(self, function: _Function) -> _Function:
-        """Return what runs an optimizer's step, timed without its closure."""
+        """Wrap a function that runs an optimizer's step to time it without its closure."""
         booked = self.booked(OPTIMIZER)
 
         def timed(optimizer: Any, closure: _Function, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,7 @@ class StepClock(Stopwatch):
         return timed
 
     def measure_gpu(self) -> GpuTimeline:
-        """Measure by the GPU's own times, too; whoever drives the training marks them."""
+        """Also measure with the GPU's own clock. The caller marks the parts of a step on the returned timeline."""
         self._gpu = GpuTimeline(self, self.as_own_work, self._leave_out_next_steps)
         return self._gpu
 
@@ -211,16 +211,16 @@ class StepClock(Stopwatch):
         self.times.left_out |= {self.steps + 1, self.steps + 2}
 
     def gpu_idle(self) -> GpuIdle | None:
-        """Return when the GPU was idle between sampled steps; ``None`` without any."""
+        """Return the GPU's idle time between sampled steps; ``None`` without samples."""
         facts = None if self._gpu is None else self._gpu.facts()
         return facts if facts is not None and facts.samples else None
 
     def watched_steps(self) -> WatchedSteps | None:
-        """Return where the host waits for the GPU; ``None`` if no step was watched."""
+        """Return the lines at which the host waits for the GPU; ``None`` if no step was watched."""
         return None if self._gpu is None else self._gpu.syncs.facts()
 
     def as_own_work(self, function: Callable[..., object], *args: object, part: str = "") -> None:
-        """Call the function, with its time booked on this package, or a named part of it."""
+        """Call the function and charge its time to this package, or to a named part of it."""
         if not self.running:
             function(*args)
             return
@@ -231,7 +231,7 @@ class StepClock(Stopwatch):
             self.switch(around)
 
     def cost_s(self) -> float:
-        """Return what this clock has cost the training thread so far, or less, because caches are warm in the test."""
+        """Return this clock's cost to the training thread so far: a lower bound, as caches are warm in the test."""
         scratch = StepClock()
         pair_s = seconds_per_call(scratch.timed(TRAINER, int)) - seconds_per_call(int)
 
@@ -242,15 +242,15 @@ class StepClock(Stopwatch):
         return max(0.0, pair_s * self.entered + seconds_per_call(one_step) * self.steps)
 
     def begin_epoch(self) -> None:
-        """Begin an epoch, whose first fetch counts as its start."""
+        """Begin an epoch. Its first fetch counts as its start."""
         self.epochs += 1
         self._first_of_epoch = True
         self._next_sum = 0
 
-    # The next two run in every step, so they do themselves what `switch` does.
+    # The next two run in every step, so they inline `switch`.
 
     def begin_fetch(self) -> None:
-        """Begin to wait for a batch, and with that the next step."""
+        """Begin the wait for a batch, and thereby the next step."""
         if self._gpu is not None:
             self._gpu.begin_fetch()
         now_s = self._clock()
@@ -259,7 +259,7 @@ class StepClock(Stopwatch):
         self.since_s = now_s
         self._before_fetch_s = (around if around is self._epoch_start else self._data_loading).seconds
         if around is self._epoch_start:
-            return  # of unknown length: Lightning fetches its first batch while it makes the epoch's iterator
+            return  # length unknown: Lightning fetches the first batch while it creates the epoch's iterator
         self.steps += 1
         self.step_began_s = now_s
         self.current = self._data_loading
@@ -272,10 +272,10 @@ class StepClock(Stopwatch):
             self.timeline.cut(now_s, self.seconds, self.steps - 1)
 
     def end_fetch(self) -> None:
-        """The batch has come."""
+        """End the wait for a batch."""
         now_s = self._clock()
         self.current.seconds += now_s - self.since_s
-        # Without what was booked elsewhere meanwhile, as by `as_own_work`.
+        # Excludes time charged elsewhere meanwhile, for example by `as_own_work`.
         self.last_fetch_s = self.current.seconds - self._before_fetch_s
         self.since_s, self.current = now_s, self._around_fetch
         if self._fetch_cpu_since_s is not None:
@@ -285,11 +285,11 @@ class StepClock(Stopwatch):
             self._fetch_cpu_since_s = None
 
     def end_of_data(self) -> None:
-        """End a fetch that found no batch, and take back its step."""
+        """End a fetch that found no batch, and undo its step."""
         fetched = self.current
         self.end_fetch()
         self.steps -= 1
-        fetched.seconds -= self.last_fetch_s  # it was spent on ending the workers
+        fetched.seconds -= self.last_fetch_s  # it was spent ending the workers
         self._epoch_start.seconds += self.last_fetch_s
 
     def _sum_up(self, now_s: float) -> None:
@@ -300,7 +300,7 @@ class StepClock(Stopwatch):
             self._open += replace(
                 passed,
                 data_loading_cpu_s=self._fetch_cpu_s * passed.steps,
-                # Without PyTorch's threads, which spin for some milliseconds after a step.
+                # Excludes PyTorch's threads, which spin for a few milliseconds after a step.
                 cpu_s=max(0.0, passed.cpu_s - self._fetch_process_cpu_s * passed.steps),
             )
             self._sum_from = None

@@ -1,4 +1,4 @@
-"""How long training steps took, in bounded memory: percentiles, and the steps that took far longer than others."""
+"""Times of training steps in bounded memory: percentiles, and the steps that took far longer than others."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from statistics import median
 from lightning_gpu_tools.training.run_measurements import SlowSteps, StepTimes
 from lightning_gpu_tools.training.stopwatch import Account
 
-_SLOW_TIMES_MEDIAN = 2.0  # above which the 99th percentile makes steps uneven, by gpuprof's rule
+_SLOW_TIMES_MEDIAN = 2.0  # gpuprof's rule: steps are uneven if their 99th percentile exceeds this
 # Our defaults.
 _BINS_PER_OCTAVE = 64  # each 1 to 2 % wide
-_FIRST_MEDIAN = 8  # steps after which it is taken
-_MAX_KEPT = 64  # slow steps of a phase
-_SEE_BATCH_EVERY = 8  # steps, to know the usual size
+_FIRST_MEDIAN = 8  # steps before the first median
+_MAX_KEPT = 64  # slow steps per phase
+_SEE_BATCH_EVERY = 8  # steps, to sample the usual size
 _WORK_OUT_EVERY = 32  # steps
 
 
 class StepTimeRecord:
-    """Keeps how long steps took: all of them in bins, and by phase those that took more than twice the median.
+    """A record of step times: all steps in bins, and by phase those that took more than twice the median.
 
-    Its memory is bounded. A step only notes the time; what it took is worked out for many steps at once, while the code
-    for it is in the processor's caches. ``accounts`` may grow; the ``pauses`` among them are no part of a step's time.
+    Its memory is bounded. A step only records the time. Durations are computed for many steps at once, while the code
+    is in the processor's caches. ``accounts`` may grow; the ``pauses`` among them do not count as step time.
     """
 
     def __init__(self, accounts: Collection[Account], pauses: Collection[Account]) -> None:
-        self.batch_items: int | None = None  # numbers in the first tensor of the current batch
-        self.left_out: set[int] = set()  # numbers of steps that measuring has made longer
+        self.batch_items: int | None = None  # elements in the first tensor of the current batch
+        self.left_out: set[int] = set()  # numbers of steps that the measurement made longer
         self._accounts = accounts
         self._pauses = [place for place, account in enumerate(accounts) if account in pauses]
         self._begun: list[tuple[int, float, int | None, list[float]]] = []
@@ -41,14 +41,14 @@ class StepTimeRecord:
         self._first: list[float] = []
         self._before: list[float] = []
         self._paused_s = 0.0
-        self.slow_from_s = math.inf  # steps that take longer are slow
+        self.slow_from_s = math.inf  # longer steps count as slow
         self._next_median = _FIRST_MEDIAN
         self._slow: dict[str, _SlowSteps] = {}
         self._in_slow_s: defaultdict[str, float] = defaultdict(float)
         self._items: deque[int] = deque(maxlen=_MAX_KEPT)
 
     def begin_step(self, step: int, now_s: float) -> None:
-        """Begin a step, which ends the one before; its number is the same again if that had no batch."""
+        """Begin a step, which ends the previous one. Its number repeats if the previous one had no batch."""
         self._begun.append((step, now_s, self.batch_items, [account.seconds for account in self._accounts]))
         if len(self._begun) == _WORK_OUT_EVERY:
             self._work_out()
@@ -107,7 +107,7 @@ class StepTimeRecord:
         self._slow[phase] = slow
 
     def facts(self) -> StepTimes | None:
-        """Return what is known so far, in the training thread; ``None`` before the second step."""
+        """Return the step times so far; ``None`` before the second step. Only for the training thread."""
         self._work_out()
         bins, slow_steps, in_slow_s = self._bins, self._slow, self._in_slow_s
         if not bins:
@@ -140,11 +140,11 @@ class StepTimeRecord:
 
 
 def _padded(seconds: list[float]) -> Iterable[float]:
-    return chain(seconds, repeat(0.0))  # of the accounts that there were not yet
+    return chain(seconds, repeat(0.0))  # for accounts that did not exist yet
 
 
 def _percentile(bins: Mapping[int, tuple[int, float]], share: float) -> float:
-    """Return the nearest-rank percentile: the mean of its bin."""
+    """Return the nearest-rank percentile, as the mean of its bin."""
     rank, of_bin = share * sum(steps for steps, _ in bins.values()), 0.0
     for number in sorted(bins):
         steps, seconds = bins[number]

@@ -1,4 +1,4 @@
-"""Books time on phases, and keeps when which phase took how much."""
+"""Accounting of time by phase, and a timeline of the phases."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any, NamedTuple
 
 
 class PhaseSpan(NamedTuple):
-    """A part of a run and what it was spent on."""
+    """A part of a run, and the phases that its time was spent on."""
 
     begin_s: float  # since the start of the run
     end_s: float
-    phase_s: Mapping[str, float]  # by phase without what follows a slash; adds up to the span
-    steps: int = 0  # begun in it
+    phase_s: Mapping[str, float]  # by phase, without the part after a slash; adds up to the span
+    steps: int = 0  # number of steps that began in it
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """The time booked on one phase, up to the last change of phase."""
+    """The time charged to one phase, up to the last change of phase."""
 
     phase: str
     seconds: float = 0.0
 
 
 class Stopwatch:
-    """Books every instant on the innermost phase alone, so that the phases add up to the time."""
+    """A stopwatch that charges every instant to the innermost phase alone, so that the phases add up to the total."""
 
     __slots__ = ("_accounts", "_around", "_clock", "current", "entered", "since_s")
 
@@ -38,18 +38,18 @@ class Stopwatch:
         self._clock = clock
         self._around: list[Account] = []
         self.current = self.account(base)
-        self.since_s = 0.0  # up to when time is booked
-        self.entered = 0  # how often a context of `booked` was entered
+        self.since_s = 0.0  # time is charged up to this moment
+        self.entered = 0  # number of entries into contexts of `booked`
 
     @property
     def now_s(self) -> float:
-        """The time by its clock."""
+        """Current time of its clock."""
         return self._clock()
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Time by phase up to the last change of phase, without phases that took none. From any thread."""
-        accounts = list(self._accounts.values())  # which may grow meanwhile
+        """Time by phase up to the last change of phase, without phases that took none. Safe in any thread."""
+        accounts = list(self._accounts.values())  # a copy, because it may grow meanwhile
         return {account.phase: account.seconds for account in accounts if account.seconds}
 
     def account(self, phase: str) -> Account:
@@ -57,22 +57,22 @@ class Stopwatch:
         return self._accounts.setdefault(phase, Account(phase))
 
     def start(self) -> None:
-        """Begin: what is booked starts here."""
+        """Start charging time."""
         self.since_s = self._clock()
 
     def switch(self, account: Account) -> Account:
-        """Go on in another phase, and return the one before."""
+        """Switch to another phase, and return the previous one."""
         now_s, before = self._clock(), self.current
         before.seconds += now_s - self.since_s
         self.since_s, self.current = now_s, account
         return before
 
     def booked(self, phase: str, action: str = "", except_in: str = "") -> AbstractContextManager[str]:
-        """Return a reusable context that books time on a phase, except within another one, and gives ``action``."""
+        """Return a reusable context that charges a phase, except within ``except_in``, and yields ``action``."""
         watch, account, excepted = self, self.account(phase), self.account(except_in) if except_in else None
         clock, push, pop = self._clock, self._around.append, self._around.pop
 
-        # Both methods do themselves what `switch` does, by closures: every call and attribute counts.
+        # Both methods inline `switch` with closures, because every call and attribute access costs time.
         class Booked:
             __slots__ = ()
 
@@ -93,7 +93,7 @@ class Stopwatch:
         return Booked()
 
     def timed(self, phase: str, function: Callable[..., Any], except_in: str = "") -> Callable[..., Any]:
-        """Return the function with its time booked on a phase, except within another one."""
+        """Wrap the function so that its time is charged to a phase, except within ``except_in``."""
         booked = self.booked(phase, except_in=except_in)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ class Stopwatch:
 
 
 def seconds_per_call(function: Callable[[], object]) -> float:
-    """Return the CPU seconds of a call: the median of five rounds."""
+    """Return the CPU seconds per call: the median of five rounds."""
     costs = []
     for _ in range(5):
         began_s = time.thread_time()
@@ -115,10 +115,10 @@ def seconds_per_call(function: Callable[[], object]) -> float:
 
 
 class PhaseTimeline:
-    """What a run was spent on, in a bounded number of spans: at the limit, each two neighbors become one."""
+    """A run's time by phase, in a bounded number of spans. At the limit, neighboring spans are merged in pairs."""
 
     def __init__(self, max_spans: int = 400, width_s: float = 0.25) -> None:
-        self.due_s = width_s  # when to cut the next regular span
+        self.due_s = width_s  # when the next regular span ends
         self._max_spans = max_spans
         self._width_s = width_s
         self._start_s = self._begin_s = 0.0
@@ -132,7 +132,7 @@ class PhaseTimeline:
         self.due_s = now_s + self._width_s
 
     def cut(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:
-        """End a span; seconds by phase and steps are those since the start."""
+        """End a span. ``seconds`` by phase and ``steps`` are totals since the start."""
         spent: dict[str, float] = {}
         for phase, total_s in seconds.items():
             since_s = total_s - self._before.get(phase, 0.0)
@@ -143,12 +143,12 @@ class PhaseTimeline:
         self._before, self._begin_s, self._steps_before = dict(seconds), now_s, steps
         if len(self._spans) > self._max_spans:
             self._spans = [_join(self._spans[i : i + 2]) for i in range(0, len(self._spans), 2)]
-            # Not shorter than these spans, or with long steps the first ones would be joined ever again.
+            # Not shorter than these spans, or with long steps the first ones would be merged again and again.
             self._width_s = max(2 * self._width_s, (now_s - self._start_s) / len(self._spans))
         self.due_s = now_s + self._width_s
 
     def cut_at_edge(self, now_s: float, seconds: Mapping[str, float], steps: int) -> None:
-        """End a span early, because something begins or ends here, unless it has hardly begun."""
+        """End a span early because something begins or ends here, unless the span has only just begun."""
         if now_s - self._begin_s > self._width_s / 8:
             self.cut(now_s, seconds, steps)
 
@@ -161,5 +161,5 @@ class PhaseTimeline:
 def _join(spans: list[PhaseSpan]) -> PhaseSpan:
     spent: Counter[str] = Counter()
     for span in spans:
-        spent.update(span.phase_s)  # which adds
+        spent.update(span.phase_s)  # adds the values
     return PhaseSpan(spans[0].begin_s, spans[-1].end_s, dict(spent), sum(span.steps for span in spans))

@@ -1,6 +1,6 @@
-"""Finds the source lines at which the host waits for the GPU, in a few steps, by torch's sync debug mode.
+"""Source lines at which the host waits for the GPU, found in a few steps with torch's sync debug mode.
 
-What torch does not report there is ``torch.cuda.synchronize()``, which is noted by its call.
+That mode does not report ``torch.cuda.synchronize()``, so calls to it are recorded separately.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lightning_gpu_tools.training.run_measurements import SourceLine, WatchedSte
 from lightning_gpu_tools.training.source_lines import line_of
 from lightning_gpu_tools.training.stopwatch import Stopwatch
 
-_OFF = 0  # of torch.cuda.get_sync_debug_mode()
+_OFF = 0  # value of torch.cuda.get_sync_debug_mode()
 _SYNC = "called a synchronizing CUDA operation"
-# Put in place and taken out by hand: after warnings.filterwarnings(), warnings that were shown once are shown again.
+# Inserted and removed by hand: warnings.filterwarnings() would make warnings that were shown once appear again.
 _FILTER: Any = ("always", re.compile(f"{_SYNC}|Synchronization debug mode is a prototype"), UserWarning, None, 0)
 
 
 class SyncLines:
-    """Notes where the training thread waits for the GPU between ``start`` and ``stop``, and how much it queues.
+    """A recorder of the training thread's waits for the GPU, and of queued operations, between ``start`` and ``stop``.
 
     ``synced`` is called after each wait.
     """
@@ -39,12 +39,12 @@ class SyncLines:
         self._steps = 0
         self._operations = 0
         self._lines: Counter[tuple[str, str, int, str]] = Counter()
-        self._before: Any = None  # filters, showwarning and synchronize; None while nothing is noted
+        self._before: Any = None  # original filters, showwarning, and synchronize; None while not recording
         self._thread = 0
         self._operations_before = 0
 
     def facts(self) -> WatchedSteps | None:
-        """Return what is known so far; ``None`` before the first step."""
+        """Return the waits so far; ``None`` before the first step."""
         if not self._steps:
             return None
         lines = tuple(
@@ -54,19 +54,19 @@ class SyncLines:
         return WatchedSteps(steps=self._steps, operations=self._operations / self._steps, syncs=lines)
 
     def start(self) -> None:
-        """Begin, unless the mode is in use."""
+        """Start recording, unless the program already uses the mode."""
         if torch.cuda.get_sync_debug_mode() != _OFF:
             return
         self._thread = threading.get_ident()
         self._before = warnings.filters, warnings.showwarning, torch.cuda.synchronize
-        warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined] # which types call a sequence
+        warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined] # typed as a sequence
         warnings.showwarning = self._shown
         torch.cuda.synchronize = self._synchronized
         torch.cuda.set_sync_debug_mode("warn")
         self._operations_before = _operations()
 
     def stop(self) -> None:
-        """Leave all as it was. Idempotent."""
+        """Restore everything. Idempotent."""
         if self._before is None:
             return
         (filters, shown, synchronize), self._before = self._before, None
@@ -96,11 +96,11 @@ class SyncLines:
     def _note(self, frame: FrameType | None) -> None:
         phase = self._clock.current.phase
         if threading.get_ident() == self._thread and base_phase(phase) != MONITORING:
-            self._synced()  # first, because the GPU is idle since
+            self._synced()  # first, because the GPU is idle now
             if (seen := line_of(frame)) is not None:
                 self._lines[phase, seen.file, seen.line, seen.function] += 1
 
 
 def _operations() -> int:
-    """Return how often torch has allocated memory of the GPU: about once for each operation."""
+    """Return the number of GPU memory allocations by torch: about one per operation."""
     return int(torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]["allocated"])

@@ -1,4 +1,4 @@
-"""A quantity over time, in a bounded number of points. Pure."""
+"""A quantity over time, in a bounded number of points. Pure functions and data."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A quantity over time, as its mean in each of many intervals of one length.
+    """A quantity over time, as means over intervals of equal length.
 
     Attributes:
-        begin_s: When the first interval began: in seconds since training started.
+        begin_s: Start of the first interval, in seconds since training started.
         interval_s: Length of each interval.
-        values: Mean in each interval, the first one first; ``None`` where nothing was reported.
+        values: Mean in each interval, in order; ``None`` where nothing was reported.
     """
 
     begin_s: float
@@ -23,7 +23,7 @@ class Series:
     values: Sequence[float | None]
 
     def points(self) -> list[tuple[float, float]]:
-        """Return (middle of an interval, mean) where something was reported, oldest first."""
+        """Return pairs of (middle of an interval, mean) where a value was reported, oldest first."""
         return [
             (self.begin_s + (number + 0.5) * self.interval_s, value)
             for number, value in enumerate(self.values)
@@ -31,9 +31,9 @@ class Series:
         ]
 
     def means(self, edges_s: Sequence[float]) -> list[float | None]:
-        """Return the mean between each two neighbors of these moments, by the intervals whose middle lies there.
+        """Return the mean between consecutive edges, over the intervals whose middle lies between them.
 
-        Where the moments are closer, it is the mean of their interval. ``None`` where nothing was reported.
+        If no middle lies there, return the mean of the enclosing interval. ``None`` where nothing was reported.
         """
         places = [(edge_s - self.begin_s) / self.interval_s for edge_s in edges_s]
         found: list[float | None] = []
@@ -47,7 +47,7 @@ class Series:
         return found
 
     def at_most(self, count: int) -> Series:
-        """Return the series in at most so many intervals, made longer by a power of two."""
+        """Return the series in at most ``count`` intervals, made longer by a power of two."""
         if len(self.values) <= count:
             return self
         interval_s = 2 * self.interval_s
@@ -56,21 +56,21 @@ class Series:
 
 
 class Timeline:
-    """A quantity over time in a bounded number of intervals: at the limit, each two neighbors become one.
+    """A quantity over time in a bounded number of intervals. At the limit, neighboring intervals are merged in pairs.
 
-    They are ``width_s`` long at first, and begin at ``origin_s``, by default the first entry.
+    Intervals are ``width_s`` long at first and begin at ``origin_s``, by default the time of the first value.
     """
 
     def __init__(self, max_points: int, width_s: float, origin_s: float | None = None) -> None:
         self._max_points = max_points
         self._width_s = width_s
         self._origin_s = origin_s
-        # By interval: the sum of values times weights, and of weights.
+        # By interval: the sum of values times weights, and the sum of weights.
         self._totals: list[float] = []
         self._weights: list[float] = []
 
     def add(self, time_s: float, value: float, weight: float = 1.0) -> None:
-        """Add a value; within an interval values are averaged by weight."""
+        """Add a value. Values within an interval are averaged by weight."""
         if self._origin_s is None:
             self._origin_s = time_s
         number = max(0, math.floor((time_s - self._origin_s) / self._width_s))
@@ -92,15 +92,15 @@ class Timeline:
         return Series(self._origin_s or 0.0, self._width_s, means)
 
     def points(self) -> list[tuple[float, float]]:
-        """Return those of the series."""
+        """Return the points of the series."""
         return self.series().points()
 
 
-_MIN_WIDTH_S = 0.01  # to which the times of a report are rounded
+_MIN_WIDTH_S = 0.01  # rounding of times in a report
 
 
 def series_of(points: Sequence[tuple[float, float]]) -> Series:
-    """Return points at even distances, some of which may be missing, as a series."""
+    """Convert evenly spaced points, some of them possibly missing, to a series."""
     width_s = min((later - before for (before, _), (later, _) in pairwise(points) if later > before), default=1.0)
     begin_s = max(0.0, points[0][0] - width_s / 2) if points else 0.0
     timeline = Timeline(max(2, 2 * len(points)), max(width_s, _MIN_WIDTH_S), begin_s)

@@ -1,4 +1,4 @@
-"""Watches a DataLoader's workers: do they wait for storage, and does one of them hold up the others?"""
+"""Sampling of a DataLoader's workers: do they wait for storage, and does one of them hold up the others?"""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from lightning_gpu_tools.training.stacks import io_bytes, read_proc, stat_fields
 
 _INTERVAL_S = 1.0
 # Our defaults.
-_MAX_POINTS = 60  # of bytes read from storage; then every second one goes
-LONG_WAIT_S = 0.001  # a shorter wait for data is none, also for the diagnosis
+_MAX_POINTS = 60  # of bytes read from storage; beyond that, every second point is dropped
+LONG_WAIT_S = 0.001  # shorter waits for data do not count, here and in the diagnosis
 
 
 class WorkerWatch:
-    """Samples what the workers of a DataLoader do, by the iterator in use."""
+    """A sampler of the workers of a DataLoader, found through the iterator in use."""
 
     def __init__(self, iterator: Callable[[], object]) -> None:
-        self.pids: set[int] = set()  # of all workers that were seen
-        self.unseen: set[str] | None = None  # names of torch's that no poll has found, also for lack of workers
+        self.pids: set[int] = set()  # of all workers seen so far
+        self.unseen: set[str] | None = None  # torch names that no poll has found, also because there were no workers
         self._iterator = iterator
         self._due_s = 0.0
         self._polls = self._states = self._waiting = 0
         self._ready_share = 0.0
         self._long_waits = 0
         self._ready_polls = self._ready = 0
-        self._runs: dict[int, tuple[float, float, float]] = {}  # by worker: when, seconds run, seconds delayed
+        self._runs: dict[int, tuple[float, float, float]] = {}  # by worker: sample time, seconds run, seconds delayed
         self._ran_s = self._delayed_s = self._watched_s = 0.0
         self._read_bytes: dict[int, int] = {}
         self._points: list[tuple[int, int]] = []  # steps done, bytes read from storage
 
     def after_long_wait(self) -> None:
-        """After a step that waited for its batch, count how many others lay ready."""
+        """Count how many other batches were ready after a step that waited for its batch."""
         iterator = self._iterator()
         ready_share = compat.ready_share(iterator)
         if ready_share is not None and len(compat.worker_pids(iterator)) > 1:
@@ -42,14 +42,14 @@ class WorkerWatch:
             self._ready_share += ready_share
 
     def before_fetch(self) -> None:
-        """Count whether a batch lies ready for the next step."""
+        """Count whether a batch is ready for the next step."""
         ready = compat.is_batch_ready(self._iterator())
         if ready is not None:
             self._ready_polls += 1
             self._ready += ready
 
     def poll(self, steps: int) -> None:
-        """Sample the workers, at most once a second; costs some 50 us a worker."""
+        """Sample the workers, at most once a second. Takes about 50 us per worker."""
         now_s = monotonic()
         if now_s < self._due_s:
             return
@@ -84,7 +84,7 @@ class WorkerWatch:
             self._delayed_s += delayed_s - delayed_before_s
 
     def facts(self) -> LoadingFacts:
-        """Return what was seen so far."""
+        """Return the observations so far."""
         third = len(self._points) // 3
         return LoadingFacts(
             samples=self._polls,

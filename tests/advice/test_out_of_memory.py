@@ -169,6 +169,16 @@ def test_a_first_step_that_fitted_is_no_proof() -> None:
     assert "process 999 has 17.0 GiB" in text
 
 
+def test_a_job_that_has_all_it_had_before_is_not_crowded_out() -> None:
+    """As where NCCL finds no room beside torch's cache: others hold no more than before."""
+    memory = counted_steps(64, 8 * GIB, 18 * GIB)
+    oom = an_error(memory=memory, begins=FLAT, allocated=18 * GIB, free=100 * MIB, others={9: 5 * GIB})
+    message = dataclasses.replace(oom.message, source="library", name="NCCL", requested_bytes=None)
+    assert said(dataclasses.replace(oom, message=message))[0] == "batch_too_large"
+    taken = dataclasses.replace(message, allocated_bytes=17 * GIB, others_bytes={9: 6 * GIB})
+    assert said(dataclasses.replace(oom, message=taken))[0] == "other_processes"
+
+
 def test_others_that_nobody_lists_are_seen_by_what_is_missing() -> None:
     oom = an_error(begins=FLAT, allocated=9 * GIB)
     cause, text = said(oom)
@@ -195,8 +205,8 @@ def test_a_long_batch_is_told_by_its_numbers_and_what_would_fit() -> None:
     oom = an_error(memory=memory, begins=FLAT, batch_shape=(64, 2048), usual_items=64 * 512)
     cause, text = said(oom)
     assert cause == "spike"
-    assert "This batch has 4 times as many numbers as usual (64 x 2048; the median is 32768)." in text
-    assert "numbers fit in a batch" in text
+    assert "This batch has 4 times as many elements as usual (64 x 2048; the median is 32,768)." in text
+    assert "elements fit in a batch" in text
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def _slow_work(one: Uneven) -> Finding:
         kind = "longer_batches"
         basis = "heuristic"
         advice = (
-            f"Slow steps have {rounded(evidence['batch_items_times'])} times as many numbers in a batch. Put samples "
+            f"Slow steps have {rounded(evidence['batch_items_times'])} times as many elements per batch. Put samples "
             "of similar length into one batch, or limit its tokens."
         )
     elif "every_steps" in evidence:
@@ -163,7 +163,7 @@ CAUSE = Cause(
             "irregular",
         ),
         Shape(
-            "Slow steps have ... times as many numbers in a batch",
+            "Slow steps have ... times as many elements per batch",
             "samples of similar length in a batch, or fewer tokens in one",
             "longer_batches",
         ),

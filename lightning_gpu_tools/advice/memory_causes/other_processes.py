@@ -41,7 +41,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 def others_are_the_cause(oom: OutOfMemory) -> bool:
     """Return whether this job would fit, or would still fit, without other jobs' memory."""
     size, total, room = oom.others_bytes, oom.total_bytes, oom.room_bytes
-    missing = oom.requested_bytes - (oom.free_bytes or 0)
+    missing = max(0, oom.requested_bytes - (oom.free_bytes or 0))
     if not size or size < missing or total is None or room is None or oom.message.allowed_bytes is not None:
         return False
     if oom.has_fitted and oom.memory is not None:

@@ -13,7 +13,7 @@ from lightning_gpu_tools.advice.memory_remedies import in_validation, largest_th
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
-_MIN_TIMES = 1.5  # our default: how many times the numbers of the median batch
+_MIN_TIMES = 1.5  # our default: how many times the elements of the median batch
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
@@ -28,9 +28,9 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     yield ruling(
         oom,
         "spike",
-        f"This batch has {times:.3g} times as many numbers as usual ({shape}; the median is {oom.usual_items:.0f}).",
-        "Bound the numbers in a batch: cut long samples, or put samples of similar length together.",
-        f"By measured memory, {fits.size} numbers fit in a batch." if fits.size else "",
+        f"This batch has {times:.3g} times as many elements as usual ({shape}; the median is {oom.usual_items:,.0f}).",
+        "Limit the elements per batch: truncate long samples, or group samples of similar length.",
+        f"By measured memory, {fits.size:,} elements fit in a batch." if fits.size else "",
         levers(run, oom),
         batch_items=items,
         usual_items=oom.usual_items,
@@ -42,8 +42,8 @@ CAUSE = MemoryCause(
     name="spike",
     shapes=[
         Shape(
-            "This batch has ... times as many numbers as usual",
-            "bound the numbers in a batch: the advice says how many fit",
+            "This batch has ... times as many elements as usual",
+            "limit the elements per batch: the advice says how many fit",
         )
     ],
     find=find,

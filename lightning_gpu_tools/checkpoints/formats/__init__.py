@@ -1,4 +1,4 @@
-"""One file for each format of a checkpoint: it recognizes, describes and loads it, without running anything of it."""
+"""One module per checkpoint format, which recognizes, describes and loads it without running any of its code."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ if TYPE_CHECKING:
 
 
 class FileFormat(Protocol):
-    """The functions of a module for a format of one file."""
+    """The functions of a module for a single-file format."""
 
     def recognizes(self, head: bytes) -> bool:
-        """Whether a file that begins so is of this format."""
+        """Whether a file that begins with ``head`` is of this format."""
 
     def describe(self, file: BinaryIO, path: str, size_bytes: int) -> Structure:
-        """Read the description of an open file and check it against what the file holds."""
+        """Read the description in an open file and check it against the file's contents."""
 
     def load(self, structure: Structure, map_location: Any, weights_only: bool) -> Any:
-        """Load what was described; its numbers are mapped where they can be."""
+        """Load a described file; its numbers are mapped where possible."""
 
 
 class FolderFormat(Protocol):
-    """The functions of a module for a format of several files."""
+    """The functions of a module for a format with several files."""
 
-    PART: re.Pattern[str]  # names of files that are no checkpoint without the others
+    PART: re.Pattern[str]  # names of files that are not a checkpoint without the others
 
     def find(self, path: str, names: set[str]) -> str | None:
-        """Return the folder with its files, by the names in a folder; ``None`` if it is of no such format."""
+        """Return the folder with the checkpoint's files, judging by ``names``; ``None`` if it is not of this format."""
 
     def describe(self, folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
-        """Describe the files, with the places of all numbers if it costs no time or ``to_load`` them."""
+        """Describe the files, with the places of all numbers if that costs no time or ``to_load`` is true."""
 
     def load(self, assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-        """Load what was described; its tensors are mapped, or put together when they are used."""
+        """Load a described folder; its tensors are mapped, or joined when they are used."""

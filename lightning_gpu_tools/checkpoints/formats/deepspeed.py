@@ -1,4 +1,4 @@
-"""Folders by DeepSpeed: the files of all ranks, joined as its zero_to_fp32.py does. Runs nothing."""
+"""DeepSpeed's folders: the files of all ranks, joined as its zero_to_fp32.py does. Runs nothing."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _DAMAGE = "its files do not describe a ZeRO checkpoint"
 
 Shards = Sequence[Structure]  # by rank
 Shapes = Mapping[str, tuple[int, ...]]
-Piece = tuple[str, int, int]  # file, offset in bytes, how many numbers
+Piece = tuple[str, int, int]  # file, offset in bytes, number of elements
 
 
 def find(path: str, names: set[str]) -> str | None:
-    """Return the folder with DeepSpeed's files: this one, or the one that its ``latest`` names."""
+    """Return the folder with DeepSpeed's files: this folder, or the one named in its ``latest``."""
     if any(map(_ANY.fullmatch, names)):
         return path
     latest = os.path.join(path, "latest")
@@ -77,7 +77,7 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     with any_error_is(damaged(_DAMAGE)):
         model: Mapping[str, Any] = models[0].content
         split: dict[str, SplitTensorInfo] = {}
-        if model["param_shapes"] is not None:  # or nothing is split: stage 0
+        if model["param_shapes"] is not None:  # None: nothing is split, stage 0
             _check_ranks(optimizers)
             if is_whole:
                 split = dict(_join_stages_1_and_2(model["param_shapes"], optimizers))
@@ -106,7 +106,7 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
 
 
 def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-    """Load the file of the first rank, and put in the weights of all."""
+    """Load the file of the first rank, and insert the weights of all ranks."""
     from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
 
     return with_numbers(assembly.load(load_file), assembly.shards, map_location)
@@ -118,11 +118,11 @@ def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:
 
 
 def _count(ranks: Any) -> Any:
-    return max(ranks) if isinstance(ranks, list) and ranks and are_sizes(ranks) else ranks  # a list has it by group
+    return max(ranks) if isinstance(ranks, list) and ranks and are_sizes(ranks) else ranks  # a list has one per group
 
 
 def _check_ranks(shards: Shards) -> None:
-    """Raise unless there is one file of each rank, all of the same checkpoint."""
+    """Raise unless there is one file for each rank, all of the same checkpoint."""
     there = [int(re.findall(r"pp_rank_(\d+)", shard.name)[0]) for shard in shards]
     for shard in shards:
         content = shard.content
@@ -140,7 +140,7 @@ def _check_ranks(shards: Shards) -> None:
 
 
 def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
-    """Each group of parameters is one row of numbers, of which each rank has a part."""
+    """Yield the parameters of stages 1 and 2, where each rank has a part of one row of numbers per group."""
     states = [shard.content[_OPTIMIZER] for shard in optimizers]
     if "zero_stage" not in states[0]:
         raise Fault(
@@ -165,7 +165,7 @@ def _join_stages_1_and_2(param_shapes: Sequence[Shapes], optimizers: Shards) -> 
 
 
 def _join_stage_3(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
-    """Each rank has a row with its part of each parameter."""
+    """Yield the parameters of stage 3, where each rank has a row with its part of each parameter."""
     groups = [shard.content[_OPTIMIZER][_GROUPS_OF_STAGE_3] for shard in optimizers]
     dtype = groups[0][0].dtype
     rows = [_row(shard, group, dtype) for shard, group in zip(optimizers, groups, strict=True)]
@@ -178,7 +178,7 @@ def _join_stage_3(param_shapes: Sequence[Shapes], optimizers: Shards) -> Iterato
 
 
 def _join_frozen(models: Shards) -> Iterator[tuple[str, SplitTensorInfo]]:
-    """What is not trained is cut likewise, but is not with the optimizer."""
+    """Yield the frozen parameters, which are split in the same way but not stored with the optimizer."""
     for key, shape in (models[0].content["frozen_param_shapes"] or {}).items():
         fragments = [shard.content["frozen_param_fragments"][key] for shard in models]
         dtype = fragments[0].dtype
@@ -201,7 +201,7 @@ def _length(row: Sequence[Piece]) -> int:
 
 
 def _joined(dtype: str, shape: tuple[int, ...], rows: Sequence[Sequence[Piece]], at: int) -> SplitTensorInfo:
-    """Return a tensor of which each row has an equal share, from ``at`` on; the last share is padded."""
+    """Return a tensor split into equal shares, one in each row from ``at`` on; the last share is padded."""
     left = math.prod(shape)
     share = -(-left // len(rows))
     parts: list[Part] = []

@@ -1,4 +1,4 @@
-"""The format of safetensors: a header in JSON, then the numbers."""
+"""The safetensors format: a JSON header, then the numbers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ DTYPE_OF_SAFETENSORS = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
     "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
-TWO_IN_A_BYTE = "float4_e2m1fn_x2"  # safetensors counts each number, torch the byte that two share
+TWO_IN_A_BYTE = "float4_e2m1fn_x2"  # safetensors counts numbers, torch counts bytes of two numbers each
 
 
 def recognizes(head: bytes) -> bool:
-    """Whether a file begins with the length of a header, and the header."""
+    """Whether a file begins with the length of a header and the header itself."""
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES
 
 
@@ -53,7 +53,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
             raise Fault(f"has {printable(name)} in the type {printable(entry['dtype'])}, which torch does not have")
         first, last = entry["data_offsets"]
         shape = tuple(entry["shape"])
-        if not are_sizes((first, last, *shape)) or first != end:  # everything in the file is described, and once
+        if not are_sizes((first, last, *shape)) or first != end:  # everything in the file is described exactly once
             raise ValueError("a gap, an overlap, or no sizes")
         end = last
         if dtype == TWO_IN_A_BYTE:
@@ -72,7 +72,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; refuse a name that is there twice, of which most readers take the last."""
+    """Return a JSON object; refuse a repeated name, for which most readers take the last value."""
     unique = dict(pairs)
     if len(unique) != len(pairs):
         raise ValueError("a name is there twice")
@@ -80,7 +80,7 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load(structure: Structure, map_location: Any, weights_only: bool) -> OrderedDict[str, Any]:
-    """Return what the file holds, mapped to it; there is nothing but weights in it."""
+    """Return the weights, mapped to the file; it holds nothing else."""
     import torch
 
     from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, moved
@@ -105,7 +105,7 @@ def load(structure: Structure, map_location: Any, weights_only: bool) -> Ordered
 
 
 def restore_metadata(weights: OrderedDict[str, Any], texts: Mapping[str, str]) -> None:
-    """Put back the module versions and the second names of tied weights, where ``convert`` wrote these texts."""
+    """Restore the module versions and the second names of tied weights, if ``convert`` wrote these texts."""
     versions = _json_object(texts.get("module_versions", ""))
     if versions and are_versions(versions):
         weights._metadata = OrderedDict(versions)  # type: ignore[attr-defined]

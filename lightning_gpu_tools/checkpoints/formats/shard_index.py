@@ -1,4 +1,4 @@
-"""Shards with an index, by Hugging Face's tools, and one of them alone."""
+"""Shards with an index, as Hugging Face's tools write them, and single shards."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
 
 
 def _read_index(file: BinaryIO) -> dict[str, str]:
-    """Return the file that each weight is in."""
-    with any_error_is(damaged("it is no index of shards")):  # which a longer text, cut here, is not either
+    """Return the file of each weight."""
+    with any_error_is(damaged("it is no index of shards")):  # nor is a longer text, cut off here
         weight_map = json.loads(file.read(_MAX_INDEX_BYTES), object_pairs_hook=without_repeats)["weight_map"]
         if weight_map and all(isinstance(name, str) for name in weight_map.values()):
             return dict(weight_map)

@@ -1,4 +1,4 @@
-"""Folders by torch.distributed.checkpoint, Lightning's among them. Runs nothing."""
+"""Folders by torch.distributed.checkpoint, including Lightning's. Runs nothing."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _DAMAGE = "its .metadata does not describe a checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where ``torch.save`` has written a tensor or another object."""
+    """The place where ``torch.save`` wrote a tensor or another object."""
 
     file: str
     start: int
     size_bytes: int
 
     def read_from(self, file: BinaryIO) -> bytes:
-        """Return the bytes."""
+        """Return the bytes at this place."""
         file.seek(self.start)
         return file.read(self.size_bytes)
 
 
 class _Slice(io.RawIOBase):
-    """A part of an open file as a file of its own."""
+    """A part of an open file, presented as its own file."""
 
     def __init__(self, file: BinaryIO, place: Place) -> None:
         self._file = file
@@ -68,12 +68,12 @@ class _Slice(io.RawIOBase):
 
 
 def find(path: str, names: set[str]) -> str | None:
-    """Return the folder if it has such files."""
+    """Return the folder if it has files of this format."""
     return path if any(map(PART.fullmatch, names)) else None
 
 
 def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
-    """Describe the checkpoint in a folder, with the places of all numbers only ``to_load`` it."""
+    """Describe the checkpoint in a folder, with the places of all numbers only if ``to_load``."""
     if _METADATA not in names:
         what = "is a checkpoint by torch.distributed.checkpoint without its .metadata, which is written last"
         raise Fault(what, "Most likely the save was interrupted. Use an earlier checkpoint.")
@@ -97,7 +97,7 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
 
 
 def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-    """Put the tensors together, and load each other object as the file that it is."""
+    """Join the tensors, and load each other object as the file that it is."""
     from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
 
     def load_object(leaf: Any) -> Any:
@@ -113,7 +113,7 @@ Blocks = list[tuple[tuple[int, ...], tuple[int, ...], Place]]
 
 
 def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | None, Blocks]], Mapping[str, Any]]:
-    """Return every tensor (or ``None``: another object) with its blocks, and the path of each in the content."""
+    """Return every tensor (``None`` for another object) with its blocks, and the path of each in the content."""
     size_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     metadata = _state(StructureReader(file, size_bytes).load(), "Metadata")
@@ -145,7 +145,7 @@ def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | No
 
 
 def _check_cover(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Raise unless blocks, given by their offsets and sizes, fill a shape without gaps and overlaps."""
+    """Raise unless blocks, given by their offsets and sizes, fill a shape without gaps or overlaps."""
     if not _is_filled(shape, [(*zip(*block, strict=True),) for block in blocks if 0 not in block[1]]):
         raise damaged(f"the parts of {printable(name)} do not make up its shape {printable(shape)}")
 
@@ -171,7 +171,7 @@ def _state(described: Any, kind: str) -> Any:
 
 
 def _files_of(places: list[Place], folder: Folder) -> dict[str, Structure]:
-    """Return the files, so far without content; raise if one is too short, or two things are at one place."""
+    """Return the files, still without content; raise if one is too short, or if two objects overlap."""
     end = dict.fromkeys(folder.check_names(place.file for place in places), 0)
     for place in sorted(places, key=lambda place: (place.file, place.start)):
         if not are_sizes((place.start, place.size_bytes)) or place.start < end[place.file]:
@@ -190,7 +190,7 @@ def _files_of(places: list[Place], folder: Folder) -> dict[str, Structure]:
 
 
 def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
-    """Describe what is at a place, and add its records to those of its file."""
+    """Describe the object at a place, and add its records to those of its file."""
     whole = shards[place.file]
     part: Any = _Slice(whole.file, place)
     found = describe_file(part, whole.path)
@@ -229,7 +229,7 @@ def _put(tree: dict[Any, Any], path: Any, value: Any) -> None:
 
 
 def _with_lists(tree: Any) -> Any:
-    """Put back lists, which were saved by their numbers."""
+    """Restore lists, whose items were saved under their indices."""
     if not isinstance(tree, dict):
         return tree
     branches = {name: _with_lists(branch) for name, branch in tree.items()}
@@ -239,7 +239,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 def _with_extra(content: Mapping[str, Any], extra: Any) -> dict[str, Any]:
-    """Return the content with Lightning's ``meta.pt`` as in a file by Lightning."""
+    """Return the content merged with Lightning's ``meta.pt``, as in a file by Lightning."""
     if not isinstance(extra, Mapping) or content.keys() & extra.keys():
         raise damaged(f"its {_EXTRA} does not fit the rest")
     whole = {**content, **extra}

@@ -19,22 +19,22 @@ _LEGACY_START = re.compile(
 
 
 def recognizes(head: bytes) -> bool:
-    """Whether a file begins with torch's number; a tar archive, which may begin so, too, is none."""
-    with contextlib.suppress(tarfile.HeaderError):  # torch.load, too, asks this before it looks for its own formats
+    """Whether a file begins with torch's magic number; raise for a tar archive, which may begin with it, too."""
+    with contextlib.suppress(tarfile.HeaderError):  # torch.load also checks this before its own formats
         tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
         raise Fault("is a tar archive", "Unpack it first.")
     return _LEGACY_START.match(head) is not None
 
 
 def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
-    """Describe its pickles, and check that all numbers are there."""
+    """Describe the pickles, and check that all numbers are present."""
     file.seek(0)
-    # The magic number, the version, what machine wrote it, the contents, and the keys of the storages.
+    # The magic number, the version, the machine that wrote it, the contents, and the keys of the storages.
     readers = [StructureReader(file, size_bytes, legacy=number == 3) for number in range(5)]
     *_, content, keys = [reader.load() for reader in readers]
     named = set().union(*(reader.globals for reader in readers))
     storages = readers[3].storages
-    # To rebuild nested tensors torch needs the numbers, which come later.
+    # To rebuild nested tensors, torch needs the numbers, which come later.
     if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
         raise ValueError("other numbers than those that it describes")
     place = file.tell()
@@ -52,7 +52,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
 
 
 def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
-    """Build what was described, mapped, or let torch load it, which reads it."""
+    """Build the described content, mapped, or let torch load it, which reads it into memory."""
     from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
 
     return load_by_torch(structure, map_location, weights_only, can_be_mapped=False)

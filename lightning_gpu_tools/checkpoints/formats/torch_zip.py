@@ -1,4 +1,4 @@
-"""The format of torch since 1.6: a zip archive with a pickle, and a record for each storage."""
+"""The format of torch since 1.6: a zip archive with a pickle and one record for each storage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def recognizes(head: bytes) -> bool:
 
 
 def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
-    """Describe the pickle in it, and check it against the records."""
+    """Describe the pickle in the archive, and check it against the records."""
     root, records = read_records(file, size_bytes)
     if not root or "data.pkl" not in records:
         shown = listed([root + name for name in records], 4) or "nothing"
@@ -49,7 +49,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
 
 
 def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
-    """Build what was described, or let torch load it; mapped."""
+    """Build the described content, or let torch load it; tensors are mapped either way."""
     from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
 
     return load_by_torch(structure, map_location, weights_only, can_be_mapped=True)
@@ -57,6 +57,6 @@ def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
 
 def _start_of(storage: StorageInfo, records: Mapping[str, Record]) -> int:
     record = records[f"data/{storage.key}"]
-    if not 0 <= record.size_bytes - storage.size_bytes < BYTES_OF_DTYPE[storage.dtype]:  # as of a part of an element
+    if not 0 <= record.size_bytes - storage.size_bytes < BYTES_OF_DTYPE[storage.dtype]:  # at most part of an element
         raise ValueError("a record of another length than its storage")
     return record.start

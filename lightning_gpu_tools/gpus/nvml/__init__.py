@@ -1,7 +1,7 @@
-"""The one place that asks the NVIDIA driver, through NVML (``nvidia-ml-py``); ``None`` = it does not say.
+"""All access to the NVIDIA driver, through NVML (``nvidia-ml-py``); ``None`` = not reported.
 
-NVML sees every GPU of the machine, whatever ``CUDA_VISIBLE_DEVICES`` says, so GPUs are found by UUID. A pick does not
-need ``nvml.probe``.
+NVML sees every GPU of the machine, regardless of ``CUDA_VISIBLE_DEVICES``, so GPUs are identified by UUID. Picking GPUs
+does not need ``nvml.probe``.
 """
 
 from lightning_gpu_tools.gpus.nvml.driver import (

@@ -1,4 +1,4 @@
-"""The driver, open for this process: single calls, one reading of every GPU, and how GPUs are connected."""
+"""Driver sessions, single calls, readings of all GPUs, and the connections between GPUs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus.readings import ComputeMode, GpuProcess, GpuReading, UtilizationSample, mean_percent
 from lightning_gpu_tools.units import printable, user_name
 
-# This hardware, driver or user never gets an answer.
+# Errors that are permanent for this hardware, driver, or user.
 NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
 
-# After one of these, nothing about the GPU can be read.
+# After one of these errors, nothing about the GPU can be read.
 GONE = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired, pynvml.NVMLError_Uninitialized)
 
 
 def ask(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call NVML; ``None`` where it answers with one of ``NEVER``."""
+    """Call NVML; return ``None`` if it raises one of ``NEVER``."""
     try:
         return function(*arguments)
     except NEVER:
@@ -34,7 +34,7 @@ def ask(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def product_name(handle: Any) -> str | None:
-    """Return the product's name, printable; ``None`` if the driver does not report it in UTF-8."""
+    """Return the product name, safe to print; ``None`` if the driver does not report it in UTF-8."""
     try:
         name = ask(pynvml.nvmlDeviceGetName, handle)
     except UnicodeDecodeError:
@@ -43,7 +43,7 @@ def product_name(handle: Any) -> str | None:
 
 
 def tolerate(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call NVML; ``None`` on every failure, and if an argument is ``None``."""
+    """Call NVML; return ``None`` on any NVML error, or if an argument is ``None``."""
     if None in arguments:
         return None
     try:
@@ -53,12 +53,12 @@ def tolerate(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSample], int]:
-    """Return the driver's samples after ``last_us``, oldest first, and the driver's time of the newest one."""
+    """Return the driver's samples after ``last_us``, oldest first, and the driver's timestamp of the newest one."""
     try:
         _, answer = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, last_us)
     except pynvml.NVMLError_NotFound:  # nothing newer
         return [], last_us
-    # In no documented order, with values far above 100: https://github.com/Syllo/nvtop/issues/110
+    # The order is not documented, and some values are far above 100: https://github.com/Syllo/nvtop/issues/110
     pairs = sorted(
         (stamp_us, percent)
         for sample in answer
@@ -69,18 +69,18 @@ def utilization_samples(handle: Any, last_us: int) -> tuple[list[UtilizationSamp
 
 
 def process_utilization(handle: Any, last_us: int) -> tuple[dict[int, float], int]:
-    """Return how busy each process kept the GPU since ``last_us``, in percent, and the driver's newest time."""
+    """Return the GPU utilization of each process since ``last_us`` in percent, and the driver's newest timestamp."""
     try:
         samples = pynvml.nvmlDeviceGetProcessUtilization(handle, last_us)
     except pynvml.NVMLError_NotFound:  # nobody used it
         return {}, last_us
-    # One sample a process, likewise.
+    # One sample per process, with the same invalid values.
     percents = {one.pid: float(one.smUtil) for one in samples if one.timeStamp > last_us and one.smUtil <= 100}
     return percents, max((one.timeStamp for one in samples), default=last_us)
 
 
 def why_unreadable(error: pynvml.NVMLError) -> str:
-    """Say why one GPU cannot be read, and what to do."""
+    """Explain why one GPU cannot be read, and what to do."""
     if isinstance(error, pynvml.NVMLError_GpuIsLost):
         return "it has fallen off the bus (GPU is lost): see `dmesg` for its Xid error, then reset the GPU or reboot"
     if isinstance(error, pynvml.NVMLError_ResetRequired):
@@ -96,25 +96,25 @@ def why_unreadable(error: pynvml.NVMLError) -> str:
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Keep the driver open; ``NvmlUnavailableError`` says why there is no usable one, and what to do.
+    """Keep the driver open, or raise ``NvmlUnavailableError`` with the reason and a remedy.
 
-    Every function of this package opens a session for itself. Open one around repeated reads: it may wake the GPUs up.
+    Every function of this package opens its own session. Open one around repeated reads, because that may wake up GPUs.
     """
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise NvmlUnavailableError(why_unavailable(error)) from None  # it says nothing more
+        raise NvmlUnavailableError(why_unavailable(error)) from None  # the cause adds nothing
     pid = os.getpid()
     try:
         yield
     finally:
-        if os.getpid() == pid:  # a child that was forked in between has nothing to close
-            with contextlib.suppress(pynvml.NVMLError):  # the driver went away by itself
+        if os.getpid() == pid:  # a child forked in between has nothing to close
+            with contextlib.suppress(pynvml.NVMLError):  # the driver was unloaded
                 pynvml.nvmlShutdown()
 
 
 def why_unavailable(error: pynvml.NVMLError) -> str:
-    """Say why no GPU at all can be asked about, and what to do."""
+    """Explain why the driver cannot be used at all, and what to do."""
     if isinstance(error, pynvml.NVMLError_LibraryNotFound):
         if sys.platform == "darwin":
             return "There is no NVIDIA driver for macOS."
@@ -150,7 +150,7 @@ _COMPUTE_MODES: dict[int, ComputeMode] = {
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
 }
 
-# The driver keeps samples of about 20 s, but on some products (GB10) adds none while the GPU is idle:
+# The driver keeps samples for about 20 s, but on some products (GB10) adds none while the GPU is idle:
 # https://github.com/polarsignals/gpu-metrics-agent/pull/37
 _STALE_AFTER_S = 30.0
 
@@ -160,17 +160,17 @@ _INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
 
 
 def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
-    """Read every GPU of this machine, in PCI order; with loads also how busy each process keeps it.
+    """Read every GPU of this machine, in PCI order; ``with_loads`` adds the utilization of each process.
 
-    A GPU that cannot be read is listed with the reason in ``error``; ``NvmlUnavailableError`` without a usable driver.
+    A GPU that cannot be read has the reason in ``error``. Without a usable driver, raise ``NvmlUnavailableError``.
     """
     with session():
         try:
             count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError as error:
-            raise NvmlUnavailableError(why_unavailable(error)) from None  # it says nothing more
+            raise NvmlUnavailableError(why_unavailable(error)) from None  # the cause adds nothing
         found = [_read_gpu(nvml_index, with_loads) for nvml_index in range(count)]
-    # NVML promises no order. A GPU without an address keeps its place.
+    # NVML guarantees no order. A GPU without an address keeps its place.
     in_pci_order = iter(sorted((gpu for gpu in found if gpu.pci_bus_id), key=lambda gpu: str(gpu.pci_bus_id)))
     ordered = [next(in_pci_order) if gpu.pci_bus_id else gpu for gpu in found]
     return tuple(
@@ -232,14 +232,14 @@ def _usage(handle: Any, integrated: bool) -> dict[str, Any]:
 
 
 def _memory(handle: Any, integrated: bool) -> tuple[int | None, int | None]:
-    """Return the total and the free bytes."""
+    """Return total and free bytes."""
     if integrated:
-        # NVML leaves out what the page cache would give back.
+        # NVML does not count memory that the page cache would free.
         import psutil
 
         host = psutil.virtual_memory()
         return host.total, host.available
-    # The newer call means the same, and fails on WSL: https://github.com/XuehaiPan/nvitop/pull/30
+    # The newer call returns the same, but fails on WSL: https://github.com/XuehaiPan/nvitop/pull/30
     memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
     return (None, None) if memory is None else (memory.total, memory.free)
 
@@ -277,9 +277,9 @@ def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProc
 
 
 def identified(process: GpuProcess) -> GpuProcess:
-    """Return the process with its user and name, where they can be seen from here."""
+    """Add the user and name to a process if they are visible from here."""
     if pids_are_ours():  # without psutil, whose import takes as long as half a pick
-        with contextlib.suppress(OSError):  # it has ended, is hidden from this user, or this is no Linux
+        with contextlib.suppress(OSError):  # it has ended or is hidden from this user, or this is not Linux
             with open(f"/proc/{process.pid}/comm", errors="surrogateescape") as file:
                 name = printable(file.read().rstrip("\n"))
             user = user_name(os.stat(f"/proc/{process.pid}").st_uid)
@@ -288,10 +288,10 @@ def identified(process: GpuProcess) -> GpuProcess:
 
 
 def pids_are_ours() -> bool:
-    """Return whether this process shares the host's PID namespace, whose numbers the driver gives."""
+    """Return whether this process shares the host's PID namespace, which the driver's PIDs refer to."""
     try:  # https://github.com/NVIDIA/nvidia-docker/issues/1483; PROC_PID_INIT_INO in include/linux/proc_ns.h
         return os.readlink("/proc/self/ns/pid") == f"pid:[{0xEFFFFFFC}]"
-    except OSError:  # no Linux, so no PID namespaces
+    except OSError:  # not Linux, so no PID namespaces
         return not sys.platform.startswith("linux")
 
 
@@ -299,10 +299,10 @@ _SCOPE_NODE = pynvml.NVML_AFFINITY_SCOPE_NODE
 
 
 def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
-    """Return the pairs of these GPUs that NVLink or NVSwitch joins, in alphabetical order."""
+    """Return the pairs of these GPUs that NVLink or NVSwitch connects, in alphabetical order."""
     with session():
         handles = {uuid: _handle(uuid) for uuid in uuids}
-        # This shows NVSwitch, too, where the far end of a link is no GPU.
+        # This status includes NVSwitch, where the remote end of a link is not a GPU.
         return frozenset(
             (a, b)
             for a, b in itertools.combinations(sorted(handles), 2)
@@ -312,7 +312,7 @@ def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
 
 
 def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
-    """Return the NUMA node of the host that each GPU hangs on; ``None`` where unknown."""
+    """Return the host NUMA node of each GPU; ``None`` if unknown."""
     with session():
         # Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory on Grace Hopper.
         nodes = {
@@ -323,7 +323,7 @@ def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
 
 
 def read_cpu_affinity(uuid: str) -> frozenset[int] | None:
-    """Return the CPUs near a GPU, also those that this process may not use; ``None`` where unknown."""
+    """Return the CPUs near a GPU, including those that this process may not use; ``None`` if unknown."""
     with session():
         # 64 words are 4096 CPUs: no machine with NVIDIA GPUs has more.
         cpus = _members(tolerate(pynvml.nvmlDeviceGetCpuAffinityWithinScope, _handle(uuid), 64, _SCOPE_NODE))
@@ -331,7 +331,7 @@ def read_cpu_affinity(uuid: str) -> frozenset[int] | None:
 
 
 def _members(mask: Sequence[int] | None) -> frozenset[int]:
-    """Return the bits that are set in 64-bit words."""
+    """Return the positions of set bits in 64-bit words."""
     return frozenset(64 * word + bit for word, bits in enumerate(mask or ()) for bit in range(64) if bits >> bit & 1)
 
 

@@ -9,7 +9,7 @@ import pynvml
 
 from lightning_gpu_tools.gpus.nvml.driver import tolerate
 
-# nvmlGpmMetricId_t; percent, and MiB/s of PCIe
+# nvmlGpmMetricId_t; in percent, and MiB/s for PCIe
 GRAPHICS, SM, OCCUPANCY, TENSOR, DRAM = 1, 2, 3, 5, 10
 PCIE_TX, PCIE_RX = 20, 21
 _METRICS = (GRAPHICS, SM, OCCUPANCY, TENSOR, DRAM, PCIE_TX, PCIE_RX)
@@ -18,13 +18,13 @@ _INTERVAL_S = 0.1  # nvml.h: two samples "should be greater than 100ms" apart
 
 
 class PerformanceMonitors:
-    """Means over the time between two reads, of one GPU or MIG instance."""
+    """Metrics of one GPU or MIG instance, averaged over the time between two reads."""
 
     def __init__(self, *, is_mig: bool) -> None:
         self.pcie_bytes = [0.0, 0.0]  # sent and received
         self._is_mig = is_mig
-        self._samples: list[Any] = []  # two, which take turns, so that no time is left out
-        self._since_s: float | None = None  # when the first of them was taken
+        self._samples: list[Any] = []  # two that alternate, so that no time is skipped
+        self._since_s: float | None = None  # time of the first of them
 
     @property
     def started(self) -> bool:
@@ -32,11 +32,11 @@ class PerformanceMonitors:
         return bool(self._samples)
 
     def restart(self) -> None:
-        """Begin a new interval with the next read: the GPU was away."""
+        """Begin a new interval with the next read, because the GPU was unavailable."""
         self._since_s = None
 
     def read(self, handle: Any, now_s: float) -> dict[int, float]:
-        """Return the means since the last read, by metric; empty the first time and if it is too soon."""
+        """Return the means since the last read, by metric; empty on the first read and if called too soon."""
         if not self._samples:
             self._start(handle)
         if self._since_s is not None and now_s - self._since_s < _INTERVAL_S:

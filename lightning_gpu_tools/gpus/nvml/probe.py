@@ -1,4 +1,4 @@
-"""Reads one GPU or MIG instance again and again, cheaply: counters, performance monitors, Xid events."""
+"""Cheap repeated reads of one GPU or MIG instance: counters, performance monitors, Xid events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_gpu_tools.gpus.nvml.driver import (
 )
 from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, UtilizationSample
 
-# The more frequent ones, in the words of https://docs.nvidia.com/deploy/xid-errors/
+# The more common ones, in the wording of https://docs.nvidia.com/deploy/xid-errors/
 _XID_MEANS = {
     13: "graphics engine exception, usually a bug in the program",
     31: "memory page fault, usually a bug in the program",
@@ -45,7 +45,7 @@ _XID_MEANS = {
 
 _OTHER_XID = "see NVIDIA's Xid catalog"
 
-_MAX_PER_READ = 16  # the others wait for the next read
+_MAX_PER_READ = 16  # further events wait for the next read
 
 
 class ErrorEvents:
@@ -55,7 +55,7 @@ class ErrorEvents:
         self._event_set: Any = None
 
     def start(self, handle: Any) -> None:
-        """Collect from now on; ``NVMLError`` if the GPU reports none, or not to this user."""
+        """Collect events from now on; raise ``NVMLError`` if the GPU does not report them, or not to this user."""
         self.close()
         self._event_set = pynvml.nvmlEventSetCreate()
         try:
@@ -65,42 +65,42 @@ class ErrorEvents:
             raise
 
     def read(self) -> list[str]:
-        """Return what has happened, in words, also of a GPU that has just been lost."""
+        """Describe the events since the last read, also for a GPU that was just lost."""
         found: list[str] = []
         for _ in range(_MAX_PER_READ):
             event = tolerate(pynvml.nvmlEventSetWait_v2, self._event_set, 0)
-            if event is None:  # a timeout: there is none
+            if event is None:  # a timeout: no more events
                 break
             found.append(f"Xid {event.eventData} ({_XID_MEANS.get(event.eventData, _OTHER_XID)})")
         return found
 
     def close(self) -> None:
-        """Give everything back to the driver."""
+        """Release all driver resources."""
         tolerate(pynvml.nvmlEventSetFree, self._event_set)
         self._event_set = None
 
 
 # Field values, by number because older versions of nvidia-ml-py lack the names. The finer throttle counters
-# (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN) have other numbers in R580 than in nvidia-ml-py 13.615.
+# (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN) have different numbers in R580 and in nvidia-ml-py 13.615.
 _FIELDS = 4, 74, 75, 83, 197, 198
 _ECC_UNCORRECTED, _POWER_CAPPED, _THERMAL, _ENERGY, _PCIE_TX, _PCIE_RX = _FIELDS
-_SCALES = {_POWER_CAPPED: 1e-9, _THERMAL: 1e-9, _ENERGY: 1e-3}  # of nanoseconds and millijoules
+_SCALES = {_POWER_CAPPED: 1e-9, _THERMAL: 1e-9, _ENERGY: 1e-3}  # from nanoseconds and millijoules
 
 # Members of nvmlValue_t in the order of nvmlValueType_t
 _VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
-# At this some PCIe counters start again at 0, up to seven times a second (L40S), so that differences say nothing:
-# https://github.com/NVIDIA/dcgm-exporter/issues/721. One that was seen above it is wider.
+# Some PCIe counters wrap at this value, up to seven times a second (L40S), so their differences mean nothing:
+# https://github.com/NVIDIA/dcgm-exporter/issues/721. A counter that has exceeded it is wider.
 _32_BITS = 2**32
 
 
 class GpuProbe:
-    """Reads one GPU or MIG instance again and again, in one thread, with at most 13 calls of NVML each time.
+    """A repeated reader of one GPU or MIG instance, for one thread, with at most 13 NVML calls per read.
 
-    Making one raises ``NvmlUnavailableError`` without a usable NVIDIA driver; a read never raises. What this hardware,
-    driver or user never gets is asked for once. What fails otherwise is reported once in ``GpuSample.problems``.
+    Creating it raises ``NvmlUnavailableError`` without a usable NVIDIA driver; a read never raises. Metrics that this
+    hardware, driver, or user never gets are tried once. Other failures are reported once in ``GpuSample.problems``.
 
-    Of a MIG instance only memory, processes and GPM are read, also for utilization: the rest is of the whole GPU.
+    For a MIG instance, only memory, processes, and GPM (also for utilization) are read: the rest covers the whole GPU.
     """
 
     def __init__(self, uuid: str, *, gpm: bool = True, clock: Callable[[], float] = time.time) -> None:
@@ -111,7 +111,7 @@ class GpuProbe:
         self._absent: set[object] = {"power", "temperature", "counters"} if self._is_mig else set()
         if not gpm:
             self._absent.add("GPM")
-        self._failing: set[str] = set()  # what has been reported
+        self._failing: set[str] = set()  # failures already reported
         self._problems: list[str] = []
         self._last_sample_us: int | None = None
         self._last_sample_s = 0.0
@@ -129,7 +129,7 @@ class GpuProbe:
         self._driver.enter_context(session())
 
     def close(self) -> None:
-        """Give everything back to the driver."""
+        """Release all driver resources."""
         if self._pid == os.getpid():
             self._monitors.close()
             self._events.close()
@@ -137,7 +137,7 @@ class GpuProbe:
             self._driver.close()
 
     def read(self) -> GpuSample:
-        """Return what happened since the last read."""
+        """Return a sample of the time since the last read."""
         now_s = self._clock()
         self._problems = []
         errors = self._events.read()
@@ -176,7 +176,7 @@ class GpuProbe:
         )
 
     def _held_clock(self, held_s: float) -> float | None:
-        """Return the clock in percent of the highest, if something has held it down since the last read."""
+        """Return the clock as a percentage of the highest if it was throttled since the last read."""
         before_s, self._held_s = self._held_s, held_s
         if before_s is None or held_s <= before_s:
             return None
@@ -191,7 +191,7 @@ class GpuProbe:
             self._fail("GPU", error)
             return
         self._failing.discard("GPU")
-        # What the driver keeps does not change. One before 510 does not say.
+        # The memory that the driver reserves does not change. Drivers before 510 do not report it.
         with contextlib.suppress(pynvml.NVMLError):
             memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
             self._driver_memory_bytes = memory.reserved
@@ -199,7 +199,7 @@ class GpuProbe:
         self._ask("error events", self._events.start)
 
     def _ask(self, metric: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call NVML for a metric; ``None`` if this GPU does not have it, or fails."""
+        """Call NVML for a metric; return ``None`` if this GPU lacks the metric or the call fails."""
         if self._handle is None or metric in self._absent:
             return None
         try:
@@ -215,7 +215,7 @@ class GpuProbe:
 
     def _fail(self, metric: str, error: pynvml.NVMLError) -> None:
         if isinstance(error, GONE):
-            metric, self._handle = "GPU", None  # to be found again the next time
+            metric, self._handle = "GPU", None  # look it up again on the next read
         if metric not in self._failing:
             self._failing.add(metric)
             self._problems.append(f"{metric} of {self.uuid} cannot be read: {why_unreadable(error)}.")
@@ -233,7 +233,7 @@ class GpuProbe:
         if samples or is_first:
             self._last_sample_s = now_s
             return [] if is_first else samples
-        # The buffer of some products (GB10) stays empty while the GPU is idle. Or this read was just too early.
+        # On some products (GB10) the buffer stays empty while the GPU is idle. Or this read just came too early.
         if has_buffer and now_s - self._last_sample_s < 2 * LONGEST_PERIOD_S:
             return []
         rates = self._ask("utilization", pynvml.nvmlDeviceGetUtilizationRates)
@@ -248,7 +248,7 @@ class GpuProbe:
                 number = getattr(value.value, _VALUE_MEMBERS[value.valueType])
                 counters[value.fieldId] = number * _SCALES.get(value.fieldId, 1)
             elif isinstance(error := pynvml.NVMLError(value.nvmlReturn), (*NEVER, pynvml.NVMLError_InvalidArgument)):
-                self._absent.add(value.fieldId)  # an unknown field is an invalid argument to an older driver
+                self._absent.add(value.fieldId)  # older drivers report unknown fields as invalid arguments
             else:
                 self._fail(f"counter {value.fieldId}", error)
         return counters
@@ -265,7 +265,7 @@ class GpuProbe:
             self._absent |= {_PCIE_TX, _PCIE_RX}
             sent_bytes, received_bytes = self._monitors.pcie_bytes
             return int(sent_bytes), int(received_bytes)
-        if self._monitors.started and not metrics:  # GPM will count, from another start
+        if self._monitors.started and not metrics:  # GPM will provide the counts, from a different start
             return None, None
         sent, received = counters.get(_PCIE_TX), counters.get(_PCIE_RX)
         if sent is None or received is None:
@@ -278,7 +278,7 @@ class GpuProbe:
         return self._processes_by_utilization and bool(self._processes) and "process utilization" not in self._absent
 
     def _read_processes(self) -> tuple[GpuProcess, ...] | None:
-        """Return the processes; their memory and how busy they keep the GPU are read in turn, to save calls."""
+        """Return the processes. Their memory and their utilization are read alternately, to save calls."""
         if self._handle is None:
             return None
         before = self._processes or ()
@@ -286,7 +286,7 @@ class GpuProbe:
             answer = self._ask("process utilization", process_utilization, self._last_process_us)
             if answer is not None:
                 percents, self._last_process_us = answer
-                # A process without a sample has not used the GPU.
+                # A process without a sample did not use the GPU.
                 self._processes = tuple(
                     dataclasses.replace(one, utilization_percent=percents.get(one.pid, 0.0)) for one in before
                 )
