@@ -1,1 +1,1 @@
-"""From measurements to what holds a training up and what to change."""
+"""Advice from measurements: what slows a training down, and what to change."""

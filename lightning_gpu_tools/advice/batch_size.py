@@ -1,4 +1,4 @@
-"""The largest batch size that fits a GPU's memory, by what was recorded at a smaller one. Bytes throughout."""
+"""The largest batch size that fits a GPU's memory, from the record of a smaller one. All sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from dataclasses import dataclass
 
 from lightning_gpu_tools.training.memory_readings import RankMemory, StepNeed
 
-# Our default, of what is left for the batch: in pieces that no tensor can use were up to 16 %, with ten models on a
-# simulated GPU (benchmarks/out_of_memory.py).
+# Our default, as a part of the memory left for the batch. Up to 16 % was in pieces that no tensor can use, with ten
+# models on a simulated GPU (benchmarks/out_of_memory.py).
 FRAGMENTS = 0.16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPeak:
-    """The memory of a step with a batch of one size."""
+    """The memory of a step at one batch size."""
 
-    batch_size: int  # in samples, or in numbers where samples differ in length
+    batch_size: int  # in samples, or in elements if samples differ in length
     begin_bytes: int  # in tensors when the step began, without the batch
-    needs: tuple[StepNeed, ...]  # beside that, at its decisive moments, with the batch
-    is_complete: bool = True  # otherwise it failed, and would have needed more
+    needs: tuple[StepNeed, ...]  # in addition to begin_bytes, at its decisive moments, with the batch
+    is_complete: bool = True  # if False, it failed and would have needed more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestBatch:
-    """The largest batch size that fits, or why it is not known."""
+    """The largest batch size that fits, or the reason why it is unknown."""
 
     size: int | None = None  # 0: not even one sample fits
-    is_bound: bool = False  # it is only known that larger ones do not fit
+    is_bound: bool = False  # an upper bound: it is only known that larger sizes do not fit
     why_not: str = ""  # why there is no size, as a sentence
 
 
 def step_peak(
     memory: RankMemory, batch_bytes: int = 0, *, accumulates: bool = False, by_items: bool = False
 ) -> StepPeak | None:
-    """Return the needs of the step of a rank that was recorded, by the size of its batch in samples or in numbers.
+    """Return the memory needs of a rank's recorded step, with its batch size in samples or in elements.
 
-    ``None`` without one, or before it is known what the optimizer's first step leaves. The very first step begins
-    without that, so what it leaves is added. Where gradients are accumulated, other steps keep them through backward.
+    ``None`` without such a step, or before it is known what the optimizer's first step leaves. The very first step
+    begins without that memory, so it is added. With gradient accumulation, other steps keep gradients in backward.
     """
     step, first, held = memory.traced_step, memory.first_step, memory.holdings
     if step is None or first is None or held is None or step.begin is None or not step.batch_shape:
@@ -57,7 +57,7 @@ def step_peak(
 def largest_batch(peaks: Iterable[StepPeak], room_bytes: float) -> LargestBatch:
     """Return the largest batch size whose step fits.
 
-    ``room_bytes`` is what other processes and CUDA leave of the GPU; of what is left of that for the batch some stays
+    ``room_bytes`` is the GPU memory that other processes and CUDA leave. A part of the memory left for the batch stays
     free, for fragments.
     """
     known = [peak for peak in peaks if peak.batch_size > 0 and any(need.batch_bytes > 0 for need in peak.needs)]
@@ -76,9 +76,9 @@ def largest_batch(peaks: Iterable[StepPeak], room_bytes: float) -> LargestBatch:
 
 
 def split(batch_size: int, fits: int, accumulate: int = 1) -> tuple[int, int]:
-    """Return a batch size of at most ``fits``, and over how many batches to accumulate gradients with it.
+    """Return a batch size of at most ``fits``, and the number of batches over which to accumulate gradients.
 
-    They keep the effective batch size, exactly where at most twice as many parts as needed divide it.
+    They keep the effective batch size. It is exact if at most twice the minimum number of parts divides it.
     """
     least = math.ceil(batch_size / fits)
     parts = next((parts for parts in range(least, 2 * least + 1) if batch_size % parts == 0), least)

@@ -1,4 +1,4 @@
-"""The form of a cause. The folders ``causes``, ``memory_causes`` and ``stall_causes`` have a file for each."""
+"""The types that describe a cause. Each cause has a file in ``causes``, ``memory_causes`` or ``stall_causes``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any, Literal, NamedTuple
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
-# Where a training that has a cause was found to have it; "measurements": nowhere yet, only in made-up ones.
+# The machine on which a cause was found in a training that has it; "measurements": so far only in made-up ones.
 Machine = Literal["measurements", "cpu", "simulated GPU", "hardware"]
 
 
 class Shape(NamedTuple):
-    """One way in which a cause shows, as a row of the table in docs/.
+    """One form of a cause, as a row of the table in docs/.
 
     Attributes:
-        says: What the report says, in short.
-        change: What to change, in short.
-        kind: Its ``evidence["kind"]``; empty where there is none.
+        says: The text of the report, in short.
+        change: The change to make, in short.
+        kind: Its ``evidence["kind"]``; empty if it has none.
     """
 
     says: str
@@ -32,12 +32,12 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AnyCause:
-    """What is known of a cause of either folder.
+    """The fields that ``Cause`` and ``MemoryCause`` share.
 
     Attributes:
-        name: As ``Finding.cause`` has it, and the name of its file.
-        shapes: The rows of its table.
-        after: Causes that are judged before.
+        name: The value of ``Finding.cause``, and the name of its file.
+        shapes: Its rows in the table.
+        after: Causes that are judged earlier.
         verified_on: The best machine on which the package found it in a training that has it.
     """
 
@@ -49,19 +49,19 @@ class AnyCause:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause(AnyCause):
-    """One thing that slows training down. It is silent where one of those that it comes ``after`` has a finding.
+    """One thing that slows training down. It reports nothing if a cause in ``after`` has a finding.
 
     Attributes:
-        begins: How *Why* begins, before "... % of the wall time"; by the evidence and ``has_trainer`` where it differs.
-        find: Returns its findings; nothing where it costs nothing. ``None`` where ``diagnosis.py`` judges it by what
-            the others have found.
-        phases: Those of the clock, or groups of them, whose source lines it names; by the evidence where they differ.
-        time: What the time of these lines is called.
-        needs: What has to be known to judge it, as attributes of ``RunMeasurements``; not ``None``.
-        is_remark: It slows a busy GPU down and leaves none idle, so it makes no run ``low``.
-        counts_while_busy: It makes a run ``low`` also where the GPU looks busy.
-        sick: Measurements that have it, as the first finding.
-        healthy: Measurements that resemble them and do not.
+        begins: The beginning of *Why*, before "... % of the wall time". If it varies, a function of the evidence and
+            ``has_trainer``.
+        find: Returns its findings; none if it costs nothing. ``None`` if ``diagnosis.py`` derives it from the others.
+        phases: Phases, or groups of them, whose source lines it names. If they vary, a function of the evidence.
+        time: The words for the time of these lines.
+        needs: Attributes of ``RunMeasurements`` that must not be ``None`` to judge it.
+        is_remark: Whether it slows a busy GPU down but leaves none idle, so it makes no run ``low``.
+        counts_while_busy: Whether it makes a run ``low`` even if the GPU looks busy.
+        sick: Measurements that have it as the first finding.
+        healthy: Similar measurements that do not have it.
     """
 
     begins: str | Callable[[Mapping[str, float | str], bool], str]
@@ -76,7 +76,7 @@ class Cause(AnyCause):
 
 
 def in_folder(package: str, path: Iterable[str]) -> dict[str, Any]:
-    """Return the ``CAUSE`` of each file by its name, each behind those after which it is judged."""
+    """Return the ``CAUSE`` of each file by its name, each after the causes that are judged before it."""
     files = [import_module(f"{package}.{module.name}") for module in iter_modules(path)]
     named = {file.CAUSE.name: file.CAUSE for file in files}
     order = TopologicalSorter({cause.name: cause.after for cause in named.values()}).static_order()

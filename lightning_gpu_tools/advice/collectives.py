@@ -1,4 +1,4 @@
-"""Names for the collectives in which ranks wait for each other, by their stacks."""
+"""Names of the collectives in which ranks wait for each other, derived from their stacks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ END_OF_EPOCH = "the end of the epoch"
 BACKWARD_SYNC = "backward"
 FORWARD_SYNC = "DistributedDataParallel's forward"
 
-# Where torch's collectives are.
+# The files of torch's collectives.
 _COLLECTIVE_FILES = tuple(
     f"torch/distributed/{name}.py" for name in ("distributed_c10d", "c10d_logger", "_functional_collectives")
 )
-# By the functions on the stack; the first that fits counts.
+# Keyed by functions on the stack; the first match counts.
 _COLLECTIVES = {
     ("save_checkpoint",): SAVE_CHECKPOINT,
     ("_sync_ddp_if_available", "_sync_ddp", "sync_ddp"): SYNC_DIST,
@@ -32,7 +32,7 @@ _COLLECTIVES = {
 
 
 def collective_of(stack: Sequence[Frame], phase: str, ranks: int) -> str | None:
-    """Return for what a rank waits for the others, in words; ``None`` if it does not wait for them."""
+    """Return in words the collective in which a rank waits for the others; ``None`` if it does not wait."""
     if ranks < 2:
         return None
     names = [frame.function for frame in stack]

@@ -1,4 +1,4 @@
-"""From measurements of a training run to a verdict, the causes in order of cost, and what to do."""
+"""The diagnosis of a training run: the verdict, the causes in order of cost, and what to do."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ from lightning_gpu_tools.training.run_measurements import COPY, DATA_LOADING, TR
 from lightning_gpu_tools.units import format_duration, printable
 
 # Our defaults.
-_MAX_FINDINGS = 4  # anyone with more to change starts with these
-_MIN_EPOCHS = 5  # from here on, the time to start them is not just that of the first one
-_MIN_UNEXPLAINED = 0.15  # idle time without a cause, of the wall time
-# What happens now and then, and is added up.
+_MAX_FINDINGS = 4  # users with more to change start with these
+_MIN_EPOCHS = 5  # with fewer, the time to start epochs may be just that of the first one
+_MIN_UNEXPLAINED = 0.15  # share of the wall time that is idle without a cause
+# Phases that occur now and then; their times are added up.
 _EVENTS = (CALLBACK, LOGGING, CHECKPOINT, GARBAGE_COLLECTION, EPOCH_START, COPY)
 
 
@@ -73,19 +73,19 @@ def diagnose(
     min_steps: int = MIN_STEPS,
     min_seconds: float = AT_END * MIN_SECONDS,
 ) -> Diagnosis:
-    """Return the verdict and the findings, by the measurements and what else is known of the run.
+    """Return the verdict and the findings, based on the measurements and other facts about the run.
 
-    ``failure`` is what ended it, where more is known than its error. Steps count for ``min_steps``, and their seconds
-    for ``min_seconds``, if they are steady.
+    ``failure`` is what ended the run, if more is known than its error. Only steady steps count toward ``min_steps``,
+    and only their seconds toward ``min_seconds``.
     """
     steady, steady_s = sum(block.steps for block in run.blocks), sum(block.wall_s for block in run.blocks)
-    if run.on_gpu and run.utilization_percent is None:  # the driver's first sample may be yet to come
+    if run.on_gpu and run.utilization_percent is None:  # the driver's first sample may still be missing
         min_seconds = max(min_seconds, AT_END * MIN_SECONDS)
     if steady >= max(1, min_steps) and steady_s >= min_seconds:
         verdict, found = _judge(run, min_utilization_percent, searched)
     else:
         found = []
-        # Short epochs hardly have a steady step.
+        # Short epochs have hardly any steady steps.
         if run.steps >= min_steps and run.wall_s >= min_seconds and run.epochs >= _MIN_EPOCHS:
             found = _worth_reporting(run, epoch_start.find(run))
         verdict = "low" if found else "too_short"
@@ -130,7 +130,7 @@ def _by_gain(finding: Finding) -> tuple[float, str]:
 
 
 def _with_lines(run: RunMeasurements, finding: Finding) -> Finding:
-    """Return a finding with the source lines that take its time, where enough was seen of it."""
+    """Return a finding with the source lines that take its time, if there are enough samples."""
     cause = CAUSES[finding.cause]
     phases = cause.phases(finding.evidence) if callable(cause.phases) else cause.phases
     lines = where(run.lines, *phases)
@@ -194,7 +194,7 @@ def _is_known(run: RunMeasurements, name: str) -> bool:
 
 
 def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> list[Finding]:
-    # Where the GPU's own times contradict the driver's utilization, a share may be too large by the difference.
+    # If the GPU's own times contradict the driver's utilization, a share may be too large by the difference.
     doubt = run.idle_residual
     surer = [
         replace(one, ceiling_lower=min(one.ceiling_lower, ceiling(one.share * _repeated(run, one) - doubt)))
@@ -212,9 +212,9 @@ def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> l
 
 
 def _repeated(run: RunMeasurements, finding: Finding) -> float:
-    """Return which part of a share would be there without an accident, by how it is spread over the run.
+    """Return the part of a share that is no accident, based on how it is spread over the run.
 
-    A single event, or three, may be an accident: in one of twenty other runs there would be none of them.
+    One event, or even three, may be an accident: one in twenty other runs would have none of them.
     """
     if finding.cause not in _EVENTS or (run.on_gpu and finding.cause == COPY):
         return 1.0
@@ -224,7 +224,7 @@ def _repeated(run: RunMeasurements, finding: Finding) -> float:
 
 
 def _cause_of_tiny(found: Sequence[Finding], idle: float) -> Finding:
-    # Of a model that is too small for a GPU, one cause is reported: one on the host if that dominates.
+    # For a model that is too small for a GPU, report one cause: one on the host if that dominates.
     first = next((finding for finding in found if finding.cause != "unexplained"), found[0])
     launch = next((finding for finding in found if finding.cause == "launch_bound"), first)
     return first if first.share >= idle / 2 else launch
@@ -261,9 +261,9 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
 
 
 def _harmless(run: RunMeasurements) -> str:
-    """Return why the longest line of a healthy run's time tree is no cause; empty if there is no long one."""
+    """Return why the longest line of a healthy run's time tree is not a cause; empty without a long line."""
     if run.on_gpu:
-        return ""  # whose utilization says enough
+        return ""  # the utilization says enough
     groups: defaultdict[str, float] = defaultdict(float)
     for phase, seconds in run.phase_s.items():
         groups[base_phase(phase)] += seconds / run.wall_s

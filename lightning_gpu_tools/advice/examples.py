@@ -1,4 +1,4 @@
-"""Made-up measurements of trainings: the sick and the healthy examples of causes, and for tests."""
+"""Made-up measurements of trainings: the sick and healthy examples of causes, also used by tests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def a_host(cores: float = 64, **options: Any) -> HostBudget:
 def a_block(
     phase_ms: Mapping[str, float], steps: int = 10, *, cpu_ms: float = 0.0, load_cpu_ms: float = 0.0
 ) -> StepBlock:
-    """Return steps that take these milliseconds per phase, and of CPU time: of the step, and of the loader."""
+    """Return steps with these milliseconds per phase, and with the CPU time of the step and of the loader."""
     parts = ("forward", "backward", "optimizer")
     ms: dict[str, Any] = {phase: phase_ms.get(phase, 0.0) for phase in ("data_loading", "host_to_device_copy")}
     ms |= {part: phase_ms.get(f"training_step/{part}", 0.0) for part in parts}
@@ -61,7 +61,7 @@ def gpu_run(
     load_cpu_ms: float = 0.0,
     **options: Any,
 ) -> RunMeasurements:
-    """Return 200 steps on a GPU, or as many as make a run long enough, each with these milliseconds per phase."""
+    """Return 200 steps on a GPU, or enough for a verdict if that is more, each with these milliseconds per phase."""
     step_s = sum(phase_ms.values()) / 1e3
     steps = 20 * max(10, math.ceil(AT_END * MIN_SECONDS / 20 / step_s) if step_s else 0)
     return RunMeasurements(
@@ -82,12 +82,12 @@ def gpu_run(
 
 
 def cpu_run(phase_ms: Mapping[str, float], **options: Any) -> RunMeasurements:
-    """Return the same on the CPU, without workers."""
+    """Return the same run on the CPU, without workers."""
     return gpu_run(phase_ms, None, **{"on_gpu": False, "loader": NO_WORKERS, **options})
 
 
 def watched(operations: float = 400, line: int | None = None) -> dict[str, Any]:
-    """Return the options of a run with so many operations per step, in each of which a line waits for the GPU."""
+    """Return the options of a run with this many operations per step, and a line that waits for the GPU in each."""
     place: dict[str, Any] = {
         "phase": "training_step/forward",
         "file": "train.py",
@@ -99,12 +99,12 @@ def watched(operations: float = 400, line: int | None = None) -> dict[str, Any]:
 
 
 def on_hopper(**changes: Any) -> dict[str, Any]:
-    """Return the options of a run on a GPU that reports how much of it works."""
+    """Return the options of a run on a GPU that reports how much of it is active."""
     return {"gpu": replace(HOPPER, **changes)}
 
 
 def ranks(*phase_s: Mapping[str, float], **facts: Any) -> dict[str, Any]:
-    """Return the options of a run of ranks, two on each node, with the seconds of each one's own work on a step."""
+    """Return the options of a run with two ranks per node, given the seconds of each rank's own work on a step."""
     return {
         "ranks": tuple(
             RankStep(rank=i, node=i // 2, own_step_s=sum(s.values()), phase_s=s, **facts) for i, s in enumerate(phase_s)
@@ -113,7 +113,7 @@ def ranks(*phase_s: Mapping[str, float], **facts: Any) -> dict[str, Any]:
 
 
 def sampled_idle(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:
-    """Return sampled steps: for each phase the host's milliseconds per step, and how many of them the GPU was idle."""
+    """Return sampled steps: per phase, the host's milliseconds per step and how many of them the GPU was idle."""
     return GpuIdle(
         samples=count,
         host_s={phase: count * host / 1e3 for phase, (host, _) in ms.items()},
@@ -125,9 +125,9 @@ def sampled_idle(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:
 def contended(
     wait_share: float = 0.4, *, others: float = 0.0, quota_cores: float | None = None, **options: Any
 ) -> RunMeasurements:
-    """Return a run on two cores whose training thread waited for one, and of which other programs kept some busy.
+    """Return a run on two cores whose training thread waited for a core; other programs kept ``others`` of them busy.
 
-    Options are those of ``CoreFacts``, and the ``phase_ms``, ``workers``, ``loading`` and ``ranks`` of the run.
+    Options are fields of ``CoreFacts``, and ``phase_ms``, ``workers``, ``loading`` and ``ranks`` of the run.
     """
     of_run = {name: options.pop(name) for name in ("loading", "ranks") if name in options}
     phase_ms, workers = options.pop("phase_ms", {"training_step/forward": 40.0}), options.pop("workers", 4)

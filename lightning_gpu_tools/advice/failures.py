@@ -1,4 +1,4 @@
-"""Failures of a DataLoader that end a training: a worker that died, an error of the dataset."""
+"""Failures of a DataLoader that end a training: a dead worker, or an error in the dataset."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_gpu_tools.units import format_bytes, printable
 
 
 class WorkerExit(NamedTuple):
-    """A worker of a DataLoader that ended by itself."""
+    """A worker of a DataLoader that ended on its own."""
 
     number: int  # in the loader
     pid: int
@@ -28,7 +28,7 @@ class Failure(NamedTuple):
         return f"{self.what[0].upper()}{self.what[1:]}. {self.next_step}"
 
 
-# What a worker adds to an error of the dataset, see runs.ending.
+# The note that a worker adds to an error of the dataset; see runs.ending.
 INDEX_NOTE = "At index {} of the dataset."
 _INDEX = re.compile(r"At index (.{1,100}) of the dataset\.")
 _IN_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process (\d+)\.")
@@ -49,12 +49,12 @@ _CRASH = (
 
 
 def without_index(text: str) -> str:
-    """Return the text of an error as the dataset raised it."""
+    """Return the text of an error as the dataset raised it, without the note."""
     return _INDEX.sub("", text)
 
 
 def how_it_ended(exitcode: int, oom_kills: int = 0, shm_bytes: int | None = None) -> Failure:
-    """Return what ended a worker process, as the end of a sentence; ``oom_kills`` are the kernel's meanwhile."""
+    """Return what ended a worker process, as the end of a sentence; ``oom_kills`` is the kernel's count meanwhile."""
     if exitcode >= 0:
         return Failure(f"ended with exit code {exitcode}", "Look for os._exit or sys.exit in the dataset.")
     number = -exitcode
@@ -75,7 +75,7 @@ def how_it_ended(exitcode: int, oom_kills: int = 0, shm_bytes: int | None = None
 
 
 def failure_of_workers(exits: Sequence[WorkerExit], oom_kills: int, shm_bytes: int | None) -> Failure | None:
-    """Return what ended a training of which workers have died; ``None`` without any."""
+    """Return what ended a training whose workers died; ``None`` if none did."""
     if not exits:
         return None
     # A signal to one worker makes torch end the others.
@@ -85,7 +85,7 @@ def failure_of_workers(exits: Sequence[WorkerExit], oom_kills: int, shm_bytes: i
 
 
 def failure_of_dataset(text: str, index: str | None, shm_bytes: int | None) -> Failure | None:
-    """Return what an error says of the dataset; ``index`` is of the sample that the training process was loading."""
+    """Return the dataset's failure from an error's text; ``index`` is the sample that the training process loaded."""
     caught, noted = _IN_WORKER.search(text), _INDEX.search(text)
     if caught is not None and _NO_SPACE.search(text):
         size = "" if shm_bytes is None else f" of {format_bytes(shm_bytes)}"
@@ -101,7 +101,7 @@ def failure_of_dataset(text: str, index: str | None, shm_bytes: int | None) -> F
 
 
 def not_picklable(text: str) -> Failure:
-    """Return that workers could not be started."""
+    """Return the failure of workers that could not be started."""
     return Failure(
         f"the DataLoader's workers could not be started: {printable(text, 200)}",
         "Define what the dataset uses at the top of a module, without lambdas, and open files in the worker; or set "

@@ -1,4 +1,4 @@
-"""The types of a diagnosis, the thresholds that rules share, and how well a mean is known."""
+"""The types of a diagnosis, the thresholds that rules share, and confidence intervals."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Literal
 
 Verdict = Literal["healthy", "low", "too_short", "shared_gpu", "unknown", "out_of_memory"]
 Basis = Literal["measured", "heuristic"]
-Evidence = dict[str, float | str | None]  # what is None is unknown
+Evidence = dict[str, float | str | None]  # None = unknown
 
-# Our defaults: smaller gains drown in noise, and no setting removes less time, as of handing over a ready batch.
+# Our defaults: smaller gains drown in noise, and no setting removes shorter times, such as handing over a ready batch.
 MIN_CEILING = 1.05
 MIN_CEILING_LOWER = 1.02
 MIN_COST_S_PER_STEP = 0.001
 MIN_UTILIZATION_PERCENT = 70.0  # SageMaker's LowGPUUtilization rule
 # Our defaults.
-MIN_STEPS = 50  # steady ones, before a verdict
-MIN_SECONDS = 20.0  # of them, before a warning
-# Of that, before the verdict on a run that has ended: it cannot be measured for longer, and its report is read later.
+MIN_STEPS = 50  # steady steps before a verdict
+MIN_SECONDS = 20.0  # of steady steps, before a warning
+# The part of that before the verdict on an ended run: it cannot be measured longer, and its report is read later.
 AT_END = 0.25
 BUSY_PERCENT = 80.0  # a GPU that runs a kernel for this much of the time looks well used
 FIND_FUNCTION = (
@@ -34,17 +34,17 @@ class Finding:
     """One thing that slows training down, or fills the memory.
 
     Attributes:
-        cause: What it is: the name of a file in ``advice/causes`` or ``advice/memory_causes``.
-        share: Fraction of the wall time lost to it, on a GPU at most its idle time; 0 for memory.
-        ceiling: The most that removing it can speed training up: 1.31 = +31 %. Where more workers are advised, at most
-            the upper end of the range that is predicted for them.
-        ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it where the share was counted and not sampled.
-        evidence: Numbers with the unit in the name, and text; ``"kind"`` divides ``data_loading``, ``slow_steps`` and
-            ``cpu_contention``. ``"source_lines"`` are the program's lines that take most of its time, as in
-            ``"data.py:41 in decode (62 %)"``. Of a torch DataLoader, ``"speedup"`` is the estimate for
-            ``"predicted_num_workers"`` workers, and its range is from ``"speedup_lower"`` to ``"speedup_upper"``.
-        advice: The exact change to make.
-        basis: ``measured``, or ``heuristic`` where a rule of thumb was needed.
+        cause: Name of the cause: that of a file in ``advice/causes`` or ``advice/memory_causes``.
+        share: Fraction of the wall time lost to it, on a GPU at most the GPU's idle time; 0 for memory.
+        ceiling: Largest possible speedup from removing it: 1.31 = +31 %. If more workers are advised, at most the
+            upper end of the range predicted for them.
+        ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it if the share was counted, not sampled.
+        evidence: Numbers with the unit in the name, and text. ``"kind"`` is the subtype of ``data_loading``,
+            ``slow_steps`` and ``cpu_contention``. ``"source_lines"`` are the program's lines that take most of the
+            time: ``"data.py:41 in decode (62 %)"``. For a torch DataLoader, ``"speedup"`` is the estimate for
+            ``"predicted_num_workers"`` workers, with a range from ``"speedup_lower"`` to ``"speedup_upper"``.
+        advice: Exact change to make.
+        basis: ``measured``, or ``heuristic`` if it relies on a rule of thumb.
     """
 
     cause: str
@@ -64,16 +64,16 @@ class Diagnosis:
         verdict: ``healthy``, ``low`` (the GPU, or without one the training step, is often idle), ``too_short`` to
             judge, ``shared_gpu``, ``unknown`` (nothing reports the GPU's utilization), or ``out_of_memory`` (such an
             error ended the run).
-        findings: Highest ceiling first; those of memory first if it ran out, else last.
-        why: The reason for the verdict, with numbers.
+        findings: Causes, highest ceiling first; memory findings come first if memory ran out, otherwise last.
+        why: Reason for the verdict, with numbers.
         next_step: What to do now, with numbers.
         utilization_percent: Mean utilization of the trainer's GPUs; ``None`` if nothing reports it.
-        gpu_idle_percent: GPU idle time outside validation in percent of the wall time, by the host's phase then;
-            ``training_step`` is the rest. Empty where the GPU's own times were not measured.
-        gpu_idle_residual_percent: How far these parts exceed the idle time that the driver reports; 0 if they add up.
+        gpu_idle_percent: GPU idle time outside validation in percent of the wall time, by the host's phase at that
+            time; ``training_step`` is the rest. Empty if the GPU's own times were not measured.
+        gpu_idle_residual_percent: Excess of these parts over the idle time that the driver reports; 0 if they add up.
         waiting_share: Fraction of the wall time in which the training thread waited for data; ``None`` if unknown.
-        step_p50_s: Median time of a step after the warm-up, without pauses; ``None`` without any.
-        step_p95_s: 95th percentile, likewise.
+        step_p50_s: Median step time after the warm-up, without pauses; ``None`` without such steps.
+        step_p95_s: 95th percentile of the same step times; ``None`` without such steps.
     """
 
     verdict: Verdict
@@ -103,17 +103,17 @@ class Diagnosis:
 
 
 def ceiling(share: float) -> float:
-    """Return the greatest possible speedup from removing what takes this share of the wall time."""
+    """Return the largest possible speedup from removing work that takes this share of the wall time."""
     return math.inf if share >= 1 else 1 / (1 - max(0.0, share))
 
 
 def as_times(speedup: float) -> str:
-    """Return a speedup with as many digits as an estimate has: ``"1.9x"``, and below 1.2 ``"1.08x"``."""
+    """Return a speedup with digits that suit an estimate: ``"1.9x"``, and below 1.2 ``"1.08x"``."""
     return f"{speedup:.2f}x" if speedup < 1.2 else f"{speedup:.1f}x" if speedup < 10 else f"{speedup:.0f}x"
 
 
 def gain(finding: Finding) -> str:
-    """Return a sentence on the speedup that following the advice brings."""
+    """Return a sentence about the speedup from following the advice."""
     if "advised_num_workers" in finding.evidence:
         ends = (as_times(float(finding.evidence[name])) for name in ("speedup", "speedup_lower", "speedup_upper"))
         return "Speedup: about {} ({} to {}).".format(*ends)
@@ -131,7 +131,7 @@ def counted(
     *,
     avoidable: float | None = None,
 ) -> Finding:
-    """Return a finding whose share was counted and not sampled, of which ``avoidable`` can go: by default all of it."""
+    """Return a finding whose share was counted, not sampled; ``avoidable`` is the removable part, by default all."""
     bound = ceiling(share if avoidable is None else avoidable)
     known = {name: value for name, value in evidence.items() if value is not None}
     return Finding(
@@ -142,7 +142,7 @@ def counted(
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return an interval that holds the median with at least 95 % confidence; ``None`` for fewer than six values.
 
-    From the k-th smallest to the k-th largest, where so many tosses of a coin rarely (2.5 %) show fewer than k heads.
+    It spans the k-th smallest to the k-th largest value: as many coin tosses rarely (2.5 %) show fewer than k heads.
     """
     count = len(values)
     rank, ways_below = 0, 1
@@ -156,9 +156,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return an interval that holds the mean with some 95 % confidence; ``None`` for fewer than six values.
+    """Return an interval that holds the mean with about 95 % confidence; ``None`` for fewer than six values.
 
-    By the bootstrap. A single value is missing from every third draw, so one accident does not move the lower end.
+    It uses the bootstrap. Any value is missing from every third draw, so one accident does not move the lower end.
     """
     if len(values) < 6:
         return None

@@ -1,4 +1,4 @@
-"""What the training thread does next to the steps, by phase, and how much rarer it has to be. Pure."""
+"""The training thread's work outside the steps, by phase, and how much less often to do it. Pure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lightning_gpu_tools.advice.findings import Evidence
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
-_REST_SHARE = 0.02  # our default: what the advised change leaves to the cause; a smaller gain is not worth reporting
+_REST_SHARE = 0.02  # our default: left to the cause by the advised change; a smaller gain is not worth reporting
 
 
 class HostPhase(NamedTuple):
-    """A phase of a callback, a logger, ..., and what it costs."""
+    """A phase of a callback, a logger, ..., and its cost."""
 
-    name: str  # of what runs there, to print
-    method: str  # "optimizer_step" of "LitModel.optimizer_step"; empty if it is no method
+    name: str  # of the code that runs there, to print
+    method: str  # "optimizer_step" of "LitModel.optimizer_step"; empty if it is not a method
     share: float  # of the wall time; on a GPU, while it was idle
     evidence: Evidence
 
     @property
     def times(self) -> int:
-        """How many times less often it has to happen to cost nothing that matters."""
+        """The factor by which to make it rarer, to bring its cost down to a negligible part."""
         return times_less(self.share)
 
 
@@ -38,7 +38,7 @@ def phases_of(run: RunMeasurements, group: str) -> Iterator[HostPhase]:
 
 
 def named_phase(group: str) -> Callable[[Mapping[str, float | str]], Sequence[str]]:
-    """Return what gives the phase of a finding that was made of one of these."""
+    """Return a function that gives the phase of a finding made from a phase of this group."""
     return lambda evidence: [f"{group}/{evidence['name']}" if "name" in evidence else group]
 
 
@@ -48,6 +48,6 @@ def seconds_of(run: RunMeasurements, seconds: float) -> Evidence:
 
 
 def times_less(share: float, rest: float = _REST_SHARE) -> int:
-    """Return how many times less often something must happen to take no more than ``rest``: 2, 5, 10, ... to 1000."""
+    """Return how many times less often something must happen to take at most ``rest``: 2, 5, 10, ... to 1000."""
     times = math.inf if share >= 1 else share / (1 - share) * (1 - rest) / rest
     return next((steps for steps in (2, 5, 10, 20, 50, 100, 200, 500) if steps >= times), 1000)

@@ -1,4 +1,4 @@
-"""How long the GPU is idle inside the training step, and how much of a busy one works. Pure."""
+"""The GPU's idle time inside the training step, and the active part of a busy GPU. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightning_gpu_tools.training.phases import (
 )
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, SourceLine
 
-MIN_SHARE = 0.05  # torch's TensorBoard plugin, of the DataLoader: what costs less has no finding
+MIN_SHARE = 0.05  # torch's TensorBoard plugin, for the DataLoader: a smaller share makes no finding
 _FEW_SMS_PERCENT = 50.0  # DCGM's guide: "likely" ineffective
 # Our defaults.
 _TINY_STEP_S = 0.005
-_TINY_GPU_S = 0.0005  # of work per step: some hundred of the shortest kernels
-_MIN_SYNCS_PER_STEP = 0.5  # what waits more rarely leaves the steps in between alone
-_SLOW_LAUNCH_S = 100e-6  # for an operation; 10 to 50 are usual, with the Python code around it
+_TINY_GPU_S = 0.0005  # of work per step: about a hundred of the shortest kernels
+_MIN_SYNCS_PER_STEP = 0.5  # rarer waits leave the steps in between alone
+_SLOW_LAUNCH_S = 100e-6  # per operation; 10 to 50 us are usual, including the Python code around it
 _NOT_IN_STEP = (HOST_TO_DEVICE_COPY, *PAUSES)
 CAVEAT_OF_LARGER_BATCH = " With a larger batch, scale the learning rate and compare the validation metric."
 
@@ -32,9 +32,9 @@ CAVEAT_OF_LARGER_BATCH = " With a larger batch, scale the learning rate and comp
 class IdleInStep(NamedTuple):
     """Reasons why the GPU waits inside the training step, in shares of the wall time."""
 
-    syncs: float  # the host, because it had waited for the GPU before it went on
-    launches: float  # the host, which is slower than the kernels that it launches
-    host_work: float  # the host, which does something else
+    syncs: float  # for a host that had waited for the GPU before it went on
+    launches: float  # for a host that is slower than the kernels it launches
+    host_work: float  # for a host that does something else
 
 
 def syncs_in_step(run: RunMeasurements) -> list[SourceLine]:
@@ -44,15 +44,15 @@ def syncs_in_step(run: RunMeasurements) -> list[SourceLine]:
 
 
 def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
-    """Return what the GPU waits for inside the training step; ``None`` where that is unknown."""
+    """Return what the GPU waits for inside the training step; ``None`` if unknown."""
     in_step, watched = run.idle_in_step_share, run.watched
     if in_step is None or watched is None:
         return None
     by_syncs = 0.0
     syncs = syncs_in_step(run)
     if sum(one.samples for one in syncs) >= _MIN_SYNCS_PER_STEP * watched.steps:
-        # While the GPU is idle, the host does not wait for it. So without syncs a step would take at least as long as
-        # the GPU is idle, and as long as it is busy.
+        # While the GPU is idle, the host does not wait for it. Without syncs, a step would therefore take at least the
+        # GPU's idle time, and at least its busy time.
         busy = 1 - run.idle_share - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
         by_syncs = min(in_step, max(0.0, busy), _share_of_lines(run, syncs))
     rest = in_step - by_syncs
@@ -77,7 +77,7 @@ def without_cause(run: RunMeasurements, found: Sequence[Finding]) -> float:
 
 
 def is_tiny(run: RunMeasurements) -> bool:
-    """Return whether the model is too small to gain from a GPU: it keeps it busy for next to no time."""
+    """Return whether the model is too small to gain from a GPU: its steps hardly keep the GPU busy."""
     step_s, percent = run.steady_step_s, run.utilization_percent
     if not run.on_gpu or step_s is None or percent is None:
         return False
@@ -85,14 +85,14 @@ def is_tiny(run: RunMeasurements) -> bool:
 
 
 def few_active_sms(run: RunMeasurements) -> float | None:
-    """Return how many percent of the multiprocessors work, if few do although the GPU looks busy."""
+    """Return the percentage of active multiprocessors, if it is low although the GPU looks busy."""
     percent = None if run.gpu is None else run.gpu.sm_active_percent
     is_busy = (run.utilization_percent or 0.0) >= BUSY_PERCENT
     return percent if percent is not None and percent < _FEW_SMS_PERCENT and is_busy else None
 
 
 def larger_batch(run: RunMeasurements) -> str:
-    """Return which batch size to set; empty if there is no room for twice as much."""
+    """Return the batch size to set; empty if twice the current size does not fit."""
     batch_size = run.loader.batch_size if run.loader is not None else None
     fits = run.largest_batch_size
     if fits is None or not batch_size:

@@ -1,4 +1,4 @@
-"""Which source lines the time of a phase goes to, by how often they were seen. Pure."""
+"""The source lines that take the time of a phase, by how often they were sampled. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.units import printable
 
 # Our defaults.
-MIN_SAMPLES = 20  # of a phase: with so many, a share is known to 22 points either way (95 %), with 200 to 7
-_MIN_SHARE = 0.10  # a line that takes less is no place to begin
+MIN_SAMPLES = 20  # of a phase: with 20, a share is known to within 22 points either way (95 %), with 200 to within 7
+_MIN_SHARE = 0.10  # a line that takes less is not worth starting with
 _MAX_LINES = 3
 _MAX_NAME = 100  # characters of a file or a function
-# Where a line of these is the innermost, the program has none of its own there to change.
+# If the innermost line is in one of these, the program has no line of its own to change there.
 _FRAMEWORKS = ("torch/", "lightning/", "pytorch_lightning/", "lightning_fabric/")
 
 
@@ -35,7 +35,7 @@ class LineShare(NamedTuple):
 def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[LineShare]:
     """Return the lines seen in any of these phases, or phases of these groups, most frequent first.
 
-    The shares add up to 1: samples without a line of the user's count for the framework's line.
+    The shares add up to 1: samples without a line of the user's code count for the framework's line.
     """
     samples: Counter[tuple[str, int, str]] = Counter()
     for one in lines:
@@ -47,23 +47,23 @@ def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[LineShare]:
 
 
 def worth_naming(shares: Sequence[LineShare]) -> list[LineShare]:
-    """Return the few lines that take a part worth naming; none where too few samples were seen."""
+    """Return the few lines with a share worth naming; none if there are too few samples."""
     if sum(one.samples for one in shares) < MIN_SAMPLES:
         return []
     return [one for one in shares if one.share >= _MIN_SHARE][:_MAX_LINES]
 
 
 def where(lines: Sequence[SourceLine], *phases: str) -> str | None:
-    """Return the lines that take the time of these phases, as ``evidence["source_lines"]`` has them.
+    """Return the lines that take the time of these phases, in the format of ``evidence["source_lines"]``.
 
-    ``"data.py:41 in decode (62 %), data.py:57 in __getitem__ (20 %)"``; ``None`` where too little was seen.
+    ``"data.py:41 in decode (62 %), data.py:57 in __getitem__ (20 %)"``; ``None`` if there are too few samples.
     """
     named = worth_naming(seen_in(lines, *phases))
     return ", ".join(f"{one} ({100 * one.share:.0f} %)" for one in named) or None
 
 
 def sentence(lines: Sequence[SourceLine], *phases: str, whose: str = "this time") -> str:
-    """Return a sentence on the line that takes most of these phases; empty where it is no line of the program's."""
+    """Return a sentence about the line that takes most of these phases; empty if it is not the program's own."""
     for one in worth_naming(seen_in(lines, *phases))[:1]:
         if not one.file.replace("\\", "/").startswith(_FRAMEWORKS):
             return f"{100 * one.share:.0f} % of {whose} is at {one}."

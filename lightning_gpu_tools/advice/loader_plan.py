@@ -1,4 +1,4 @@
-"""How many workers a DataLoader needs and this machine can feed; trials of settings and their result. Pure."""
+"""The number of workers that a DataLoader needs and a machine can feed; trials of settings and their result. Pure."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from lightning_gpu_tools.training.run_measurements import LoaderSettings
 # Fluctuating load times empty the queue: with exactly load time / step time workers, 6 to 9 % of the wait remained.
 _HEADROOM = 1.15
 # Our defaults from here on.
-TOLERANCE = 0.03  # what differs by less in predicted speed counts as equal
+TOLERANCE = 0.03  # smaller differences in predicted speed count as equal
 _SHM_SHARE = 0.8  # queues and unpickling need room in /dev/shm, too
-_MEMORY_SHARE = 0.5  # the rest is for what training has yet to take, and for the page cache
-# (spread, prefetch_factor): batches come in order, so all wait for a slow one, which a longer queue bridges. These are
+_MEMORY_SHARE = 0.5  # the rest is for memory that training has yet to take, and for the page cache
+# (spread, prefetch_factor): batches come in order, so all wait for a slow one; a longer queue bridges that. These are
 # the spreads of log-normal distributions whose 95th percentile is 3 or 1.5 medians.
 _PREFETCH_FROM_SPREAD = ((1.25, 8), (1.03, 4))
-# A step whose threads wait for each other loses time whenever a worker takes the core of one: this part of the time
-# that workers take from it, or of its own, whichever is less. Large matrix products lose the least, convolutions the
-# most. Each is the least, what is expected, and the most: from trainings of benchmarks/ceilings.py on two cores, of an
+# A step whose threads wait for each other loses time whenever a worker takes the core of one. The loss is this part of
+# the time that workers take from it, or of its own time, whichever is less. Large matrix products lose the least,
+# convolutions the most. Each is (least, expected, most), from trainings of benchmarks/ceilings.py on two cores, of an
 # Intel and of an AMD processor.
 _LOST_OF_EXCESS = (0.45, 0.65, 0.90)
 _LOST_OF_STEP = (0.50, 1.00, 2.40)
-_LOST_BESIDE_ONE = (0.05, 0.35, 0.75)  # of the excess: a single worker takes one core only
-# Likewise, what a step loses where another process loads: this many times its time, the time to receive the batch, and,
-# where both compute, this part of what the step computes itself.
+_LOST_BESIDE_ONE = (0.05, 0.35, 0.75)  # of the excess: a single worker takes only one core
+# The same for a step while another process loads: a multiple of its time, the seconds to receive the batch, and, if
+# both compute, this part of the step's own computing.
 _BESIDE_COMPUTING = ((1.00, 1.02, 1.06), (0.0003, 0.0010, 0.0018))
 _BESIDE_WAITING = ((1.00, 1.00, 1.04), (0.0, 0.0002, 0.0010))
 _LOST_OF_COMPUTING = (0.0, 0.0, 0.2)
 # A core that no longer sleeps between two steps is faster: its caches are warm, and its clock is up. A step that
-# computes on it wins up to this part of its time.
+# computes on it gains up to this part of its time.
 _WON = 0.40
-BETWEEN_RUNS = 0.03  # two runs of the same training differ by so much, in their median steps
+BETWEEN_RUNS = 0.03  # the median steps of two runs of the same training differ by this much
 Limit = Literal["cores", "shm", "memory"]
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadCost:
-    """What one batch costs to load; ``None`` = not measured."""
+    """The cost of loading one batch; ``None`` = not measured."""
 
     wall_s: float  # of one worker
     cpu_s: float | None = None
@@ -53,7 +53,7 @@ class LoadCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderPlan:
-    """Settings for a DataLoader, and what they can bring."""
+    """Settings for a DataLoader, and their predicted effect."""
 
     settings: LoaderSettings
     limited_by: Limit | None  # what keeps training from running as fast as its step
@@ -63,7 +63,7 @@ class LoaderPlan:
 
 
 class StepRange(NamedTuple):
-    """How long a step will take, from its start to that of the next one, in seconds."""
+    """The predicted time of a step, from its start to the start of the next one, in seconds."""
 
     shortest: float
     expected: float
@@ -81,7 +81,7 @@ def plan_loader(
 ) -> LoaderPlan:
     """Return the smallest number of workers that comes within 3 % of the best speed this host can reach.
 
-    ``step_s`` is without any wait for data, and ``step_cores`` how many cores the training process keeps busy then.
+    ``step_s`` excludes any wait for data. ``step_cores`` is how many cores the training process keeps busy then.
     """
     cores = _cores(host)
 
@@ -138,7 +138,7 @@ def predict_step(
     cuda: bool,
     step_cores: float,
 ) -> StepRange:
-    """Return how long a step will take with some workers; arguments as of :func:`plan_loader`."""
+    """Return the predicted time of a step with this many workers; arguments as in :func:`plan_loader`."""
     cores = _cores(host)
     beside = _beside_workers(current, cost, step_s, min(step_cores, cores), cores, workers)
     computes = 2 * (cost.cpu_s or 0.0) >= cost.wall_s
@@ -146,10 +146,10 @@ def predict_step(
     slower, receive_s = _BESIDE_COMPUTING if computes else _BESIDE_WAITING
     lost = tuple(part * own_cores for part in _LOST_OF_COMPUTING) if computes else (0.0, 0.0, 0.0)
     won = 0.0 if computes else _WON * own_cores
-    if current.num_workers:  # then the step was measured beside workers and has all that already
+    if current.num_workers:  # then the step was measured next to workers and already includes all that
         receive_s = lost = (0.0, 0.0, 0.0)
         won = 0.0
-    # Where other programs take cores, workers may have to wait for one as the training process does.
+    # If other programs take cores, workers may have to wait for one, as the training process does.
     crowded = max(1.0, host.cores / host.cores_in_reach) if host.cores_in_reach else 1.0
     slower = (*slower[:2], slower[2] * crowded)
     ranges = zip(beside, slower, lost, receive_s, (won, 0.0, 0.0), strict=True)
@@ -165,13 +165,13 @@ def _cores(host: HostBudget) -> float:
 def _beside_workers(
     current: LoaderSettings, cost: LoadCost, step_s: float, step_cores: float, cores: float, workers: int
 ) -> StepRange:
-    """Return how long a step takes while workers load on the same cores.
+    """Return the time of a step while workers load on the same cores.
 
-    What they take beyond the cores that the step leaves free delays it: one worker by all of that time, because the
-    step's threads wait for each other, and more of them together. Threads in lockstep lose more.
+    CPU time that workers take beyond the free cores delays the step. One worker delays it by all of that time, because
+    the step's threads wait for each other; several delay it in parallel. Threads in lockstep lose more.
     """
     excess_s = 0.0 if cost.cpu_s is None else max(0.0, cost.cpu_s + (step_cores - cores) * step_s)
-    if current.num_workers:  # then the step was measured beside workers and has their delay already
+    if current.num_workers:  # then the step was measured next to workers and already includes their delay
         return StepRange(*(step_s + excess_s / cores,) * 3)
     lockstep = min(1.0, max(0.0, (step_cores - 1) / (cores - 1))) if cores > 1 else 0.0
     of_excess = _LOST_BESIDE_ONE if workers == 1 else _LOST_OF_EXCESS
@@ -186,14 +186,14 @@ def _workers_for(step_s: float, cost: LoadCost) -> int:
 
 
 def most_workers_in_shm(cost: LoadCost, host: HostBudget, prefetch_factor: int) -> float:
-    """Return how many workers' batches fit into ``/dev/shm``; infinite where that is not known."""
+    """Return the number of workers whose batches fit into ``/dev/shm``; infinite if unknown."""
     if not cost.batch_bytes or host.shm_free_bytes is None:
         return math.inf
     room_bytes = _SHM_SHARE * host.shm_free_bytes / host.local_ranks
     return room_bytes // (prefetch_factor * cost.batch_bytes)
 
 
-# Half of 30 steps on the CPU took longer or less long than their stand-in by more than this.
+# Half of 30 steps on the CPU were slower or faster than their stand-in by more than this.
 _TRIAL_ERROR = 0.15
 _PREDICTED = ("advised_num_workers", "predicted_num_workers", "speedup", "speedup_lower", "speedup_upper")
 # Advice says so until a search has measured its settings.
@@ -202,38 +202,37 @@ BY_THE_FINDER = "NumWorkersFinder() finds and applies them."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderTrial:
-    """Some batches loaded with one set of settings, each followed by a step."""
+    """A trial of one set of settings: some batches, each followed by a step."""
 
     settings: LoaderSettings
-    batch_s: float | None = None  # mean time from batch to batch, the step included
-    batches: int = 0  # measured, once the workers were in step
-    seconds: float = 0.0  # of the trial, with the start of the workers
-    wait_s: float = 0.0  # mean part of batch_s
+    batch_s: float | None = None  # mean time from batch to batch, including the step
+    batches: int = 0  # measured, once the workers ran steadily
+    seconds: float = 0.0  # of the trial, including the start of the workers
+    wait_s: float = 0.0  # mean part of batch_s spent waiting
     start_s: float | None = None  # until the first batch came; None without workers
-    measured: bool = True  # without workers batch_s is known without a trial
+    measured: bool = True  # False without workers, where batch_s is known without a trial
     failed: str | None = None  # why the settings could not be tried
 
     @property
     def batches_per_s(self) -> float | None:
-        """Speed of loader and step together; ``None`` if none was measured."""
+        """The speed of loader and step together; ``None`` if not measured."""
         return 1 / self.batch_s if self.batch_s else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderResult:
-    """What a search for the settings of a loader returns.
+    """The result of a search for the settings of a loader.
 
     Attributes:
-        original: The settings that the loader had; ``None`` if it is not a torch DataLoader.
-        settings: The settings found: the original ones where nothing is better, or nothing may be changed.
-        reason: Why, with numbers.
+        original: The original settings of the loader; ``None`` if it is not a torch DataLoader.
+        settings: The settings found: the original ones if nothing is better, or nothing may be changed.
+        reason: The reason for them, with numbers.
         applied: Whether the settings found are in use.
-        confirmed: Whether they were as good in their first hundred steps; ``None`` if training ended before that was
-            known.
-        trials: What was tried, in order.
-        seconds: How long the search took, and training stood still.
-        wait_share: Part of the time that training waited for data, with ``settings`` if they were tried; ``None`` if
-            unknown.
+        confirmed: Whether they were as good in their first hundred steps; ``None`` if training ended too early.
+        trials: The trials, in order.
+        seconds: Duration of the search, in which training stood still.
+        wait_share: Share of the time in which training waited for data, with ``settings`` if they were tried;
+            ``None`` if unknown.
     """
 
     original: LoaderSettings | None
@@ -249,7 +248,7 @@ class LoaderResult:
 def combined(trials: Iterable[LoaderTrial]) -> list[LoaderTrial]:
     """Return one trial for each set of settings that did not fail, in the order of their first trials.
 
-    Settings that differ in ``persistent_workers`` and ``pin_memory`` alone are the same.
+    Settings that differ only in ``persistent_workers`` and ``pin_memory`` count as the same.
     """
     by_settings: dict[LoaderSettings, list[LoaderTrial]] = {}
     for trial in trials:
@@ -270,7 +269,7 @@ def _as_one(trials: list[LoaderTrial]) -> LoaderTrial:
 
 
 def trial_of(trials: Iterable[LoaderTrial], settings: LoaderSettings | None) -> LoaderTrial | None:
-    """Return the trials of some settings as one; ``None`` if they were not tried or failed."""
+    """Return all trials of these settings as one; ``None`` if they were not tried or failed."""
     if settings is None:
         return None
     return next((one for one in combined(trials) if _key(one.settings) == _key(settings)), None)
@@ -285,21 +284,21 @@ def settings_line(now: LoaderSettings, wanted: LoaderSettings) -> str:
 
 
 def with_range(finding: Finding, workers: int, lower: float, expected: float, upper: float) -> Finding:
-    """Return a finding with the range of the speedup that so many workers bring, and what is expected."""
+    """Return a finding with the expected speedup of this many workers, and its range."""
     predicted = {"predicted_num_workers": workers, "speedup": expected, "speedup_lower": lower, "speedup_upper": upper}
     return replace(finding, evidence={**finding.evidence, **predicted})
 
 
 def advised(finding: Finding) -> Finding:
-    """Return a finding whose advice is what its range is predicted for."""
-    # A step that no longer follows a wait can win more than the wait: its caches stay warm.
+    """Return a finding that advises the workers for which its range was predicted."""
+    # A step that no longer follows a wait can gain more than the wait: its caches stay warm.
     bound = min(float(finding.evidence["speedup_upper"]), ceiling(finding.share))
     evidence = {**finding.evidence, "advised_num_workers": finding.evidence["predicted_num_workers"]}
     return replace(finding, evidence=evidence, ceiling=bound, ceiling_lower=min(finding.ceiling_lower, bound))
 
 
 def as_searched(finding: Finding, result: LoaderResult) -> Finding:
-    """Return a finding of ``data_loading`` with what a search has measured instead of what was predicted."""
+    """Return a ``data_loading`` finding with the measurements of a search instead of the predictions."""
     before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
     if before is None or after is None or not before.batch_s or not after.batch_s or result.original is None:
         return replace(finding, advice=finding.advice.replace(BY_THE_FINDER, result.reason))
@@ -309,7 +308,7 @@ def as_searched(finding: Finding, result: LoaderResult) -> Finding:
         found = replace(finding, evidence={**finding.evidence, "kind": "too_few_workers"}, advice=advice)
         speedup, error = before.batch_s / after.batch_s, 1 + _TRIAL_ERROR
         return advised(with_range(found, after.settings.num_workers, speedup / error, speedup, speedup * error))
-    if finding.evidence.get("kind") not in ("too_few_workers", "io_bound"):  # whose advice is more workers
+    if finding.evidence.get("kind") not in ("too_few_workers", "io_bound"):  # only these advise more workers
         return finding
     evidence = {name: value for name, value in finding.evidence.items() if name not in _PREDICTED}
     cpu_ms, wall_ms = (float(evidence.get(name, 0.0)) for name in ("load_cpu_ms_per_batch", "load_ms_per_batch"))

@@ -1,4 +1,4 @@
-"""What memory is used for: a GPU's, as parts that add up to what the driver reports; and memory that grows. Pure."""
+"""The use of a GPU's memory, as parts that add up to what the driver reports; and memory that grows. Pure."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ PARTS = {
     )
 }  # fmt: skip
 
-# Our default: if the driver lists processes for this much of what is used, none of them is hidden.
+# Our default: if the processes that the driver lists hold this share of the used memory, none is hidden.
 _ALL_LISTED = 0.98
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverMemory:
-    """What the driver said of one GPU at a moment of the training; ``None`` = not reported."""
+    """The driver's report on one GPU at one moment of the training; ``None`` = not reported."""
 
     index: int  # as in the report's ``gpus``
     uuid: str
     node: int = 0
     total_bytes: int | None = None
-    used_bytes: int | None = None  # by all
+    used_bytes: int | None = None  # in total
     driver_bytes: int | None = None  # the part of it that the driver keeps for itself
     processes: tuple[GpuProcess, ...] | None = None
-    own_pids: tuple[int, ...] | None = None  # this job's processes by the driver's numbers; None e.g. in a container
+    own_pids: tuple[int, ...] | None = None  # this job's processes, with the driver's PIDs; None e.g. in a container
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +75,10 @@ class OtherProcess:
     """A process of another job on the GPU.
 
     Attributes:
-        pid: As the driver gives it.
+        pid: PID reported by the driver.
         used_bytes: Its memory; ``None`` if the driver does not report it.
-        user: Its owner; ``None`` if it cannot be seen from here.
-        name: Its name, likewise.
+        user: Its owner; ``None`` if not visible from here.
+        name: Its name; ``None`` if not visible from here.
     """
 
     pid: int
@@ -89,23 +89,23 @@ class OtherProcess:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryAccount:
-    """What the memory of one GPU was used for. What is not known is ``None``, or absent.
+    """The use of one GPU's memory. Unknown values are ``None`` or absent.
 
     Attributes:
-        index: The GPU, as in ``gpus``.
-        uuid: The GPU.
-        node: Its node.
+        index: Index of the GPU, as in ``gpus``.
+        uuid: UUID of the GPU.
+        node: Number of its node.
         total_bytes: Size of its memory.
-        used_bytes: In use by all, as the driver says.
-        free_bytes: The rest of it.
-        parts_bytes: Parts by name; their sum is ``used_bytes``, or without it what torch has reserved.
+        used_bytes: Total memory in use, as reported by the driver.
+        free_bytes: Rest of the memory.
+        parts_bytes: Parts by name; their sum is ``used_bytes``, or without it the memory that torch has reserved.
         explained_share: Share of ``used_bytes`` that has a name.
-        others: Processes of other jobs, the largest first.
+        others: Processes of other jobs, largest first.
         moments_bytes: Bytes in tensors ``before_training``, at ``step_start``, ``after_forward``, ``after_backward``,
             ``after_step`` and ``after_first_step``, of the rank with the highest peak.
-        peaks_bytes: How high the peak of the tensors rose, by phase, of the same rank: ``before_training``,
-            ``forward``, ``backward``, ``optimizer``, ``validation``, and ``training`` between two readings.
-        timeline: The steps of rank 0 that were read, if it trains on this GPU; in at most 200 points.
+        peaks_bytes: Peak bytes in tensors by phase, of the same rank: ``before_training``, ``forward``, ``backward``,
+            ``optimizer``, ``validation``, and ``training`` between two readings.
+        timeline: Steps of rank 0 that were read, if it trains on this GPU; at most 200 points.
     """
 
     index: int
@@ -123,12 +123,12 @@ class MemoryAccount:
 
 
 def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAccount:
-    """Return what the memory of a GPU was used for on which these ranks of the job train."""
+    """Return the use of a GPU's memory, given the ranks of the job that train on it."""
     parts = sum((Counter(_torch_parts(rank)) for rank in ranks), Counter())
     reserved_bytes = parts.total()
     used_bytes, total_bytes = driver.used_bytes, driver.total_bytes
     others: list[OtherProcess] = []
-    # The driver's numbers are older than torch's. Or Windows lets a process use memory of the host.
+    # The driver's numbers are older than torch's, or Windows lets a process use memory of the host.
     if used_bytes is not None and used_bytes < reserved_bytes:
         used_bytes = None
     if used_bytes is not None:
@@ -166,7 +166,7 @@ def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAcco
 
 
 def _cut(sizes: Mapping[str, int], room_bytes: int) -> dict[str, int]:
-    """Return the sizes, in their order as far as there is room for them."""
+    """Return the sizes in their order, each cut to the remaining room."""
     fitting = {}
     for name, size in sizes.items():
         fitting[name] = min(size, room_bytes)
@@ -179,10 +179,10 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
     reserved_bytes = max(latest.reserved_bytes, latest.allocated_bytes)
     readings = [latest, *(reading for step in (rank.first_step, rank.last_step) if step for reading in step.readings)]
     nearest = max(readings, key=lambda reading: reading.allocated_bytes)
-    # What was before may be an earlier fit's.
+    # The peak before training may be an earlier fit's.
     peaks = {phase: size for phase, size in rank.peaks_bytes.items() if phase != "before_training"}
     peak_in = max(peaks, key=lambda phase: peaks[phase], default="")
-    # It may have been before the allocator emptied its cache.
+    # The peak may date from before the allocator emptied its cache.
     peak_bytes = min(max(peaks.get(peak_in, 0), nearest.allocated_bytes), reserved_bytes)
     held, step = rank.holdings or MemoryHoldings(), rank.last_step or rank.first_step
     begin = latest if step is None or step.begin is None else step.begin
@@ -190,7 +190,7 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
         "parameters": held.parameters_bytes,
         "buffers": held.buffers_bytes,
         "optimizer_states": held.optimizer_bytes,
-        # Forward has those of the step before, if they were not zeroed at its end.
+        # Forward has the gradients of the previous step, if they were not zeroed at its end.
         "gradients": held.gradients_kept_bytes if peak_in in ("forward", "validation") else held.gradients_bytes,
         "gradient_buckets": held.gradient_buckets_bytes,
         "other_tensors": max(0, begin.allocated_bytes - held.between_steps_bytes),
@@ -201,9 +201,9 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
 
 
 def _own_pids(driver: DriverMemory, ranks: int, reserved_bytes: int) -> frozenset[int] | None:
-    """Return which of the processes that the driver lists are this job's; ``None`` if that cannot be told.
+    """Return this job's PIDs among the processes that the driver lists; ``None`` if they are unknown.
 
-    In a container, where numbers are the host's, the one process that is large enough is ours, if all are listed.
+    In a container, PIDs are the host's: the only process that is large enough is ours, if all are listed.
     """
     if driver.own_pids is not None:
         return frozenset(driver.own_pids)
@@ -248,7 +248,7 @@ KEPT = {
 
 
 def pace(growth: MemoryGrowth) -> str:
-    """Return how fast memory grows, in words."""
+    """Return in words how fast memory grows."""
     where = f" in {growth.phase}" if growth.phase else ""
     end = "" if growth.left_s is None else f"; at this pace it is full in {format_duration(growth.left_s)}"
     rate = format_bytes(growth.bytes_per_s * 60)
@@ -256,7 +256,7 @@ def pace(growth: MemoryGrowth) -> str:
 
 
 def growing_memory(growth: MemoryGrowth) -> Finding:
-    """Return memory that grows as a finding, which costs no time until it is full."""
+    """Return a finding on growing memory, which costs no time until it is full."""
     evidence = {
         "whose": growth.whose,
         "bytes_per_minute": growth.bytes_per_s * 60,

@@ -1,4 +1,4 @@
-"""What the package knows of one cause of an out-of-memory error. The folder ``memory_causes`` has a file for each."""
+"""The type of a cause of an out-of-memory error. The folder ``memory_causes`` has a file for each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
-MIN_SHARE = 0.10  # our default for the share of the memory from which on something in it can be a cause
+MIN_SHARE = 0.10  # our default: the smallest share of the memory that can be a cause
 
 
 class Ruling(NamedTuple):
-    """A cause of an error, and the sentence that says why it is one."""
+    """A cause of an error, and a sentence with the reason."""
 
     finding: Finding
     why: str
@@ -26,14 +26,14 @@ Rule = Callable[[RunMeasurements, OutOfMemory], Iterable[Ruling]]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCause(AnyCause):
-    """One reason why memory runs out. Where several apply, the verdict is the first one, and the others are told, too.
+    """One reason why memory runs out. If several apply, the verdict is the first one; the others are reported, too.
 
     Attributes:
-        find: Returns its rulings on an error of a GPU's memory; nothing where it is no cause.
-        find_on_host: The same of the host's memory; ``None`` where it fills no host.
-        is_last_resort: It is judged last, and only where no other cause has a ruling.
-        sick: An error that has it, as the first finding, with a training on a GPU.
-        healthy: An error that resembles it and does not.
+        find: Returns its rulings on an error of a GPU's memory; none if it is not a cause.
+        find_on_host: The same for the host's memory; ``None`` if it does not fill the host.
+        is_last_resort: Whether it is judged last, and only if no other cause has a ruling.
+        sick: An error that has it as the first finding, with a training on a GPU.
+        healthy: A similar error that does not have it.
     """
 
     find: Rule
@@ -44,7 +44,7 @@ class MemoryCause(AnyCause):
 
 
 def ruling(oom: OutOfMemory, cause: str, why: str, *advice: str, **evidence: float | str | None) -> Ruling:
-    """Return a ruling of which the evidence also has what is known of every error. Empty sentences are left out."""
+    """Return a ruling whose evidence includes the facts common to all errors. Empty sentences are left out."""
     reserved, allocated, model = oom.reserved_bytes, oom.allocated_bytes, oom.model
     common: Evidence = {
         "phase": oom.phase,

@@ -1,4 +1,4 @@
-"""Made-up out-of-memory errors: the sick and the healthy examples of causes, and for tests."""
+"""Made-up out-of-memory errors: the sick and healthy examples of causes, also used by tests."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lightning_gpu_tools.advice.out_of_memory import ModelSize, OutOfMemory, Out
 from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory, StepNeed
 
 MIB = 2**20
-# What was in tensors when each step began.
+# (step, bytes in tensors when it began).
 FLAT = [(step, 8.0 * GIB) for step in range(1, 100)]
 GROWING = [(step, (8 + 0.1 * step) * GIB) for step in range(1, 100)]
 
 
 def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
-    """Return what a rank has counted: steps of one size, with 2 GiB each of parameters and gradients, 3 of states.
+    """Return the memory of a rank: steps of one size, with 2 GiB each of parameters and gradients, and 3 of states.
 
-    The old gradients go before backward, which needs as much as forward and they together.
+    Old gradients are freed before backward, which needs as much memory as forward and these gradients together.
     """
 
     def reading(allocated: int) -> MemoryReading:
@@ -52,7 +52,7 @@ def an_error(
     allowed: int | None = None,
     **known: Any,
 ) -> OutOfMemory:
-    """Return an error of torch on a GPU of 24 GiB, where 200 MiB could not be had in forward."""
+    """Return an error of torch on a GPU of 24 GiB, where forward could not allocate 200 MiB."""
     message = OutOfMemoryMessage(
         source="allocator",
         name="torch",

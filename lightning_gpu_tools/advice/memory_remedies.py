@@ -1,4 +1,4 @@
-"""What the causes of out-of-memory errors share: what would have kept one away, with the numbers of the run. Bytes."""
+"""Remedies that the causes of out-of-memory errors share, with the numbers of the run. All sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from lightning_gpu_tools.training.phases import FORWARD, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
-_MARGIN = 0.20  # loadtune's, of what a job needs: for rounding, fragments and cuDNN's workspaces
-_LEFT_BY_CHECKPOINTING = 0.2  # measured in a transformer of 6 layers: 5.7 of 28.2 MiB a sample
+_MARGIN = 0.20  # loadtune's, as a part of a job's need: for rounding, fragments and cuDNN's workspaces
+_LEFT_BY_CHECKPOINTING = 0.2  # measured in a transformer of 6 layers: 5.7 of 28.2 MiB per sample
 
 
 def in_validation(oom: OutOfMemory) -> bool:
-    """Return whether the error came in validation."""
+    """Return whether the error occurred in validation."""
     return base_phase(oom.phase) == VALIDATION
 
 
 def largest_that_fits(run: RunMeasurements, oom: OutOfMemory, *, by_items: bool = False) -> LargestBatch:
-    """Return the largest batch size that would have fitted, in samples or in numbers."""
+    """Return the largest batch size that fits, in samples or in elements."""
     if oom.room_bytes is None:
         return LargestBatch(why_not="The error does not say how much memory there is.")
     if oom.batch_shape and not by_items and samples(run, oom) is None:
         return LargestBatch(why_not="The first tensor of a batch does not begin with its samples.")
     peaks = []
     if oom.memory is not None and not in_validation(oom):
-        # As the advice is: more batches, with the same effective size.
+        # As advised: more batches, with the same effective size.
         complete = step_peak(oom.memory, run.batch_bytes or 0, accumulates=True, by_items=by_items)
         peaks = [] if complete is None else [complete]
     if oom.batch_shape and oom.allocated_bytes is not None and oom.begin_bytes is not None:
         taken = oom.wanted_bytes - oom.begin_bytes
-        # What comes with the first step of the optimizer takes room, too.
+        # Memory that comes with the first step of the optimizer takes room, too.
         fixed = oom.begin_bytes if in_validation(oom) else max(oom.begin_bytes, oom.model.total_bytes)
         batch = math.prod(oom.batch_shape) if by_items else oom.batch_shape[0]
         needs = (StepNeed(0, taken),)
@@ -42,7 +42,7 @@ def largest_that_fits(run: RunMeasurements, oom: OutOfMemory, *, by_items: bool 
 
 
 def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits: LargestBatch) -> str:
-    """Return which batch size to set."""
+    """Return advice on the batch size to set."""
     where = " of the validation loader" if in_validation(oom) else ""
     if size is None or fits.size is None:
         return f"Lower the batch size{where}{f' (now {size})' if size else ''}. {fits.why_not}".strip()
@@ -61,14 +61,14 @@ def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits
 
 
 def samples(run: RunMeasurements, oom: OutOfMemory) -> int | None:
-    """Return how many samples the batch has; ``None`` if its first tensor does not begin with them."""
+    """Return the number of samples in the batch; ``None`` if its first tensor does not begin with them."""
     size = oom.batch_shape[0] if oom.batch_shape else None
     known = None if run.loader is None or in_validation(oom) else run.loader.batch_size
     return None if size is None or (known is not None and size > known) else size
 
 
 def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
-    """Return what frees memory at the same batch size, with how much."""
+    """Return changes that free memory at the same batch size, each with the amount."""
     step = None if oom.memory is None else oom.memory.last_step
     known = [0]
     if oom.begin_bytes is not None and oom.allocated_bytes is not None:
@@ -93,12 +93,12 @@ def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
 
 
 def is_32(run: RunMeasurements) -> bool:
-    """Return whether the model is known to compute with 32 bits."""
+    """Return whether the model is known to compute in 32 bits."""
     return (run.precision or "").startswith("32")
 
 
 def sharded(oom: OutOfMemory) -> str:
-    """Return what sharding would leave on each GPU of this machine; empty where that is done or no help."""
+    """Return what sharding would leave on each GPU of this machine; empty if it is already used or does not help."""
     count, size = len(oom.gpus), oom.model.total_bytes
     if oom.is_sharded or count < 2 or not size:
         return ""
@@ -106,7 +106,7 @@ def sharded(oom: OutOfMemory) -> str:
 
 
 def needed_bytes(oom: OutOfMemory) -> float:
-    """Return what this job would have needed of the GPU at least."""
+    """Return the least GPU memory that this job would have needed."""
     tensors = oom.wanted_bytes
     to_come = max(0, oom.model.total_bytes - (oom.begin_bytes or oom.allocated_bytes or 0))
     if oom.has_fitted and oom.memory is not None:
@@ -125,7 +125,7 @@ def needed(oom: OutOfMemory) -> str:
 
 
 def another_gpu(oom: OutOfMemory) -> str:
-    """Return which free GPU of this machine would do; empty without one."""
+    """Return a sentence on a GPU of this machine with enough room; empty without one."""
     least = max(needed_bytes(oom) * (1 + _MARGIN), oom.room_bytes or 0)
     others = [(gpu.memory_free_bytes or 0, -gpu.index) for gpu in oom.gpus if gpu.uuid != oom.uuid and not gpu.error]
     free, index = max(others, default=(-1, 0))
@@ -136,14 +136,14 @@ def another_gpu(oom: OutOfMemory) -> str:
 
 
 def record(run: RunMeasurements) -> str:
-    """Return what shows who allocates memory."""
+    """Return a way to see who allocates memory."""
     if run.has_trainer:
         return "GPUUtilizationMonitor(memory_history=True) records who allocates what, for pytorch.org/memory_viz."
     return "A snapshot shows who allocates what: https://pytorch.org/blog/understanding-gpu-memory-1/."
 
 
 def why_host_is_full(run: RunMeasurements, oom: OutOfMemory) -> str:
-    """Return what is known of an error of the host's memory."""
+    """Return the known facts about an error of the host's memory."""
     message = oom.message
     if message.workers or oom.oom_kills:
         pids = ", ".join(map(str, message.workers))
@@ -156,7 +156,7 @@ def why_host_is_full(run: RunMeasurements, oom: OutOfMemory) -> str:
 
 
 def fewer_workers(run: RunMeasurements) -> str:
-    """Return what the workers of the loader could do without; empty if there are none."""
+    """Return advice on fewer workers or prefetched batches; empty without workers."""
     loader = run.loader
     if loader is None or not loader.num_workers:
         return ""

@@ -1,4 +1,4 @@
-"""An out-of-memory error: what its text says, and what was known when it came. Pure; bytes throughout."""
+"""An out-of-memory error: the content of its text, and the facts at that time. Pure; all sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Source = Literal["allocator", "library", "driver", "host"]
 
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_ROUNDING = 0.01  # sizes have two decimals
+_ROUNDING = 0.01  # sizes in texts have two decimals
 
 # torch's c10/cuda/CUDACachingAllocator.cpp from 2.2 to 2.15, CUDAMallocAsyncAllocator.cpp, c10/core/impl/alloc_cpu.cpp;
 # numpy's _ArrayMemoryError. Any field may be missing: torch 2.3 wrote a NUL that cut the message off.
@@ -43,13 +43,13 @@ class _Kind(NamedTuple):
     is_certain: bool = True
 
 
-# The first that fits counts.
+# The first match counts.
 _KINDS = (
     _Kind(r"(?:CUDA|HIP) out of memory|would exceed allowed memory|preemptively rejected", "allocator", "torch"),
     _Kind(r"CUBLAS_STATUS_ALLOC_FAILED", "library", "cuBLAS"),
     _Kind(r"CUDNN_STATUS_ALLOC_FAILED", "library", "cuDNN"),
     _Kind(r"(?i)nccl[\s\S]*out of memory|out of memory[\s\S]*nccl", "library", "NCCL"),
-    # Also a wrong index in an earlier kernel, or libraries that do not match.
+    # These can also mean a wrong index in an earlier kernel, or libraries that do not match.
     _Kind(r"CUBLAS_STATUS_NOT_INITIALIZED", "library", "cuBLAS", is_certain=False),
     _Kind(r"CUDNN_STATUS_NOT_INITIALIZED|valid cuDNN algorithm", "library", "cuDNN", is_certain=False),
     _Kind(r"handles_\.at\(i\)", "library", "CUDA", is_certain=False),
@@ -61,25 +61,25 @@ _KINDS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemoryMessage:
-    """The text of an out-of-memory error, as numbers; ``None`` where it says nothing."""
+    """The numbers in the text of an out-of-memory error; ``None`` where it has none."""
 
-    source: Source  # that ran out of the GPU's memory, or the host of its own
-    name: str  # who asked for it, in words
+    source: Source  # that ran out of GPU memory; "host": the host ran out of its own
+    name: str  # of the requester, in words
     is_certain: bool = True  # the message has no other meaning
-    requested_bytes: int | None = None  # on a GPU the segment: 2 MiB for up to 1, 20 for up to 10
+    requested_bytes: int | None = None  # on a GPU, the segment: 2 MiB for up to 1 MiB, 20 MiB for up to 10 MiB
     total_bytes: int | None = None
     free_bytes: int | None = None  # as the driver reports it
-    own_bytes: int | None = None  # this process has, with what is not torch's
-    others_bytes: Mapping[int, int] = field(default_factory=dict)  # by the driver's number of the process
+    own_bytes: int | None = None  # of this process, including memory that is not torch's
+    others_bytes: Mapping[int, int] = field(default_factory=dict)  # by the driver's PID
     allowed_bytes: int | None = None  # by a limit on torch
     allocated_bytes: int | None = None  # in tensors
-    graph_pool_bytes: int | None = None  # the part of it in pools of CUDA graphs, with what is free there
-    cached_bytes: int | None = None  # what torch keeps beside it
+    graph_pool_bytes: int | None = None  # the part of it in pools of CUDA graphs, including free memory there
+    cached_bytes: int | None = None  # kept by torch in addition
     workers: tuple[int, ...] = ()  # PIDs of the loader's workers that were killed
 
 
 def out_of_memory(error: BaseException) -> OutOfMemoryMessage | None:
-    """Return what an error, or one behind it, says of memory that ran out; ``None`` if nothing."""
+    """Return the out-of-memory message of an error, or of one behind it; ``None`` if there is none."""
     for one in _chain(error):
         text = str(one)
         classes = {(cls.__module__.partition(".")[0], cls.__name__) for cls in type(one).__mro__}
@@ -105,7 +105,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def parse(text: str) -> OutOfMemoryMessage | None:
-    """Return what the text of an error says of memory that ran out; ``None`` if nothing."""
+    """Return the out-of-memory message in the text of an error; ``None`` if there is none."""
     kind = next((kind for kind in _KINDS if re.search(kind.pattern, text)), None)
     if kind is None:
         return None
@@ -130,7 +130,7 @@ def parse(text: str) -> OutOfMemoryMessage | None:
 
 
 def _size(match: re.Match[str] | None) -> int | None:
-    """Return the size at the end of a match; ``None`` for 2^64, by which NVML says "not available"."""
+    """Return the size at the end of a match; ``None`` for 2^64, which is NVML's "not available"."""
     if match is None:
         return None
     number, unit = match.groups()[-2:]
@@ -140,14 +140,14 @@ def _size(match: re.Match[str] | None) -> int | None:
 
 LOADING_CHECKPOINT = "loading_checkpoint"
 SETUP = "setup"
-_CONTEXT_BYTES = 2**30  # our default for what CUDA takes beside torch, where nobody says it: 0.3 to 0.9 GiB were seen
-_MIN_UNLISTED = 0.10  # our default for the share of the GPU from which on memory without an owner is other processes'
-_NEARLY_FULL = 0.05  # our default for the share of free memory below which a message with two meanings counts
+_CONTEXT_BYTES = 2**30  # our default for CUDA's memory outside torch, if nothing reports it: 0.3 to 0.9 GiB were seen
+_MIN_UNLISTED = 0.10  # our default: from this share of the GPU on, memory without an owner is other processes'
+_NEARLY_FULL = 0.05  # our default: below this share of free memory, an ambiguous message counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """Memory that a model needs on one GPU beside its batch."""
+    """The memory that a model needs on one GPU, without its batch."""
 
     parameters_bytes: int = 0  # with buffers
     gradients_bytes: int = 0
@@ -156,13 +156,13 @@ class ModelSize:
 
     @property
     def total_bytes(self) -> int:
-        """The sum."""
+        """The sum of all three."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemory:
-    """An out-of-memory error that ended a run, and what was known when it came; ``None`` = unknown."""
+    """An out-of-memory error that ended a run, and the facts at that time; ``None`` = unknown."""
 
     message: OutOfMemoryMessage
     phase: str  # of the training thread, as in phase_s, or SETUP or LOADING_CHECKPOINT
@@ -171,14 +171,14 @@ class OutOfMemory:
     reading: MemoryReading | None = None  # when torch's allocator failed
     grad_enabled: bool | None = None
     batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch
-    usual_items: float | None = None  # the median count of numbers in it
+    usual_items: float | None = None  # the median count of elements in it
     memory: RankMemory | None = None
     begins: Sequence[tuple[float, float]] = ()  # (step, bytes in tensors) when steps began, oldest first
-    validation_begins: Sequence[tuple[float, float]] = ()  # the same of this validation's batches
+    validation_begins: Sequence[tuple[float, float]] = ()  # the same for the batches of this validation
     model: ModelSize = ModelSize()  # with 0 for unknown sizes
     uuid: str | None = None  # of the GPU
     gpus: tuple[GpuReading, ...] = ()  # of the machine, read after the error
-    own_pids: frozenset[int] | None = None  # this job's processes by the driver's numbers
+    own_pids: frozenset[int] | None = None  # this job's processes, with the driver's PIDs
     orphans: tuple[int, ...] = ()  # processes on this GPU whose parent has ended
     is_sharded: bool = False  # over the ranks
     growth: tuple[MemoryGrowth, ...] = ()
@@ -203,18 +203,18 @@ class OutOfMemory:
 
     @property
     def free_bytes(self) -> int | None:
-        """The part of it that was free."""
+        """The free part of the GPU's memory."""
         on_gpu = None if self.gpu is None else self.gpu.memory_free_bytes
         return on_gpu if self.message.free_bytes is None else self.message.free_bytes
 
     @property
     def allocated_bytes(self) -> int | None:
-        """The part that was in tensors."""
+        """The part in tensors."""
         return self.message.allocated_bytes if self.reading is None else self.reading.allocated_bytes
 
     @property
     def reserved_bytes(self) -> int | None:
-        """The part that torch had."""
+        """The part that torch had reserved."""
         if self.reading is not None:
             return self.reading.reserved_bytes
         allocated = self.message.allocated_bytes
@@ -222,17 +222,17 @@ class OutOfMemory:
 
     @property
     def requested_bytes(self) -> int:
-        """The size that could not be had; 0 if the message does not say."""
+        """The size that could not be allocated; 0 if the message does not include it."""
         return self.message.requested_bytes or 0
 
     @property
     def wanted_bytes(self) -> int:
-        """The size that would have been in tensors."""
+        """The size that tensors would have had with this allocation."""
         return (self.allocated_bytes or 0) + self.requested_bytes
 
     @property
     def room_bytes(self) -> int | None:
-        """The size that torch could have of the GPU."""
+        """The most GPU memory that torch could have."""
         if self.reserved_bytes is None or self.free_bytes is None:
             return self.message.allowed_bytes
         left = self.reserved_bytes + self.free_bytes
@@ -248,7 +248,7 @@ class OutOfMemory:
 
     @property
     def unlisted_bytes(self) -> int:
-        """Memory of processes that nobody lists here, as those of other containers; 0 if there is hardly any."""
+        """Memory of processes that are not listed here, such as other containers'; 0 if there is hardly any."""
         total, free, reserved = self.total_bytes, self.free_bytes, self.reserved_bytes
         if total is None or free is None or reserved is None:
             return 0
@@ -260,17 +260,17 @@ class OutOfMemory:
 
     @property
     def others_bytes(self) -> int:
-        """All that other processes hold, as far as it is known."""
+        """All known memory of other processes."""
         return sum(one.memory_used_bytes or 0 for one in self.others) + self.unlisted_bytes
 
     @property
     def has_completed_steps(self) -> bool:
-        """Whether the optimizer has made a step before."""
+        """Whether the optimizer has completed a step before."""
         return self.memory is not None and self.memory.first_step is not None
 
     @property
     def has_fitted(self) -> bool:
-        """Whether a step has come to its end that began with the optimizer's states and the gradients of another."""
+        """Whether a step was completed that began with the optimizer's states and the gradients of another."""
         memory = self.memory
         return (
             memory is not None
@@ -287,12 +287,12 @@ class OutOfMemory:
 
     @property
     def kept_bytes(self) -> int:
-        """The part of it beside the model; 0 if that is unknown."""
+        """The part of it that is not the model's; 0 if unknown."""
         return max(0, (self.begin_bytes or 0) - self.model.total_bytes) if self.model.total_bytes else 0
 
 
 def is_out_of_memory(oom: OutOfMemory) -> bool:
-    """Return whether memory was short, also where the message has another meaning."""
+    """Return whether memory was short, even if the message is ambiguous."""
     if oom.message.is_certain:
         return True
     if oom.message.source == "host":

@@ -1,4 +1,4 @@
-"""Shortcomings that would end a training later, or slow it down: of disk, shared memory, cores, unclaimed GPUs."""
+"""Shortages that would end a training later, or slow it down: of disk, shared memory, cores, unclaimed GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_gpu_tools.advice.failures import SHARED_MEMORY
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
-# Where a new checkpoint is complete before the one that it replaces is removed, both are there.
+# If a new checkpoint is complete before the old one is removed, both exist at the same time.
 _CHECKPOINTS = 2
 
 
@@ -21,14 +21,14 @@ class Surroundings:
     disk_free_bytes: int | None = None
     checkpoint_bytes: int | None = None
     prefetched_bytes: int | None = None  # batches that the workers of all ranks of this machine keep ready
-    shm_bytes: int | None = None  # size of /dev/shm, through which they pass them
+    shm_bytes: int | None = None  # size of /dev/shm, through which workers pass batches
     workers: int = 0  # of all ranks of this machine
     cores: float | None = None  # that the job may use
-    claims: tuple[tuple[str, str, int], ...] = ()  # of others: the GPU, who, bytes (0 = all of it)
+    claims: tuple[tuple[str, str, int], ...] = ()  # of others: GPU, owner, bytes (0 = all of it)
 
 
 def shortcomings(found: Surroundings) -> Iterator[str]:
-    """Yield what would end the training, or slow it down, each with what to do."""
+    """Yield each shortage that would end the training, or slow it down, with what to do."""
     if found.folder is not None and not found.is_writable:
         yield (
             f"Checkpoints cannot be written to {printable_path(found.folder)}: permission is denied. "

@@ -1,4 +1,4 @@
-"""The form of a cause of a stall. The folder ``stall_causes`` has a file for each."""
+"""The type of a cause of a stall. The folder ``stall_causes`` has a file for each."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Explanation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StallCause:
-    """One reason for which a training makes no progress.
+    """One reason why a training makes no progress.
 
     Attributes:
-        name: As ``Stall.cause`` has it, and the name of its file.
-        seen_as: What a user sees, as a cell of the table in docs/hanging_training.md.
-        change: What to change, likewise.
-        find: Returns why a process stands still by itself; ``None`` where this is not the reason.
-        find_among_ranks: Returns why several ranks stand still, likewise.
-        after: Causes that are judged before. The first that is found counts.
+        name: The value of ``Stall.cause``, and the name of its file.
+        seen_as: The symptom that a user sees, as a cell of the table in docs/hanging_training.md.
+        change: The change to make, as another cell of that table.
+        find: Returns why a single process stands still; ``None`` if this is not the reason.
+        find_among_ranks: Returns why several ranks stand still; ``None`` if this is not the reason.
+        after: Causes that are judged earlier. The first one found counts.
         verified_on: The best machine on which the package found it in a training that has it.
         sick: A process, or ranks, that stand still because of it.
-        healthy: Some that resemble them and stand still for another reason.
+        healthy: Similar ones that stand still for another reason.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Made-up processes and ranks that stand still: the sick and the healthy examples of causes, and for tests."""
+"""Made-up processes and ranks that stand still: the sick and healthy examples of causes, also used by tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_gpu_tools.training.stall_facts import Activity, Frame, RankFacts,
 
 
 def a_stack(*calls: str) -> tuple[Frame, ...]:
-    """Return a stack: ``file:function``, of the user's program if the file is ``train.py``."""
+    """Return a stack of ``file:function`` calls; those in ``train.py`` are the user's program."""
     split = [call.partition(":") for call in calls]
     return tuple(Frame(file, 7, function, file != "train.py") for file, _, function in split)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_gpu_tools.training.stall_facts import Frame
 
-# torch.compile at work; other files of it are on the stack while compiled code runs.
+# torch.compile at work; its other files are on the stack while compiled code runs.
 _COMPILES = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/graph.py",
@@ -17,11 +17,11 @@ _COMPILES = (
     "triton/compiler/",
 )
 _ASKS = ("/pdb.py", "/bdb.py", "pydevd", "debugpy", "/pudb/", "/ipdb/", "/prompt_toolkit/", "/ipykernel/")
-_INNERMOST = 12  # our default, of calls
+_INNERMOST = 12  # our default, in calls
 
 
 def is_excused(stack: Sequence[Frame]) -> bool:
-    """Return whether a thread that seems to hang compiles, or waits for a person at a debugger or in a notebook."""
+    """Return whether a thread that seems to hang is compiling, or waiting for a person (debugger, notebook)."""
     files = [frame.file.replace("\\", "/") for frame in stack]
     if any(part in file for file in files for part in _COMPILES):
         return True

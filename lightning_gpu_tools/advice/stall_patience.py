@@ -1,4 +1,4 @@
-"""Limits for a training that makes no progress: how long each phase may take."""
+"""Time limits for each phase of a training that makes no progress."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MIN_S = 60.0
 UNKNOWN_S = 600.0
 FACTOR = 5.0
 # Our defaults from here on.
-AGAIN = 4.0  # said again at 4 times, 16 times, ... as long
-_FIRST_STEPS = 3  # until then a part of every step may not have been seen twice
-_MIN_GAP_S = 5.0  # so late a poll was held up with the training, by a debugger, Ctrl-Z, a scheduler
+AGAIN = 4.0  # reported again at 4 times, 16 times, ... as long
+_FIRST_STEPS = 3  # until then, a part of every step may have been seen only once
+_MIN_GAP_S = 5.0  # a poll this late was held up with the training, by a debugger, Ctrl-Z, a scheduler
 
 
 def limit_s(stall_after_s: float | Literal["auto"], longest_s: float | None) -> float:
-    """Return after how long without progress a training has stalled.
+    """Return the seconds without progress after which a training has stalled.
 
-    ``longest_s`` is the most that the phase has taken; ``None`` until it has been seen to its end.
+    ``longest_s`` is the longest time that the phase has taken; ``None`` until it has been seen to its end.
     """
     if stall_after_s != "auto":
         return stall_after_s
@@ -38,11 +38,11 @@ def limit_s(stall_after_s: float | Literal["auto"], longest_s: float | None) -> 
 
 
 class Patience:
-    """Decides when a training has stood still for too long, by what is polled of it every ``interval_s``."""
+    """A judge of whether a training has stood still for too long, by a poll every ``interval_s``."""
 
     def __init__(self, stall_after_s: float | Literal["auto"], interval_s: float) -> None:
-        self.stuck_s = 0.0  # for how long it has made no progress
-        self.limit_s = limit_s(stall_after_s, None)  # how long it may
+        self.stuck_s = 0.0  # time without progress
+        self.limit_s = limit_s(stall_after_s, None)  # the longest time allowed
         self._stall_after_s = stall_after_s
         self._interval_s = interval_s
         self._mark: object = None
@@ -55,14 +55,14 @@ class Patience:
     def poll(self, now_s: float, mark: object, phase: str, since_s: float, steps: int, taken: Collection[str]) -> bool:
         """Return whether the training has made progress since the last poll.
 
-        ``mark`` differs as soon as there is progress. The training thread has been in ``phase`` since ``since_s``, has
+        ``mark`` changes as soon as there is progress. The training thread has been in ``phase`` since ``since_s``, has
         begun ``steps``, and has spent time in the phases ``taken`` so far.
         """
         late_s = now_s - self._polled_s - self._interval_s
         if self._mark is not None and late_s > _MIN_GAP_S + self._interval_s:
             self._since_s += late_s
         self._polled_s = now_s
-        if phase == GARBAGE_COLLECTION:  # also a loop without end makes garbage
+        if phase == GARBAGE_COLLECTION:  # even an endless loop makes garbage
             phase = self._phase
         key, mark = _key(phase), (mark, phase)
         self._seen.update({_key(one) for one in taken} - {key})
@@ -80,7 +80,7 @@ class Patience:
 
     @property
     def due_s(self) -> float:
-        """Seconds until there is something to say if nothing changes; negative if it is overdue."""
+        """Seconds until the next report if nothing changes; negative if it is overdue."""
         return self.limit_s * AGAIN**self._reports - self.stuck_s
 
     @property
@@ -89,15 +89,15 @@ class Patience:
         return self.stuck_s >= self.limit_s and base_phase(self._phase) != OUTSIDE_LOOP
 
     def reported(self) -> None:
-        """Say nothing more until it has lasted four times as long."""
+        """Report nothing more until the stall has lasted four times as long."""
         self._reports += 1
 
     def excuse(self) -> None:
-        """Begin to count anew."""
+        """Restart the count."""
         self._since_s, self.stuck_s = self._polled_s, 0.0
 
 
 def _key(phase: str) -> str:
-    # Callbacks and loggers have times of their own.
+    # Each callback and each logger has its own time.
     base = base_phase(phase)
     return phase if base in (CALLBACK, LOGGING) else base

@@ -14,7 +14,7 @@ from lightning_gpu_tools.training.stall_facts import (
 )
 from lightning_gpu_tools.units import printable
 
-COMPUTES = 0.2  # our default, of a core: what uses less waits
+COMPUTES = 0.2  # our default, as a part of a core: a process that uses less is waiting
 _STATES: dict[Wait, str] = {
     "storage": "waits for storage",
     "network": "waits for the network",
@@ -49,7 +49,7 @@ def does_where(process: StallFacts | WorkerFacts) -> str:
 
 
 def during(phase: str) -> str:
-    """Return a phase as a part of a sentence: ``"while waiting for data"``."""
+    """Return a phase as part of a sentence: ``"while waiting for data"``."""
     base, _, name = phase.partition("/")
     if name and base in (CALLBACK, LOGGING, TRAINING_STEP):
         return f"in {printable(name)}"

@@ -1,4 +1,4 @@
-"""Workers of a DataLoader whose batch does not come: what several causes of stalls ask of them."""
+"""Facts about DataLoader workers whose batch does not come, shared by several causes of stalls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_gpu_tools.training.stall_facts import WorkerFacts
 
 
 def awaited_of(workers: Sequence[WorkerFacts]) -> WorkerFacts:
-    """Return the worker from which the next batch has to come."""
+    """Return the worker that has to deliver the next batch."""
     return next((one for one in workers if one.is_awaited), workers[0])
 
 
@@ -19,5 +19,5 @@ def is_idle(worker: WorkerFacts) -> bool:
 
 
 def name_of(worker: WorkerFacts) -> str:
-    """Return how a worker is called at the beginning of a sentence."""
+    """Return the name of a worker, for the beginning of a sentence."""
     return f"Worker {worker.number} (PID {worker.activity.pid})"

@@ -1,4 +1,4 @@
-"""A stall: a time in which a training made no progress, why, and how that is said."""
+"""A stall: a time in which a training made no progress, the reason, and the words for it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Stall:
     """A time in which a training made no progress for longer than it should have.
 
     Attributes:
-        began_at: Since when, ISO 8601, UTC.
-        lasted_s: How long, up to now while it lasts; at least so long if the run was killed in it.
+        began_at: Start time, ISO 8601, UTC.
+        lasted_s: Duration, so far if it is not over; a lower bound if the run was killed during the stall.
         is_over: Whether the training went on.
-        step: Training steps begun.
-        phase: What the training thread was doing, as in ``phase_s``, or ``"setup"`` or ``"teardown"``.
-        cause: One word, as ``blocked_worker``.
-        why: The reason, with who waits for what.
+        step: Number of training steps begun.
+        phase: Phase of the training thread, as in ``phase_s``, or ``"setup"`` or ``"teardown"``.
+        cause: Cause in one word, such as ``blocked_worker``.
+        why: Reason, with who waits for what.
         next_step: What to do.
-        rank: The rank that the others waited for; ``None`` if there is none.
-        stack: Python stack of the training thread of that rank, or of the one that reports, innermost call last.
-        ranks: Where each of at most 64 ranks stood, in words; empty with one rank.
+        rank: Rank for which the others waited; ``None`` if there is none.
+        stack: Python stack of that rank's training thread, or of the reporting rank's, innermost call last.
+        ranks: State of each of at most 64 ranks, in words; empty with one rank.
     """
 
     began_at: str
@@ -44,7 +44,7 @@ class Stall:
 
 
 def explain_process(facts: StallFacts) -> Explanation:
-    """Return why a process makes no progress, by itself."""
+    """Return why a process makes no progress, judged by itself."""
     rules = (cause.find for cause in STALL_CAUSES.values() if cause.find is not None)
     return next(found for rule in rules if (found := rule(facts)) is not None)
 
@@ -63,7 +63,7 @@ def headline(phase: str, stuck_s: float, step: int) -> str:
 
 
 def describe_rank(one: RankFacts) -> str:
-    """Return where a rank stands, in words."""
+    """Return in words where a rank stands."""
     if one.ended is not None:
         state = f"ended ({printable(one.ended)})"
     elif one.silent_s:

@@ -19,9 +19,9 @@ class StepParts(NamedTuple):
 
 
 def step_parts(run: RunMeasurements) -> StepParts | None:
-    """Return the parts of a step, if they can be judged by each other.
+    """Return the parts of a step, if they can be compared with each other.
 
-    Several ranks wait for each other in backward, and a GPU's host runs ahead, so these cannot.
+    They cannot with several ranks, which wait for each other in backward, nor on a GPU, whose host runs ahead.
     """
     if run.on_gpu or not run.optimizers or any(base_phase(phase) == RANK_WAIT for phase in run.phase_s):
         return None

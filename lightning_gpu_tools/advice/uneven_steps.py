@@ -1,4 +1,4 @@
-"""Steps that are not alike: a few that take much longer than the rest, and a slow beginning."""
+"""Uneven steps: a few that take much longer than the rest, and a slow beginning."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowS
 from lightning_gpu_tools.units import printable
 
 MIN_UNEVEN = 0.10  # of the wall time
-# Of what adds up to that, the largest part is named, and each other one that is worth reporting.
+# Of the parts that add up to that, the largest is named, and each other one that is worth reporting.
 _MIN_SHARE = 1 - 1 / MIN_CEILING
-_TIMES = 2.0  # a slow step takes twice the median, and a step of a slow beginning twice as long as later
+_TIMES = 2.0  # a slow step takes twice the median, and a step of a slow beginning twice as long as later ones
 # Our defaults from here on.
 _MIN_SLOW_STEPS = 3  # fewer are accidents, which no change would prevent
-# Three intervals in four are multiples of the period; two, and half of all, are it.
+# Three intervals in four are multiples of the period. At least two, and half of all, equal it.
 _REGULAR = 0.75
 _MIN_INTERVALS = 2
-_LONGER = 1.5  # times as many numbers as in other batches
+_LONGER = 1.5  # times as many elements as in other batches
 ACCUMULATION = {True: "accumulate_grad_batches", False: "gradient accumulation"}  # by has_trainer
 
 
 class Uneven(NamedTuple):
-    """Something that makes steps unlike."""
+    """Something that makes steps uneven."""
 
     phase: str  # where these steps lose their time
-    share: float  # of the wall time, that other steps would not have taken; on a GPU, while it was idle
+    share: float  # of the wall time, beyond what other steps take; on a GPU, while it was idle
     lasting: bool  # more than the start of the program, or an accident
     evidence: Mapping[str, float | str]
 
@@ -64,23 +64,23 @@ def details(evidence: Mapping[str, float | str]) -> str:
 
 
 def rounded(times: float | str) -> str:
-    """Return a number of times in as few digits as it deserves."""
+    """Return a factor with two digits, or as a whole number from 10 on."""
     return f"{float(times):.2g}" if float(times) < 9.95 else f"{float(times):,.0f}"
 
 
 def quoted(phase: str) -> str:
-    """Return the line of the time tree that has the phase."""
+    """Return the label of the phase's line in the time tree, in quotes."""
     group, _, name = phase.partition("/")
     label = printable(name) or (PHASES[group].label if group in PHASES else printable(group))
     return f'"{label}"' if label else ""
 
 
 def uneven(run: RunMeasurements) -> list[Uneven]:
-    """Return what makes steps unlike, the largest first, if it takes a tenth of the wall time."""
+    """Return what makes steps uneven, the largest first, if it takes at least a tenth of the wall time."""
     times = run.step_times
     if times is None:
         return []
-    # What was slow by the median of its time need not be by that of the run.
+    # A step that was slow by the median of its time may not be slow by the median of the run.
     slow_steps = [one for one in times.slow if one.seconds >= _TIMES * one.count * times.p50_s]
     groups = [group for group in PHASES if group not in (MONITORING, *PAUSES)]
     found = [one for group in groups if (one := _slow_beginning(run, times, group, slow_steps)) is not None]
@@ -90,13 +90,13 @@ def uneven(run: RunMeasurements) -> list[Uneven]:
         if group != MONITORING and slow.steps[-1] > ends.get(group, 0.0):
             found.append(_slow_steps(run, times, slow))
     found.sort(key=lambda one: -one.share)
-    between = [one for one in found if one.phase not in PAUSES]  # users ask for the others
+    between = [one for one in found if one.phase not in PAUSES]  # users ask for pauses
     named = between[:1] if sum(one.share for one in between) >= MIN_UNEVEN else []
     return [one for one in found if one in named or (one.share >= _MIN_SHARE and (named or one.phase in PAUSES))]
 
 
 def lost(run: RunMeasurements, phase: str, share: float) -> float:
-    """Return for which part of this share the GPU was idle, as far as is known."""
+    """Return the part of this share in which the GPU was idle, as far as known."""
     if base_phase(phase) != TRAINING_STEP:
         return min(1.0, share * run.exposed(phase), run.idle_share)
     # While the GPU is busy, the host may only be waiting for it.
@@ -123,7 +123,7 @@ def _slow_steps(run: RunMeasurements, times: StepTimes, slow: SlowSteps) -> Unev
 
 
 def period(steps: Sequence[int]) -> int | None:
-    """Return every how many steps one of these comes, if regularly. Neighbors count as one."""
+    """Return the interval at which these steps come, if it is regular. Neighbors count as one."""
     firsts = [step for before, step in pairwise((0, *steps)) if step - before > 1]
     apart = Counter(after - before for before, after in pairwise(firsts))
     if not apart:
@@ -149,13 +149,13 @@ def _name_of_period(run: RunMeasurements, times: StepTimes, every: int) -> str |
 def _slow_beginning(
     run: RunMeasurements, times: StepTimes, group: str, slow_steps: Sequence[SlowSteps]
 ) -> Uneven | None:
-    # In it a phase, and with it the step, took twice as long as later.
+    # In a slow beginning, a phase, and with it the step, took twice as long as later.
     if not run.spans:
         return None
     done_steps = list(accumulate(span.steps for span in run.spans))
     done_s = list(accumulate(span.phase_s.get(group, 0.0) for span in run.spans))
     steps, seconds = done_steps[-1], done_s[-1]
-    # It ends where the phase is furthest ahead of its mean pace.
+    # The beginning ends where the phase is furthest ahead of its mean pace.
     end = max(range(len(run.spans)), key=lambda i: done_s[i] * steps - seconds * done_steps[i])
     first_steps, first_s = done_steps[end], done_s[end]
     if first_steps < 1 or steps - first_steps < MIN_STEPS:

@@ -1,4 +1,4 @@
-"""Ranks that wait for others: what several causes of stalls ask of them."""
+"""Facts about ranks that wait for others, shared by several causes of stalls."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def still_there(ranks: Sequence[RankFacts]) -> list[RankFacts]:
 
 
 def others_wait(ranks: Sequence[RankFacts]) -> str:
-    """Return who waits for a rank that is not there: ``"ranks 0-2 wait for it"``."""
+    """Return who waits for a missing rank: ``"ranks 0-2 wait for it"``."""
     here = still_there(ranks)
     return f"{_names(here)} wait{'s' * (len(here) == 1)} for it"
 
 
 class WaitingRanks(NamedTuple):
-    """Ranks of which each waits in a collective."""
+    """Ranks that all wait in a collective."""
 
-    odd: RankFacts  # where they wait in different places, the one whose place fewest share
+    odd: RankFacts  # if they wait in different places, the rank whose place the fewest share
     rest: list[RankFacts]  # those that wait elsewhere
 
     @property
     def place(self) -> str:
-        """Where the odd one waits, in words."""
+        """The place where the odd rank waits, in words."""
         return f"{printable(self.odd.collective)} at step {self.odd.step}"
 
     @property
     def places(self) -> str:
-        """Who waits where, without a period."""
+        """The places where ranks wait, in words, without a period."""
         words = f"Ranks wait in different places: rank {self.odd.rank} in {self.place}"
         if not self.rest:
             return words
@@ -54,7 +54,7 @@ def all_waiting(ranks: Sequence[RankFacts]) -> WaitingRanks | None:
     if len(still_there(ranks)) < len(ranks) or any(one.collective is None for one in ranks):
         return None
     counts = Counter(one.collective for one in ranks)
-    # Of two ranks that differ, the one where not every rank has to come is odd.
+    # Of two ranks that differ, the odd one is in a place that not every rank has to reach.
     odd = min(ranks, key=lambda one: (one.collective in _OF_EVERY_RANK, counts[one.collective], one.rank))
     return WaitingRanks(odd, [one for one in ranks if one.collective != odd.collective])
 

@@ -1,1 +1,1 @@
-"""A run's report as data, text, picture and page, and beside another one."""
+"""A run's report as data, text, picture and page, and its comparison with another one."""

@@ -1,4 +1,4 @@
-"""What the picture and the page of a report draw, as plain data."""
+"""The contents of the picture and the page of a report, as plain data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.text import gpu_label, phase_groups, phase_label
 from lightning_gpu_tools.training.phases import PHASES
 
-# Our defaults: more lines than this hide each other; of more GPUs than this each node is a row.
+# Our defaults: more lines than this hide each other; with more GPUs than this, each node is a row.
 MAX_LINES = 4
 MAX_ROWS = 32
-_COLUMNS = 400  # of a chart 1,000 pixels wide; with a row for each node, half of it
+_COLUMNS = 400  # of a chart 1,000 pixels wide; half as many with a row for each node
 _GPU_OF_NODE = 0.4  # of the height of a node's row
 _LABEL = 0.6  # height of a label, in rows
 _MIN_VISIBLE = 0.01  # of a span: a pixel of the panel's height
@@ -28,7 +28,7 @@ _MEMORY_BANDS = (
     ("step_bytes", "activations and temporaries", "#009E73"),
     ("reserved_bytes", "allocator cache", "#F0E442"),
 )
-# Metrics that are drawn as rows of colors: the name, and which GPU stands out.
+# Metrics drawn as rows of colors: the label, and the GPU that stands out.
 ROW_METRICS: Mapping[str, tuple[str, str, Callable[..., Any]]] = {
     "utilization_percent": ("GPU busy", "least busy", min),
     "memory_used_bytes": ("GPU memory in use", "fullest", max),
@@ -38,10 +38,10 @@ ROW_METRICS: Mapping[str, tuple[str, str, Callable[..., Any]]] = {
 class _LineChart(NamedTuple):
     label: str
     divisor: float
-    height: int  # in pixels of the page, of which the picture has 100 to the inch
+    height: int  # in pixels of the page; the picture has 100 to the inch
 
 
-# Timelines that are drawn as lines.
+# Timelines drawn as lines.
 LINES: Mapping[str, _LineChart] = {
     "utilization_percent": _LineChart("GPU busy (%)", 1.0, 260),
     "memory_used_bytes": _LineChart("GPU memory in use (GiB)", 2.0**30, 220),
@@ -55,7 +55,7 @@ class _TimeUnit(NamedTuple):
 
 
 def time_unit(wall_s: float) -> _TimeUnit:
-    """Return the largest unit of which a run has at least three."""
+    """Return the largest unit that fits at least three times into a run."""
     units = (_TimeUnit("days", 86_400.0), _TimeUnit("hours", 3600.0), _TimeUnit("minutes", 60.0))
     return next((unit for unit in units if wall_s >= 3 * unit.seconds), _TimeUnit("seconds", 1.0))
 
@@ -77,7 +77,7 @@ def phase_color(group: str) -> str:
 def phase_bands(report: Report, order: Iterable[str] = ()) -> list[_Band]:
     """Return the groups of phases from bottom to top, in percent of each of the report's spans.
 
-    By default in the order of the report's tree; ``order`` names groups that come first.
+    The default order is that of the report's tree; ``order`` names groups that come first.
     """
     bands = []
     bottom = [0.0] * len(report.spans)
@@ -95,17 +95,17 @@ def phase_bands(report: Report, order: Iterable[str] = ()) -> list[_Band]:
 
 
 def span_edges_s(report: Report) -> list[float]:
-    """Return where the spans begin, and where the last one ends."""
+    """Return the start times of the spans, and the end of the last one."""
     return [span.begin_s for span in report.spans] + [span.end_s for span in report.spans[-1:]]
 
 
 def torch_account(report: Report) -> MemoryAccount | None:
-    """Return the account of the GPU whose memory is known over time, if there is one."""
+    """Return the account of the GPU whose memory is known over time, if any."""
     return next((account for account in report.memory if account.timeline), None)
 
 
 def torch_bands(account: MemoryAccount) -> list[_Band]:
-    """Return what torch used a GPU's memory for, in GiB at each point of the account's timeline."""
+    """Return torch's use of a GPU's memory, in GiB at each point of the account's timeline."""
     bands = []
     bottom = [0.0] * len(account.timeline)
     for field, label, color in _MEMORY_BANDS:
@@ -124,11 +124,11 @@ class _Strip(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Colors over time of a GPU, or of a node and the GPU of it that stands out."""
+    """The colors over time of a GPU, or of a node and its GPU that stands out."""
 
     label: str
     gpu: GpuSummary
-    strips: list[_Strip]  # of a node its mean, and below it that GPU
+    strips: list[_Strip]  # for a node, its mean and below it that GPU
 
 
 def rows(report: Report, metric: str) -> list[Row]:
@@ -167,7 +167,7 @@ def _percent(values: Iterable[float | None], whole: float) -> list[float | None]
 
 
 def rows_title(shown: Sequence[Row], metric: str) -> str:
-    """Return what the rows are, and which GPU of all stands out."""
+    """Return a title: what the rows are, and which of all GPUs stands out."""
     what, extreme, pick = ROW_METRICS[metric]
     each = "a row each" if len(shown[0].strips) == 1 else f"the mean of each node, and below it its {extreme} GPU"
     percents = [mean(row.strips[-1].percent) or 0.0 for row in shown]
@@ -177,11 +177,11 @@ def rows_title(shown: Sequence[Row], metric: str) -> str:
 
 
 def label_every(count: int, room: float) -> int:
-    """Return n such that the labels of every n-th of these rows fit where there is room for ``room`` full rows."""
+    """Return n such that labels of every n-th of ``count`` rows fit into the space of ``room`` full rows."""
     return math.ceil(max(1.0, _LABEL * count / room))
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the known values, if there are any."""
+    """Return the mean of the known values, if any."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None

@@ -1,4 +1,4 @@
-"""Whether a run is slower than another beyond their noise, and what following its advice has brought."""
+"""The comparison of two runs: whether one is slower beyond the noise, and the effect of following advice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ADVISED: Mapping[str, tuple[str, ...]] = {
         ("batch_size", "precision", "accumulate_grad_batches"),
     ),
 }
-# The phases of a step that a setting cannot make faster, with one rank: others wait for each other inside their steps.
+# The phases of a step that a setting cannot speed up, with one rank. Several ranks wait for each other in their steps.
 _UNTOUCHED: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(_LOADER, frozenset({TRAINING_STEP, "callback", "logging", "trainer"})),
     "precision": frozenset({"data_loading", "callback", "logging", "trainer"}),
@@ -48,10 +48,10 @@ _UNTOUCHED: Mapping[str, frozenset[str]] = {
 # With five blocks or fewer, not even their full range is a 95 % interval of the median.
 _MIN_BLOCKS = 6
 _CHANGED = 0.5  # our default: a phase counts as changed if it takes less than half as long
-_MAX_ELSEWHERE = 0.5  # our default: with more of the gain than this in other phases, the change does not explain it
+_MAX_ELSEWHERE = 0.5  # our default: if a larger part of the gain is in other phases, the change does not explain it
 # Of 15 trainings on two cores, the one that gained most beyond its prediction was 1.17 times as fast as predicted.
 _MAX_BEYOND = 1.25
-_PARTS = 16  # our default: of a run, over which the time of a phase is a mean or a median
+_PARTS = 16  # our default: parts of a run, for the mean or median time of a phase
 _WARM_UP_STEPS = 20  # as for the blocks of steady steps
 
 Verdict = Literal["faster", "same", "slower", "not_comparable"]
@@ -71,12 +71,12 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What changed from an older run to a newer one; the times are ``None`` if a run has too few steady steps."""
+    """The change from an older run to a newer one; times are ``None`` if a run has too few steady steps."""
 
     verdict: Verdict
     reasons: tuple[str, ...]  # why the runs cannot be compared
     of: str = "median"  # or "mean"
-    per: str = "step"  # or "sample", after a change of the batch size that was advised
+    per: str = "step"  # or "sample", after an advised change of the batch size
     old_step_s: float | None = None
     new_step_s: float | None = None
     slowdown: float | None = None  # 0.07 = a step takes 7 % longer
@@ -84,14 +84,14 @@ class Comparison:
     slowdown_high: float | None = None
     max_slowdown: float  # the limit
     changes: tuple[Change, ...]  # of all settings
-    followed: tuple[Change, ...] = ()  # those that the older run's advice was about: what the runs test
+    followed: tuple[Change, ...] = ()  # of the settings in the older run's advice: what the runs test
     doubt: str | None = None  # why the gain is not due to them
 
 
 def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
-    """Compare two runs by the time of their steady steps: ``slower`` is beyond the noise and the limit (0.05 = 5 %).
+    """Compare two runs by the time of their steady steps: ``slower`` means beyond the noise and the limit (0.05 = 5 %).
 
-    Settings that the older run's advice is about may differ: the comparison then shows what following it has brought.
+    Settings that the older run's advice is about may differ: the comparison then shows the effect of following it.
     """
     names = sorted({*new.settings, *old.settings})
     changes = tuple(
@@ -151,9 +151,9 @@ def _blocks(report: Report, per_sample: bool) -> tuple[float, ...]:
 
 
 def _change_of_speed(old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
-    """Return what a comparison says of the mean step if its change is beyond the noise, else of the median step.
+    """Return the change of the mean step if it is beyond the noise, otherwise that of the median step.
 
-    A few steps that became slow change only the mean, and a single accident makes only the mean uncertain.
+    A few steps that became slow change only the mean. A single accident makes only the mean uncertain.
     """
     found: dict[str, Any] = {}
     for of, typical, interval in (("mean", fmean, mean_interval), ("median", median, median_interval)):
@@ -176,7 +176,7 @@ def _change_of_speed(old: Sequence[float], new: Sequence[float]) -> dict[str, An
 def _doubt(
     comparison: Comparison, new: Report, old: Report, untouched: frozenset[str], findings: Sequence[Finding]
 ) -> str | None:
-    """Return why a gain is not due to the change, if so: it is elsewhere, or far beyond what was predicted."""
+    """Return why a gain is not due to the change, if so: it is elsewhere, or far beyond the prediction."""
     if comparison.verdict != "faster":
         return None
     if new.settings.get("world_size", 1) != 1:
@@ -213,7 +213,7 @@ def steady_phase_s(report: Report, of: str = "mean") -> dict[str, float]:
 
 
 def _parts(report: Report) -> Iterator[Mapping[str, float]]:
-    """Yield the time per step by group of phases in parts of the run with about as many steps each."""
+    """Yield the time per step by group of phases in parts of the run with about equal numbers of steps."""
     done, steps, spent = 0, 0, defaultdict[str, float](float)
     steady = sum(span.steps for span in report.spans) - _WARM_UP_STEPS
     for span in report.spans if steady > 0 else ():
@@ -246,20 +246,20 @@ def _show(value: Any) -> str:
 
 
 def render_comparison(comparison: Comparison, confirmation: str | None = None) -> str:
-    """Return the comparison as text of at most 100 columns; ``confirmation`` is what :func:`confirm` has returned."""
+    """Return the comparison as text of at most 100 columns; ``confirmation`` is the result of :func:`confirm`."""
     lines = [headline(comparison), *details(comparison, confirmation)]
     return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 
 def comparison_markdown(comparison: Comparison, confirmation: str | None = None) -> str:
-    """Return the comparison for a pull request."""
+    """Return the comparison as Markdown for a pull request."""
     verdict, separator, numbers = headline(comparison).partition(": ")
     lines = [f"**{escape_markdown(verdict)}{separator.strip()}** {escape_markdown(numbers)}", ""]
     return "\n".join([*lines, *(f"- {escape_markdown(line)}" for line in details(comparison, confirmation))]).rstrip()
 
 
 def headline(comparison: Comparison) -> str:
-    """Return the result in one line: of the change that was tested, or of the runs as they are."""
+    """Return the result in one line: of the tested change, or of the runs as they are."""
     verdict = "NO SLOWER" if comparison.verdict == "same" else comparison.verdict.replace("_", " ").upper()
     old_s, new_s = comparison.old_step_s, comparison.new_step_s
     slowdown, low, high = comparison.slowdown, comparison.slowdown_low, comparison.slowdown_high
@@ -286,7 +286,7 @@ def _interval(comparison: Comparison) -> str:
 
 
 def details(comparison: Comparison, confirmation: str | None = None) -> list[str]:
-    """Return what stands below the headline."""
+    """Return the lines below the headline."""
     is_test = comparison.verdict != "not_comparable"
     named = {change.setting for change in comparison.followed} if is_test else {*_MUST_MATCH}
     advised = () if is_test else comparison.followed
@@ -300,7 +300,7 @@ def details(comparison: Comparison, confirmation: str | None = None) -> list[str
 
 
 def is_of_one_run(folder: str | os.PathLike[str]) -> bool:
-    """Return whether the next run has another folder, as Lightning's loggers name them."""
+    """Return whether the next run gets another folder, by the names that Lightning's loggers use."""
     return os.path.basename(os.path.normpath(folder)).startswith("version_")
 
 
@@ -312,7 +312,7 @@ def earlier_report(folder: str | os.PathLike[str]) -> Report | None:
         others = matching(os.path.dirname(here.rstrip("/")), f"version_*/{FILE_NAME}")
         others.sort(key=last_modified, reverse=True)
     for file in (os.path.join(here, FILE_NAME), os.path.join(here, PREVIOUS_NAME), *others):
-        with contextlib.suppress(ReportError):  # none there, of a newer version, or not ours: nothing to compare with
+        with contextlib.suppress(ReportError):  # missing, of a newer version, or not ours: nothing to compare with
             report = load_report(file)
             if report.is_finished:
                 return report
@@ -331,7 +331,7 @@ def confirm(new: Report, old: Report) -> str | None:
     phase = cause_phase(old)
     if phase is None or not _phase_per_step(phase, new) < _CHANGED * _phase_per_step(phase, old):
         return None
-    if phase in PAUSES:  # no part of a steady step, so only the whole run shows it
+    if phase in PAUSES:  # not part of a steady step, so only the whole run shows it
         if not new.wall_s:
             return None
         speedup = (old.wall_s / max(1, old.steps)) / (new.wall_s / max(1, new.steps)) - 1
@@ -356,7 +356,7 @@ def _faster(speedup: float) -> str:
 
 
 def _phase_per_step(phase: str, report: Report) -> float:
-    # Waiting for other ranks is only booked in parts, by what it held up.
+    # Waiting for other ranks is recorded only in parts, by what it held up.
     parts = [name for name in report.phase_s if name == phase or base_phase(name) == phase == RANK_WAIT]
     return sum(report.phase_s[name] for name in parts) / max(1, report.steps)
 

@@ -1,4 +1,4 @@
-"""The GPUs of a job as a table: a line for each GPU, or for each node, and what stands out from the rest."""
+"""The GPUs of a job as a table: a line for each GPU or node, and the GPUs that stand out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.units import number_ranges, printable
 
-# Our default: what fits on a screen beside the rest of the report. 16 GPUs are two machines of eight.
+# Our default: this fits on a screen next to the rest of the report. 16 GPUs are two machines of eight.
 _MAX_ROWS = 16
 _MAX_OUTLIERS = 8
 _MAX_ERRORS = 5
@@ -19,7 +19,7 @@ _MAX_NODES_NAMED = 8
 # Iglewicz and Hoaglin, How to Detect and Handle Outliers (1993): a modified z-score above 3.5, where 1.4826 times the
 # median absolute deviation estimates the standard deviation.
 _MAX_DEVIATIONS = 3.5 * 1.4826
-# Our default: less than 10 percentage points, 10 degrees, or 10 % of the median away from it is not worth a mark.
+# Our default: a distance from the median below 10 percentage points, 10 degrees, or 10 % of it is not worth a mark.
 _MARGIN = 10.0
 
 
@@ -27,7 +27,7 @@ class _Column(NamedTuple):
     title: str
     unit: str
     field: str
-    of_node: bool = True  # also in lines about a node
+    of_node: bool = True  # also shown in lines about a node
     compared: bool = True  # a GPU can stand out by it
     is_shown: Callable[[Sequence[float]], object] = bool  # by the known values
 
@@ -36,13 +36,13 @@ class _Column(NamedTuple):
         return [value / 2**30 for value in known] if self.unit == "GiB" else known
 
     def range(self, gpus: Iterable[GpuSummary]) -> str:
-        """Return minimum, median and maximum, or the one number that they are; ``"?"`` if nothing is known."""
+        """Return minimum, median and maximum, or one number if they are equal; ``"?"`` if nothing is known."""
         values = self.values(gpus)
         texts = [self.text(value) for value in (min(values), median(values), max(values))] if values else ["?"]
         return "/".join(texts if len({*texts}) > 1 else texts[:1])
 
     def text(self, value: float) -> str:
-        if abs(value) >= 1e6:  # which no GPU has, but a file may
+        if abs(value) >= 1e6:  # no GPU has that, but a file may
             return f"{value:.0e}"
         return f"{value:.1f}" if self.unit == "GiB" and value < 99.95 else f"{value:.0f}"
 
@@ -65,19 +65,19 @@ _COLUMNS = (
 
 class _Compared(NamedTuple):
     gpu: GpuSummary
-    excess: dict[_Column, float]  # distance from the median, in multiples of what counts, where it stands out
+    excess: dict[_Column, float]  # where it stands out: distance from the median, in multiples of the limit
 
     @property
     def oddness(self) -> float:
         return max([math.inf if self.gpu.errors else 0.0, *map(abs, self.excess.values())])
 
 
-# Of a table: the first cells, the GPUs that it is about, and what follows behind the last cell.
+# A line of a table: the first cells, the GPUs that it is about, and the text after the last cell.
 _Line = tuple[list[str], list[_Compared], str]
 
 
 def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
-    """Return what a report says of the GPUs: a table of at most 100 columns, and sentences; ``full``: a line a GPU."""
+    """Return a report's lines on the GPUs: a table of at most 100 columns, and sentences; ``full``: a line per GPU."""
     columns = [column for column in _COLUMNS if column.is_shown(column.values(gpus))]
     compared = _compare(gpus, columns)
     nodes = len({gpu.node for gpu in gpus})
@@ -121,7 +121,7 @@ def _gpu_line(one: _Compared, heads: int) -> _Line:
 
 
 def _node_lines(compared: Sequence[_Compared]) -> list[_Line]:
-    """Return a line for each node; of many nodes those where a GPU stands out, and one for the rest."""
+    """Return a line for each node; with many nodes, those where a GPU stands out, and one for the rest."""
     nodes: dict[str, list[_Compared]] = {}
     for one in sorted(compared, key=lambda one: one.gpu.node):
         nodes.setdefault(f"{one.gpu.node}", []).append(one)
@@ -135,7 +135,7 @@ def _node_lines(compared: Sequence[_Compared]) -> list[_Line]:
 
 
 def _table(heads: Sequence[str], columns: Sequence[_Column], lines: Sequence[_Line]) -> list[str]:
-    """Return a table whose cells are aligned to the right, but for the star behind them."""
+    """Return a table whose cells are right-aligned, except for the star after them."""
     rows = [[*heads, *(column.title for column in columns)], ["" for _ in heads] + [column.unit for column in columns]]
     for head, inside, _ in lines:
         gpus = [one.gpu for one in inside]
@@ -148,7 +148,7 @@ def _table(heads: Sequence[str], columns: Sequence[_Column], lines: Sequence[_Li
 
 
 def _outliers(compared: Sequence[_Compared]) -> list[str]:
-    """Return the GPUs that stand out, by name and why: those with the same reasons in one line."""
+    """Return the GPUs that stand out, with reasons; GPUs with the same reasons share a line."""
     alike: defaultdict[tuple[object, ...], list[_Compared]] = defaultdict(list)
     for one in compared:
         if one.excess:
@@ -171,7 +171,7 @@ def _outliers(compared: Sequence[_Compared]) -> list[str]:
 
 
 def _products(gpus: Sequence[GpuSummary]) -> list[str]:
-    """Return which GPU is of which product if there are several; a single one is in the first line of the report."""
+    """Return the product of each GPU if there are several; a single one is in the first line of the report."""
     by_name: defaultdict[str, list[GpuSummary]] = defaultdict(list)
     for gpu in gpus:
         by_name[printable(gpu.name or "unknown")].append(gpu)
@@ -192,7 +192,7 @@ def _errors(gpus: Sequence[GpuSummary], full: bool) -> list[str]:
 
 
 def _names(gpus: Sequence[GpuSummary], everyone: Sequence[GpuSummary]) -> str:
-    """Return what to call some of a job's GPUs: ``GPU 3``, ``node 2 GPUs 0 to 7``, ``9 GPUs on nodes 3 to 6``."""
+    """Return a name for some of a job's GPUs: ``GPU 3``, ``node 2 GPUs 0 to 7``, ``9 GPUs on nodes 3 to 6``."""
     by_node: defaultdict[int, list[int]] = defaultdict(list)
     for gpu in gpus:
         by_node[gpu.node].append(gpu.index)

@@ -1,4 +1,4 @@
-"""Text and tables as HTML. Whatever is passed is text, and nothing in it is markup."""
+"""Text and tables as HTML. All input is text, and nothing in it is markup."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_gpu_tools.units import printable
 
 _MAX_TEXT = 1000
 _MAX_LINES = 40  # our default: a longer table is folded
-_LONG = 24  # a text, which wraps, and not a number
+_LONG = 24  # characters; a longer cell is text that wraps, not a number
 
 
 class Bar(NamedTuple):

@@ -46,7 +46,7 @@ _MAX_ACCOUNTS = 8  # of memory: those of the fullest GPUs
 
 
 def save_page(report: Report, folder: str | os.PathLike[str]) -> Path:
-    """Write ``gpu_report.html``, completely or not at all, and return its path; an OSError goes through."""
+    """Write ``gpu_report.html`` completely or not at all, and return its path; an OSError propagates."""
     target = Path(folder) / PAGE_NAME
     with replacing(str(target)) as file:
         file.write(render_page(report).encode())
@@ -81,7 +81,7 @@ def render_page(report: Report, against: Report | None = None, max_slowdown: flo
     )
 
 
-# Its own scripts and styles are all that it may use, so that nothing is loaded from anywhere.
+# The page may use only its own scripts and styles, so that nothing is loaded from anywhere.
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -123,7 +123,7 @@ td.text { white-space: normal; min-width: 10rem; overflow-wrap: anywhere; }
 .scale { width: 10rem; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; padding: 0; margin: .2rem 0; }
 """
-# Shows the lines of the GPU that is chosen.
+# Shows the lines of the chosen GPU.
 _CHOICE = """
 for (const data of document.querySelectorAll("script[data-of]")) {
   const series = JSON.parse(data.textContent)
@@ -170,7 +170,7 @@ def _article(report: Report, charts: Charts, title: str) -> str:
 
 
 def _steps(report: Report, against: Report, of: str) -> str:
-    """Return where the time of a step went in two runs."""
+    """Return a table of where the time of a step went in two runs."""
     before, now = steady_phase_s(against, of), steady_phase_s(report, of)
     lines = []
     for group in sorted({*before, *now}, key=lambda one: -max(before.get(one, 0.0), now.get(one, 0.0))):
@@ -237,7 +237,7 @@ def _size(size_bytes: int | None) -> str:
     return "" if size_bytes is None else format_bytes(size_bytes)
 
 
-# Of the table of GPUs; an empty column is left out.
+# Columns of the table of GPUs; an empty column is left out.
 _COLUMNS: dict[str, Callable[[GpuSummary], str]] = {
     "GPU": gpu_label,
     "name": lambda gpu: gpu.name or gpu.uuid,

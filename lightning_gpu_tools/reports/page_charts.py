@@ -1,4 +1,4 @@
-"""The charts of a report's page: made by Bokeh, each with what a reader needs who cannot see it."""
+"""The charts of a report's page, made by Bokeh, each with what readers need who cannot see it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from lightning_gpu_tools.reports.text import gpu_label, phase_groups
 
 # Okabe and Ito's, distinguishable with every common color blindness; the lines differ in dashes, too.
 _LINE_STYLES = (("#000000", "solid"), ("#D55E00", "dashed"), ("#0072B2", "dotdash"), ("#CC79A7", "dotted"))
-# A chart's values are in a table, too, as means over this many parts of the run.
+# A table repeats a chart's values, as means over this many parts of the run.
 _PARTS = 10
-# Our default for the points of a metric of all GPUs that can be chosen: 300 kB.
+# Our default for the points of one metric, over all GPUs that can be chosen: 300 kB.
 _MAX_POINTS = 16_000
-_ROW_PIXELS, _ROWS_PIXELS = 26, 900  # of one row, and at most of all
+_ROW_PIXELS, _ROWS_PIXELS = 26, 900  # height of one row, and at most of all rows
 
 
 class Charts:
-    """The charts of one run as HTML, with marks in the places of the plots; the prefix is that of the run's names.
+    """The charts of one run as HTML, with marks in place of the plots; the run's names begin with ``prefix``.
 
-    Those of ``other``, which is shown next to it, have the same time axis and the same order of phases.
+    The charts of ``other``, which is shown next to it, have the same time axis and the same order of phases.
     """
 
     def __init__(self, report: Report, prefix: str, other: Report | None = None) -> None:
@@ -64,7 +64,7 @@ class Charts:
         self._phases = ColumnDataSource(steps)
 
     def phases(self) -> str:
-        """Return what the time was spent on."""
+        """Return a chart of where the time went."""
         plot = self._plot("time (%)", 260, y_range=(0, 100))
         self._draw_phases(plot)
         shares = {
@@ -81,7 +81,7 @@ class Charts:
         return self._figure("phases", plot, "What the time was spent on, over the run", legend)
 
     def rows(self, metric: str, shown: Sequence[Row]) -> str:
-        """Return rows of colors."""
+        """Return a chart with rows of colors."""
         parts = [strip for row in shown for strip in row.strips]
         pixels = min(_ROW_PIXELS * len(shown), _ROWS_PIXELS)
         plot = self._plot("", pixels + 70, y_range=(len(shown), 0))
@@ -104,7 +104,7 @@ class Charts:
         return self._figure(f"rows of {metric}", plot, rows_title(shown, metric), _SCALE, values)
 
     def lines(self, metric: str, gpus: Sequence[GpuSummary], *, chosen: bool = False) -> str:
-        """Return a line for each of at most four GPUs, or of the one that was chosen."""
+        """Return a chart with a line for each of at most four GPUs, or for the chosen one."""
         label, divisor, height = LINES[metric]
         is_percent = metric == "utilization_percent"
         plot = self._plot(label, height, **({"y_range": (0, 103)} if is_percent else {}))
@@ -132,7 +132,7 @@ class Charts:
         return self._figure(metric, plot, title, _legend(legend), self._table_of_parts(label, means))
 
     def choice(self, gpus: Sequence[GpuSummary]) -> str:
-        """Return what chooses the GPU whose lines are shown, with the values of each."""
+        """Return a selector of the GPU whose lines are shown, with the values of each GPU."""
         max_points = max(100, _MAX_POINTS // len(gpus))
         series = [
             {f"{self._prefix}-{metric}": self._values(gpu, metric, max_points) for metric in LINES} for gpu in gpus
@@ -146,7 +146,7 @@ class Charts:
         )
 
     def torch_memory(self, account: MemoryAccount) -> str:
-        """Return what torch used the memory of a GPU for."""
+        """Return a chart of torch's use of a GPU's memory."""
         plot = self._plot(LINES["memory_used_bytes"].label, 240)
         x = np.array([point.time_s / self._unit.seconds for point in account.timeline], np.float32)
         bands = torch_bands(account)
@@ -168,7 +168,7 @@ class Charts:
             y_axis_label=label,
             tools="xbox_zoom,xpan,xwheel_zoom,reset,save",
             active_drag="xbox_zoom",
-            min_border_left=90,  # so that charts with long and short labels begin below each other
+            min_border_left=90,  # aligns charts with long and short labels
             min_border_right=10,
         )
         plot.toolbar.logo = None
@@ -196,7 +196,7 @@ class Charts:
     def _values(
         self, gpu: GpuSummary, metric: str, max_points: int | None = None
     ) -> tuple[float, float, list[float | None]]:
-        """Return where a line begins on the axis, the distance of its points, and their values."""
+        """Return the start of a line on the axis, the distance between its points, and their values."""
         series = gpu.timelines.get(metric)
         if series is None:
             return 0.0, 1.0, []

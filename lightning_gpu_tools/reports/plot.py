@@ -37,16 +37,16 @@ from lightning_gpu_tools.units import format_bytes, format_duration, printable
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Lines differ in dashes as well as in shade, so that they can be told apart in print.
+# Lines differ in dashes as well as in shade, so that they are distinguishable in print.
 _LINE_STYLES = (("#000000", "-"), ("#000000", ":"), ("#777777", "-"), ("#777777", "--"))
-_MAX_POINTS = 600  # of a line; with more, four of them hide each other
-# In inches: one row, all rows at most, a line of text.
+_MAX_POINTS = 600  # of a line; with more, four lines hide each other
+# In inches: one row, at most all rows, a line of text.
 _ROW, _ROWS, _TEXT = 0.28, 7.0, 0.17
 # Distinguishable with every common color blindness, and equal steps look equal (Nunez, Anderton and Renslow, 2018).
 _COLORS = "cividis"
-# Not the user's own style. Text may hold dollar signs, which are not meant as mathematics.
+# Not the user's own style. Dollar signs in texts are not meant as mathematics.
 _STYLE: list[Any] = ["default", {"text.parse_math": False}]
-# Beside the data, never on it.
+# Next to the data, never on it.
 _LEGEND: dict[str, Any] = {
     "loc": "upper left",
     "bbox_to_anchor": (1.0, 1.0),
@@ -57,10 +57,10 @@ _LEGEND: dict[str, Any] = {
 
 
 def save_plot(report: Report, folder: str | os.PathLike[str]) -> Path:
-    """Draw the report into ``gpu_report.png``, completely or not at all, and return its path; an OSError goes through.
+    """Draw the report into ``gpu_report.png`` completely or not at all, and return its path; an OSError propagates.
 
-    From top to bottom: where the wall time went, how busy the GPUs were, memory, power. Up to four GPUs are lines; more
-    are rows of colors.
+    Its panels show, from top to bottom, where the wall time went, GPU utilization, memory, and power. Up to four GPUs
+    are lines; more are rows of colors.
     """
     target = Path(folder) / PLOT_NAME
     with style.context(_STYLE), replacing(str(target)) as file:
@@ -85,7 +85,7 @@ def _draw(report: Report) -> Figure:
 
 
 def _panels(report: Report) -> Iterator[tuple[Any, ...]]:
-    """Yield the panels from top to bottom: height in inches, what draws it, and of what."""
+    """Yield the panels from top to bottom: height in inches, drawing function, and its arguments."""
     labels = sum(band.is_visible for band in phase_bands(report))
     yield max(1.4, _TEXT * labels), _draw_where_time_went
     gpus = [gpu for gpu in report.gpus if gpu.timelines]
@@ -127,7 +127,7 @@ def _draw_lines(axis: Axes, report: Report, metric: str, gpus: Sequence[GpuSumma
     if metric == "utilization_percent":
         _draw_phases(axis, report, alpha=0.2)
     account = torch_account(report)
-    if metric == "memory_used_bytes" and account is not None:  # what the driver says is drawn over it
+    if metric == "memory_used_bytes" and account is not None:  # the driver's values are drawn over it
         times = [point.time_s / unit.seconds for point in account.timeline]
         for band in torch_bands(account):
             axis.fill_between(times, band.bottom, band.top, color=band.color, alpha=0.6, linewidth=0, label=band.label)

@@ -1,4 +1,4 @@
-"""The report of a training run as data. docs/report_schema.md describes it as it is in JSON."""
+"""The report of a training run as data. docs/report_schema.md describes its JSON form."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FILE_NAME = "gpu_report.json"
 PREVIOUS_NAME = "gpu_report.previous.json"
 PLOT_NAME = "gpu_report.png"
 PAGE_NAME = "gpu_report.html"
-# Where a run has no folder of its own, as with logger=False, its report has one.
+# The report's folder if the run has none of its own, as with logger=False.
 FOLDER_NAME = "gpu_report"
-# How an outcome begins: of a run that goes on, and of one that has left no other.
+# The first words of an outcome: of a run that is still going, and of one that left no other.
 RUNNING, CUT_OFF = "running", "cut off"
 
 
@@ -31,15 +31,15 @@ class LoaderSummary:
     """The result of NumWorkersFinder.
 
     Attributes:
-        users: The original settings; ``None`` if the loader is not a torch DataLoader.
-        settings: The settings found.
-        applied: Whether they were in use at the end.
-        confirmed: Whether they were as good in the first hundred steps of their use.
-        reason: Why, with numbers.
-        users_batches_per_s: Speed of loader and step together with the original settings.
+        users: Original settings; ``None`` if the loader is not a torch DataLoader.
+        settings: Settings found by the search.
+        applied: Whether these were in use at the end.
+        confirmed: Whether they were as good in their first hundred steps of use.
+        reason: Reason for the result, with numbers.
+        users_batches_per_s: Speed of loader and step together, with the original settings.
         batches_per_s: Speed with the settings found.
-        wait_share: Share of the time in which training waited for data with them.
-        seconds: How long the search took.
+        wait_share: Share of time in which training waited for data, with the settings found.
+        seconds: Duration of the search.
     """
 
     users: Mapping[str, Any] | None
@@ -54,7 +54,7 @@ class LoaderSummary:
 
 
 def summarize(result: LoaderResult) -> LoaderSummary:
-    """Return what a report keeps of a search."""
+    """Return the summary of a search that a report keeps."""
     before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
     return LoaderSummary(
         users=None if result.original is None else dataclasses.asdict(result.original),
@@ -71,48 +71,48 @@ def summarize(result: LoaderResult) -> LoaderSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The report of one fit. ``None`` = unknown, or there is none.
+    """The report of one fit. ``None`` = unknown or absent.
 
     Attributes:
-        outcome: ``"completed"``, or for example ``"stopped by KeyError at step 812"``; in a file that was written
-            meanwhile ``"running"``, which ``load_report`` turns into ``"running: step 812 so far"`` or, if the process
-            is gone, ``"cut off after step 812"``.
-        started_at: ISO 8601, UTC.
-        steps: Training steps.
+        outcome: ``"completed"``, or for example ``"stopped by KeyError at step 812"``. A file written during the run
+            has ``"running"``, which ``load_report`` turns into ``"running: step 812 so far"`` or, if the process has
+            ended, ``"cut off after step 812"``.
+        started_at: Start time, ISO 8601, UTC.
+        steps: Number of training steps.
         wall_s: Wall time of training; ``phase_s`` adds up to it.
         phase_s: Wall time by phase; see docs/report_schema.md.
-        step_s_median: Median time of a step after the warm-up, without validation, checkpoints and starting epochs.
+        step_s_median: Median step time after the warm-up, without validation, checkpoints and epoch starts.
         diagnosis: Verdict and findings.
-        gpus: The monitored GPUs.
-        gpu_note: Why there are none, or what could not be read.
-        step_s_p95: 95th percentile of the same steps.
-        step_s_max: The longest of them.
-        samples_per_s: Samples of all ranks per second of the same steps.
+        gpus: Monitored GPUs.
+        gpu_note: Reason why there are none, or what could not be read.
+        step_s_p95: 95th percentile of the same step times.
+        step_s_max: Longest of the same step times.
+        samples_per_s: Samples of all ranks per second, over the same steps.
         step_s_blocks: Mean time per step in each of at most 128 consecutive blocks of steady steps, without validation
             and checkpoints. Their spread is the run's own noise.
-        monitor_us_per_step: What this package added to each step at least, in microseconds: its wrappers in the
-            training thread, measured in warm caches, and its own work there.
+        monitor_us_per_step: Least time that this package added to each step, in microseconds: its wrappers in the
+            training thread, measured with warm caches, and its own work there.
         monitor_thread_us_per_step: CPU time of its background threads per step, in microseconds.
-        confirmation: The measured result of following the previous run's advice.
-        core_wait_share: Fraction of the steady steps in which the training thread could run and had no core.
-        others_cores: How many of this job's cores other programs kept busy, on average.
-        unseen: What could not be measured with this kernel, driver, Lightning or torch, or was refused; its time counts
-            toward the phase around it.
-        spans: The phases over time, in at most 401 parts.
-        lines: The source lines at which the training thread of rank 0 and the workers of its loader were seen, at most
+        confirmation: Measured result of following the previous run's advice.
+        core_wait_share: Fraction of the steady steps in which the training thread was runnable but had no core.
+        others_cores: Mean number of this job's cores that other programs kept busy.
+        unseen: Facts that could not be measured with this kernel, driver, Lightning or torch, or were refused; their
+            time counts toward the surrounding phase.
+        spans: Phases over time, in at most 401 parts.
+        lines: Source lines at which the training thread of rank 0 and the workers of its loader were sampled, at most
             1,000, most frequent first.
-        gpu_step_s: How long the GPU works on a training step, by part; without the parts of which that is unknown.
-        ranks: The steps of each rank that reported; empty with one rank.
-        memory: What the memory of each GPU of the training was used for.
-        allocator_failures: How often torch's allocator ran out of memory on rank 0 and the run went on: the program or
-            cuDNN caught the error, or a search for the largest batch size provoked it.
+        gpu_step_s: GPU time of a training step, by part; parts whose time is unknown are absent.
+        ranks: Steps of each rank that reported; empty with one rank.
+        memory: Use of the memory of each GPU of the training.
+        allocator_failures: Number of times that torch's allocator ran out of memory on rank 0 and the run went on: the
+            program or cuDNN caught the error, or a search for the largest batch size provoked it.
         stalls: Times in which the training made no progress, with the reason.
-        stall_note: Which of them may be missing.
-        failure: What ended the run and what to do, where more is known than its error.
-        loader: The result of NumWorkersFinder, if it finished.
-        settings: What two runs must share to be compared: CPU, accelerator, precision, batch size, loader, ...; model
-            and dataset show whether they are runs of the same program.
-        process: Who wrote the report.
+        stall_note: Stalls that may be missing.
+        failure: What ended the run and what to do, if more is known than its error.
+        loader: Result of NumWorkersFinder, if it finished.
+        settings: Settings that two runs must share to be compared: CPU, accelerator, precision, batch size, loader,
+            ...; model and dataset show whether they are runs of the same program.
+        process: Process that wrote the report.
     """
 
     outcome: str

@@ -1,4 +1,4 @@
-"""Reports in files: found, read with what has become of the run, and written whole or not at all."""
+"""Report files: found, read with the current state of the run, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_gpu_tools.training.phases import UNEXPLAINED
 from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
-# Where a folder of runs has their reports: as deep as logs/name/version_0.
+# The places of reports in a folder of runs: as deep as logs/name/version_0.
 _BELOW = tuple("*/" * depth + FILE_NAME for depth in (1, 2, 3))
 _MAX_BYTES = 32 << 20  # a report of 8,192 GPUs has 25 MiB
 # The report of a run is written at least this often while it runs.
@@ -32,10 +32,10 @@ _MAX_SILENCE_S = 3 * WRITE_EVERY_S
 
 
 def load_report(path: str | os.PathLike[str]) -> Report:
-    """Return the report in a file, or the one of a folder: its own ``gpu_report.json``, or else the newest one below.
+    """Return the report in a file or a folder: the folder's own ``gpu_report.json``, or else the newest one below it.
 
     Args:
-        path: A file or a folder, local or a URL such as ``s3://bucket/run``, for which its fsspec package is needed.
+        path: A file or a folder, local or a URL such as ``s3://bucket/run``, which needs its fsspec package.
 
     Raises:
         ReportError: There is no report, it cannot be read, it is from a newer version of this package, or it is forged.
@@ -43,7 +43,7 @@ def load_report(path: str | os.PathLike[str]) -> Report:
     file = find_report(path)
     try:
         status = files.status(file)
-        if status.kind != "file":  # would wait for a writer, or never end
+        if status.kind != "file":  # reading would wait for a writer, or never end
             raise ValueError("it is not a file; save its content to one first")
         if status.size_bytes > _MAX_BYTES:
             raise ValueError(f"it is larger than {format_bytes(_MAX_BYTES)}, the limit for a report")
@@ -59,14 +59,14 @@ def load_report(path: str | os.PathLike[str]) -> Report:
 
 
 def find_report(path: str | os.PathLike[str]) -> str:
-    """Return the file that :func:`load_report` reads; ``ReportError`` if a folder has none."""
+    """Return the file that :func:`load_report` reads; raise ``ReportError`` if a folder has none."""
     folder = os.fspath(path)
     try:
         if files.status(folder).kind != "folder":
             return folder
         own = os.path.join(folder, FILE_NAME)
         found = [own] if files.exists(own) else files.matching(folder, *_BELOW)
-    except (OSError, ValueError, ImportError) as error:  # no such file, no such protocol, its package is missing
+    except (OSError, ValueError, ImportError) as error:  # no such file, no such protocol, or its package is missing
         raise _unreadable(folder, error) from None
     if not found:
         raise ReportError(f"There is no {FILE_NAME} in {printable_path(folder)} or below it. Pass the file itself.")
@@ -75,13 +75,13 @@ def find_report(path: str | os.PathLike[str]) -> str:
 
 def _unreadable(path: str, error: Exception) -> ReportError:
     reason = (error.strerror if isinstance(error, OSError) else None) or printable(error)
-    if isinstance(error, FileNotFoundError):  # whose text some file systems leave out
+    if isinstance(error, FileNotFoundError):  # some file systems leave out its text
         reason = os.strerror(errno.ENOENT)
     return ReportError(f"Cannot read a report from {printable(repr(path), 300)}: {reason}.")
 
 
 def _stall_at_last(report: Report, file: str | None) -> list[Stall]:
-    """Return the stall of a run that could not write its report any more, because C code holds Python's lock."""
+    """Return the stall of a run that could no longer write its report, because C code holds Python's lock."""
     found = None if file is None else held_in(Path(file).parent, report.process)
     if found is None or is_excused(found[0].stack):
         return []
@@ -108,10 +108,10 @@ def _outcome_now(report: Report, age_s: float | None) -> str:
 
 
 class ReportFile:
-    """The ``gpu_report.json`` of one run in a folder or at a URL, which may be written again and again.
+    """The ``gpu_report.json`` of one run in a folder or at a URL, which may be written repeatedly.
 
-    What another run has left there is kept as ``gpu_report.previous.json``, but the report of a run that was cut off
-    never takes the place of one that is finished.
+    A report that another run has left there is kept as ``gpu_report.previous.json``. The report of a run that was cut
+    off never replaces a finished one.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -121,17 +121,17 @@ class ReportFile:
         self._writing = threading.Lock()
 
     def save(self, report: Report) -> str:
-        """Write the report, completely or not at all, and return its path.
+        """Write the report completely or not at all, and return its path.
 
         Raises:
-            OSError: The folder is not writable, or the disk does not answer, so that another thread is still writing.
+            OSError: The folder is not writable, or another thread is still writing because the disk does not answer.
         """
         if not self._writing.acquire(blocking=False):
             raise TimeoutError("the disk does not answer")
         try:
             with files.writing(self.path) as file:
                 file.write(to_json(report).encode())
-                file.flush()  # a full disk shows here, before the former report takes the place of the one before it
+                file.flush()  # a full disk fails here, before the former report replaces the previous one
                 self._keep_former()
             self._written = files.status(self.path).content
         finally:
@@ -144,12 +144,12 @@ class ReportFile:
             if files.status(self.path).content == self._written:
                 return
             if _is_finished(self.path) or not files.exists(previous) or not _is_finished(previous):
-                with files.writing(previous) as file:  # a copy, so that there is a report at every moment
+                with files.writing(previous) as file:  # a copy, so that a report exists at every moment
                     file.write(files.read(self.path))
 
 
 def _is_finished(path: str) -> bool:
     try:
         return load_report(path).is_finished
-    except ReportError:  # of a newer version, or not ours: not to be lost
+    except ReportError:  # of a newer version, or not ours: keep it
         return True

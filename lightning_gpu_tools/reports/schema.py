@@ -27,11 +27,11 @@ def to_json(report: Report) -> str:
 
 
 def as_json(data: Mapping[str, Any]) -> str:
-    """Return plain data like :func:`to_json`, one line a field."""
+    """Return plain data in the format of :func:`to_json`, one line per field."""
     compact = functools.partial(json.dumps, separators=(",", ":"))
 
     def written(value: Any) -> str:
-        # Item by item: json.dumps of a thousand GPUs at once would hold Python's lock from the training for 30 ms.
+        # Item by item: json.dumps of a thousand GPUs at once would keep Python's lock from the training for 30 ms.
         items = isinstance(value, (list, tuple))
         return f"[{','.join(compact(_finite(item)) for item in value)}]" if items else compact(_finite(value))
 
@@ -52,7 +52,7 @@ def from_json(text: str, source: str = "the text") -> Report:
     """Return the report that :func:`to_json` wrote; unknown fields are ignored. ``source`` names it in errors.
 
     Raises:
-        ReportError: It is no report, was written by a newer version of this package, or holds a wrong type, a number
+        ReportError: It is not a report, was written by a newer version of this package, or has a wrong type, a number
             that is not finite, a negative time, or too many items.
     """
     try:
@@ -84,7 +84,7 @@ def from_json(text: str, source: str = "the text") -> Report:
     )
 
 
-# Where to_json writes null for infinity and NaN.
+# The fields where to_json writes null for infinity and NaN.
 _AS_WRITTEN = {"ceiling": float | None, "ceiling_lower": float | None, "evidence": Mapping[str, Any]}
 
 
@@ -93,7 +93,7 @@ class _Point(NamedTuple):
     value: float
 
 
-# In schema version 1 timelines were lists of points.
+# In schema version 1, timelines were lists of points.
 _AS_ONCE_WRITTEN = {"timelines": Mapping[str, Sequence[_Point]]}
 _SHORTEST_S = 1e-9  # the resolution of time.perf_counter_ns; no quotient of two such times overflows
 

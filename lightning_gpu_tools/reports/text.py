@@ -1,6 +1,6 @@
 """The report of a training run as text for the terminal, and as Markdown for a pull request.
 
-A report may come from a file that anyone has written, so each of its texts is made printable where it is inserted.
+A report may come from a file written by anyone, so each of its texts is made printable where it is inserted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 _WIDTH = 100
 _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
-# Of a report that is not full. After training, where the files are follows within 80 lines.
+# For a report that is not full. After training, the paths of the files follow within 80 lines.
 _MAX_LINES = 76
 _MAX_NAMES = 6
 _MAX_PROCESSES = 4
@@ -33,12 +33,12 @@ _MIN_PART = 0.02
 _MAX_SOURCE_LINES = 10  # of a phase
 LINE_COLUMNS = ("phase", "of its time", "line", "samples")  # of line_rows
 _MIN_OTHERS_CORES = 0.2  # our default: with less, the other programs are the system's own
-# What Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
+# Text that Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
 _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
 
 def render_text(report: Report, *, full: bool = False) -> str:
-    """Return the report in less than 80 lines of at most 100 columns; ``full``: everything, in any number of lines."""
+    """Return the report in fewer than 80 lines of at most 100 columns; ``full``: everything, in any number of lines."""
     diagnosis = report.diagnosis
     paragraphs = {
         "Run": run_header(report),
@@ -104,7 +104,7 @@ def _sentences(report: Report, full: bool) -> Iterator[str]:
     yield from gpu_lines(report.gpus, full=full)
     if report.gpu_note:
         yield report.gpu_note
-    if diagnosis.verdict != "out_of_memory":  # whose next step says so already
+    if diagnosis.verdict != "out_of_memory":  # then the next step already says so
         yield from (finding.advice for finding in diagnosis.findings if finding.cause == "memory_growth")
     if failures:
         yield f"torch's allocator failed {failures} time{'s' * (failures > 1)}, and the run went on."
@@ -118,7 +118,7 @@ def _sentences(report: Report, full: bool) -> Iterator[str]:
         residual = diagnosis.gpu_idle_residual_percent
         doubt = f" The driver reports {residual:.0f} % less idle time, so trust these less." if residual >= 1 else ""
         yield f"GPU idle, of the wall time: {', '.join(idle)}.{doubt}"
-    # By the GPU's clock; the tree has the host's, which runs ahead.
+    # By the GPU's clock; the tree uses the host's, which runs ahead.
     total_s = sum(report.gpu_step_s.values())
     parts = [
         f"{printable(phase.partition('/')[2])} {format_duration(part_s)}"
@@ -147,7 +147,7 @@ def _rank_line(report: Report) -> Iterator[str]:
     wait_s = mean_wait_s(report.ranks)
     waits = "" if wait_s is None else f" On average a rank waits {format_duration(wait_s)} per step for others."
     apart = [part for part in ("forward", "backward", "optimizer") if part not in rank.phase_s]
-    outside = f" outside {' and '.join(apart)}" if apart else ""  # where ranks wait for each other as well
+    outside = f" outside {' and '.join(apart)}" if apart else ""  # ranks wait for each other there as well
     yield (
         f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step"
         f"{outside}, {format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
@@ -172,7 +172,7 @@ def verdict_label(diagnosis: Diagnosis) -> str:
 
 
 def run_header(report: Report) -> str:
-    """Return what ran, how long, where and with which versions, as far as it is known."""
+    """Return what ran, how long, where and with which versions, as far as known."""
     settings = {name: printable(value) for name, value in report.settings.items() if value is not None}
     gpus = sorted({printable(gpu.name) for gpu in report.gpus if gpu.name})
     device = ", ".join(gpus) or settings.get("cpu") or settings.get("device")
@@ -188,7 +188,7 @@ def run_header(report: Report) -> str:
 
 
 def run_line(report: Report) -> str:
-    """Return how the run ended, and how long its steps took."""
+    """Return the outcome of the run, and the times of its steps."""
     parts = [printable(report.outcome)]
     if report.step_s_median:
         times = {"median": report.step_s_median, "p95": report.step_s_p95, "longest": report.step_s_max}
@@ -207,7 +207,7 @@ def stall_line(stall: Stall) -> str:
 
 
 def loader_line(loader: LoaderSummary) -> str:
-    """Return what the NumWorkersFinder found."""
+    """Return the result of NumWorkersFinder in words."""
     if loader.settings is None or not loader.seconds:
         return f"NumWorkersFinder: {loader.reason}"
     found = f"num_workers={printable(loader.settings.get('num_workers'))}"
@@ -219,7 +219,7 @@ def loader_line(loader: LoaderSummary) -> str:
 
 
 def measuring_lines(report: Report) -> list[str]:
-    """Return what could not be measured, and what measuring cost."""
+    """Return what could not be measured, and the cost of measuring."""
     lines = []
     if report.unseen:
         unseen = ", ".join(map(printable, report.unseen))
@@ -243,11 +243,11 @@ def phase_label(group: str) -> str:
     return PHASES[group].label if group in PHASES else printable(group)
 
 
-_LABELS = {IN_WORKER: "loading in a worker", SLOW_STEP: "slow steps"}  # of what only source lines have
+_LABELS = {IN_WORKER: "loading in a worker", SLOW_STEP: "slow steps"}  # of phases that only source lines have
 
 
 def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str, str]]:
-    """Return what a table of source lines has: phase, share of its samples, line, samples; the most sampled first."""
+    """Return the rows of a table of source lines: phase, share of its samples, line, samples; most sampled first."""
     samples: Counter[str] = Counter()
     for one in report.lines:
         samples[one.phase] += one.samples
@@ -273,7 +273,7 @@ def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def cause_phase(report: Report) -> str | None:
-    """Return the phase of the time tree that the first finding is about, if there is one."""
+    """Return the phase of the time tree that the first finding is about, if any."""
     if not report.diagnosis.findings:
         return None
     first = report.diagnosis.findings[0]
@@ -312,7 +312,7 @@ def _time_tree(report: Report, full: bool) -> list[str]:
     branches = []
     for group, parts in phase_groups(report.phase_s).items():
         named = [(name, seconds) for name, seconds in parts.items() if name]
-        if group == TRAINING_STEP and not full:  # named one by one where it is worth a line
+        if group == TRAINING_STEP and not full:  # its parts are named only if they are worth a line
             named = [(name, seconds) for name, seconds in named if seconds >= _MIN_PART * report.wall_s]
         leaves = [line(name, seconds, f"{group}/{name}") for name, seconds in _limited(named, _MAX_NAMES, full)]
         branches.append((line(phase_label(group), sum(parts.values()), group), leaves))
@@ -322,7 +322,7 @@ def _time_tree(report: Report, full: bool) -> list[str]:
 
 
 def _memory_trees(report: Report, full: bool) -> list[str]:
-    """Return what the memory of a GPU was used for; of several GPUs, that of the fullest, or of all of them."""
+    """Return the use of a GPU's memory; with several GPUs, that of the fullest, or of all of them if ``full``."""
 
     def share_used(account: MemoryAccount) -> float:
         return sum(account.parts_bytes.values()) / (account.total_bytes or math.inf)
@@ -367,7 +367,7 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
 
 
 def _limited(parts: list[tuple[str, float]], count: int, full: bool) -> list[tuple[str, float]]:
-    """Return at most so many parts, of which the last one stands for the rest."""
+    """Return at most ``count`` parts, or all if ``full``; the last one stands for the rest."""
     if full or len(parts) <= count:
         return parts
     rest = parts[count - 1 :]
@@ -375,7 +375,7 @@ def _limited(parts: list[tuple[str, float]], count: int, full: bool) -> list[tup
 
 
 def _in_tensors(account: MemoryAccount) -> list[str]:
-    """Return what was in tensors at the moments of a step, and in which phase the peak was."""
+    """Return the bytes in tensors at the moments of a step, and the phase of the peak."""
     moments = {"step_start": "when a step begins", "after_forward": "after forward", "after_backward": "after backward"}
     sizes = account.moments_bytes
     parts = [f"{format_bytes(sizes[name])} {label}" for name, label in moments.items() if name in sizes]

@@ -1,4 +1,4 @@
-"""Reads parsed JSON as objects of typed classes, and refuses what is forged."""
+"""A reader of parsed JSON as objects of typed classes, which refuses forged data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_NUMBER = 2**64
 _MAX_DEPTH = 8  # of settings and evidence, which are numbers, strings and lists of them
 # Places of times and rates, which are never negative.
 _OF_TIMES = re.compile(r"_s(_|$|[.\[])|(^|\.)seconds$")
-# By type: what json.loads returns for it, and its name in errors.
+# By type: the result of json.loads for it, and its name in errors.
 _IN_JSON: dict[Any, tuple[Any, str]] = {
     NoneType: (NoneType, "null"),
     bool: (bool, "true or false"),
@@ -36,10 +36,10 @@ def read(kind: Any, value: Any, kinds: Mapping[str, Any], place: str = "") -> An
 
     Args:
         kind: A dataclass, a named tuple (a list in JSON), ``Mapping[str, X]``, ``tuple[X, ...]``, ``Sequence[X]``,
-            ``Literal``, a union, ``str``, ``int``, ``float``, ``bool``, or ``Any`` for plain data of little depth.
-        value: What ``json.loads`` returned.
-        kinds: Types that replace those of dataclass fields, by the field's name.
-        place: Where the value stands; used in the error.
+            ``Literal``, a union, ``str``, ``int``, ``float``, ``bool``, or ``Any`` for plain, shallow data.
+        value: The result of ``json.loads``.
+        kinds: Types that replace those of dataclass fields, by field name.
+        place: The path of the value, for error messages.
 
     Raises:
         ValueError: The value has another type or too many items, or a number is not finite, too large, a negative
@@ -73,7 +73,7 @@ def read(kind: Any, value: Any, kinds: Mapping[str, Any], place: str = "") -> An
 
 
 def _check_ranges(value: Any, place: str, depth: int | None) -> None:
-    """Refuse what no report has; ``depth``: levels allowed inside a value of any type, ``None`` for a typed one."""
+    """Refuse values that no report has; ``depth``: levels allowed in a value of any type, ``None`` for a typed one."""
     if isinstance(value, (list, dict)):
         if depth == 0:
             raise _refused(place, f"is nested deeper than {_MAX_DEPTH} levels")
@@ -82,7 +82,7 @@ def _check_ranges(value: Any, place: str, depth: int | None) -> None:
         for one in (value if isinstance(value, list) else value.values()) if depth else ():
             _check_ranges(one, place, depth - 1 if depth else None)
     elif isinstance(value, (int, float)):
-        if not abs(value) <= _MAX_NUMBER:  # NaN is not either
+        if not abs(value) <= _MAX_NUMBER:  # this catches NaN, too
             raise _refused(place, "must be a finite number of at most 2^64", value)
         if value < 0 and depth is None and (isinstance(value, int) or _OF_TIMES.search(place)):
             raise _refused(place, "must not be negative", value)

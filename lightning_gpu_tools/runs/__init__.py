@@ -1,1 +1,1 @@
-"""The measuring of one training, from its start to its report."""
+"""The measurement of one training, from its start to its report."""

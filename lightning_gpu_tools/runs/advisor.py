@@ -1,4 +1,4 @@
-"""Judges a training now and then while it runs, and warns once of a low utilization."""
+"""An advisor that judges a training now and then while it runs, and warns once of low utilization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What it takes to be judged, see ``GPUUtilizationAdvisor``."""
+    """The thresholds of a judgment; see ``GPUUtilizationAdvisor``."""
 
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT
     min_steps: int = MIN_STEPS
@@ -31,7 +31,7 @@ class Thresholds:
 
 
 class Advisor:
-    """Judges one training, whose session has begun."""
+    """The advisor of one training, whose session has begun."""
 
     def __init__(self, session: Session, thresholds: Thresholds) -> None:
         session.thresholds = {
@@ -44,7 +44,7 @@ class Advisor:
         self._next_judgment: float = WARM_UP_STEPS + thresholds.min_steps  # a step of the clock
 
     def after_step(self) -> float:
-        """Judge if it is time; return the step of the clock after which to do so again."""
+        """Judge if it is due; return the step of the clock after which to call this again."""
         if self._session.clock.steps >= self._next_judgment:
             self._session.clock.as_own_work(self._judge)
         return self._next_judgment

@@ -1,4 +1,4 @@
-"""Draws the picture and the page of a report in a process of its own, so that the next training does not wait.
+"""The drawing of a report's picture and page in a separate process, so that the next training does not wait.
 
 A thread would share matplotlib's global settings with the program, and hold locks while the program forks workers.
 """
@@ -23,12 +23,12 @@ from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.schema import to_json
 from lightning_gpu_tools.units import printable
 
-# What each file needs, and what is said if it cannot be made.
+# The package that each file needs, and the message if the file cannot be made.
 _DRAWN = {
     PLOT_NAME: ("matplotlib", "The report could not be drawn"),
     PAGE_NAME: ("bokeh", "The page of the report could not be made"),
 }
-# The program's modules, and not those of another folder or installation.
+# It uses the program's modules, not those of another folder or installation.
 _CODE = """
 import sys
 scratch, parent, names, sys.path[:] = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","), sys.argv[4:]
@@ -37,16 +37,16 @@ draw(scratch, parent, names)
 """
 _TIMEOUT_S = 120.0  # our default: at its first import on a machine, matplotlib reads all fonts
 _NICENESS = 10  # our default: the next training goes first
-_MAX_DRAWINGS = 4  # our default: at a time, after fits of a second
+_MAX_DRAWINGS = 4  # our default: at a time, after fits that take a second
 
 _drawings: list[_Drawing] = []  # the oldest first
 
 
 def start(report: Report, folder: str, say: Callable[[str], object]) -> list[str]:
-    """Begin to draw a report, and return the names of the files that will follow in its folder.
+    """Start to draw a report, and return the names of the files that will follow in its folder.
 
-    They appear when they are complete, and the interpreter waits for them at its end. A report that is too short to
-    judge, or without the extra ``plot``, gets none. ``say`` prints, later, what could not be drawn.
+    They appear when they are complete, and the interpreter waits for them at exit. There are none without the extra
+    ``plot``, or if the run is too short to judge. ``say`` later prints what could not be drawn.
 
     Raises:
         OSError: No process can be started.
@@ -92,7 +92,7 @@ class _Drawing:
         self.thread.start()
 
     def cancel(self) -> None:
-        """Draw no more, and write nothing."""
+        """Stop drawing, and write nothing."""
         self._is_canceled = True
         self._process.kill()
         self.thread.join()
@@ -101,7 +101,7 @@ class _Drawing:
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_TIMEOUT_S)
-            self._process.kill()  # does nothing to one that has ended
+            self._process.kill()  # does nothing if it has ended
             self._process.wait()
             for name in () if self._is_canceled else self._names:
                 reason = _move(name, self._scratch, self.folder)
@@ -112,7 +112,7 @@ class _Drawing:
 
 
 def _start(scratch: Path, names: Sequence[str]) -> subprocess.Popen[bytes]:
-    if not sys.executable or getattr(sys, "frozen", False):  # which would start the program once more
+    if not sys.executable or getattr(sys, "frozen", False):  # it would start the program once more
         raise OSError("this program has no Python interpreter to draw with")
     # No pipes: workers that are forked meanwhile would hold their ends open.
     with open(scratch / "errors", "wb") as errors:
@@ -127,13 +127,13 @@ def _start(scratch: Path, names: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def _move(name: str, scratch: Path, folder: str) -> str | None:
-    """Move a file that was drawn; return why there is none."""
+    """Move a drawn file to its folder; return the reason if there is none."""
     try:
         if (failed := scratch / f"{name}.failed").exists():
             return failed.read_text("utf-8")
         if not (scratch / name).exists():
             return (scratch / "errors").read_text("utf-8", "replace").strip().rpartition("\n")[2] or "it was killed"
-        if files.exists(os.path.join(folder, FILE_NAME)):  # else the folder has been removed, as a temporary one
+        if files.exists(os.path.join(folder, FILE_NAME)):  # else the folder has been removed, such as a temporary one
             with files.writing(os.path.join(folder, name)) as target:
                 target.write((scratch / name).read_bytes())
     except Exception as error:  # noqa: BLE001 - a disk, a network: the training is over, and its report is written
@@ -142,14 +142,14 @@ def _move(name: str, scratch: Path, folder: str) -> str | None:
 
 
 def draw(scratch: str, parent: int, names: Sequence[str]) -> None:
-    """Draw the report of a folder into it, in the process that was started for this."""
+    """Draw the report of a folder into that folder, in the process started for this."""
     signal.alarm(round(_TIMEOUT_S))  # ends this process even if its parent was killed
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     report = load_report(os.path.join(scratch, FILE_NAME))
     for name in names:
         _draw(report, scratch, name)
-    if os.getppid() != parent:  # it was killed, and nobody will collect the files
+    if os.getppid() != parent:  # the parent was killed, and nobody will collect the files
         shutil.rmtree(scratch, ignore_errors=True)
 
 

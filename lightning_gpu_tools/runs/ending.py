@@ -1,4 +1,4 @@
-"""How a training ends, and what is kept of its batches and its memory in case that is an error."""
+"""The ending of a training, and the facts about its batches and memory that are kept for an error."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ COMPLETED = "completed"
 
 
 class Ending:
-    """How a training ends."""
+    """The ending of a training."""
 
     def __init__(self, run: Run, clock: StepClock) -> None:
         self.outcome = COMPLETED
-        self.failure: Failure | None = None  # where more is known than the error
-        self.out_of_memory: OutOfMemory | None = None  # if that has ended the training
+        self.failure: Failure | None = None  # if more is known than the error
+        self.out_of_memory: OutOfMemory | None = None  # if that ended the training
         self.allocator = None if run.gpu is None else MemoryFailures(run.gpu, lambda: clock.current.phase)
         self._clock = clock
         self._oom_kills_before = oom_kills()
         self.begun_step = -1  # the last one, by the clock
-        self._begun_validation = (-1, -1)  # likewise, and its batch
+        self._begun_validation = (-1, -1)  # step of the last validation batch, and its number
         self.listen()
 
     def listen(self) -> None:
-        """Hear of the allocator's failures, as soon as CUDA has begun."""
+        """Record the failures of the allocator, as soon as CUDA has started."""
         if self.allocator is not None:
             self.allocator.listen()
 
     def close(self) -> None:
-        """Hear of them no more."""
+        """Stop recording them."""
         if self.allocator is not None:
             self.allocator.close()
 
     def begin_step(self, batch: Any) -> None:
-        """Note the batch of a step that begins; only the first call counts."""
+        """Record the batch of a step that begins; only the first call counts."""
         if self.begun_step != self._clock.steps:
             self.begun_step = self._clock.steps
             if self.allocator is not None:
                 self.allocator.begin_step(self.begun_step, batch_shape(batch))
 
     def begin_validation_batch(self, batch: Any, number: int) -> None:
-        """Note a batch of validation, likewise; number 0 begins another validation."""
+        """Record a validation batch in the same way; number 0 begins another validation."""
         place = self._clock.steps, number
         if self.allocator is not None and self._begun_validation != place:
             self._begun_validation = place
@@ -56,13 +56,13 @@ class Ending:
 
     @property
     def kills(self) -> int:
-        """How many processes the kernel has killed on this machine since then, because memory was full."""
+        """The number of processes that the kernel has killed here since the start, because memory was full."""
         return oom_kills() - self._oom_kills_before
 
     def note_error(
         self, error: BaseException, step: int, failure: Failure | None, out_of_memory: OutOfMemory | None
     ) -> None:
-        """Note by which error the training has ended, and what explains it."""
+        """Record the error that ended the training, and its explanation."""
         self.failure, self.out_of_memory = failure, out_of_memory
         self.outcome = f"stopped by {type(error).__name__} at step {step}"
         if out_of_memory is not None:
@@ -74,12 +74,12 @@ class Ending:
 
     @property
     def snapshot(self) -> Path | None:
-        """Where torch writes what is allocated when memory runs out."""
+        """The file to which torch writes its allocations when memory runs out."""
         return None if self.allocator is None else self.allocator.snapshot
 
     @property
     def allocator_failures(self) -> int:
-        """How often the allocator has failed on this rank, and the training went on."""
+        """The number of allocator failures on this rank after which the training went on."""
         count = 0 if self.allocator is None else self.allocator.count
         has_ended = self.out_of_memory is not None and self.out_of_memory.message.source == "allocator"
         return max(0, count - has_ended)

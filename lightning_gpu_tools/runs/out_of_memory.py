@@ -1,4 +1,4 @@
-"""What was known of a training when its memory ran out."""
+"""The facts about a training when its memory ran out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_gpu_tools.training.memory_readings import MemoryGrowth, RankMemor
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
 from lightning_gpu_tools.training.step_clock import StepClock
 
-# What the training thread was doing, by the innermost of these functions in the traceback; after a colon, of its path.
+# The training thread's phase, by the innermost of these functions in the traceback; after a colon, a part of its path.
 _FUNCTIONS = {
     "training_step": FORWARD,
     "backward": BACKWARD,
@@ -48,7 +48,7 @@ _FUNCTIONS = {
 
 
 def message_of(error: BaseException, exits: Sequence[WorkerExit]) -> OutOfMemoryMessage | None:
-    """Return what an error says of memory that ran out, or the exits of workers that the kernel has killed."""
+    """Return the out-of-memory message of an error, or one from the exits of workers that the kernel has killed."""
     message = out_of_memory(error)
     killed = tuple(one.pid for one in exits if one.exitcode == -signal.SIGKILL)
     if killed and (message is None or message.source == "host"):
@@ -69,7 +69,7 @@ def out_of_memory_facts(
     gpus: GpuWatch | None,
     kills: int,
 ) -> OutOfMemory | None:
-    """Return what is known of an out-of-memory error; ``None`` if the message has another meaning here."""
+    """Return the facts about an out-of-memory error; ``None`` if the message has another meaning here."""
     phase = UNEXPLAINED
     counted: dict[str, Any] = {}
     if failures is not None:
@@ -119,10 +119,10 @@ def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, run: Run) -> OutOfMem
     found = replace(found, uuid=own.uuid)
     try:
         found = replace(found, gpus=sampler.read_gpus())
-    except NvmlUnavailableError:  # the message has what it has
+    except NvmlUnavailableError:  # then only the message has facts
         return found
     pids = None if watch is None else watch.own_pids
-    if watch is None or pids is None:  # in a container a number may be that of another process here
+    if watch is None or pids is None:  # in a container, a PID may be that of another process here
         return found
     windows = watch.trained_on()
     busy = {one.pid for window in windows for one in window.processes or () if one.utilization_percent}
@@ -130,17 +130,17 @@ def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, run: Run) -> OutOfMem
 
 
 def _orphans(gpu: GpuReading | None, others: frozenset[int]) -> tuple[int, ...]:
-    """Return the processes on a GPU whose parent has ended, without these others."""
+    """Return the processes on a GPU whose parent has ended, except ``others``."""
     pids = [one.pid for one in (gpu.processes if gpu is not None else None) or () if one.pid not in others]
     return tuple(pid for pid in pids if (stat := process_stat(pid)) is not None and stat.parent == INIT)
 
 
 def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelSize:
-    """Return what a model needs beside its batch, also gradients and states that have yet to be made."""
+    """Return a model's memory without its batch, including gradients and states that do not exist yet."""
     held = memory.holdings if memory is not None and memory.holdings is not None else count_holdings(run)
     trained = [weight for one in run.optimizers for group in one.param_groups for weight in group["params"]]
     here = [weight.nbytes for weight in trained if weight.requires_grad and weight.device == run.device]
-    trained_bytes = held.parameters_bytes if is_sharded else sum(here)  # a sharded one gives the size of the whole
+    trained_bytes = held.parameters_bytes if is_sharded else sum(here)  # a sharded weight reports the size of the whole
     copies = max((copies_per_weight(one) for one in run.optimizers), default=0)
     return ModelSize(
         parameters_bytes=held.parameters_bytes + held.buffers_bytes,
@@ -151,5 +151,5 @@ def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelS
 
 
 def copies_per_weight(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many numbers an optimizer keeps for each weight: two in Adam and its kind, one with momentum."""
+    """Return how many numbers an optimizer keeps per weight: two in Adam and its kind, one with momentum."""
     return 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0

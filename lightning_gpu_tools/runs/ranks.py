@@ -1,4 +1,4 @@
-"""What the ranks of a training tell each other: speed, warnings, GPUs of other nodes, and the memory of each GPU."""
+"""The facts that ranks of a training exchange: speed, warnings, GPUs of other nodes, and the memory of each GPU."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryShare:
-    """What one rank knows."""
+    """The facts that one rank has about GPU memory."""
 
-    gpu: DriverMemory  # which GPU it trains on
-    memory: RankMemory  # what it has counted there
-    drivers: tuple[DriverMemory, ...] = ()  # of the GPUs of its node, if this rank asks the driver
+    gpu: DriverMemory  # the GPU on which it trains
+    memory: RankMemory  # its own counts there
+    drivers: tuple[DriverMemory, ...] = ()  # of the GPUs of its node, if this rank polls the driver
 
 
 def own_share(recorder: RunRecorder) -> MemoryShare | None:
-    """Return what this rank knows; ``None`` without a GPU, or if nothing could be counted."""
+    """Return this rank's facts about GPU memory; ``None`` without a GPU, or if nothing could be counted."""
     return recorder.facts.read("what the GPU's memory is used for", partial(_own_share, recorder), None)
 
 
@@ -68,7 +68,7 @@ def _driver_memory(gpus: GpuWatch, node: int) -> Iterable[DriverMemory]:
 
 
 def accounts(shares: Iterable[MemoryShare]) -> tuple[MemoryAccount, ...]:
-    """Return what the memory of each GPU was used for."""
+    """Return the use of each GPU's memory."""
     drivers: dict[tuple[int, str], DriverMemory] = {}
     ranks: defaultdict[tuple[int, str], list[RankMemory]] = defaultdict(list)
     for share in shares:
@@ -80,13 +80,13 @@ def accounts(shares: Iterable[MemoryShare]) -> tuple[MemoryAccount, ...]:
     return tuple(sorted(found, key=lambda account: (account.node, account.index)))
 
 
-_MAX_TROUBLES = 8  # of other nodes at a time: what fits on a screen
+_MAX_TROUBLES = 8  # of other nodes at a time: these fit on a screen
 
 
 class Ranks:
-    """One rank among the others, from the start of a training on.
+    """One rank among the others, from the start of a training.
 
-    GPUs of other nodes are published if ``is_monitored``: for loggers and the report.
+    If ``is_monitored``, GPUs of other nodes are published for loggers and the report.
     """
 
     def __init__(self, name: str, store: Any, recorder: RunRecorder, *, is_monitored: bool) -> None:
@@ -95,7 +95,7 @@ class Ranks:
         self._is_monitored = is_monitored
         self._pids: frozenset[int] | None = None
         # Of the GPUs of other nodes:
-        self._turns: dict[int, int] = {}  # of each rank, the last entry that was heard
+        self._turns: dict[int, int] = {}  # the last entry received from each rank
         self._metrics: Mapping[str, float] = {}
         self._troubles: list[str] = []
         self.exchange = RankExchange(name, self._place, store, self._hear)
@@ -110,7 +110,7 @@ class Ranks:
         return self._pids
 
     def publish(self, *, at_end: bool = False) -> None:
-        """Publish how fast this rank is, and from the first rank of another node what its GPUs did."""
+        """Publish this rank's speed, and from the first rank of another node the facts about its GPUs."""
         if self._place.world_size == 1:
             return
         recorder, gpus, known = self._recorder, self._recorder.gpus, self._recorder.facts.read
@@ -125,15 +125,15 @@ class Ranks:
             summaries = gpus.summaries(at_end=at_end)
             facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
         share = own_share(recorder)
-        if share is not None:  # without what would be a long message
+        if share is not None:  # without the timeline, which would be a long message
             share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=()))
             facts["memory"] = dataclasses.asdict(share)
-        if metrics is not None:  # the first that is left out where an entry is too long
+        if metrics is not None:  # left out first if an entry is too long
             facts["metrics"] = metrics
         self.exchange.publish(**facts)
 
     def finish(self, timeout_s: float) -> list[str]:
-        """Publish a last time, and on rank 0 wait for the others; return what is missing, in words."""
+        """Publish one last time, and on rank 0 wait for the others; return what is missing, in words."""
         self.publish(at_end=True)
         late = self.exchange.finish(timeout_s)
         missing = []
@@ -152,7 +152,7 @@ class Ranks:
         return missing
 
     def _hear(self, entries: Sequence[Entry]) -> None:
-        """Take in what the ranks have published: on rank 0, in the thread of the exchange."""
+        """Process the entries of the ranks: on rank 0, in the thread of the exchange."""
         self._recorder.hear(entries)
         others = [entry for entry in entries if "metrics" in entry]
         news = [entry for entry in others if entry["turn"] > self._turns.get(entry["rank"], 0)]
@@ -178,23 +178,23 @@ class Ranks:
         self._troubles = [*self._troubles, *troubles[:_MAX_TROUBLES], *rest]
 
     def take_metrics(self) -> tuple[Mapping[str, float], list[str]]:
-        """Return the metrics of other nodes' GPUs that were heard since the last call, and what went wrong."""
+        """Return the metrics of other nodes' GPUs received since the last call, and what went wrong."""
         metrics, self._metrics = self._metrics, {}
         troubles, self._troubles = self._troubles, []
         return metrics, troubles
 
     def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
-        """Return the GPUs that other nodes have published last."""
+        """Return the GPUs in the latest entries of other nodes."""
         return tuple(self._read(GpuSummary, gpu) for entry in self.exchange.entries() for gpu in entry.get("gpus", ()))
 
     @staticmethod
     def _read(kind: type[_T], facts: Any) -> _T:
-        time.sleep(0)  # lets the training thread have Python's lock, if this is another one
+        time.sleep(0)  # gives Python's lock to the training thread, if this is another one
         found: _T = read(kind, facts, {})
         return found
 
     def memory_accounts(self, own: MemoryShare | None, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
-        """Return what the memory of each GPU was used for, by all ranks or, faster, by this one alone."""
+        """Return the use of each GPU's memory, by all ranks or, faster, by this one alone."""
         shares = [] if own is None else [own]
         if all_ranks:
             others = (entry for entry in self.exchange.entries() if entry["rank"] != self._place.rank)
@@ -202,7 +202,7 @@ class Ranks:
         return accounts(shares)
 
     def are_missing(self, measured: RunMeasurements) -> bool:
-        """Return whether it is too early to judge: rank 0 has yet to hear how fast some others are."""
+        """Return whether it is too early to judge: rank 0 does not have the speed of some others yet."""
         return self._place.rank == 0 and self.exchange.ranks > max(1, len(measured.ranks))
 
 

@@ -1,4 +1,4 @@
-"""What the measuring asks of a training, be it of a Trainer, of Fabric, or a loop of the user's own."""
+"""The interface of a training that is measured: of a Trainer, of Fabric, or of the user's own loop."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lightning_gpu_tools.training.rank_exchange import RankPlace
 
 
 class Run(Protocol):
-    """A training, as far as it is known to whoever drives it; ``None`` = unknown, or none."""
+    """A training, as far as the code that drives it knows; ``None`` = unknown, or none."""
 
     has_trainer: bool  # whether a Trainer drives it, with options that can be advised
 
     @property
     def place(self) -> RankPlace:
-        """Which rank this is."""
+        """The place of this rank in the job."""
 
     @property
     def device(self) -> torch.device:
-        """Where this rank trains."""
+        """The device on which this rank trains."""
 
     @property
     def gpu(self) -> torch.device | None:
-        """The same if it is an NVIDIA GPU."""
+        """The same device if it is an NVIDIA GPU."""
 
     @property
     def gpus(self) -> Sequence[torch.device]:
-        """The NVIDIA GPUs that the ranks of this node train on."""
+        """The NVIDIA GPUs on which the ranks of this node train."""
 
     @property
     def loader(self) -> DataLoader[Any] | None:
@@ -40,7 +40,7 @@ class Run(Protocol):
 
     @property
     def iterator(self) -> object | None:
-        """Its iterator."""
+        """The iterator of the loader."""
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -52,31 +52,31 @@ class Run(Protocol):
 
     @property
     def optimizer_steps(self) -> int:
-        """How many steps they have made, also in earlier fits."""
+        """The number of steps they have made, including earlier fits."""
 
     @property
     def is_plain_ddp(self) -> bool:
-        """Whether ranks meet at the end of backward alone, and not in every layer as with FSDP or DeepSpeed."""
+        """Whether ranks meet only at the end of backward, and not in every layer as with FSDP or DeepSpeed."""
 
     @property
     def loggers(self) -> Sequence[Any]:
-        """Loggers of Lightning's."""
+        """Lightning's loggers."""
 
     @property
     def log_every_n_steps(self) -> int:
-        """How often they get metrics; 0 = never."""
+        """The number of steps between their metrics; 0 = never."""
 
     @property
     def logged_step(self) -> int:
-        """The step that they get with metrics."""
+        """The step number that they get with metrics."""
 
     @property
     def precision(self) -> str | None:
-        """As ``"32-true"``."""
+        """The precision, such as ``"32-true"``."""
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches for each step of the optimizer."""
+        """Batches per step of the optimizer."""
 
     @property
     def epoch_steps(self) -> int | None:
@@ -84,18 +84,18 @@ class Run(Protocol):
 
     @property
     def checkpoint_folder(self) -> str | None:
-        """Where checkpoints go: a path or a URL."""
+        """The folder of checkpoints: a path or a URL."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """More settings for the report: at least ``model``, the name of what is trained."""
+        """More settings for the report: at least ``model``, the name of the model."""
 
 
 def gpu_readings(devices: Sequence[torch.device]) -> tuple[GpuReading, ...]:
-    """Return UUID and name of each of these GPUs, and torch's index, which counts within this process."""
+    """Return the UUID and the name of each GPU, and torch's index, which counts within this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if devices and visible.startswith("MIG-"):
-        # A process sees one instance; torch gives the UUID of its GPU.
+        # A process sees one instance; torch returns the UUID of its GPU.
         return (GpuReading(index=0, uuid=visible.split(",")[0], name=torch.cuda.get_device_name(0)),)
     found = []
     for device in devices:

@@ -1,4 +1,4 @@
-"""Collects all that the diagnosis needs of a training."""
+"""A recorder of all facts about a training that the diagnosis needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from time import perf_counter  # by name: a program's tests may replace those of `time`
+from time import perf_counter  # by name: a program's tests may replace the functions of `time`
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 _POLL_EVERY_STEPS = 10
-_MIN_GPU_SAMPLES = 5  # our default: of a GPU's steps, to be compared between ranks
+_MIN_GPU_SAMPLES = 5  # our default: of a GPU's steps, to compare them between ranks
 _MAX_PARTS = 16  # our default: of a run, to show when a rank was slow
 # Fields of GpuFacts that are means over windows of the GPUs.
 _GPU_MEANS = (
@@ -63,20 +63,20 @@ _GPU_MEANS = (
 
 
 class HostReading(NamedTuple):
-    """What the host said at a moment; CPU times are counters."""
+    """The state of the host at one moment; CPU times are counters."""
 
     at_s: float  # by perf_counter
     budget: HostBudget
     own_cpu_s: float
     children_cpu_s: float | None
-    idle_cpu_s: float | None  # for which its cores were idle
+    idle_cpu_s: float | None  # while its cores were idle
     runnable_s: dict[int, float]  # of this process's threads
     throttled_periods: tuple[int, int]
     pressure_s: float | None
 
 
 class RunRecorder:
-    """Keeps what is needed to describe a training at any moment; made when it starts and the loader is known."""
+    """The facts to describe a training at any moment; made when it starts and the loader is known."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class RunRecorder:
         self._began = self.read_host()
         self._on_gpu = bool(run.gpus)
         self.loader = self._loader_settings()
-        self._loader_since = self._began.children_cpu_s, 0  # and the step
+        self._loader_since = self._began.children_cpu_s, 0  # the children's CPU time, and the step
         if self.loader is not None:
             ready = self.loader.num_workers * (self.loader.prefetch_factor or 0)
             clock.warm_up_steps = max(clock.warm_up_steps, 2 * ready)
@@ -112,13 +112,13 @@ class RunRecorder:
 
     @property
     def unseen(self) -> list[str]:
-        """What could not be read, and what not be seen of the loader's workers."""
+        """The facts that could not be read, and those about the loader's workers that could not be seen."""
         has_workers = self.loader is not None and self.loader.num_workers
         unread = [f"{what} ({why})" for what, why in sorted(self.facts.unread.items())]
         return [*unread, *sorted((has_workers and self._workers.unseen) or ())]
 
     def note_batch(self, batch: Any) -> None:
-        """Note how large the batch of this step is."""
+        """Record the size of this step's batch."""
         self.facts.read("the batch's size", partial(self._note_batch, batch), None)
 
     def _note_batch(self, batch: Any) -> None:
@@ -131,7 +131,7 @@ class RunRecorder:
             self.batch_bytes = batch_bytes(batch)
 
     def after_step(self) -> None:
-        """Sample the loader's workers if it is time."""
+        """Sample the loader's workers if it is due."""
         if self._clock.last_fetch_s > LONG_WAIT_S:
             self.facts.read("the loader's workers", self._workers.after_long_wait, None)
         if self._clock.steps >= self._next_poll:
@@ -156,7 +156,7 @@ class RunRecorder:
             self._clock.begin_anew()
 
     def own_step(self) -> dict[str, Any] | None:
-        """Return the fields of ``RankStep`` but who this rank is; ``None`` before steady steps."""
+        """Return the fields of ``RankStep`` except rank and node; ``None`` before steady steps."""
         clock, run = self._clock, self.run
         if not clock.blocks:
             return None
@@ -174,7 +174,7 @@ class RunRecorder:
         }
         phase_s = {**{part: getattr(total, f"{part}_s") / total.steps for part in parts}, **beside_s, **gpu_s}
         while len(blocks) > _MAX_PARTS:
-            pairs = zip(blocks[::2], blocks[1::2], strict=False)  # a last one alone waits for the next
+            pairs = zip(blocks[::2], blocks[1::2], strict=False)  # an unpaired last block waits for the next
             blocks = [first + second for first, second in pairs]
 
         def own_s(block: StepBlock) -> float:
@@ -197,7 +197,7 @@ class RunRecorder:
     def _own_gpu_s(self) -> dict[str, float]:
         """Return the GPU's own times for the parts of a step; empty if it waits for other ranks within them.
 
-        If it does so in forward, as for the statistics of SyncBatchNorm, it does in backward, too.
+        If it waits in forward, as for the statistics of SyncBatchNorm, it also waits in backward.
         """
         idle, waits = self._clock.gpu_idle(), self._rank_waits
         if not self.run.is_plain_ddp or waits.unseen or waits.waited_within(FORWARD) or waits.waited_within(OPTIMIZER):
@@ -208,7 +208,7 @@ class RunRecorder:
         return {phase.partition("/")[2]: fmean(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
 
     def hear(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Take in what all ranks have published, in any thread; keys of JSON are texts."""
+        """Process the entries of all ranks, in any thread; keys of JSON are strings."""
         throttled = {
             (entry["node"], int(gpu)): percent
             for entry in entries
@@ -228,7 +228,7 @@ class RunRecorder:
         self._batch_sizes = known(entry.get("largest_batch_size") for entry in entries)
 
     def read_host(self) -> HostReading:
-        """Ask the host, in any thread; this takes some milliseconds."""
+        """Read the state of the host, in any thread; this takes some milliseconds."""
         read, ranks = self.facts.read, self._local_ranks
         without_limit = HostBudget(
             cores=os.cpu_count() or 1, memory_available_bytes=sys.maxsize, shm_free_bytes=None, local_ranks=ranks
@@ -298,7 +298,7 @@ class RunRecorder:
         return left_on_cpu(self.run.module) if self._on_gpu and self.run.module is not None else ()
 
     def _used_and_idle(self, now: HostReading) -> tuple[float | None, float | None]:
-        """Return how many of its cores this job has used on average, and how many were idle."""
+        """Return the number of its cores that this job used on average, and the number that were idle."""
         began, elapsed_s = self._began, now.at_s - self._began.at_s
         by_workers = _per(now.children_cpu_s, began.children_cpu_s, elapsed_s)
         by_this = (now.own_cpu_s - began.own_cpu_s) / elapsed_s
@@ -334,7 +334,7 @@ class RunRecorder:
         )
 
     def largest_batch_size(self) -> int | None:
-        """Return the largest batch that fits this rank's GPU, in samples, if that can be told."""
+        """Return the largest batch that fits this rank's GPU, in samples; ``None`` if unknown."""
         memory = None if self.memory is None else self.memory.facts()
         if memory is None:
             return None
@@ -377,7 +377,7 @@ def loader_settings(run: Run) -> LoaderSettings | None:
 
 
 def _per(now_s: float | None, before_s: float | None, amount: float) -> float | None:
-    """Return by how much a counter has grown, by an amount of something else; ``None`` where it cannot be read."""
+    """Return the growth of a counter per unit of ``amount``; ``None`` if the counter cannot be read."""
     return None if now_s is None or before_s is None else (now_s - before_s) / amount
 
 

@@ -1,4 +1,4 @@
-"""Makes the report of a training, prints it, and writes it to the log directory."""
+"""The report of a training: made, printed, and written to the log directory."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable, printable_path
 
-# Our default: the report is written at the start, so much later, and whenever the run has become twice as long. A run
-# that is killed loses half of itself at most, or a minute.
+# Our default: the report is written at the start, after this time, and whenever the run has become twice as long. A
+# killed run loses at most half of itself, or a minute.
 FIRST_WRITE_S = 2.0
 _MAX_WAIT_S = 5.0  # our default: for the next step
 
 
 class Snapshot(NamedTuple):
-    """What only the training thread can measure, because it belongs to CUDA or to the Trainer."""
+    """The facts that only the training thread can measure, because they belong to CUDA or to the Trainer."""
 
     measured: RunMeasurements
     settings: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(session: Session, host: HostReading | None = None) -> Snapshot:
-    """Measure, in the training thread; ``host`` is what another thread has just read."""
+    """Return a new snapshot, in the training thread; ``host`` is what another thread has just read."""
     recorder = session.begin()
     measured = recorder.measurements(host)
     settings = _settings(recorder, measured.host.cores)
@@ -64,7 +64,7 @@ def take_snapshot(session: Session, host: HostReading | None = None) -> Snapshot
 def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -> Report:
     """Return the report of a training: with a snapshot in any thread, without one in the training thread.
 
-    While the training runs, it lacks what takes long: the GPUs of this node, and the cost of measuring.
+    While the training runs, the report lacks its slow parts: the GPUs of this node, and the cost of measuring.
     """
     ended = outcome != RUNNING
     measured, settings, memory, unseen, steps = snapshot or take_snapshot(session)
@@ -140,10 +140,10 @@ def _settings(recorder: RunRecorder, cores: float) -> dict[str, Any]:
 
 
 class RunningReport:
-    """Writes the report of a training while it runs, so that a run that is killed leaves one.
+    """The report of a training while it runs, so that a killed run leaves one.
 
-    The background thread asks the training thread to measure after its next step, judges that, and writes. If that step
-    takes too long, it writes what it has, with the clock's times.
+    The background thread requests a measurement after the training thread's next step, judges it, and writes. If that
+    step takes too long, it writes the last measurement, with the clock's times.
     """
 
     def __init__(self, session: Session, file: ReportFile) -> None:
@@ -157,7 +157,7 @@ class RunningReport:
         session.background.add("Writing the report while training runs", self._write)
 
     def measure(self) -> None:
-        """Measure, in the training thread, and have it written at once."""
+        """Measure in the training thread, and request an immediate write."""
         self._session.clock.as_own_work(self._measure)
 
     def _measure(self) -> None:
@@ -170,7 +170,7 @@ class RunningReport:
         session = self._session
         has_stalled = any(not one.is_over for one in session.stalls[-1:])
         if not self._is_fresh and not self._asked and not has_stalled:
-            self._host = self._recorder.read_host()  # the longest part
+            self._host = self._recorder.read_host()  # the slowest part
             self._asked = session.report_wanted = True
             return _MAX_WAIT_S
         self._is_fresh = self._asked = False
@@ -191,7 +191,7 @@ class RunningReport:
         return min(WRITE_EVERY_S, max(FIRST_WRITE_S, report.wall_s))
 
     def give_up(self) -> None:
-        """Say in the file that nothing more is measured."""
+        """Record in the file that nothing more is measured."""
         self._session.background.close()
         if self._saved is not None:
             outcome = f"measured only up to step {self._saved.steps}"
@@ -199,9 +199,9 @@ class RunningReport:
 
 
 def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: Path | None = None) -> None:
-    """Write the report, log its summary, print it, and begin to draw its picture and page.
+    """Write the report, log its summary, print it, and start to draw its picture and page.
 
-    Whatever fails costs only itself and is printed, too. ``snapshot`` is what torch may have written.
+    A failure affects only its own part, and is printed, too. ``snapshot`` is the file that torch may have written.
     """
     lines = [""]
     written: list[str] = []
@@ -249,7 +249,7 @@ def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
 
 def _log_text(logger: Any, name: str, text: str, step: int) -> None:
     # Lightning has no method for texts that all loggers share. CSV files have no place for them.
-    experiment: Any = getattr(logger, "experiment", None)  # which Lightning's base class does not have
+    experiment: Any = getattr(logger, "experiment", None)  # Lightning's base class does not have it
     is_long = "\n" in text
     if hasattr(experiment, "add_text"):  # TensorBoard, which shows it as Markdown
         experiment.add_text(name, textwrap.indent(text, "    ") if is_long else text, step)
@@ -286,7 +286,7 @@ def _quoted(path: str) -> str:
 
 
 def _shown(path: str | Path) -> str:
-    """Return a path, relative to the current folder if it is below it."""
+    """Return a path for printing, relative to the current folder if it is inside."""
     text = os.fspath(path)
     with contextlib.suppress(OSError):  # the current folder has been removed
         text = text.removeprefix(os.path.join(os.getcwd(), ""))
@@ -294,7 +294,7 @@ def _shown(path: str | Path) -> str:
 
 
 def say(text: str) -> None:
-    """Print what the terminal can show, in one write: Rich's bar in a notebook repeats unfinished lines."""
+    """Print the text as the terminal can show it, in one write: Rich's bar in a notebook repeats unfinished lines."""
     try:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
@@ -304,12 +304,12 @@ def say(text: str) -> None:
 
 
 def say_verdict(diagnosis: Diagnosis) -> None:
-    """Print why memory has run out, on a rank without a report of its own."""
+    """Print why memory ran out, on a rank without its own report."""
     say(f"Why:  {printable(diagnosis.why, 1000)}\nNext: {printable(diagnosis.next_step, 1000)}")
 
 
 def warn_if_not_writable(folder: str) -> None:
-    """Warn before training that the report cannot be written. The folder is not created: it may stay empty."""
+    """Warn before training if the report cannot be written. The folder is not created: it may stay empty."""
     try:
         files.check_writable(folder)
     except (OSError, ValueError, ImportError) as error:  # no permission, no such protocol, its package is missing

@@ -1,4 +1,4 @@
-"""The measuring of one training: opening, stepping, finishing, judging."""
+"""The measurement of one training: opening, stepping, finishing, judging."""
 
 from __future__ import annotations
 
@@ -53,32 +53,32 @@ def check_interval(interval_s: float) -> None:
 
 
 class Timer(Protocol):
-    """What drives the clock of a session."""
+    """The driver of a session's clock."""
 
     rank_waits: RankWaits  # takes waiting for other ranks out of the clock's phases
     worker_lines: WorkerLines
     memory: MemoryCounters | None  # of this rank's GPU; None on another device
-    fault: Exception | None  # what has ended the timing
+    fault: Exception | None  # the error that ended the timing
 
     @property
     def is_trial(self) -> bool:
-        """Whether a tuner tries something, of which nothing is measured."""
+        """Whether a tuner runs a trial, which is not measured."""
 
     @property
     def unseen(self) -> list[str]:
-        """What could not be timed."""
+        """The parts that could not be timed."""
 
     def stop(self) -> None:
-        """Stop the clock, and put everything back, once."""
+        """Stop the clock and restore everything, once."""
 
 
 class Session:
-    """Everything that is measured of one training, once.
+    """All measurements of one training, each made once.
 
     Call :meth:`begin` when training starts, :meth:`after_step` after each step, :meth:`finish` at the end, and then
-    :meth:`close`. Whoever shares it may call every method: only the first call at each moment counts.
+    :meth:`close`. All that share it may call every method: only the first call at each moment counts.
 
-    ``timer`` makes what drives the clock; it is given the clock, and what to call when validation begins and ends.
+    ``timer`` makes the driver of the clock, from the clock and a function to call when validation begins and ends.
     """
 
     # Since training has begun:
@@ -96,25 +96,25 @@ class Session:
         self.stall_watch: StallWatch | None = None
         self.started_s = 0.0  # time.time()
         self.report_wanted = False  # after the next step
-        # Set by whoever advises, or searches for settings:
+        # Set by an advisor, or by a search for settings:
         self.thresholds: Mapping[str, Any] = {}
         self.loader_result: LoaderResult | None = None
         self._process = os.getpid()
         self._is_monitored = False
         self._sampling: dict[str, Any] = {"devices": "trainer", "interval_s": 1.0, "gpm": True}
         self._threads: list[BackgroundJobs | RankExchange] = [self.background]
-        self.last_step = -1  # of the clock, after which was sampled
+        self.last_step = -1  # of the clock: the last one after which it sampled
         self._logs: int | None = None
         self._warned: set[str] = set()
         self._finished = False
         self._diagnosis: Diagnosis | None = None
-        # A rank that begins the next training must not replace what rank 0 has yet to read of this one.
+        # A rank that begins the next training must not replace entries of this one that rank 0 has yet to read.
         self._name = f"training {next(_trainings) % 2 if run.place.world_size > 1 else 0}"
         self.timer = timer(self.clock, self._enter)
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this process was forked in the training, and so has none of its threads."""
+        """Whether this process was forked during the training, and therefore has none of its threads."""
         return os.getpid() != self._process
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class Session:
     def monitor(
         self, *, devices: Literal["trainer", "all"], interval_s: float, gpm: bool, stall_after_s: StallAfter
     ) -> None:
-        """Have the training logged, watched and reported; to be called before it begins."""
+        """Log, watch and report the training; call this before it begins."""
         self._is_monitored = True
         self._sampling = {"devices": devices, "interval_s": interval_s, "gpm": gpm}
         if stall_after_s is not None and self.stall_watch is None:
@@ -156,7 +156,7 @@ class Session:
             self._threads.append(self.stall_watch.jobs)
 
     def begin(self) -> RunRecorder:
-        """Begin to measure what is known only now: the loader, the GPUs, the ranks."""
+        """Start to measure what is known only now: the loader, the GPUs, the ranks."""
         if self.timer.fault is not None:
             raise self.timer.fault
         if self.recorder is None:
@@ -231,13 +231,13 @@ class Session:
             self.timer.memory.enter(phase)
 
     def begin_validation_batch(self, batch: Any, number: int) -> None:
-        """Note a batch of validation; number 0 begins another validation."""
+        """Record a validation batch; number 0 begins another validation."""
         if self.stall_watch is not None:
             self.stall_watch.beats += 1
         self.ending.begin_validation_batch(batch, number)
 
     def after_step(self, batch: Any = None) -> None:
-        """Sample what is due after a step; ``batch`` is its batch, unless that was noted when it began."""
+        """Sample what is due after a step; ``batch`` is its batch, unless recorded when the step began."""
         if self.clock.steps != self.last_step and self.recorder is not None:
             is_first, self.last_step = self.last_step < 0, self.clock.steps
             if batch is not None:
@@ -251,13 +251,13 @@ class Session:
                 self.clock.as_own_work(self._check_surroundings, self.recorder)
 
     def _check_surroundings(self, recorder: RunRecorder) -> None:
-        """Warn of what would end the training later."""
+        """Warn of shortages that would end the training later."""
         read = partial(read_surroundings, self.run, recorder.batch_bytes)
         found = recorder.facts.read("disks, memory and claims around the training", read, None)
         self.warn(*(() if found is None else shortcomings(found)))
 
     def _poll_memory(self) -> float:
-        # What the first steps fill does not count, such as caches.
+        # Memory that the first steps fill, such as caches, does not count.
         return self.memory.poll() if self.clock.steps > WARM_UP_STEPS else _WARM_UP_POLL_S
 
     def _keep_claims(self) -> float:
@@ -265,7 +265,7 @@ class Session:
         return claims.KEEP_EVERY_S
 
     def log_if_due(self) -> float:
-        """Log the GPUs when loggers get metrics; return the step of the clock after which to ask again."""
+        """Log the GPUs when loggers get metrics; return the step of the clock after which to call this again."""
         every = self.run.log_every_n_steps
         if not every:
             return math.inf
@@ -293,7 +293,7 @@ class Session:
             logger.log_metrics(metrics=named, step=step)  # by keyword, as Lightning does
 
     def warn(self, *messages: str, category: type[Warning] = UserWarning) -> None:
-        """Warn of each once, on rank zero, and have the report written, to read more."""
+        """Warn of each message once, on rank 0, and request a write of the report, which has more."""
         for message in messages:
             if message not in self._warned:
                 self._warned.add(message)
@@ -304,7 +304,7 @@ class Session:
     # Finishing, and judging
 
     def note_error(self, error: BaseException, step: int) -> str:
-        """Return the outcome of a training that an error has ended; the first call keeps what explains it."""
+        """Return the outcome of a training that an error ended; the first call keeps the explanation."""
         ending = self.ending
         if ending.outcome == COMPLETED:
             is_wanted = not isinstance(error, Exception)  # Ctrl-C, sys.exit
@@ -312,7 +312,7 @@ class Session:
             kills, message = ending.kills, message_of(error, exits)
             failure = None if is_wanted else failure_of(error, exits, kills)
             if failure is not None or (message is not None and message.is_certain):
-                self.begin()  # it may have come before training did
+                self.begin()  # the error may have come before training began
             found = None if message is None else self._out_of_memory(message, error, step, kills)
             ending.note_error(error, step, failure, found)
         return ending.outcome
@@ -335,7 +335,7 @@ class Session:
         )
 
     def finish(self, timeout_s: float) -> None:
-        """Stop the clock, publish a last time, and on rank 0 wait, at most so long, for the other ranks."""
+        """Stop the clock, publish one last time, and on rank 0 wait at most ``timeout_s`` for the other ranks."""
         if self._finished:
             return
         if self.stall_watch is not None:
@@ -350,7 +350,7 @@ class Session:
             self._log_gpus(self.ranks, self.run.logged_step - 1)
 
     def gpu_summaries(self) -> tuple[GpuSummary, ...]:
-        """Return each GPU of this node over the whole run so far."""
+        """Return a summary of each GPU of this node over the whole run so far."""
         if self.gpus is None:
             return ()
         summaries = self.gpus.summaries(at_end=self._finished)
@@ -359,7 +359,7 @@ class Session:
         return summaries
 
     def diagnosis(self, measured: RunMeasurements | None = None) -> Diagnosis | None:
-        """Return what the measurements say, by the advisor's thresholds; ``None`` before training."""
+        """Return the diagnosis of the measurements, by the advisor's thresholds; ``None`` before training."""
         if self.recorder is None or self._diagnosis is not None:
             return self._diagnosis
         diagnosis = diagnose(
@@ -376,12 +376,12 @@ class Session:
 
     @property
     def stalls(self) -> tuple[Stall, ...]:
-        """When this rank saw the training make no progress."""
+        """The times in which this rank saw no progress of the training."""
         return () if self.stall_watch is None else self.stall_watch.stalls
 
     @property
     def thread_cpu_s(self) -> float:
-        """CPU time of all threads but the GPUs' sampler."""
+        """The CPU time of all threads except the GPUs' sampler."""
         return sum(thread.cpu_s for thread in self._threads)
 
     @property
@@ -390,7 +390,7 @@ class Session:
 
     @property
     def unseen(self) -> list[str]:
-        """What could not be measured with this version of Lightning or torch."""
+        """The facts that could not be measured with this version of Lightning or torch."""
         found = list(self.timer.unseen)
         if self.recorder is not None:
             found += self.recorder.unseen

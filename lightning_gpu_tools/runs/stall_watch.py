@@ -1,4 +1,4 @@
-"""Watches a training for stalls from a thread, and says what it sees while it stands."""
+"""A watch for stalls of a training, in a thread that reports them while the training stands still."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ StallAfter = float | Literal["auto"] | None
 
 # Our defaults.
 _POLLS = 12  # before a training has stalled
-_MAX_INTERVAL_S = 5.0  # between two of them
-_SAMPLE_S = 0.5  # what the processes do
+_MAX_INTERVAL_S = 5.0  # between two polls
+_SAMPLE_S = 0.5  # time to sample what the processes do
 _LOCK_GRACE_S = 5.0  # until C code is suspected to hold Python's lock
-_MISSED = 6  # messages of a rank that is silent
+_MISSED = 6  # messages, after which a rank is silent
 _WRITING_BYTES = 1 << 20  # between two polls: a checkpoint that makes progress
 _MAX_PRINTED, _MAX_KEPT = 8, 50  # calls of a stack
 _MAX_WORKERS, _MAX_ASKED = 64, 4  # sampled, and asked for their stack
@@ -67,10 +67,10 @@ def check_stall_after(stall_after_s: StallAfter) -> None:
 
 
 class StallWatch:
-    """Watches a training, made in the thread that trains.
+    """A watch of a training for stalls, made in the training thread.
 
-    The thread never touches a disk, ``torch.cuda``, a collective, or a store that the training waits for: ``ranks`` has
-    another connection. It may warn, because the training thread stands still then and forks no worker.
+    Its thread never touches a disk, ``torch.cuda``, a collective, or a store that the training waits for: ``ranks`` has
+    another connection. It may warn, because the training thread then stands still and forks no worker.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class StallWatch:
         gpu_percent: Callable[[], float | None],
         write_report: Callable[[], None],
     ) -> None:
-        """``is_trial`` says whether a tuner tries something, ``gpu_percent`` how busy the GPUs are."""
+        """Start the watch; ``is_trial`` returns whether a tuner runs a trial, ``gpu_percent`` how busy the GPUs are."""
         self.stalls: tuple[Stall, ...] = ()
-        self.notes: list[str] = []  # what the training thread is to say in `pass_on`
+        self.notes: list[str] = []  # messages for the training thread to print in `pass_on`
         self.beats = 0  # batches of validation begun, which the clock does not count
-        self.ended: str | None = None  # how the training has ended
+        self.ended: str | None = None  # how the training ended
         self._clock, self._place = clock, place
         self._is_trial, self._gpu_percent, self._write_report = is_trial, gpu_percent, write_report
         self._ranks = ranks
@@ -103,16 +103,16 @@ class StallWatch:
         self._is_told = self._is_closed = False
         self._stacks = ForkedStacks()
         self.alarm = LockAlarm(self._thread)
-        self._spent_s: Mapping[str, float] = {}  # by phase, when it was last armed
+        self._spent_s: Mapping[str, float] = {}  # by phase, when the alarm was last armed
         self.jobs = BackgroundJobs()
         self.jobs.add("Watching for stalls", self._poll)
 
     def close(self, ended: str | None = None) -> None:
-        """End the watch, once, and let the other ranks know how the training has ended."""
+        """End the watch, once, and publish how the training ended to the other ranks."""
         if self._is_closed:
             return
         self._is_closed, self.ended = True, ended
-        self._tell_of_held_lock()  # until just now, perhaps
+        self._tell_of_held_lock()  # it may have been held until just now
         self.jobs.close()
         if ended is not None:
             self._publish(self._phase)
@@ -120,7 +120,7 @@ class StallWatch:
         self._stacks.close()
 
     def pass_on(self) -> None:
-        """Say, in the training thread, that it went on."""
+        """Report, in the training thread, that it went on."""
         while self.notes:
             self._say(self.notes.pop(0))
 
@@ -140,7 +140,7 @@ class StallWatch:
         if patience.is_over and patience.due_s <= 0:
             self._judge(phase)
         elif patience.stuck_s > patience.limit_s / 2:
-            self._hear()  # who is silent shows by then
+            self._hear()  # by then, silent ranks are known
         self._publish(phase)
         if self._is_told:
             self._change_stall(lasted_s=patience.stuck_s)
@@ -154,7 +154,7 @@ class StallWatch:
         return clock.current.phase if clock.running else TEARDOWN if clock.ran else SETUP
 
     def _mark(self, phase: str) -> tuple[int, ...]:
-        """Return what differs as soon as there is progress."""
+        """Return values that change as soon as there is progress."""
         if base_phase(phase) == CHECKPOINT:
             written = written_bytes()
             if written - self._written >= _WRITING_BYTES:
@@ -239,7 +239,7 @@ class StallWatch:
         return replace(facts, cause=own.cause, why=own.why, next_step=own.next_step, stack=calls)
 
     def _hear(self) -> list[RankFacts] | None:
-        """Return where all ranks stand; ``None`` where a lower rank speaks for all."""
+        """Return the state of all ranks; ``None`` if a lower rank reports for all."""
         place, board = self._place, self._ranks
         if place.local_rank == 0 and place.rank > 0:
             board.read(place.mates)
@@ -258,7 +258,7 @@ class StallWatch:
         return [one for one in found if one is not None]
 
     def _facts_of(self, rank: int) -> RankFacts | None:
-        """Return where another rank stands by its last entry."""
+        """Return the state of another rank, from its last entry."""
         entry = self._ranks.entries.get(rank)
         if entry is None:
             return None
@@ -271,7 +271,7 @@ class StallWatch:
         is_silent = facts.ended is None and silent_s > _MISSED * self._interval_s + _SAMPLE_S
         return replace(facts, silent_s=silent_s if is_silent else 0.0)
 
-    # What is said
+    # Reporting
 
     def _tell(self, phase: str, stack: tuple[Frame, ...], found: Explanation, ranks: Sequence[RankFacts]) -> None:
         patience, step = self._patience, self._clock.steps
@@ -294,7 +294,7 @@ class StallWatch:
         if held is None or self._is_told or is_excused(held.stack):
             return
         spent_s, step = clock.so_far(), clock.steps
-        # It goes on already, so the phase is the one that most of the time has gone to.
+        # Training goes on already, so the phase is the one that took most of the time.
         phase = max(spent_s, key=lambda one: spent_s[one] - before_s.get(one, 0.0), default=self._phase)
         found = explain_process(StallFacts(phase=phase, stack=held.stack, lock_is_held=True))
         stack = tuple(str(frame) for frame in held.stack[-_MAX_KEPT:])
@@ -310,5 +310,5 @@ class StallWatch:
         self.stalls = (*self.stalls[:-1], replace(self.stalls[-1], **changes))
 
     def _say(self, text: str) -> None:
-        with suppress(StalledTrainingWarning):  # where a filter makes errors of warnings
+        with suppress(StalledTrainingWarning):  # if a filter turns warnings into errors
             warnings.warn(text, StalledTrainingWarning, stacklevel=2)

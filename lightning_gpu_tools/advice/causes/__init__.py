@@ -1,4 +1,4 @@
-"""What slows training down: one file a cause, which holds all that the package knows of it. The folder is the registry.
+"""Causes that slow training down. Each has one file with everything about it, and the folder is the registry.
 
 A new cause is a new file with a ``CAUSE``: the report, the table of docs/low_gpu_utilization.md and the tests take it
 from there.

@@ -11,7 +11,7 @@ from lightning_gpu_tools.advice.step_parts import step_parts
 from lightning_gpu_tools.training.phases import BACKWARD
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
-# By forward: twice (Kaplan et al. 2020, section 2.1), three times with activation checkpointing, more on busy cores.
+# In multiples of forward: 2 (Kaplan et al. 2020, section 2.1), 3 with activation checkpointing, more on busy cores.
 _USUAL = 3.0
 _MAX = 8.0  # our default
 

@@ -12,7 +12,7 @@ from lightning_gpu_tools.training.phases import CALLBACK
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
-# What a Trainer calls in every step, by the name of the method.
+# The methods that a Trainer calls in every step.
 _IN_EVERY_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
 
 

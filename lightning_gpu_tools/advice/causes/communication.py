@@ -1,4 +1,4 @@
-"""communication: ranks wait for one another, and neither one of them nor missing cores are the reason."""
+"""communication: ranks wait for each other, and neither a slow rank nor a lack of cores is the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cpu_contention: threads of this training could run and had no core."""
+"""cpu_contention: threads of this training were ready to run and had no core."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lightning_gpu_tools.training.run_measurements import CoreFacts, RunMeasurem
 from lightning_gpu_tools.units import printable
 
 # Our defaults.
-MIN_WAITING = 0.10  # of the wall time: from here on no run is healthy
-_MIN_THROTTLED = 0.10  # of the quota's periods: then the quota is what the job waits for
+MIN_WAITING = 0.10  # of the wall time: from here on, no run is healthy
+_MIN_THROTTLED = 0.10  # of the quota's periods: from here on, the job waits for the quota
 _MIN_OTHERS = 0.20  # of the cores; with less, this job's own threads are in each other's way,
 _FEW_OTHERS = 0.05  # unless they are fewer than the cores, and there are some others
-_FULL = 1.1  # runnable threads for each core: more than measuring adds
-_MIN_NAMED = 0.10  # of what all other programs use, for one of them
+_FULL = 1.1  # runnable threads per core: more than measuring adds
+_MIN_NAMED = 0.10  # of what all other programs use, to name one of them
 
 
 def cpu_contention(run: RunMeasurements, loading: Finding | None) -> Finding | None:
-    """Return how long the training waited for a core, and who had it; ``None`` if that is short or unknown.
+    """Return the training's wait for a core, and who had the core; ``None`` if the wait is short or unknown.
 
-    It waits itself, for workers that have none (a part of ``loading``, what waiting for data costs), or for ranks.
+    It waits itself, for workers without a core (a part of ``loading``, the cost of waiting for data), or for ranks.
     """
     cores = run.cores
     if cores is None or cores.wait_share is None:
@@ -52,15 +52,15 @@ def cpu_contention(run: RunMeasurements, loading: Finding | None) -> Finding | N
         "pressure_percent": None if cores.pressure_share is None else 100 * cores.pressure_share,
         "niceness": cores.niceness or None,
     }
-    # How much of a wait for ranks is due to their cores is only bounded.
+    # For a wait for ranks, only an upper bound of the part due to their cores is known.
     return counted("cpu_contention", share, evidence, advice, "heuristic" if of_ranks > 0 else "measured")
 
 
 def without_contention(run: RunMeasurements, found: Sequence[Finding], contention: Finding) -> list[Finding]:
-    """Return the findings without what the missing cores explain.
+    """Return the findings without the parts that missing cores explain.
 
-    That is the part of waiting for data in which workers had no core, slow steps without a rule, and long work without
-    a name, which has no other reason.
+    These parts are waiting for data while workers had no core, irregular slow steps, and long unnamed work, which has
+    no other reason.
     """
     kept = []
     for one in found:
@@ -80,19 +80,19 @@ def _has_no_reason(finding: Finding) -> bool:
 
 
 def _delayed_by_others(run: RunMeasurements) -> float:
-    """Return in which part of the wait for data a worker had no core because of other programs or a quota."""
+    """Return the part of the wait for data in which a worker had no core due to other programs or a quota."""
     cores, delayed = run.cores, None if run.loading is None else run.loading.delayed_share
     if cores is None or not delayed:
         return 0.0
     if cores.throttled_share >= _MIN_THROTTLED:
         return min(1.0, delayed)
-    # Whom a thread waits for is unknown, so all that compute count by how much.
+    # It is unknown whom a thread waits for, so programs count by their use of cores.
     busy = cores.own_cores + cores.others_cores
     return min(1.0, delayed) * cores.others_cores / busy if busy > 0 else 0.0
 
 
 def _delayed_in_loading(run: RunMeasurements, share: float) -> float:
-    """Return for which part of the wall time the training thread at most had no core while it loaded by itself."""
+    """Return an upper bound on the part of the wall time in which the training thread loaded data without a core."""
     if run.cores is None or run.cores.wait_share is None or run.loader is None or run.loader.num_workers:
         return 0.0
     steady = sum(run.blocks, StepBlock())
@@ -100,7 +100,7 @@ def _delayed_in_loading(run: RunMeasurements, share: float) -> float:
 
 
 def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
-    """Return who has the cores, in one word and in some, and what to do."""
+    """Return who has the cores, in one word and in a phrase, and what to do."""
     allowed, quota = run.host.cores, run.host.quota_cores
     own = f"this job has {cores.runnable_threads:.1f} runnable threads" if cores.runnable_threads else "this job"
     more = _more_cores(run, cores)
@@ -131,7 +131,7 @@ def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
 
 
 def _more_cores(run: RunMeasurements, cores: CoreFacts) -> str:
-    """Return what to ask SLURM for; empty without SLURM, or where the need is unknown."""
+    """Return what to request from SLURM; empty without SLURM, or if the need is unknown."""
     if not cores.in_slurm or cores.runnable_threads is None:
         return ""
     needed = max(math.ceil(cores.runnable_threads), math.floor(run.host.cores) + 1)
@@ -141,7 +141,7 @@ def _more_cores(run: RunMeasurements, cores: CoreFacts) -> str:
 
 
 def _fewer_threads(run: RunMeasurements, cores: CoreFacts) -> str:
-    """Return how to have no more runnable threads than cores, behind a space; empty if there is no way."""
+    """Return how to have at most one runnable thread per core, after a space; empty if there is no way."""
     own_cores = math.floor(run.host.cores / run.host.local_ranks)
     workers = 0 if run.loader is None else run.loader.num_workers
     threads = max(1, own_cores - (workers > 0))  # leaves a core to the workers

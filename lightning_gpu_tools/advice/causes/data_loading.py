@@ -40,25 +40,25 @@ from lightning_gpu_tools.training.run_measurements import (
 from lightning_gpu_tools.units import format_bytes, format_duration
 
 # Our defaults, unless a source is named.
-# Storage is the limit if the workers wait for it in so many polls and compute for less than so much of the time.
-# SageMaker's IOBottleneck rule asks for an I/O wait of 50 %, of a single process.
+# Storage is the limit if the workers wait for it in more than the first share of polls, and compute for less than the
+# second share of the time. SageMaker's IOBottleneck rule requires an I/O wait of 50 %, of a single process.
 _STORAGE_WAIT = 0.30
 _COMPUTING = 0.50
-# Cores are the limit if the workers are runnable for so much of the time, and find no free core in so much of it.
-# loadtune calls a CPU saturated at 85 %.
+# Cores are the limit if the workers are runnable for the first share of the time, and find no free core in the second
+# share of it. loadtune calls a CPU saturated at 85 %.
 _RUNNABLE = 0.80
 _DELAYED = 0.20
-_READY = 0.90  # nothing waits for the workers if a batch is ready before so many steps
+_READY = 0.90  # nothing waits for the workers if a batch is ready before this share of steps
 # One worker lags if, when its batch arrives at last, half of all prefetched batches are ready.
 _READY_OUT_OF_ORDER = 0.5
 _MIN_LONG_WAITS = 5
-# A cold page cache: the first third of a run reads three times as much from storage as the last (gpuprof's rule), and
-# waits twice as long.
+# A cold page cache: the first third of a run reads three times as much from storage as the last third (gpuprof's rule),
+# and waits twice as long.
 _COLD_READS = 3.0
 _COLD_WAIT = 0.5
 _MIN_COLD_BLOCKS = 6
 _MIN_STORAGE_BYTES = 64 * 2**10  # per batch
-_UNPACKING = 0.5  # of its wait: a training process that computes in it is unpacking batches
+_UNPACKING = 0.5  # of its wait: a training process that computes for this part is unpacking batches
 # Receiving a batch of one tensor took 0.5 to 2.3 ms, which no setting changes.
 _MIN_UNPACKING_S = 0.005  # twice the most
 
@@ -99,7 +99,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 def _of_torch_loader(
     found: Finding, run: RunMeasurements, loader: LoaderSettings, seen: LoadingFacts, wait_s: float, step_s: float
 ) -> Finding:
-    # While training waits, the loader delivers all it can: its workers together one batch per step.
+    # While training waits, the loader delivers all it can: its workers together deliver one batch per step.
     wall_s, cpu_s = loader.num_workers * step_s, run.worker_cpu_s_per_batch
     if not loader.num_workers:
         wall_s = wait_s
@@ -110,7 +110,7 @@ def _of_torch_loader(
     plan = plan_loader(loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
     tried = max(plan.settings.num_workers, loader.num_workers + 1)
     after = predict_step(loader, cost, tried, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
-    # The part of the wall time that is saved; of a wait that overlaps GPU work, only what the GPU feels.
+    # The saved part of the wall time. A wait that overlaps GPU work counts only as far as the GPU feels it.
     saved = [found.share * (step_s - one_s) / wait_s for one_s in after]
     upper, expected, lower = (1 / (1 - one) for one in saved)
     if _has_no_free_core(seen):
@@ -149,7 +149,7 @@ def _shortage(
     speedup: tuple[float, float, float],
     cpu_times: str,
 ) -> tuple[str, str]:
-    """Return the kind and the advice; ``speedup`` is predicted for as many workers as ``tried``."""
+    """Return the kind and the advice; ``speedup`` is the prediction for ``tried`` workers."""
     waiting_s = sum(block.data_loading_s for block in run.blocks)
     computing_s = sum(block.data_loading_cpu_s for block in run.blocks)
     is_unpacking = now.num_workers > 0 and computing_s > _UNPACKING * waiting_s
@@ -237,7 +237,7 @@ def _cpu_times(run: RunMeasurements, load_cpu_s: float, step_cpu_s: float) -> st
 def _phases(evidence: Mapping[str, float | str]) -> list[str]:
     if not evidence.get("num_workers"):
         return [DATA_LOADING]
-    return [] if evidence["kind"] == "main_process" else [IN_WORKER]  # there, what the workers do is not the limit
+    return [] if evidence["kind"] == "main_process" else [IN_WORKER]  # there, the workers are not the limit
 
 
 CAUSE = Cause(

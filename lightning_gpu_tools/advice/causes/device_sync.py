@@ -1,4 +1,4 @@
-"""device_sync: the host waits for the GPU inside the step, and the GPU has nothing to do when it goes on."""
+"""device_sync: the host waits for the GPU inside the step, and the GPU is idle when the host goes on."""
 
 from __future__ import annotations
 

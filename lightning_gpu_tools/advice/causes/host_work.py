@@ -1,4 +1,4 @@
-"""host_work: inside the training step the GPU waits for code that gives it little to do."""
+"""host_work: inside the training step, the GPU waits for code that gives it little to do."""
 
 from __future__ import annotations
 

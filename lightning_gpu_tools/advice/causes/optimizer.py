@@ -12,8 +12,8 @@ from lightning_gpu_tools.training.phases import OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
-# By forward and backward together. On two cores with torch 2.13, Adam took 0.1 to 1.3 times as long, but 2.4 to 3.2
-# with batches of one sample or a large embedding; fused=True left 13 to 25 %.
+# In multiples of forward plus backward. On two cores with torch 2.13, Adam took 0.1 to 1.3 times as long, but 2.4 to
+# 3.2 times with batches of one sample or a large embedding; fused=True left 13 to 25 %.
 _MAX = 2.0
 _FUSED_SAVES = 0.7
 

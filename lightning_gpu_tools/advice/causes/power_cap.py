@@ -1,4 +1,4 @@
-"""power_cap: the driver holds the clocks of a busy GPU down at its power limit."""
+"""power_cap: the driver lowers the clocks of a busy GPU at its power limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Finding, counted
 from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasurements
 
-# Our defaults: to reach the limit is normal at full load, but not for so long and with clocks so far below the highest.
+# Our defaults: reaching the limit is normal at full load, but not for this long with clocks this far below the highest.
 _MIN_PERCENT = 50.0
 _MAX_CLOCK_PERCENT = 85.0
 

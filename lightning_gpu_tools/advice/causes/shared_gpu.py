@@ -12,7 +12,7 @@ from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasureme
 from lightning_gpu_tools.units import format_bytes
 
 # Our defaults.
-_MIN_PERCENT = 5.0  # utilization, or where the driver does not report that:
+_MIN_PERCENT = 5.0  # utilization, or if the driver does not report it:
 _MIN_BYTES = 2**30
 
 
@@ -34,7 +34,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 def what_others_do(evidence: Mapping[str, float | str]) -> str:
-    """Return it in words."""
+    """Return in words what other jobs do on the GPU."""
     percent, size = evidence.get("others_utilization_percent"), evidence.get("others_memory_bytes")
     uses = [] if percent is None else [f"keep the GPU {percent:.0f} % busy"]
     if size is not None:

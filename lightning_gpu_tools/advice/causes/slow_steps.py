@@ -23,16 +23,16 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowS
 
 # Our defaults.
 _NEARLY_ALL = 0.90  # of the waiting
-# Four workers that are too few make every fourth step wait as long as four take. Waits twice as long have another
-# reason, and replace the steady one if they are half of all.
+# If four workers are too few, every fourth step waits as long as four steps take. Waits twice as long have another
+# reason. They replace the steady wait if they are half of all.
 _LONGER_THAN_BURSTS = 2.0
 _MOST = 0.5
-# Slow steps in these have no other finding.
+# Slow steps in these phases have no other finding.
 _OWN = (TRAINING_STEP, TRAINER, UNEXPLAINED)
 
 
 def revised(run: RunMeasurements, found: Sequence[Finding]) -> list[Finding]:
-    """Return what others have found with what is uneven, in the finding of its cause or in one of its own."""
+    """Return the findings with uneven steps added, each to the finding of its cause or as one of its own."""
     findings = list(found)
     for one in uneven(run):
         if not one.lasting or one.evidence.get("period") in ACCUMULATION.values():
@@ -51,7 +51,7 @@ def revised(run: RunMeasurements, found: Sequence[Finding]) -> list[Finding]:
 
 
 def unsaid(run: RunMeasurements, findings: Sequence[Finding]) -> str:
-    """Return in words what is the most uneven beside the findings; empty if there is nothing."""
+    """Return in words the most uneven thing that no finding covers; empty if there is none."""
     for one in uneven(run):
         if one.phase not in PAUSES and not any(_is_about(finding, one) for finding in findings):
             return f"{details({**one.evidence, 'phase': one.phase})}: {100 * one.share:.0f} % of the wall time"
@@ -100,7 +100,7 @@ def _slow_work(one: Uneven) -> Finding:
 
 
 def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding | None:
-    """Return what waiting for data costs: of another kind if a few waits, or those of the beginning, are all."""
+    """Return the finding on waiting for data, of another kind if it is mostly a few waits or those of the beginning."""
     evidence, workers, times = one.evidence, 0 if run.loader is None else run.loader.num_workers, run.step_times
     begins = "first_steps" in evidence
     if begins:
@@ -131,12 +131,12 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
 
 
 def _phases(evidence: Mapping[str, float | str]) -> Sequence[str]:
-    # In those of the beginning, and where batches are longer, the line does not differ from that of other steps.
+    # In a slow beginning, and with longer batches, slow steps spend their time in the same line as other steps.
     return [f"{SLOW_STEP}/{evidence['phase']}"] if evidence["kind"] in ("periodic", "irregular") else []
 
 
 def _with_slow_steps(times: float) -> RunMeasurements:
-    """Return 250 steps of 40 ms, of which each 50th takes some times as long."""
+    """Return 250 steps of 40 ms; every 50th takes ``times`` as long."""
     steps = (50, 100, 150, 200, 250)
     excess_s = len(steps) * (times - 1) * 0.04
     slow = SlowSteps(

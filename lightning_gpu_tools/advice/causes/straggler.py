@@ -16,15 +16,15 @@ from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, PHASE
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.units import format_duration, number_ranges, printable
 
-# TraceML's rule: an excess over the median rank counts from 10 % of the step on, and a phase if it is 80 % of that.
+# TraceML's rule: an excess over the median rank counts from 10 % of the step on, and a phase if it is 80 % of it.
 _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
-_SIGMA_PER_MAD = 1.4826  # standard deviation of normal noise by its median absolute deviation (Hampel's identifier)
+_SIGMA_PER_MAD = 1.4826  # standard deviation per median absolute deviation, of normal noise (Hampel's identifier)
 # Our defaults from here on.
-_MIN_WAITED = 0.50  # of its excess, that the others wait longer than a rank that is blamed, or that it waits for a core
+_MIN_WAITED = 0.50  # of the blamed rank's excess: the others' longer wait, or its own wait for a core
 _ALWAYS = 0.90  # of the parts of a run
-_MIN_LATE_PARTS = 3  # fewer are an accident, unless there are few
-# From here on, and from twice the median rank, slow storage or throttled clocks explain a slow rank.
+_MIN_LATE_PARTS = 3  # fewer are an accident, unless there are few parts
+# From these values on, and from twice the median rank, slow storage or throttled clocks explain a slow rank.
 _MIN_STORAGE_PERCENT = 30.0
 _MIN_THROTTLED_PERCENT = 20.0
 
@@ -49,9 +49,9 @@ _ADVICE_IN_OWN_LOOP = {
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    """Yield the rank or the node that all others wait for, if possible with the phase in which it loses its time.
+    """Yield the rank or the node that all others wait for, if possible with the phase in which it loses time.
 
-    The share is what the job would gain: by how much it is slower than the slowest rank that does not stand out.
+    The share is the gain for the job: the rank's lag behind the slowest rank that does not stand out.
     """
     ranks, found = run.ranks, slowest_rank(run.ranks)
     if found is None:
@@ -62,7 +62,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     behind = _standing_out(own_s if phase is None else [rank.phase_s.get(phase, 0.0) for rank in ranks], run.step_s)
     usual_s = max((one_s for place, one_s in enumerate(own_s) if place not in behind), default=median_low(own_s))
     share = min((max(own_s) - usual_s) / run.step_s, 1.0)
-    # Whether the others wait for it may be unknown, and what a phase holds may be a wait as well.
+    # It may be unknown whether the others wait for it, and a phase may itself include a wait.
     waits = [rank.wait_s for rank in ranks if rank is not slow and rank.wait_s is not None]
     is_waited_for = slow.wait_s is None or not waits or median(waits) - slow.wait_s >= _MIN_WAITED * excess_s
     if share < _MIN_EXCESS or not is_waited_for:
@@ -102,16 +102,16 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
-    """Return the places of the values that the noise of all does not explain."""
+    """Return the positions of the values that the noise of all values does not explain."""
     typical_s = median_low(values_s)
     sigma_s = _SIGMA_PER_MAD * median_low(abs(one_s - typical_s) for one_s in values_s)
-    # Of n values with normal noise, the highest is at some sqrt(2 ln n) standard deviations.
+    # Of n values with normal noise, the highest is at about sqrt(2 ln n) standard deviations.
     least_s = max((1 + math.sqrt(2 * math.log(len(values_s)))) * sigma_s, _MIN_EXCESS / 2 * step_s)
     return {place for place, one_s in enumerate(values_s) if one_s - typical_s > least_s}
 
 
 def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int]) -> tuple[str, str, str]:
-    """Return what to call the slowest rank, or its node if all of that is slow; the same at length; and the others."""
+    """Return a short and a long name of the slowest rank, or of its node if all of it is slow, and the others."""
     members: defaultdict[int, set[int]] = defaultdict(set)
     for rank in ranks:
         members[rank.node].add(rank.rank)
@@ -128,13 +128,13 @@ def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int]) -> tuple
 
 
 def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s: float) -> tuple[float, str] | None:
-    """Return in which share of the run a rank was late, and when; ``None`` for an accident, or noise."""
+    """Return the share of the run in which a rank was late, and when; ``None`` for an accident, or noise."""
     steps = max(rank.steps_over_time for rank in ranks)
     parts = [_in_parts_of(steps, rank) for rank in ranks]
     count = min(map(len, parts))
     typical_s = map(median_low, zip(*(one[:count] for one in parts), strict=True))
     seen_s = [own_s - median_s for own_s, median_s in zip(_in_parts_of(steps, slow), typical_s, strict=False)]
-    if count < 2 or unknown_parts(ranks) or fmean(seen_s) < excess_s / 2:  # in what is not part of a steady step
+    if count < 2 or unknown_parts(ranks) or fmean(seen_s) < excess_s / 2:  # it is late outside steady steps
         return 1.0, ""
     late = [one_s > fmean(seen_s) / 2 for one_s in seen_s]
     numbers = [number for number, is_late in enumerate(late) if is_late]
@@ -147,13 +147,13 @@ def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s
         when = f"It was late up to about step {(numbers[-1] + 1) * steps:,}, for {lasted}."
     else:
         when = f"It is late now and then, for {lasted} of {whole}."
-    # Noise goes both ways: at other times a rank is as much faster.
+    # Noise goes both ways: at other times, a rank is faster by as much.
     is_certain = len(numbers) >= min(_MIN_LATE_PARTS, count / 2) and excess_s > -min(seen_s)
     return (len(numbers) / count, when) if is_certain else None
 
 
 def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
-    """Return a rank's own work over time in parts of so many steps: a power of two times as many as it has."""
+    """Return a rank's own work over time in parts of ``steps`` steps: its own part length times a power of two."""
     parts, length = list(rank.own_s_over_time), rank.steps_over_time
     while 0 < length < steps:
         parts = [(first + second) / 2 for first, second in zip(parts[::2], parts[1::2], strict=False)]
@@ -203,7 +203,7 @@ CAUSE = Cause(
         )
     ],
     find=find,
-    counts_while_busy=True,  # who waits for another GPU keeps its own busy
+    counts_while_busy=True,  # a rank that waits for another GPU keeps its own busy
     verified_on="cpu",
     sick=gpu_run(STEP, 99.0, **a_job_of(_QUICK, _QUICK, _QUICK, {"forward": 0.03})),
     healthy=gpu_run(STEP, 99.0, **a_job_of(_QUICK, _QUICK, _QUICK, {"forward": 0.012})),

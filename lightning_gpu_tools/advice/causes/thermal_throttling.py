@@ -1,4 +1,4 @@
-"""thermal_throttling: heat holds the clocks of a busy GPU down."""
+"""thermal_throttling: heat lowers the clocks of a busy GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     hot_percent = gpu.thermal_throttled_percent if gpu is not None else None
     if gpu is None or hot_percent is None or hot_percent <= _MIN_PERCENT:
         return
-    # A kernel takes longer in proportion to the clock. Without a clock, count all that throttling may have cost.
+    # Kernels slow down in proportion to the clock. If the clock is unknown, count all that throttling may have cost.
     clock_percent = gpu.held_clock_percent
     slowed = (run.utilization_percent or 0.0) / 100 * (1 - (clock_percent or 0.0) / 100)
     advice = (

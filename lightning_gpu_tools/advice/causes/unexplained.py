@@ -1,4 +1,4 @@
-"""unexplained: time that has no name, and a GPU that is idle inside the step for no known reason."""
+"""unexplained: time without a name, and a GPU that is idle inside the step for no known reason."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LINES = {
 
 
 def long_lines(run: RunMeasurements) -> list[Finding]:
-    """Return a finding for each long line of the time tree that says nothing of what runs there."""
+    """Return a finding for each long line of the time tree that does not show what runs there."""
     trainers = _USUAL_TRAINER_S / run.step_s
     usual = {UNEXPLAINED: 0.0, OUTSIDE_LOOP: 0.0, TRAINER: trainers}
-    # The rest of the step, where its parts are known. What a GPU loses in it has findings of its own.
+    # The rest of the step, if its parts are known. GPU time lost in it has findings of its own.
     if not run.on_gpu and any(base_phase(phase) == TRAINING_STEP != phase for phase in run.phase_s):
         usual[TRAINING_STEP] = trainers
     shares = {phase: min(run.lost_share(phase), run.idle_share) for phase in usual}
@@ -46,7 +46,7 @@ def long_lines(run: RunMeasurements) -> list[Finding]:
 
 
 def idle_in_step(run: RunMeasurements, idle: float) -> Finding:
-    """Return that the GPU is idle inside the training step for so much of the wall time."""
+    """Return the finding that the GPU is idle inside the training step for this share of the wall time."""
     if run.has_trainer:
         advice = "Profile the training step: Trainer(profiler='pytorch', max_steps=50)."
     else:
@@ -65,7 +65,7 @@ def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
 
 
 def _phases(evidence: Mapping[str, float | str]) -> Sequence[str]:
-    # Not forward, backward and optimizer, which are phases of the step, too, and have a name.
+    # Not forward, backward and optimizer: they are phases of the step, too, but have a name.
     is_rest_of_step = evidence["phase"] == TRAINING_STEP and "idle_percent" not in evidence
     return [] if is_rest_of_step else [str(evidence["phase"])]
 

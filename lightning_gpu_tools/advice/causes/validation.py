@@ -11,9 +11,9 @@ from lightning_gpu_tools.advice.host_phases import seconds_of, times_less
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
 
 # Our defaults.
-MAX_USUAL = 0.25  # of the wall time; on a fifth as many samples, forward alone takes some 7 %
-_USUAL = 0.10  # that the advised change leaves to it
-_MAX_EPOCHS_APART = 10  # that it is advised to be: who sees overfitting later than that has lost the time
+MAX_USUAL = 0.25  # of the wall time; on a fifth as many samples, forward alone takes about 7 %
+_USUAL = 0.10  # of the wall time, which the advised change leaves to it
+_MAX_EPOCHS_APART = 10  # at most, in advice: noticing overfitting later than that wastes time
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -29,7 +29,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 def _rarer(run: RunMeasurements, taken: float) -> str:
-    """Return the option that makes validation usual, with a value, in front of a space; empty if there is none."""
+    """Return the option and value that bring validation to a usual share, before a space; empty if there is none."""
     times = times_less(taken, _USUAL)
     if not run.has_trainer or not run.validations or not run.epoch_steps:
         return "" if run.has_trainer else f"Validate {min(times, _MAX_EPOCHS_APART)} times less often. "

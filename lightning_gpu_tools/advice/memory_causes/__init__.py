@@ -1,7 +1,7 @@
-"""Why memory has run out: one file a cause, which holds all that the package knows of it. The folder is the registry.
+"""Causes of out-of-memory errors. Each has one file with everything about it, and the folder is the registry.
 
 A new cause is a new file with a ``CAUSE``: the report, the table of docs/out_of_memory.md and the tests take it from
-there. Bytes throughout.
+there. All sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MEMORY_CAUSES: dict[str, MemoryCause] = in_folder(__name__, __path__)  # by name
 
 
 def judge(run: RunMeasurements, oom: OutOfMemory) -> tuple[tuple[Finding, ...], str, str]:
-    """Return the causes, the first one first; why memory ran out; and what to do now."""
+    """Return the causes in order, why memory ran out, and what to do now."""
     rulings: list[Ruling] = []
     for cause in sorted(MEMORY_CAUSES.values(), key=lambda cause: cause.is_last_resort):
         find = cause.find_on_host if oom.message.source == "host" else cause.find

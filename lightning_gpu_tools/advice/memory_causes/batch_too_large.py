@@ -1,4 +1,4 @@
-"""batch_too_large: the batch, in training or in validation, takes more than is left beside the model."""
+"""batch_too_large: the batch, in training or in validation, takes more memory than the model leaves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_gpu_tools.training.phases import TRAINING_STEP, VALIDATION, base_
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
-_NEARLY = 1.1  # our default: a step that needs up to a tenth more than any other is one of many that hardly fit
+_NEARLY = 1.1  # our default: a step that needs up to a tenth more than any other is one of many that barely fit
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
@@ -58,7 +58,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 
 def has_fitted(oom: OutOfMemory) -> bool:
-    """Return whether batches of this size have fitted before, in much less memory."""
+    """Return whether batches of this size fit before, in much less memory."""
     if not oom.has_fitted or oom.memory is None or not oom.batch_shape or in_validation(oom):
         return False
     is_usual = math.prod(oom.batch_shape) <= (oom.usual_items or 0)

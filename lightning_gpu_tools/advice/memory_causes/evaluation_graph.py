@@ -1,4 +1,4 @@
-"""evaluation_graph: validation keeps what it computes with its graph, because gradients are enabled in it."""
+"""evaluation_graph: validation keeps its results with their graph, because gradients are enabled in it."""
 
 from __future__ import annotations
 

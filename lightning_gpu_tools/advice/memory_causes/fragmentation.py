@@ -1,4 +1,4 @@
-"""fragmentation: what torch holds and no tensor uses is in pieces that are too small."""
+"""fragmentation: memory that torch holds and no tensor uses is in pieces that are too small."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     allocated, reserved = oom.allocated_bytes, oom.reserved_bytes
     if allocated is None or reserved is None or not oom.requested_bytes:
         return
-    # What CUDA graphs keep is no fragment.
+    # Memory kept by CUDA graphs is not a fragment.
     unused = reserved - allocated - (oom.message.graph_pool_bytes or 0)
     if unused < max(oom.requested_bytes, MIN_SHARE * reserved):
         return

@@ -1,4 +1,4 @@
-"""leftover_process: a program that has ended left a process behind, which holds memory of the GPU."""
+"""leftover_process: a program that has ended left a process behind that holds GPU memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""loading_checkpoint: a checkpoint was loaded onto the GPU, beside the model."""
+"""loading_checkpoint: a checkpoint was loaded onto the GPU, in addition to the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""memory_growth: something keeps more from step to step, or from validation batch to validation batch."""
+"""memory_growth: something keeps more memory with each step, or with each validation batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
-# Memory grows if the medians of four consecutive parts of the run rise, by chance in 1 of 4! = 24 runs.
+# Memory grows if the medians of four consecutive parts of the run rise. By chance they do in 1 of 4! = 24 runs.
 _PARTS = 4
 
 
@@ -53,7 +53,7 @@ def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 
 def kept_in_validation(oom: OutOfMemory, cause: str, reason: str, advice: str) -> Iterator[Ruling]:
-    """Yield that each validation batch keeps memory, if the error came there and that is so."""
+    """Yield a ruling that each validation batch keeps memory, if the error occurred there and memory grew."""
     grown = _growth(oom.validation_begins, oom) if in_validation(oom) else None
     if grown is not None:
         per_batch, _, total = grown
@@ -69,8 +69,8 @@ def kept_in_validation(oom: OutOfMemory, cause: str, reason: str, advice: str) -
 
 
 def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[float, float, float] | None:
-    """Return bytes a step, since which step, and how much in all; ``None`` if that is not steady, or no cause."""
-    points = [point for point in points if point[0] > 1]  # the first step makes the optimizer's states
+    """Return the bytes per step, the step since when, and the total; ``None`` if not steady, or not a cause."""
+    points = [point for point in points if point[0] > 1]  # the first step creates the optimizer's states
     if len(points) < _PARTS or oom.room_bytes is None:
         return None
     bounds = [round(i * len(points) / _PARTS) for i in range(_PARTS + 1)]

@@ -13,7 +13,7 @@ from lightning_gpu_tools.advice.out_of_memory import SETUP, ModelSize, OutOfMemo
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
-_MIN_SHARE = 0.85  # our default: of the memory, which the model takes before any batch
+_MIN_SHARE = 0.85  # our default: the share of the memory that the model takes before any batch
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:

@@ -1,4 +1,4 @@
-"""optimizer_too_large: forward and backward fit, and the optimizer's step does not."""
+"""optimizer_too_large: forward and backward fit, but the optimizer's step does not."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
 
-_LEFT_OVER_SHARE = 0.5  # our default for the part of what others hold from which on left-over processes are the cause
+_LEFT_OVER_SHARE = 0.5  # our default: from this part of others' memory on, leftover processes are the cause
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
@@ -39,13 +39,13 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 
 def others_are_the_cause(oom: OutOfMemory) -> bool:
-    """Return whether this job would fit, or would still fit, without what others hold."""
+    """Return whether this job would fit, or would still fit, without other jobs' memory."""
     size, total, room = oom.others_bytes, oom.total_bytes, oom.room_bytes
     missing = max(0, oom.requested_bytes - (oom.free_bytes or 0))
     if not size or size < missing or total is None or room is None or oom.message.allowed_bytes is not None:
         return False
     if oom.has_fitted and oom.memory is not None:
-        # This job had more of the GPU before than it can have now, and needs no more.
+        # This job had more of the GPU before than it can have now, and needs no more than it did.
         before = oom.memory.latest
         needs_more = oom.wanted_bytes > before.peak_allocated_bytes
         return room + missing <= before.peak_reserved_bytes and not needs_more
@@ -53,14 +53,14 @@ def others_are_the_cause(oom: OutOfMemory) -> bool:
 
 
 def left_over(oom: OutOfMemory) -> list[GpuProcess]:
-    """Return those of programs that have ended; none where they hold too little of what others hold."""
+    """Return processes left over by ended programs; none if they hold too little of the others' memory."""
     orphans = [one for one in oom.others if one.pid in oom.orphans]
     size = sum(one.memory_used_bytes or 0 for one in orphans)
     return orphans if size >= _LEFT_OVER_SHARE * oom.others_bytes else []
 
 
 def named(processes: Sequence[GpuProcess]) -> str:
-    """Return who they are and what they hold, in words."""
+    """Return in words who the processes are and how much they hold."""
     found = []
     for one in processes:
         name = f" ({printable(one.name, 40)})" if one.name else ""

@@ -1,4 +1,4 @@
-"""spike: this batch is much larger than the others, as with one long sample."""
+"""spike: this batch is much larger than the others, for example due to one long sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_gpu_tools.advice.memory_remedies import in_validation, largest_th
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
-_MIN_TIMES = 1.5  # our default: times as many elements as the median batch
+_MIN_TIMES = 1.5  # our default: how many times the elements of the median batch
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:

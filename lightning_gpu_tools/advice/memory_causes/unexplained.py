@@ -1,4 +1,4 @@
-"""unexplained: what filled the memory is not known."""
+"""unexplained: it is not known what filled the memory."""
 
 from __future__ import annotations
 

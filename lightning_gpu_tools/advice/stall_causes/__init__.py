@@ -1,4 +1,4 @@
-"""Causes of stalls: one file a cause, which holds all that the package knows of it.
+"""Causes of stalls. Each has one file with everything about it.
 
 The folder is the registry. A new cause is a new file with a ``CAUSE``: the report, the table of
 docs/hanging_training.md and the tests take it from there.

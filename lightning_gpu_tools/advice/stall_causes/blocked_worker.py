@@ -1,4 +1,4 @@
-"""blocked_worker: one worker of the DataLoader does not come to the end of its batch."""
+"""blocked_worker: one worker of the DataLoader does not finish its batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""code: the training step, validation or other code of the program stands still, in a line that is named."""
+"""code: the training step, validation or other code of the program stands still at a line that is named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def find(facts: StallFacts) -> Explanation:
 
 
 def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
-    """Return what keeps the first rank that waits for no other: the cause that it has found itself, if it has."""
+    """Return what holds up the first rank that waits for no other: the cause that it has found itself, if any."""
     behind = next((one for one in ranks if one.collective is None), None)
     if behind is None:
         return None

@@ -1,4 +1,4 @@
-"""collective_on_one_rank: ranks wait in different places, because one alone has called a collective."""
+"""collective_on_one_rank: ranks wait in different places, because only one has called a collective."""
 
 from __future__ import annotations
 

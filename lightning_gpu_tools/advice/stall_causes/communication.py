@@ -1,4 +1,4 @@
-"""communication: all ranks wait in the same place, for each other."""
+"""communication: all ranks wait for each other in the same place."""
 
 from __future__ import annotations
 

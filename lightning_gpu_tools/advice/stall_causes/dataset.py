@@ -1,4 +1,4 @@
-"""dataset: the training process itself loads data, and does not come to an end."""
+"""dataset: the training process itself loads data, and does not finish."""
 
 from __future__ import annotations
 

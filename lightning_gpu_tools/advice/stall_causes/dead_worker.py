@@ -1,4 +1,4 @@
-"""dead_worker: a worker of the DataLoader has ended, and its batch is still waited for."""
+"""dead_worker: a worker of the DataLoader has ended, and training still waits for its batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpu: the GPU is fully busy, and nothing comes of it."""
+"""gpu: the GPU is fully busy, but training makes no progress."""
 
 from __future__ import annotations
 

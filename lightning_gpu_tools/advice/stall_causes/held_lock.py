@@ -1,4 +1,4 @@
-"""held_lock: C code holds Python's lock (the GIL), so no thread of Python can run."""
+"""held_lock: C code holds Python's lock (the GIL), so no Python thread can run."""
 
 from __future__ import annotations
 

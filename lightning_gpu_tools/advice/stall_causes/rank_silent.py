@@ -1,4 +1,4 @@
-"""rank_silent: a rank sends no message any more, because it was killed or stopped, or cannot run Python."""
+"""rank_silent: a rank no longer sends messages, because it was killed or stopped, or cannot run Python."""
 
 from __future__ import annotations
 

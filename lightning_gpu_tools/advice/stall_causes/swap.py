@@ -1,4 +1,4 @@
-"""swap: the machine has run out of memory and moves it to a disk and back."""
+"""swap: the machine has run out of memory and swaps it to a disk and back."""
 
 from __future__ import annotations
 
