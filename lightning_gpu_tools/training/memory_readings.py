@@ -26,7 +26,7 @@ class MemoryReading:
 class StepNeed(NamedTuple):
     """The memory that a step needs at a moment, in addition to the memory in use at its start."""
 
-    fixed_bytes: int
+    fixed_bytes: float  # negative where the step has freed more, such as old gradients
     batch_bytes: int  # the part that grows with the batch
 
 

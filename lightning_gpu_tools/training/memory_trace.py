@@ -103,7 +103,7 @@ def needs(
     lefts, count = (Counter(copies), Counter(copies)), 0
     grows: dict[int, bool] = {}  # by address
     now = [0, 0]  # fixed bytes, and bytes that grow with the batch
-    found = [StepNeed(0, 0)]
+    found = [StepNeed(0.0, 0)]
     for i, event in enumerate(events):
         size = -(-event.size // _BLOCK) * _BLOCK
         if event.is_allocated:
@@ -116,7 +116,7 @@ def needs(
             if is_first and count > forward and i not in ends:
                 continue
             now[grows[event.address]] += size
-            found.append(StepNeed(*now))
+            found.append(StepNeed(float(now[0]), now[1]))
         else:
             now[grows.pop(event.address, False)] -= size
     return tuple(_decisive(found))

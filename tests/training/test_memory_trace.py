@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import Counter
 from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gpu_tools.reports.typed_json import read
+from lightning_gpu_tools.training.memory_readings import StepMemory, StepNeed
 from lightning_gpu_tools.training.memory_trace import Allocated, Event, needs
 
 BLOCK = 512
@@ -77,6 +81,12 @@ def test_what_the_first_step_leaves_is_what_others_begin_with(
 def test_old_gradients_that_go_make_room() -> None:
     events = [Event(True, 1, BLOCK), Event(False, 77, 10 * BLOCK), Event(True, 2, BLOCK), Event(False, 2, BLOCK)]
     assert needs(events, Allocated(0, 1, 2, 2), {}) == ((0, BLOCK), (-10 * BLOCK, 2 * BLOCK))
+
+
+def test_needs_arrive_at_other_ranks_as_they_were() -> None:
+    step = StepMemory(step=2, batch_shape=(8, 4), needs=(StepNeed(20.0, 0), StepNeed(-30.0, 600)))
+    sent = json.loads(json.dumps(dataclasses.asdict(step)))
+    assert read(StepMemory, sent, {}) == step
 
 
 def test_copies_of_weights_do_not_grow_with_the_batch() -> None:
