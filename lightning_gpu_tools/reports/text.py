@@ -222,7 +222,7 @@ def measuring_lines(report: Report) -> list[str]:
     """Return what could not be measured, and the cost of measuring."""
     lines = []
     if report.unseen:
-        unseen = ", ".join(map(printable, report.unseen))
+        unseen = ", ".join(printable(one, 300) for one in report.unseen)
         lines.append(f"Not measured, because this kernel, driver, Lightning or torch lacks it: {unseen}.")
     if report.stall_note:
         lines.append(printable(report.stall_note, 500))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
+
+from lightning_gpu_tools.units import printable
 
 _Fact = TypeVar("_Fact")
 
@@ -19,5 +22,6 @@ class Facts:
         try:
             return read()
         except Exception as error:  # noqa: BLE001 - whatever it is, the rest can be measured
-            self.unread[what] = repr(error.with_traceback(None))  # its frames would keep a batch
+            # As text, because its frames would keep a batch; and by this function, because its own may raise.
+            self.unread[what] = printable("".join(traceback.format_exception_only(error)).strip(), 200)
             return missing

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from lightning_gpu_tools.advice.memory_account import DriverMemory, MemoryAccount, account_for
 from lightning_gpu_tools.gpus.metrics import MAX_NAMED_GPUS, GpuSummary, count_gpus, job_metrics
+from lightning_gpu_tools.gpus.readings import known
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import FILE_NAME
 from lightning_gpu_tools.reports.typed_json import read
@@ -113,11 +114,11 @@ class Ranks:
         """Publish this rank's speed, and from the first rank of another node the facts about its GPUs."""
         if self._place.world_size == 1:
             return
-        recorder, gpus, known = self._recorder, self._recorder.gpus, self._recorder.facts.read
+        recorder, gpus, fact = self._recorder, self._recorder.gpus, self._recorder.facts.read
         facts: dict[str, Any] = {
             "own_step": recorder.own_step(),
-            "throttled": {} if gpus is None else known("throttled clocks", gpus.throttled_percent, dict[int, float]()),
-            "largest_batch_size": known("the largest batch that fits", recorder.largest_batch_size, None),
+            "throttled": {} if gpus is None else fact("throttled clocks", gpus.throttled_percent, dict[int, float]()),
+            "largest_batch_size": fact("the largest batch that fits", recorder.largest_batch_size, None),
         }
         metrics: Mapping[str, float] | None = None
         if self._is_monitored and gpus is not None and self._place.rank != 0:
@@ -185,12 +186,12 @@ class Ranks:
 
     def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
         """Return the GPUs in the latest entries of other nodes."""
-        return tuple(self._read(GpuSummary, gpu) for entry in self.exchange.entries() for gpu in entry.get("gpus", ()))
+        gpus = (gpu for entry in self.exchange.entries() for gpu in entry.get("gpus", ()))
+        return tuple(known(self._read("the GPUs of another node", GpuSummary, gpu) for gpu in gpus))
 
-    @staticmethod
-    def _read(kind: type[_T], facts: Any) -> _T:
+    def _read(self, what: str, kind: type[_T], facts: Any) -> _T | None:
         time.sleep(0)  # gives Python's lock to the training thread, if this is another one
-        found: _T = read(kind, facts, {})
+        found: _T | None = self._recorder.facts.read(what, partial(read, kind, facts, {}), None)
         return found
 
     def memory_accounts(self, own: MemoryShare | None, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
@@ -198,7 +199,8 @@ class Ranks:
         shares = [] if own is None else [own]
         if all_ranks:
             others = (entry for entry in self.exchange.entries() if entry["rank"] != self._place.rank)
-            shares += (self._read(MemoryShare, entry["memory"]) for entry in others if entry.get("memory"))
+            heard = (entry["memory"] for entry in others if entry.get("memory"))
+            shares += known(self._read("the memory of another rank", MemoryShare, share) for share in heard)
         return accounts(shares)
 
     def are_missing(self, measured: RunMeasurements) -> bool:
