@@ -140,7 +140,8 @@ def _size(match: re.Match[str] | None) -> int | None:
 
 LOADING_CHECKPOINT = "loading_checkpoint"
 SETUP = "setup"
-_CONTEXT_BYTES = 2**30  # our default for CUDA's memory outside torch, if nothing reports it: 0.3 to 0.9 GiB were seen
+# If nothing reports it: a CUDA context of 0.3 GiB (pytorch issue 107667), and NCCL's 0.7 GB (nccl issue 964).
+_CONTEXT_BYTES = 2**30
 _MIN_UNLISTED = 0.10  # our default: from this share of the GPU on, memory without an owner is other processes'
 _NEARLY_FULL = 0.05  # our default: below this share of free memory, an ambiguous message counts
 

@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader
 from trainings import Boom, Samples, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, watch
+from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training.memory_readings import RankMemory
+from lightning_gpu_tools.training.run_measurements import GpuFacts
 
 pytestmark = pytest.mark.gpu
 WIDTH, DEPTH = 1024, 6
@@ -68,6 +70,7 @@ def train(folder: Path, batch_size: int, steps: int = 4, **options: Any) -> Seen
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch may use 2 GiB, and the GPU seems to have no more."""
+    monkeypatch.setattr(RunRecorder, "_gpu_facts", lambda self: GpuFacts(memory_total_bytes=ALLOWED))
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(ALLOWED / total)
@@ -77,18 +80,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}])
-def test_what_is_said_to_fit_trains_and_hardly_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    from lightning_gpu_tools.runs.run_recorder import RunRecorder
-
-    gpu_facts = RunRecorder._gpu_facts
-
-    def limited(self: RunRecorder) -> Any:
-        facts = gpu_facts(self)
-        return type(facts)(memory_total_bytes=ALLOWED)
-
-    monkeypatch.setattr(RunRecorder, "_gpu_facts", limited)
+def test_what_is_said_to_fit_trains_and_hardly_more(tmp_path: Path, options: dict[str, Any]) -> None:
     small, larger = (train(tmp_path, size, **options).largest for size in (64, 256))
     assert small is not None
     assert larger is not None

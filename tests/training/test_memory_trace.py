@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from hypothesis import given
@@ -23,11 +24,22 @@ class Tensor(NamedTuple):
     lives: int  # for how many more tensors; 0: it stays
 
 
+class Step(NamedTuple):
+    tensors: list[Tensor]
+    moments: Allocated
+
+
 forward = st.lists(st.builds(Tensor, st.integers(1, 50), st.just(True), st.integers(0, 12)), max_size=12)
 temporary = st.builds(Tensor, st.integers(1, 50), st.just(True), st.integers(1, 12))
 gradient = st.builds(Tensor, st.integers(1, 50), st.just(False), st.just(0))
 backward = st.lists(temporary | gradient, max_size=12)
 optimizer = st.lists(st.builds(Tensor, st.integers(1, 50), st.just(False), st.integers(0, 12)), max_size=6)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    parts = [draw(part) for part in (forward, backward, optimizer)]
+    return Step([*chain(*parts)], Allocated(100, *(100 + end for end in accumulate(map(len, parts)))))
 
 
 def recorded(tensors: list[Tensor], times: int) -> list[Event]:
@@ -51,30 +63,20 @@ def peak(events: list[Event]) -> int:
     return highest
 
 
-@given(forward, backward, optimizer, st.integers(1, 40))
-def test_needs_at_one_size_are_the_peak_at_another(
-    of_forward: list[Tensor], of_backward: list[Tensor], of_optimizer: list[Tensor], times: int
-) -> None:
-    tensors = [*of_forward, *of_backward, *of_optimizer]
-    before = len(of_forward)
-    moments = Allocated(100, 100 + before, 100 + before + len(of_backward), 100 + len(tensors))
-    found = needs(recorded(tensors, 1), moments, {})
-    assert max(need.fixed_bytes + times * need.batch_bytes for need in found) == peak(recorded(tensors, times))
+@given(steps(), st.integers(1, 40))
+def test_needs_at_one_size_are_the_peak_at_another(step: Step, times: int) -> None:
+    found = needs(recorded(step.tensors, 1), step.moments, {})
+    assert max(need.fixed_bytes + times * need.batch_bytes for need in found) == peak(recorded(step.tensors, times))
     assert list(found) == sorted(found, key=lambda need: (need.batch_bytes, -need.fixed_bytes))
 
 
-@given(forward, backward, optimizer, st.integers(1, 40))
-def test_what_the_first_step_leaves_is_what_others_begin_with(
-    of_forward: list[Tensor], of_backward: list[Tensor], of_optimizer: list[Tensor], times: int
-) -> None:
-    tensors = [*of_forward, *of_backward, *of_optimizer]
-    before = len(of_forward)
-    moments = Allocated(0, before, before + len(of_backward), len(tensors))
-    found = needs(recorded(tensors, 1), moments, {}, is_first=True)
+@given(steps(), st.integers(1, 40))
+def test_what_the_first_step_leaves_is_what_others_begin_with(step: Step, times: int) -> None:
+    found = needs(recorded(step.tensors, 1), step.moments, {}, is_first=True)
     # The law of the test above, of steps in which nothing is new that stays.
-    alike = [
-        Tensor(0, tensor.grows, 0) if i >= before and not tensor.lives else tensor for i, tensor in enumerate(tensors)
-    ]
+    of_forward = step.moments.before_backward - step.moments.begin
+    stays = [i >= of_forward and not tensor.lives for i, tensor in enumerate(step.tensors)]
+    alike = [Tensor(0, one.grows, 0) if is_kept else one for one, is_kept in zip(step.tensors, stays, strict=True)]
     assert max(need.fixed_bytes + times * need.batch_bytes for need in found) == peak(recorded(alike, times))
 
 
