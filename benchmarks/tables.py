@@ -185,21 +185,22 @@ def diagnosis_on_gpu() -> str:
     def line(one: Results) -> str:
         return {True: "named", False: "not named"}[one["names_line"]] if one["line_known"] else ""
 
+    theirs = [one["traceml"] or {} for one in found["answers"]]  # empty where TraceML is not installed
     rows = [
         (
             one["training"],
             _OUTCOMES["names" if one["right"] else "misses"],
             line(one),
-            _OUTCOMES[one["traceml"]["is"]],
+            _OUTCOMES.get(other.get("is"), "not run"),
             *(ms(one["forward_ms_known"] and value) for value in (one["forward_ms_known"], one["forward_ms"])),
-            ms(one["forward_ms_known"] and one["traceml"]["forward_ms"]),
+            ms(one["forward_ms_known"] and other.get("forward_ms")),
         )
-        for one in found["answers"]
+        for one, other in zip(found["answers"], theirs, strict=True)
     ]
-    other = found["machine"]["traceml-ai"]
+    version = found["machine"].get("traceml-ai", "is not installed")
     return block(
-        f"The trainings on a simulated GPU, with this package and under `traceml run` (TraceML {other}): is the cause "
-        "right, is the source line named, and how long does the GPU work in forward?",
+        f"The trainings on a simulated GPU, with this package and under `traceml run` (TraceML {version}): is the "
+        "cause right, is the source line named, and how long does the GPU work in forward?",
         table(("training", "cause", "line", "TraceML: cause", "forward, ms", "measured", "TraceML"), *rows),
         "TraceML names no source lines. Its RESIDUAL-HEAVY counts as a hint at work of the host.",
         source("diagnosis_on_gpu.py", name),

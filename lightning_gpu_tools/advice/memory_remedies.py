@@ -109,7 +109,7 @@ def needed_bytes(oom: OutOfMemory) -> float:
     """Return the least GPU memory that this job would have needed."""
     tensors = oom.wanted_bytes
     to_come = max(0, oom.model.total_bytes - (oom.begin_bytes or oom.allocated_bytes or 0))
-    if oom.has_fitted and oom.memory is not None:
+    if oom.has_completed_full_steps and oom.memory is not None:
         tensors, to_come = max(tensors, oom.memory.peak_bytes), 0
     beside = 0
     if oom.total_bytes is not None and oom.free_bytes is not None and oom.reserved_bytes is not None:

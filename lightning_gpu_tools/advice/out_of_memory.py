@@ -270,7 +270,7 @@ class OutOfMemory:
         return self.memory is not None and self.memory.first_step is not None
 
     @property
-    def has_fitted(self) -> bool:
+    def has_completed_full_steps(self) -> bool:
         """Whether a step was completed that began with the optimizer's states and the gradients of another."""
         memory = self.memory
         return (

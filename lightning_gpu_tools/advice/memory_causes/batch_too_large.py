@@ -39,7 +39,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     why = f"{batch} does not fit."
     if taken is not None and begin is not None:
         why = f"{batch} takes more than {format_bytes(taken)}, and {format_bytes(begin)} do not depend on it."
-    if oom.has_completed_steps and not oom.has_fitted and oom.model.optimizer_bytes:
+    if oom.has_completed_steps and not oom.has_completed_full_steps and oom.model.optimizer_bytes:
         came = format_bytes(oom.model.optimizer_bytes + oom.model.gradients_bytes)
         why += f" The first step fitted because it had neither optimizer states nor old gradients, which take {came}."
     fits = largest_that_fits(run, oom)
@@ -59,7 +59,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 def has_fitted(oom: OutOfMemory) -> bool:
     """Return whether batches of this size fit before, in much less memory."""
-    if not oom.has_fitted or oom.memory is None or not oom.batch_shape or in_validation(oom):
+    if not oom.has_completed_full_steps or oom.memory is None or not oom.batch_shape or in_validation(oom):
         return False
     is_usual = math.prod(oom.batch_shape) <= (oom.usual_items or 0)
     return is_usual and oom.wanted_bytes > _NEARLY * oom.memory.peak_bytes

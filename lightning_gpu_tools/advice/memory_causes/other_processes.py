@@ -44,7 +44,7 @@ def others_are_the_cause(oom: OutOfMemory) -> bool:
     missing = max(0, oom.requested_bytes - (oom.free_bytes or 0))
     if not size or size < missing or total is None or room is None or oom.message.allowed_bytes is not None:
         return False
-    if oom.has_fitted and oom.memory is not None:
+    if oom.has_completed_full_steps and oom.memory is not None:
         # This job had more of the GPU before than it can have now, and needs no more than it did.
         before = oom.memory.latest
         needs_more = oom.wanted_bytes > before.peak_allocated_bytes
