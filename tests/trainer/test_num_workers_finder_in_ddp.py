@@ -43,11 +43,11 @@ def train_each_way(folder: Path, rank: int) -> None:
     found = {}
     for mode in ("untouched", "tuned", "faulty"):
         seed_everything(3)
-        finder, watch = NumWorkersFinder(budget_s=3.0), Watch()
+        finder, watch = NumWorkersFinder(budget_s=12.0), Watch()
         callbacks: list[Callback] = [watch] if mode == "untouched" else [finder, watch]
         dataset = (Faulty if mode == "faulty" else Samples)(100, time.sleep, LOAD_S if finder in callbacks else 0.0)
         model = Model(time.sleep, STEP_S if finder in callbacks else 0.0)
-        trainer = quiet_trainer(folder, callbacks=callbacks, devices=2, strategy="ddp", max_epochs=2)
+        trainer = quiet_trainer(folder, callbacks=callbacks, devices=2, strategy="ddp", max_epochs=3)
         trainer.fit(model, DataLoader(dataset, shuffle=True))
         result = finder.result
         found[mode] = {
