@@ -114,6 +114,13 @@ def test_a_slow_node_and_a_slow_rank_are_named_as_such(
     assert finding.share == pytest.approx(0.30, abs=0.03)  # of the job: 30 of 100 ms
 
 
+def test_a_rank_far_behind_the_others_of_its_node_is_named_alone() -> None:
+    finding = blamed(a_job(2, 2, lambda rank, part: {2: 0.02, 3: 0.1}.get(rank, 0.0)))
+    assert finding is not None
+    assert finding.evidence["who"] == "rank 3"
+    assert "Also slow: rank 2." in finding.advice
+
+
 @pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 1), (1, 3), (8, 8), (1024, 8)])
 def test_of_ranks_that_are_alike_none_is_named(nodes: int, local_ranks: int) -> None:
     assert blamed(a_job(nodes, local_ranks, lambda rank, part: 0.0)) is None

@@ -23,6 +23,7 @@ _SIGMA_PER_MAD = 1.4826  # standard deviation per median absolute deviation, of 
 # Our defaults from here on.
 _MIN_WAITED = 0.50  # of the blamed rank's excess: the others' longer wait, or its own wait for a core
 _ALWAYS = 0.90  # of the parts of a run
+_ALIKE = 0.50  # of the slowest rank's excess: from here on, the ranks of a node are slow for the same reason
 _MIN_LATE_PARTS = 3  # fewer are an accident, unless there are few parts
 # From these values on, and from twice the median rank, slow storage or throttled clocks explain a slow rank.
 _MIN_STORAGE_PERCENT = 30.0
@@ -59,7 +60,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     slow, excess_s = found
     phase = _phase_behind(ranks, slow, excess_s)
     own_s = own_work_s(ranks)
-    behind = _standing_out(own_s if phase is None else [rank.phase_s.get(phase, 0.0) for rank in ranks], run.step_s)
+    times_s = own_s if phase is None else [rank.phase_s.get(phase, 0.0) for rank in ranks]
+    behind = _standing_out(times_s, run.step_s)
     usual_s = max((one_s for place, one_s in enumerate(own_s) if place not in behind), default=median_low(own_s))
     share = min((max(own_s) - usual_s) / run.step_s, 1.0)
     # It may be unknown whether the others wait for it, and a phase may itself include a wait.
@@ -71,7 +73,9 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if late is None:
         return
     late_share, when = late
-    who, named, others = _names(ranks, slow, {ranks[place].rank for place in behind})
+    least_s = median_low(times_s) + _ALIKE * (max(times_s) - median_low(times_s))
+    alike = {ranks[place].rank for place in behind if times_s[place] >= least_s}
+    who, named, others = _names(ranks, slow, {ranks[place].rank for place in behind}, alike)
     evidence: Evidence = {
         "who": who,
         "rank": slow.rank,
@@ -110,12 +114,15 @@ def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
     return {place for place, one_s in enumerate(values_s) if one_s - typical_s > least_s}
 
 
-def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int]) -> tuple[str, str, str]:
-    """Return a short and a long name of the slowest rank, or of its node if all of it is slow, and the others."""
+def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int], alike: set[int]) -> tuple[str, str, str]:
+    """Return a short and a long name of the slowest rank, or of its node if all of it is slow, and the others.
+
+    All of a node is slow if all its ranks are about as far ``behind`` as the slowest one (``alike``).
+    """
     members: defaultdict[int, set[int]] = defaultdict(set)
     for rank in ranks:
         members[rank.node].add(rank.rank)
-    nodes = {node for node, numbers in members.items() if len(numbers) > 1 and numbers <= behind}
+    nodes = {node for node, numbers in members.items() if len(numbers) > 1 and numbers <= alike}
     if slow.node in nodes and len(members) > 1:
         kind, others = "node", nodes - {slow.node}
         who = f"node {slow.node}"
