@@ -15,9 +15,11 @@ import argparse
 import contextlib
 import gc
 import json
+import linecache
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -110,6 +112,16 @@ class KeepsOutputs(Layers):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.kept.append(self.layers(batch).detach())
+        return super().training_step(batch, batch_idx)
+
+
+class Generates(Layers):
+    """Takes a branch in one step that holds much more, for a batch like all others."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 15:
+            generated = [self.layers(batch) for _ in range(60)]
+            return torch.stack([one.square().mean() for one in generated]).mean()
         return super().training_step(batch, batch_idx)
 
 
@@ -236,6 +248,7 @@ class Case:
         known: The cause, by what was done, or ``""`` if no memory must be blamed.
         phase: Where the error comes, as the outcome names it; empty if it may come anywhere.
         words: What the advice must have.
+        line: Code on a line that must be named as one that holds the memory, or that asked for more.
         model: Makes the model.
         batches: Makes the training batches.
         validation: Those of validation; none without.
@@ -249,6 +262,7 @@ class Case:
     known: str
     phase: str = ""
     words: str = ""
+    line: str = ""
     model: Callable[[], LightningModule] = Layers
     batches: Callable[[], Batches] = Batches
     validation: Callable[[], Batches] | None = None
@@ -264,7 +278,9 @@ CASES = {
         "batch_too_large", "forward", "fit by measured memory", model=partial(Layers, 16), batches=partial(Batches, 64),
         allowed=5900,
     ),
-    "a batch too large": Case("batch_too_large", "forward", "batch_size=", batches=partial(Batches, 512)),
+    "a batch too large": Case(
+        "batch_too_large", "forward", "batch_size=", line="self.layers(batch).square()", batches=partial(Batches, 512)
+    ),
     "a batch that fits in forward alone": Case(
         "batch_too_large", "backward", "accumulate", batches=partial(Batches, 270)
     ),
@@ -276,6 +292,10 @@ CASES = {
     ),
     "one long batch": Case(
         "spike", "forward", "elements fit", batches=partial(Batches, 64, lengths=[4] * 15 + [32])
+    ),
+    "a step that generates": Case(
+        "spike", "forward", "rarely taken", line="self.layers(batch) for _ in range", model=Generates,
+        batches=partial(Batches, 32),
     ),
     "weights and gradients too large": Case("model_too_large", "backward", model=partial(Layers, 32)),
     "weights too large": Case("model_too_large", "the setup", model=partial(Layers, 62)),
@@ -293,16 +313,19 @@ CASES = {
     "a process left over": Case(
         "leftover_process", "forward", "kill", batches=partial(Batches, 64), job="left over", left=724
     ),
-    "graphs kept": Case("memory_growth", "", "detach", model=KeepsGraphs),
+    "graphs kept": Case("memory_growth", "", "detach", line="self.kept.append", model=KeepsGraphs),
     "outputs kept": Case(
-        "memory_growth", "", "loss.item()", model=KeepsOutputs, batches=partial(Batches, 32, count=60)
+        "memory_growth", "", "loss.item()", line="self.kept.append", model=KeepsOutputs,
+        batches=partial(Batches, 32, count=60)
     ),
     "a graph in validation": Case(
-        "evaluation_graph", "validation", "enable_grad", model=EvaluatesWithGraph, batches=partial(Batches, count=10),
+        "evaluation_graph", "validation", "enable_grad", line="self.kept.append", model=EvaluatesWithGraph,
+        batches=partial(Batches, count=10),
         validation=partial(Batches, count=40), options={"inference_mode": False},
     ),
     "outputs kept in validation": Case(
-        "memory_growth", "validation", "numbers", model=EvaluatesIntoAList, batches=partial(Batches, count=10),
+        "memory_growth", "validation", "numbers", line="self.kept.append", model=EvaluatesIntoAList,
+        batches=partial(Batches, count=10),
         validation=partial(Batches, 64, count=40),
     ),
     "a checkpoint on the GPU": Case(
@@ -347,12 +370,16 @@ def judged(name: str, folder: Path) -> dict[str, Any]:
     diagnosis = report.diagnosis
     first = diagnosis.findings[0] if diagnosis.findings else None
     said = first.cause if diagnosis.verdict == "out_of_memory" and first is not None else ""
+    evidence = {} if first is None else first.evidence
+    places = f"{evidence.get('asked_at')}, {evidence.get('source_lines')}"
+    code = "".join(linecache.getline(__file__, int(line)) for line in re.findall(r"out_of_memory\.py:(\d+)", places))
     is_there = not case.phase or f"out of memory in {case.phase} at" in report.outcome
     return {
         "known": case.known,
         "said": said,
         "outcome": report.outcome,
-        "right": said == case.known and is_there and case.words in diagnosis.next_step,
+        "right": said == case.known and is_there and case.words in diagnosis.next_step and case.line in code,
+        "lines": places,
         "why": diagnosis.why,
         "next": diagnosis.next_step,
         "largest_batch_size": None if first is None else first.evidence.get("largest_batch_size"),

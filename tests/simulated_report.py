@@ -11,7 +11,7 @@ from sample_report import FINDING, GIB, REPORT
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.training.memory_readings import MemoryPoint
+from lightning_gpu_tools.training.memory_readings import MemoryLine, MemoryPoint
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseTimeline
 from lightning_gpu_tools.training.timeline import Series, Timeline
@@ -96,7 +96,7 @@ def simulated_report(*, nodes: int = 1, gpus: int = 8, seconds: float = DAY_S, e
         return replace(summary.to_send(at_end=True), timelines=series) if place < gpus else summary.to_send(at_end=True)
 
     def account(place: int) -> MemoryAccount:
-        parts = {name: round(80 * GIB / 15) + place for name in PARTS}
+        parts = {name: round(80 * GIB / (len(PARTS) + 1)) + place for name in PARTS}
         points = [MemoryPoint(i * seconds / 200, 2e10, 4e10 + 1e8 * i, 6e10 + 1e8 * (i // 50)) for i in range(200)]
         return MemoryAccount(
             index=place % gpus,
@@ -111,6 +111,11 @@ def simulated_report(*, nodes: int = 1, gpus: int = 8, seconds: float = DAY_S, e
             moments_bytes=dict.fromkeys(("before_training", "step_start", "after_forward", "after_step"), 20 * GIB),
             peaks_bytes=dict.fromkeys(("forward", "backward", "optimizer"), 41 * GIB),
             timeline=tuple(points) if place == 0 else (),
+            peak_lines=tuple(
+                MemoryLine(4 * GIB // i, 12, "forward", "src/models/decoder.py", 100 + i, "forward")
+                for i in range(1, 11)
+            ),
+            kept_lines=(MemoryLine(2**20, 4, "", "src/train.py", 57, "training_step"),),
         )
 
     def rank(number: int) -> RankStep:

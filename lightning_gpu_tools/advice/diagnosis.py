@@ -105,7 +105,7 @@ def diagnose(
         of_memory, why, next_step = judge(run, out_of_memory)
         verdict, findings = "out_of_memory", (*of_memory, *findings)[:_MAX_FINDINGS]
     elif growth:
-        growing = tuple(map(growing_memory, growth))
+        growing = tuple(growing_memory(one, () if run.memory is None else run.memory.kept_lines) for one in growth)
         if not findings:
             next_step = growing[0].advice
         findings = (*findings, *growing)

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_gpu_tools.training.memory_readings import MemoryLine
 from lightning_gpu_tools.training.phases import base_phase
 from lightning_gpu_tools.training.run_measurements import SourceLine
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.units import format_bytes, printable
 
 # Our defaults.
 MIN_SAMPLES = 20  # of a phase: with 20, a share is known to within 22 points either way (95 %), with 200 to within 7
@@ -29,7 +30,17 @@ class LineShare(NamedTuple):
     samples: int
 
     def __str__(self) -> str:
-        return f"{printable(self.file, _MAX_NAME)}:{self.line} in {printable(self.function, _MAX_NAME)}"
+        return in_words(self.file, self.line, self.function)
+
+
+def in_words(file: str, line: int, function: str) -> str:
+    """Return a line as ``"data.py:41 in decode"``."""
+    return f"{printable(file, _MAX_NAME)}:{line} in {printable(function, _MAX_NAME)}"
+
+
+def is_of_program(file: str) -> bool:
+    """Return whether a file is the program's own, and not a framework's."""
+    return bool(file) and not file.replace("\\", "/").startswith(_FRAMEWORKS)
 
 
 def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[LineShare]:
@@ -62,9 +73,19 @@ def where(lines: Sequence[SourceLine], *phases: str) -> str | None:
     return ", ".join(f"{one} ({100 * one.share:.0f} %)" for one in named) or None
 
 
+def holding(lines: Sequence[MemoryLine]) -> str | None:
+    """Return the program's lines that allocated most of the memory that ``lines`` tell of, and at least a tenth of it.
+
+    ``"net.py:41 in forward (1.20 GiB), net.py:57 in forward (310 MiB)"``; ``None`` without one.
+    """
+    whole = sum(one.bytes for one in lines)
+    named = [one for one in lines if is_of_program(one.file) and one.bytes >= _MIN_SHARE * whole][:_MAX_LINES]
+    return ", ".join(f"{in_words(*one[3:])} ({format_bytes(one.bytes)})" for one in named) or None
+
+
 def sentence(lines: Sequence[SourceLine], *phases: str, whose: str = "this time") -> str:
     """Return a sentence about the line that takes most of these phases; empty if it is not the program's own."""
     for one in worth_naming(seen_in(lines, *phases))[:1]:
-        if not one.file.replace("\\", "/").startswith(_FRAMEWORKS):
+        if is_of_program(one.file):
             return f"{100 * one.share:.0f} % of {whose} is at {one}."
     return ""

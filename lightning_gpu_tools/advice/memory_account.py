@@ -8,8 +8,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.lines import holding
 from lightning_gpu_tools.gpus.readings import GpuProcess
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryHoldings, MemoryPoint, RankMemory
+from lightning_gpu_tools.training.memory_readings import (
+    MemoryGrowth,
+    MemoryHoldings,
+    MemoryLine,
+    MemoryPoint,
+    RankMemory,
+)
 from lightning_gpu_tools.units import format_bytes, format_duration
 
 OTHER_PROCESSES = "other_processes"
@@ -37,6 +44,10 @@ PARTS = {
                    "gradients in full, though a peak within backward may have only some of them"),
         MemoryPart("gradient_buckets", "DDP's copies of gradients", _TENSORS,
                    "what DistributedDataParallel sends; `gradient_as_bucket_view=True` saves it"),
+        MemoryPart("workspaces", "workspaces of cuBLAS", _TENSORS,
+                   "what torch gives cuBLAS for each of its handles and streams: 8 MiB, or 32 MiB on Hopper"),
+        MemoryPart("earlier_tensors", "tensors from before training", _TENSORS,
+                   "what existed before training and is neither the model's nor the optimizer's"),
         MemoryPart("other_tensors", "batch, and other tensors kept", _TENSORS,
                    "what else is there when a step begins: its batch, metrics, caches, whatever is kept by mistake"),
         MemoryPart("activations", "activations and temporaries", _TENSORS, "the rest of the peak"),
@@ -106,6 +117,9 @@ class MemoryAccount:
         peaks_bytes: Peak bytes in tensors by phase, of the same rank: ``before_training``, ``forward``, ``backward``,
             ``optimizer``, ``validation``, and ``training`` between two readings.
         timeline: Steps of rank 0 that were read, if it trains on this GPU; at most 200 points.
+        peak_lines: The ten lines that allocated most of what a step of the same rank added at its peak, largest first.
+            Only some steps are recorded.
+        kept_lines: The same for what recorded steps left behind, and that is still in use.
     """
 
     index: int
@@ -120,6 +134,8 @@ class MemoryAccount:
     moments_bytes: Mapping[str, int] = field(default_factory=dict)
     peaks_bytes: Mapping[str, int] = field(default_factory=dict)
     timeline: tuple[MemoryPoint, ...] = ()
+    peak_lines: tuple[MemoryLine, ...] = ()
+    kept_lines: tuple[MemoryLine, ...] = ()
 
 
 def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAccount:
@@ -128,19 +144,22 @@ def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAcco
     reserved_bytes = parts.total()
     used_bytes, total_bytes = driver.used_bytes, driver.total_bytes
     others: list[OtherProcess] = []
-    # The driver's numbers are older than torch's, or Windows lets a process use memory of the host.
+    processes, own_bytes = driver.processes or (), 0
+    own_pids = _own_pids(driver, len(ranks), reserved_bytes)
+    if own_pids is not None:
+        own_bytes = sum(one.memory_used_bytes or 0 for one in processes if one.pid in own_pids)
+        others = [
+            OtherProcess(pid=one.pid, used_bytes=one.memory_used_bytes, user=one.user, name=one.name)
+            for one in processes
+            if one.pid not in own_pids
+        ]
+    # The driver's reading may be older than torch's.
+    if used_bytes is not None and 0 < own_bytes < reserved_bytes:
+        used_bytes += reserved_bytes - own_bytes
+    # How much older is unknown, or Windows lets a process use memory of the host.
     if used_bytes is not None and used_bytes < reserved_bytes:
-        used_bytes = None
+        used_bytes, others = None, []
     if used_bytes is not None:
-        processes, own_bytes = driver.processes or (), 0
-        own_pids = _own_pids(driver, len(ranks), reserved_bytes)
-        if own_pids is not None:
-            own_bytes = sum(one.memory_used_bytes or 0 for one in processes if one.pid in own_pids)
-            others = [
-                OtherProcess(pid=one.pid, used_bytes=one.memory_used_bytes, user=one.user, name=one.name)
-                for one in processes
-                if one.pid not in own_pids
-            ]
         beyond_torch = {
             "context": max(0, own_bytes - reserved_bytes),
             OTHER_PROCESSES: sum(one.used_bytes or 0 for one in others),
@@ -162,6 +181,8 @@ def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAcco
         moments_bytes=_moments(fullest),
         peaks_bytes=fullest.peaks_bytes,
         timeline=next((rank.timeline for rank in ranks if rank.timeline), ()),
+        peak_lines=fullest.peak_lines,
+        kept_lines=fullest.kept_lines,
     )
 
 
@@ -186,6 +207,7 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
     peak_bytes = min(max(peaks.get(peak_in, 0), nearest.allocated_bytes), reserved_bytes)
     held, step = rank.holdings or MemoryHoldings(), rank.last_step or rank.first_step
     begin = latest if step is None or step.begin is None else step.begin
+    others_bytes = max(0, begin.allocated_bytes - held.between_steps_bytes)
     at_peak = {
         "parameters": held.parameters_bytes,
         "buffers": held.buffers_bytes,
@@ -193,7 +215,9 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
         # Forward has the gradients of the previous step, if they were not zeroed at its end.
         "gradients": held.gradients_kept_bytes if peak_in in ("forward", "validation") else held.gradients_bytes,
         "gradient_buckets": held.gradient_buckets_bytes,
-        "other_tensors": max(0, begin.allocated_bytes - held.between_steps_bytes),
+        "workspaces": held.workspaces_bytes,
+        "earlier_tensors": min(others_bytes, rank.earlier_bytes),
+        "other_tensors": max(0, others_bytes - rank.earlier_bytes),
         "activations": peak_bytes,
     }
     cache = {"cache_fragmented": nearest.inactive_split_bytes, "cache_reusable": reserved_bytes}
@@ -247,6 +271,9 @@ KEPT = {
 }
 
 
+LEFT = "What was recorded of it was allocated at {}."
+
+
 def pace(growth: MemoryGrowth) -> str:
     """Return in words how fast memory grows."""
     where = f" in {growth.phase}" if growth.phase else ""
@@ -255,14 +282,20 @@ def pace(growth: MemoryGrowth) -> str:
     return f"{_WHOSE[growth.whose]} grows steadily, by {rate} a minute{where}{end}."
 
 
-def growing_memory(growth: MemoryGrowth) -> Finding:
-    """Return a finding on growing memory, which costs no time until it is full."""
+def growing_memory(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine] = ()) -> Finding:
+    """Return a finding on growing memory, which costs no time until it is full.
+
+    ``kept_lines`` are those whose blocks on the GPU were still in use steps later.
+    """
+    lines = holding(kept_lines) if growth.whose == "gpu" else None
     evidence = {
         "whose": growth.whose,
         "bytes_per_minute": growth.bytes_per_s * 60,
         "grown_bytes": growth.grown_bytes,
         "left_s": growth.left_s,
         "phase": growth.phase,
+        "source_lines": lines,
     }
+    where = f" {LEFT.format(lines)}" if lines else ""
     advice = KEPT[growth.whose].format(what="validation batch" if growth.phase == "validation" else "step")
-    return counted("memory_growth", 0.0, evidence, f"{pace(growth)} {advice}")
+    return counted("memory_growth", 0.0, evidence, f"{pace(growth)}{where} {advice}")

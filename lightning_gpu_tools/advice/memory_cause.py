@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from lightning_gpu_tools.advice.cause import AnyCause
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
+from lightning_gpu_tools.advice.lines import holding, in_words
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -60,5 +61,7 @@ def ruling(oom: OutOfMemory, cause: str, why: str, *advice: str, **evidence: flo
         "parameters_bytes": model.parameters_bytes or None,
         "gradients_bytes": model.gradients_bytes or None,
         "optimizer_bytes": model.optimizer_bytes or None,
+        "asked_at": None if oom.asked is None else in_words(*oom.asked[3:]),
+        "source_lines": holding(oom.lines),
     }
     return Ruling(counted(cause, 0.0, {**common, **evidence}, " ".join(filter(None, advice))), why)

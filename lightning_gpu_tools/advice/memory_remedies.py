@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from lightning_gpu_tools.advice.batch_size import LargestBatch, StepPeak, largest_batch, split, step_peak
+from lightning_gpu_tools.advice.lines import holding
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.memory_readings import StepNeed
 from lightning_gpu_tools.training.phases import FORWARD, VALIDATION, base_phase
@@ -135,11 +136,11 @@ def another_gpu(oom: OutOfMemory) -> str:
     return f"GPU {-index} has {format_bytes(free)} free: {pick}."
 
 
-def record(run: RunMeasurements) -> str:
-    """Return a way to see who allocates memory."""
-    if run.has_trainer:
-        return "GPUUtilizationMonitor(memory_history=True) records who allocates what, for pytorch.org/memory_viz."
-    return "A snapshot shows who allocates what: https://pytorch.org/blog/understanding-gpu-memory-1/."
+def largest_lines(oom: OutOfMemory) -> str | None:
+    """Return the program's lines that allocate most of a step; ``None`` if they are unknown."""
+    if oom.memory is not None and oom.memory.peak_lines and not in_validation(oom):
+        return holding(oom.memory.peak_lines)
+    return holding(oom.lines)
 
 
 def why_host_is_full(run: RunMeasurements, oom: OutOfMemory) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryReading, RankMemory
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.training.phases import OPTIMIZER, VALIDATION, base_phase
 from lightning_gpu_tools.units import MAX_BYTES, printable
 
@@ -176,6 +176,8 @@ class OutOfMemory:
     memory: RankMemory | None = None
     begins: Sequence[tuple[float, float]] = ()  # (step, bytes in tensors) when steps began, oldest first
     validation_begins: Sequence[tuple[float, float]] = ()  # the same for the batches of this validation
+    asked: MemoryLine | None = None  # the line that asked for more
+    lines: tuple[MemoryLine, ...] = ()  # of the recorded blocks in use at that time
     model: ModelSize = ModelSize()  # with 0 for unknown sizes
     uuid: str | None = None  # of the GPU
     gpus: tuple[GpuReading, ...] = ()  # of the machine, read after the error
@@ -285,6 +287,21 @@ class OutOfMemory:
         """The size of all tensors when this step or validation batch began."""
         begins = self.validation_begins if base_phase(self.phase) == VALIDATION else self.begins
         return int(begins[-1][1]) if begins else None
+
+    @property
+    def usual_step_bytes(self) -> int:
+        """The most that a step is known to have taken beyond what it began with; 0 if unknown."""
+        memory, last = self.memory, None if self.memory is None else self.memory.last_step
+        if memory is None or last is None or last.begin is None or not self.has_completed_full_steps:
+            return 0
+        begin = last.begin.allocated_bytes
+        peaks = [size for phase, size in memory.peaks_bytes.items() if phase not in ("before_training", VALIDATION)]
+        recorded = [] if memory.traced_step is None else memory.traced_step.needs
+        return max(
+            max(reading.allocated_bytes for reading in last.readings) - begin,
+            max(peaks, default=begin) - begin,
+            int(max((need.fixed_bytes + need.batch_bytes for need in recorded), default=0)),
+        )
 
     @property
     def kept_bytes(self) -> int:

@@ -30,6 +30,7 @@ from lightning_gpu_tools.reports.text import (
     LINE_COLUMNS,
     cause_phase,
     gpu_label,
+    line_label,
     line_rows,
     loader_line,
     measuring_lines,
@@ -276,6 +277,12 @@ def _memory(report: Report, charts: Charts) -> Iterable[str]:
     of = f", of the {len(shown)} fullest of {len(report.memory)} GPUs" if len(shown) < len(report.memory) else ""
     head = map(gpu_label, shown)
     yield table(f"What the memory was used for{of}", ("part", *head), lines) if shown else ""
+    for account in shown:
+        gpu = f" of {gpu_label(account)}" if len(shown) > 1 else ""
+        heads = {"added by a step at its peak": account.peak_lines, "that stayed": account.kept_lines}
+        for which, found in heads.items():
+            rows = [(line_label(one), format_bytes(one.bytes), one.blocks) for one in found]
+            yield table(f"The lines that allocated most of the memory{gpu} {which}", ("line", "size", "blocks"), rows)
 
 
 def _used(account: MemoryAccount) -> int:

@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.advice.lines import seen_in
+from lightning_gpu_tools.advice.lines import in_words, seen_in
 from lightning_gpu_tools.advice.memory_account import OTHER_PROCESSES, PARTS, MemoryAccount, MemoryPart
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.gpu_table import gpu_lines
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
+from lightning_gpu_tools.training.memory_readings import MemoryLine
 from lightning_gpu_tools.training.phases import IN_WORKER, PHASES, RANK_WAIT, SLOW_STEP, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
@@ -31,6 +32,7 @@ _MAX_PROCESSES = 4
 _MAX_STALLS = 3
 _MIN_PART = 0.02
 _MAX_SOURCE_LINES = 10  # of a phase
+_MAX_MEMORY_LINES = 3
 LINE_COLUMNS = ("phase", "of its time", "line", "samples")  # of line_rows
 _MIN_OTHERS_CORES = 0.2  # our default: with less, the other programs are the system's own
 # Text that Markdown reads as markup inside a line: CommonMark 0.31, section 2.4, and GitHub's $math$, | and links.
@@ -358,12 +360,30 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
         branches.append((line(group, sum(parts.values())), shown))
     whole = format_bytes(whole_bytes)
     if account.used_bytes is None:
-        head = f"What the {whole} are that torch has reserved on {gpu} (the driver gives no total)"
+        why = "gives no total" if account.total_bytes is None else "was read before torch reserved this"
+        head = f"What the {whole} are that torch has reserved on {gpu} (the driver {why})"
     else:
         free = "" if account.free_bytes is None else f"; {format_bytes(account.free_bytes)} are free"
         explained = 100 * (account.explained_share or 0.0)
         head = f"What the {whole} in use on {gpu} are ({explained:.0f} % explained){free}"
-    return [_wrapped(head), *_tree(branches), *_in_tensors(account)]
+    return [_wrapped(head), *_tree(branches), *_in_tensors(account), *_memory_lines(account, full)]
+
+
+def _memory_lines(account: MemoryAccount, full: bool) -> list[str]:
+    """Return the source lines that allocate most of a step, and those whose memory stayed."""
+    heads = {"What a step adds at its peak, by line": account.peak_lines, "What stayed, by line": account.kept_lines}
+    lines = []
+    for head, found in heads.items():
+        shown = found if full else found[:_MAX_MEMORY_LINES]
+        rows = [f"  {format_bytes(one.bytes):>8}  {line_label(one)}" for one in shown]
+        lines += [head, *rows] if rows else []
+    return lines
+
+
+def line_label(one: MemoryLine) -> str:
+    """Return a line that allocated memory, and the phase of the step."""
+    place = in_words(*one[3:]) if one.file else "no line of Python"
+    return f"{place} ({one.phase})" if one.phase else place
 
 
 def _limited(parts: list[tuple[str, float]], count: int, full: bool) -> list[tuple[str, float]]:

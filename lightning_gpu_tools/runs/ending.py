@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from lightning_gpu_tools.advice.failures import Failure
@@ -71,11 +70,6 @@ class Ending:
             self.outcome += f": {failure.what}"
         if failure is not None and hasattr(error, "add_note"):  # Python 3.11
             error.add_note(str(failure))
-
-    @property
-    def snapshot(self) -> Path | None:
-        """The file to which torch writes its allocations when memory runs out."""
-        return None if self.allocator is None else self.allocator.snapshot
 
     @property
     def allocator_failures(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.advice.failures import WorkerExit
+from lightning_gpu_tools.advice.lines import is_of_program
 from lightning_gpu_tools.advice.out_of_memory import (
     LOADING_CHECKPOINT,
     SETUP,
@@ -28,10 +29,11 @@ from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.processes import INIT, process_stat
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.training.device_facts import is_fusible
-from lightning_gpu_tools.training.memory_counters import count_holdings
 from lightning_gpu_tools.training.memory_failures import MemoryFailures
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth, RankMemory
+from lightning_gpu_tools.training.memory_holdings import count_holdings
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, RankMemory
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
+from lightning_gpu_tools.training.source_lines import line_in
 from lightning_gpu_tools.training.step_clock import StepClock
 
 # The training thread's phase, by the innermost of these functions in the traceback; after a colon, a part of its path.
@@ -82,6 +84,7 @@ def out_of_memory_facts(
             "usual_items": failures.usual_items,
             "begins": failures.begins,
             "validation_begins": failures.validation_begins,
+            "lines": () if failure is None else failure.lines,
         }
     if phase == UNEXPLAINED:
         phase = _phase_of(error) or (clock.current.phase if clock.ran else SETUP)
@@ -94,6 +97,7 @@ def out_of_memory_facts(
         is_sharded=run.place.world_size > 1 and not run.is_plain_ddp,
         growth=growth,
         oom_kills=kills,
+        asked=_line_that_asked(error, message.requested_bytes or 0),
         **counted,
     )
     if message.source != "host" and run.gpu is not None:
@@ -111,6 +115,18 @@ def _phase_of(error: BaseException) -> str | None:
             if code.co_name == function and path in code.co_filename.replace(os.sep, "/"):
                 found = phase
     return found
+
+
+def _line_that_asked(error: BaseException, requested_bytes: int) -> MemoryLine | None:
+    """Return the program's innermost line in the traceback; ``None`` if all lines are a framework's."""
+    stack = [
+        {"filename": frame.f_code.co_filename, "line": line, "name": frame.f_code.co_name}
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    seen = line_in(reversed(stack))
+    if seen is None or not is_of_program(seen.file):
+        return None
+    return MemoryLine(requested_bytes, 1, "", seen.file, seen.line, seen.function)
 
 
 def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, run: Run) -> OutOfMemory:

@@ -198,10 +198,10 @@ class RunningReport:
             self.file.save(dataclasses.replace(self._saved, outcome=outcome))
 
 
-def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: Path | None = None) -> None:
+def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
     """Write the report, log its summary, print it, and start to draw its picture and page.
 
-    A failure affects only its own part, and is printed, too. ``snapshot`` is the file that torch may have written.
+    A failure affects only its own part, and is printed, too.
     """
     lines = [""]
     written: list[str] = []
@@ -226,8 +226,6 @@ def publish(report: Report, file: ReportFile, run: Run | None = None, snapshot: 
         for logger in run.loggers:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
                 _log_summary(report, text, logger, run.logged_step - 1)
-    if snapshot is not None and snapshot.exists():
-        written.append(f"Memory snapshot: {_shown(snapshot)}")
     if is_written and report.diagnosis.verdict == "low":
         written.append(_how_to_verify(file))
     say("\n".join([*lines, *written]))

@@ -35,7 +35,8 @@ from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.cores import CoreUsers
 from lightning_gpu_tools.training.line_sampler import LineSampler, WorkerLines
-from lightning_gpu_tools.training.memory_counters import MemoryCounters, MemoryHistory
+from lightning_gpu_tools.training.memory_counters import MemoryCounters
+from lightning_gpu_tools.training.memory_history import MemoryHistory
 from lightning_gpu_tools.training.phases import VALIDATION, base_phase
 from lightning_gpu_tools.training.rank_exchange import Board, RankExchange
 from lightning_gpu_tools.training.rank_waits import RankWaits

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_gpu_tools import files
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.reports.report_file import ReportFile
@@ -59,10 +56,6 @@ class GPUUtilizationMonitor(MeasuringCallback):
         report: Whether to print and write the report.
         gpm: Whether to use the GPU performance monitors of Hopper and later, which are shared with Nsight and DCGM.
         prog_bar: Whether to show the current utilization on the progress bar, as ``gpu_busy``.
-        memory_history: Whether torch records its last 100,000 allocations on the GPU with their call stacks, at about
-            2 us each. When memory runs out, it writes ``cuda_memory_snapshot.pickle`` (on other ranks,
-            ``..._rank<n>.pickle``) for pytorch.org/memory_viz next to the report, or to a temporary local folder if
-            the report is at a URL.
         stall_after_s: Seconds without progress (a step, a batch, a hook, bytes of a checkpoint) after which to warn
             (:class:`~lightning_gpu_tools.errors.StalledTrainingWarning`) with the phase, the stack, and the rank that
             all others wait for, and again after four times as long; ``None`` = never. ``"auto"`` is the larger of 60 s
@@ -84,7 +77,6 @@ class GPUUtilizationMonitor(MeasuringCallback):
         report: bool = True,
         gpm: bool = True,
         prog_bar: bool = False,
-        memory_history: bool = False,
         stall_after_s: float | Literal["auto"] | None = "auto",
     ) -> None:
         check_interval(interval_s)
@@ -97,7 +89,6 @@ class GPUUtilizationMonitor(MeasuringCallback):
         self.report = report
         self.gpm = gpm
         self.prog_bar = prog_bar
-        self.memory_history = memory_history
         self.stall_after_s = stall_after_s
         self._folder = ""
         self._running: RunningReport | None = None
@@ -126,10 +117,6 @@ class GPUUtilizationMonitor(MeasuringCallback):
             rank_zero_info(session.gpu_note)
         if self.report and trainer.is_global_zero and session.clock.ran:
             self._running = RunningReport(session, ReportFile(self._folder))
-        if self.memory_history and self.report and session.ending.allocator is not None:
-            rank = f"_rank{trainer.global_rank}" if trainer.global_rank else ""
-            folder = files.local_path(self._folder) or tempfile.mkdtemp(prefix="lightning-gpu-tools-")
-            session.ending.allocator.record_history(Path(folder) / f"cuda_memory_snapshot{rank}.pickle")
         if self.prog_bar and session.gpus is not None and trainer.progress_bar_callback is not None:
             self._wrappers.put(trainer, "progress_bar_callback.get_metrics", partial(_with_utilization, session.gpus))
 
@@ -156,7 +143,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
         running, self._running = self._running, None
         # None if another callback failed when training started.
         file = ReportFile(self._folder) if running is None else running.file
-        publish(report, file, session.run, session.ending.snapshot)
+        publish(report, file, session.run)
 
     @override
     def _give_up(self) -> None:

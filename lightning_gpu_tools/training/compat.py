@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -137,15 +138,16 @@ def out_of_memory_observer() -> Any:
 
 
 def memory_recorder() -> Any:
-    """Return the function that records allocations. Without it, a snapshot has no history."""
+    """Return the function that records allocations. Without it, no line and no largest batch is known."""
     return getattr(torch.cuda.memory, "_record_memory_history", None)
 
 
 def is_recording_memory() -> Any:
-    """Return the function that reports active recording. Without it, the largest batch that fits is unknown."""
+    """Return the function that reports active recording. Without it, the same is missing."""
     return getattr(torch._C, "_cuda_isHistoryEnabled", None)
 
 
-def memory_dumper() -> Any:
-    """Return the function that writes a snapshot of allocations. Without it, no snapshot is written."""
-    return getattr(torch.cuda.memory, "_dump_snapshot", None)
+def allowed_bytes(gpu: torch.device) -> float:
+    """Return the GPU memory that the program lets torch use. Without the function, it is unlimited."""
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return math.inf if fraction is None else fraction(gpu) * torch.cuda.get_device_properties(gpu).total_memory

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median_high
 from typing import NamedTuple
 from weakref import WeakSet
@@ -19,15 +17,15 @@ import torch
 
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.memory_counters import read_memory
-from lightning_gpu_tools.training.memory_readings import MemoryReading
+from lightning_gpu_tools.training.memory_lines import MemoryRecorder, by_line, live_blocks
+from lightning_gpu_tools.training.memory_readings import MemoryLine, MemoryReading
 from lightning_gpu_tools.training.timeline import Timeline
-from lightning_gpu_tools.units import printable
 
 # Our defaults.
 _EARLY_STEPS, _EVERY_STEPS = 64, 64  # reads at the start of all early steps, then of one in so many; 10 to 20 us each
 _MAX_POINTS = 200
 _MAX_BATCHES = 101
-_MAX_EVENTS = 100_000  # as in https://pytorch.org/blog/understanding-gpu-memory-1/
+_RECORDED_BATCHES = 3  # of each validation, whose blocks are recorded with their lines
 
 
 class AllocatorFailure(NamedTuple):
@@ -36,6 +34,7 @@ class AllocatorFailure(NamedTuple):
     phase: str  # by the clock
     grad_enabled: bool  # in the allocating thread
     reading: MemoryReading | None
+    lines: tuple[MemoryLine, ...] = ()  # of the blocks in use that were recorded
 
 
 class MemoryFailures:
@@ -48,10 +47,10 @@ class MemoryFailures:
         self.count = 0  # the program or cuDNN may have continued after each failure
         self.last: AllocatorFailure | None = None
         self.batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch in use
-        self.snapshot: Path | None = None  # path for torch's snapshot when the allocator fails
         self._gpu = gpu
         self._phase = phase
         self._can_read = True
+        self._recorder = MemoryRecorder()
         self._step_shape: tuple[int, ...] | None = None
         self._items: deque[int] = deque(maxlen=_MAX_BATCHES)
         self._begins = Timeline(_MAX_POINTS, 1.0)
@@ -69,26 +68,14 @@ class MemoryFailures:
                 attach(_allocator_failed)
                 _is_attached = True
 
-    def record_history(self, snapshot: Path) -> None:
-        """Make torch record allocations with their stacks, and write them to a file when memory runs out."""
-        if torch.cuda.is_initialized() and (record := compat.memory_recorder()) is not None:  # type: ignore[no-untyped-call]
-            try:
-                snapshot.parent.mkdir(parents=True, exist_ok=True)
-                snapshot.unlink(missing_ok=True)  # left by an earlier run
-                record(max_entries=_MAX_EVENTS)
-                self.snapshot = snapshot
-            except (RuntimeError, OSError) as error:  # cudaMallocAsync has no history; the folder is not writable
-                warnings.warn(f"memory_history=True has no effect: {printable(error, 300)}", stacklevel=2)
-
     def close(self) -> None:
         """Stop listening for failures and recording."""
         _listening.discard(self)
-        if self.snapshot is not None and (record := compat.memory_recorder()) is not None:
-            self.snapshot = None
-            record(enabled=None)
+        self._recorder.stop()
 
     def begin_step(self, step: int, shape: tuple[int, ...] | None) -> None:
         """Record the batch of a training step at its start, and in some steps the bytes in tensors."""
+        self._recorder.stop()  # a validation may have been short
         if self._step_shape is not None:  # the previous step has ended
             self._items.append(math.prod(self._step_shape))
         self._step_shape = self.batch_shape = shape
@@ -100,6 +87,9 @@ class MemoryFailures:
         self.batch_shape = shape
         if number == 0:
             self._validation = Timeline(_MAX_POINTS, 1.0)
+            self._recorder.start("state")
+        elif number == _RECORDED_BATCHES:
+            self._recorder.stop()
         if number <= _EARLY_STEPS or number % _EVERY_STEPS == 0:
             self._read(self._validation, number)
 
@@ -121,8 +111,8 @@ class MemoryFailures:
         """Record a failure, in the allocating thread and without the allocator's lock."""
         self.count += 1
         self.last = AllocatorFailure(self._phase(), torch.is_grad_enabled(), self.counted())
-        if self.snapshot is not None and (dump := compat.memory_dumper()) is not None:
-            dump(str(self.snapshot))
+        if self.count.bit_count() == 1:  # a program may catch one in every step
+            self.last = self.last._replace(lines=by_line(one for one in live_blocks(self._gpu) if one.stack))
 
     @property
     def usual_items(self) -> float | None:

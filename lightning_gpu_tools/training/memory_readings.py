@@ -30,6 +30,17 @@ class StepNeed(NamedTuple):
     batch_bytes: int  # the part that grows with the batch
 
 
+class MemoryLine(NamedTuple):
+    """A source line, and the GPU memory that was allocated there."""
+
+    bytes: int
+    blocks: int
+    phase: str = ""  # forward, backward or optimizer; empty if unknown
+    file: str = ""  # empty where no Python ran, as in backward
+    line: int = 0
+    function: str = ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMemory:
     """The readings of one training step, for the moments that exist in it and that it reached."""
@@ -60,6 +71,7 @@ class MemoryHoldings:
     gradient_buckets_bytes: int = 0  # DistributedDataParallel's copies; 0 with gradient_as_bucket_view=True
     optimizer_bytes: int = 0  # including master weights
     buffers_bytes: int = 0
+    workspaces_bytes: int = 0  # of cuBLAS, allocated by torch for each of its handles and streams
 
     @property
     def between_steps_bytes(self) -> int:
@@ -70,6 +82,7 @@ class MemoryHoldings:
             + self.gradient_buckets_bytes
             + self.optimizer_bytes
             + self.buffers_bytes
+            + self.workspaces_bytes
         )
 
 
@@ -88,10 +101,14 @@ class RankMemory:
 
     latest: MemoryReading
     before_training: MemoryReading | None = None
+    earlier_bytes: int = 0  # in tensors that existed before training and are not the model's or the optimizer's
     holdings: MemoryHoldings | None = None  # None before the optimizer's first step
     first_step: StepMemory | None = None  # with the optimizer's first step
     last_step: StepMemory | None = None  # the last step read to its end
     traced_step: StepMemory | None = None  # the last step with known needs
+    # The ten lines with most memory: at the peak of the last recorded step, and of what earlier recorded steps left.
+    peak_lines: tuple[MemoryLine, ...] = ()
+    kept_lines: tuple[MemoryLine, ...] = ()
     # Peak of memory in tensors, by where it rose: before_training, forward, backward, optimizer, validation, or
     # training if it rose between two readings.
     peaks_bytes: Mapping[str, int] = field(default_factory=dict)

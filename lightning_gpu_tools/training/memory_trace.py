@@ -1,23 +1,20 @@
-"""The GPU memory that a step needs at each moment, and the part of it that grows with the batch.
+"""The GPU memory that a recorded step needs at each moment, and the part of it that grows with the batch.
 
-torch's allocator records its events during one step, without stacks, at almost no cost. Memory that a step allocates
-and frees grows with its batch, except for 16-bit copies of weights, their gradients, and the optimizer's temporary
-memory. Memory that stays does not grow: gradients and optimizer states.
+Memory that a step allocates and frees grows with its batch, except for 16-bit copies of weights, their gradients, and
+the optimizer's temporary memory. Memory that stays does not grow: gradients and optimizer states.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.memory_lines import Block, Stack
 from lightning_gpu_tools.training.memory_readings import StepNeed
 
-_MAX_EVENTS = 200_000  # our default: two for each tensor of a step; about 100 bytes each
 _BLOCK = 512  # torch's allocator rounds up to this (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)
 _HALF = 2  # bytes of a 16-bit number
 
@@ -37,51 +34,47 @@ class Event(NamedTuple):
     is_allocated: bool
     address: int
     size: int
+    stack: Stack = ()
 
 
-class MemoryTrace:
-    """A recorder of one step's allocations on a GPU."""
-
-    def __init__(self, gpu: torch.device) -> None:
-        self._gpu = gpu.index or 0
-        self._records = False
-
-    def start(self) -> None:
-        """Start recording, unless the program already records or this allocator cannot."""
-        record, is_recording = compat.memory_recorder(), compat.is_recording_memory()
-        if record is not None and is_recording is not None and not is_recording():
-            record(enabled="all", context=None, stacks="python", max_entries=_MAX_EVENTS)
-            self._records = True
-
-    def take(
-        self, moments: Allocated, weights: Iterable[torch.Tensor] = (), *, is_first: bool = False
-    ) -> tuple[StepNeed, ...]:
-        """Stop recording, and return the needs of the step; empty if the record is incomplete.
-
-        ``weights`` are those that autocast copies in 16 bits. Later steps begin with the memory that the first leaves.
-        """
-        if not self._records:
-            return ()
-        entries = torch.cuda.memory._snapshot()["device_traces"][self._gpu]
-        self.stop()
-        events = [event for entry in entries for event in _event(entry)]
-        if sum(event.is_allocated for event in events) != moments.end - moments.begin:
-            return ()
-        copies = Counter(weight.numel() * _HALF for weight in weights if weight.dtype is torch.float32)
-        return needs(events, moments, copies, is_first=is_first)
-
-    def stop(self) -> None:
-        """Stop recording."""
-        record, is_ours = compat.memory_recorder(), self._records
-        self._records = False
-        if is_ours and record is not None:
-            with suppress(RuntimeError):  # CUDA may be what has failed
-                record(enabled=None)
+def recorded_events(gpu: torch.device) -> list[Event]:
+    """Return the events on a GPU since the record began."""
+    entries = torch.cuda.memory._snapshot()["device_traces"][gpu.index or 0]
+    return [
+        Event(entry["action"] == "alloc", entry["addr"], entry["size"], entry.get("frames", ()))
+        for entry in entries
+        if entry["action"] in ("alloc", "free_completed")
+    ]
 
 
-def _event(entry: Mapping[str, Any]) -> Iterator[Event]:
-    if entry["action"] in ("alloc", "free_completed"):
-        yield Event(entry["action"] == "alloc", entry["addr"], entry["size"])
+def is_complete(events: Iterable[Event], moments: Allocated) -> bool:
+    """Return whether these are all events of a step."""
+    return sum(event.is_allocated for event in events) == moments.end - moments.begin
+
+
+def sizes_in_16_bits(weights: Iterable[torch.Tensor]) -> Counter[int]:
+    """Return how many weights have each size in bytes, once autocast has copied them."""
+    return Counter(weight.numel() * _HALF for weight in weights if weight.dtype is torch.float32)
+
+
+def blocks_at_peak(events: Sequence[Event], moments: Allocated) -> list[Block]:
+    """Return what a step has allocated and not freed at the moment with the most memory in use."""
+    size = highest = peak = 0
+    for place, event in enumerate(events, 1):
+        size += event.size if event.is_allocated else -event.size
+        if size > highest:
+            highest, peak = size, place
+    live: dict[int, Block] = {}
+    count = moments.begin
+    for event in events[:peak]:
+        if event.is_allocated:
+            count += 1
+            phase = "forward" if count <= moments.before_backward else "backward"
+            phase = phase if count <= moments.after_backward else "optimizer"
+            live[event.address] = Block(event.size, event.stack, phase, event.address)
+        else:
+            live.pop(event.address, None)
+    return list(live.values())
 
 
 def needs(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lightning_gpu_tools.training.stacks import TRAINER_FILE, TRAINER_FUNCTIONS
 
@@ -15,6 +17,7 @@ _Owner = Literal["user", "library", "torch", "python", "own", "fetch", "trainer"
 _TRAINERS = ("lightning", "pytorch_lightning")
 _LIBRARIES = (*_TRAINERS, "lightning_fabric", "lightning_utilities")
 _OWN = __name__.partition(".")[0]
+_OWN_FOLDER = __file__.partition(__name__.replace(".", os.sep))[0] + _OWN + os.sep
 _PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _FETCH_FILE = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
@@ -33,54 +36,84 @@ class Seen(NamedTuple):
     is_loading: bool  # torch's loader was getting samples from the program
 
 
+class _Frame(NamedTuple):
+    """A frame of a Python stack."""
+
+    path: str
+    line: int
+    function: str
+    package: str  # the top-level package of its module; empty if unknown
+
+
 def line_of(frame: FrameType | None) -> Seen | None:
     """Return the user's innermost line on a stack, ignoring callers of the Trainer or the loader; ``None`` if empty.
 
     Without a line of the user, return the innermost line of a library, else the outermost line of torch.
     """
+    return _line_on(_frames(frame))
+
+
+def line_in(recorded: Iterable[Mapping[str, Any]]) -> Seen | None:
+    """Return the same line of a stack that torch has recorded, whose frames have ``filename``, ``line``, ``name``."""
+    return _line_on(_Frame(one["filename"], one["line"], one["name"], _package(one["filename"])) for one in recorded)
+
+
+def _frames(frame: FrameType | None) -> Iterator[_Frame]:
+    while frame is not None:
+        code = frame.f_code
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        yield _Frame(code.co_filename, frame.f_lineno or code.co_firstlineno, code.co_name, package)
+        frame = frame.f_back
+
+
+def _line_on(stack: Iterable[_Frame]) -> Seen | None:
     users = library = outermost = None
     owner: _Owner = "python"
-    while frame is not None:
+    seen: list[_Frame] = []
+    for place, frame in enumerate(stack):
+        seen.append(frame)
         owner, _ = _owner(frame)
-        if owner == "trainer" and frame.f_code.co_name in TRAINER_FUNCTIONS:
+        if owner == "trainer" and frame.function in TRAINER_FUNCTIONS:
             break
-        if owner == "user":
-            users = users or frame
-        elif owner in ("library", "trainer"):
-            library = library or frame
+        if owner == "user" and users is None:
+            users = place
+        elif owner in ("library", "trainer") and library is None:
+            library = place
         if owner == "fetch":
-            outermost = outermost or frame
+            outermost = place if outermost is None else outermost
             break
         if owner != "own":
-            outermost = frame
-        frame = frame.f_back
-    found = users or library or outermost
+            outermost = place
+    found = next((place for place in (users, library, outermost) if place is not None), None)
     if found is None:
         return None
-    line = found.f_lineno or found.f_code.co_firstlineno
-    return Seen(_owner(found)[1], line, _function(found), owner == "fetch")
+    frame = seen[found]
+    return Seen(_owner(frame)[1], frame.line, _function(seen[found:]), owner == "fetch")
 
 
-def _function(frame: FrameType) -> str:
-    """Return the function of a frame; for a comprehension, the enclosing function."""
-    around = frame.f_back
-    while frame.f_code.co_name in _COMPREHENSIONS and around is not None:
-        if around.f_code.co_filename != frame.f_code.co_filename:
-            break
-        frame, around = around, around.f_back
-    return frame.f_code.co_name
+def _function(stack: Sequence[_Frame]) -> str:
+    """Return the function of the first frame; for a comprehension, the enclosing function."""
+    same_file = itertools.takewhile(lambda frame: frame.path == stack[0].path, stack)
+    return next((one.function for one in same_file if one.function not in _COMPREHENSIONS), stack[0].function)
 
 
-def _owner(frame: FrameType) -> tuple[_Owner, str]:
+def _owner(frame: _Frame) -> tuple[_Owner, str]:
     """Return the owner of a frame's code, and its file as shown to the user."""
-    path = frame.f_code.co_filename
+    path = frame.path
     known = _files.get(path)
     if known is None:
         if len(_files) >= _MAX_FILES:
             _files.clear()
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        known = _files[path] = _owner_of(path, package), _shown(path)
+        known = _files[path] = _owner_of(path, frame.package), _shown(path)
     return known
+
+
+def _package(path: str) -> str:
+    """Return the package of a file, by its path."""
+    for part in _PACKAGES:
+        if part in path:
+            return path.rpartition(part)[2].replace(os.sep, "/").partition("/")[0]
+    return _OWN if path.startswith(_OWN_FOLDER) else ""
 
 
 def _owner_of(path: str, package: str) -> _Owner:

@@ -95,6 +95,19 @@ def test_what_cannot_be_told_apart_stays_unexplained(driver: dict[str, Any], bey
     assert (account.explained_share is None) == (not beyond_torch)
 
 
+def test_a_driver_that_was_read_earlier_leaves_the_others_what_they_have() -> None:
+    early = replace(OWN, memory_used_bytes=12 * GIB)
+    account = account_for(replace(DRIVER, used_bytes=int(22.5 * GIB), processes=(early, OTHER)), [RANK])
+    assert in_gib(account) == {**TORCH, "other_processes": 10, "driver": 0.5}
+    assert (account.used_bytes, account.others[0].used_bytes) == (34.5 * GIB, 10 * GIB)
+
+
+def test_workspaces_and_earlier_tensors_have_names_of_their_own() -> None:
+    rank = replace(RANK, earlier_bytes=GIB // 4, holdings=replace(RANK.holdings, workspaces_bytes=GIB // 2))  # type: ignore[type-var]
+    parts = in_gib(account_for(DRIVER, [rank]))
+    assert [parts[name] for name in ("workspaces", "earlier_tensors", "other_tensors")] == [0.5, 0.25, 0.25]
+
+
 def test_a_peak_in_forward_has_only_the_gradients_that_were_kept() -> None:
     zeroed = replace(RANK.holdings, gradients_kept_bytes=0)  # type: ignore[type-var]
     forward = replace(RANK, peaks_bytes={"forward": 20 * GIB}, holdings=zeroed)
@@ -134,6 +147,7 @@ ranks = st.builds(
     RankMemory,
     latest=readings,
     holdings=st.none() | holdings,
+    earlier_bytes=sizes,
     last_step=st.none() | steps,
     peaks_bytes=st.dictionaries(phases, sizes),
 )

@@ -17,7 +17,7 @@ from lightning_gpu_tools.advice.memory_examples import FLAT, GROWING, MIB, an_er
 from lightning_gpu_tools.advice.memory_remedies import largest_that_fits
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth, StepNeed
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, StepNeed
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 LOADER = dataclasses.replace(examples.LOADER, batch_size=64)
@@ -200,6 +200,63 @@ def test_what_frees_memory_at_the_same_batch_size_has_numbers() -> None:
     assert "precision" not in text
 
 
+NET = MemoryLine(9 * GIB, 12, "forward", "net.py", 41, "forward")
+LOOP = MemoryLine(GIB, 2, "", "lightning/pytorch/loops/fit_loop.py", 7, "run")
+
+
+@pytest.mark.parametrize(
+    ("options", "cause", "words"),
+    [
+        pytest.param(
+            {**USUAL, "memory": counted_steps(64, 8 * GIB, 12 * GIB)},
+            "spike",
+            "Step 12 takes more than 14.2 GiB, 3.55 times as much as the steps before (4.00 GiB at most), with a batch",
+            id="a step that takes far more for the same batch",
+        ),
+        pytest.param(
+            {**USUAL, "memory": counted_steps(64, 8 * GIB, 12 * GIB), "phase": "validation"},
+            "batch_too_large",
+            "does not fit",
+            id="validation is not compared with steps",
+        ),
+        pytest.param(
+            {
+                "batch_shape": (64, 512),
+                "memory": dataclasses.replace(counted_steps(16, 8 * GIB, 18 * GIB), peak_lines=(NET,)),
+            },
+            "batch_too_large",
+            "Most of it is allocated at net.py:41 in forward (9.00 GiB).",
+            id="the lines of the batch",
+        ),
+        pytest.param(
+            {"begins": GROWING, "lines": (NET, LOOP)},
+            "memory_growth",
+            "What was recorded of it was allocated at net.py:41 in forward (9.00 GiB).",
+            id="the lines of what is kept",
+        ),
+        pytest.param(
+            {"begins": GROWING, "lines": (LOOP,)}, "memory_growth", "in all.", id="a framework's line is none"
+        ),
+        pytest.param(
+            {"phase": "callback/A", "lines": (NET,)},
+            "unexplained",
+            "Of what was recorded, most was allocated at net.py:41 in forward",
+            id="no cause is known",
+        ),
+    ],
+)
+def test_the_step_and_the_lines_that_hold_the_memory_are_named(options: dict[str, Any], cause: str, words: str) -> None:
+    asked = MemoryLine(200 * MIB, 1, "", "train.py", 5, "training_step")
+    oom = an_error(**{"begins": FLAT, **options}, asked=asked)
+    found, text = said(oom)
+    assert (found, words in text) == (cause, True), text
+    assert "torch asked for 200 MiB at train.py:5 in training_step" in text
+    assert "fit_loop" not in text
+    evidence = diagnose(RUN, out_of_memory=oom).findings[0].evidence
+    assert evidence["asked_at"] == "train.py:5 in training_step"
+    assert evidence.get("source_lines") == ("net.py:41 in forward (9.00 GiB)" if NET in oom.lines else None)
+
+
 def test_a_long_batch_is_told_by_its_numbers_and_what_would_fit() -> None:
     memory = counted_steps(64, 8 * GIB, 18 * GIB)
     oom = an_error(memory=memory, begins=FLAT, batch_shape=(64, 2048), usual_items=64 * 512)
@@ -274,6 +331,15 @@ def test_growing_memory_is_what_to_do_next_where_nothing_else_is() -> None:
     slow = diagnose(gpu_run({"data_loading": 30.0, "training_step": 10.0}, 25.0), growth=[WORKERS])
     assert [finding.cause for finding in slow.findings] == ["data_loading", "memory_growth"]
     assert "num_workers" in slow.next_step
+
+
+def test_growth_on_the_gpu_is_named_by_line() -> None:
+    memory = dataclasses.replace(counted_steps(16, 8 * GIB, 18 * GIB), kept_lines=(NET,))
+    run = dataclasses.replace(RUN, memory=memory)
+    for whose, is_named in (("gpu", True), ("process", False)):
+        finding = diagnose(run, growth=[dataclasses.replace(WORKERS, whose=whose)]).findings[-1]  # type: ignore[arg-type]
+        assert ("allocated at net.py:41 in forward (9.00 GiB)." in finding.advice) == is_named
+        assert (finding.evidence.get("source_lines") is not None) == is_named
 
 
 def test_another_rank_is_named_and_the_findings_of_time_stay() -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from trainings import HandClock
 
 from lightning_gpu_tools.training import memory_counters
-from lightning_gpu_tools.training.memory_counters import MemoryCounters, count_holdings
+from lightning_gpu_tools.training.memory_counters import MemoryCounters
+from lightning_gpu_tools.training.memory_holdings import count_holdings
 from lightning_gpu_tools.training.memory_readings import MemoryReading
 from lightning_gpu_tools.training.step_clock import StepClock
 
@@ -118,6 +119,8 @@ class Loop:
         self.fault: Exception | None = None
         monkeypatch.setattr(memory_counters, "perf_counter", self.time)
         monkeypatch.setattr(memory_counters, "read_memory", self._read)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (2**32, 2**33))
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda gpu: 1.0, raising=False)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=2**33))
         self.training = training(nn.Linear(4, 4), SimpleNamespace(state={0: {}}))
         self.counters = MemoryCounters(self.training, self.clock)

@@ -10,8 +10,8 @@ import pytest
 from trainings import HandClock
 
 from lightning_gpu_tools.host import read_host_budget
-from lightning_gpu_tools.training import memory_counters
-from lightning_gpu_tools.training.memory_counters import MemoryHistory
+from lightning_gpu_tools.training import memory_history
+from lightning_gpu_tools.training.memory_history import MemoryHistory
 
 GIB, MIB = 2**30, 2**20
 
@@ -19,7 +19,7 @@ GIB, MIB = 2**30, 2**20
 @pytest.fixture(autouse=True)
 def room(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = replace(read_host_budget(), memory_available_bytes=64 * GIB)
-    monkeypatch.setattr(memory_counters, "read_host_budget", lambda: budget)
+    monkeypatch.setattr(memory_history, "read_host_budget", lambda: budget)
 
 
 class Host:
@@ -29,8 +29,8 @@ class Host:
         self.clock = HandClock()
         self.began_s = self.clock()
         self.process_bytes: Callable[[float], float] = lambda seconds: GIB
-        monkeypatch.setattr(memory_counters, "monotonic", self.clock)
-        monkeypatch.setattr(memory_counters, "resident_memory_bytes", lambda: int(self.process_bytes(self.seconds)))
+        monkeypatch.setattr(memory_history, "monotonic", self.clock)
+        monkeypatch.setattr(memory_history, "resident_memory_bytes", lambda: int(self.process_bytes(self.seconds)))
 
     @property
     def seconds(self) -> float:
@@ -73,7 +73,7 @@ def test_an_alarm_looks_as_far_ahead_as_growth_was_seen(host: Host, hours_left: 
 
 def test_the_workers_growth_is_not_the_processs(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        memory_counters, "private_memory_bytes", lambda pids: [GIB + 10 * MIB * host.seconds for _ in pids]
+        memory_history, "private_memory_bytes", lambda pids: [GIB + 10 * MIB * host.seconds for _ in pids]
     )
     memory, _ = host.sample(60, worker_pids=lambda: [1, 2, 3])
     (growth,) = memory.growth()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import in_folder
 from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.lines import in_words
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -31,7 +32,8 @@ def judge(run: RunMeasurements, oom: OutOfMemory) -> tuple[tuple[Finding, ...], 
 def _what(oom: OutOfMemory) -> str:
     message, parts = oom.message, []
     if message.requested_bytes:
-        parts.append(f"{message.name} asked for {format_bytes(message.requested_bytes)}")
+        at = "" if oom.asked is None else f" at {in_words(*oom.asked[3:])}"
+        parts.append(f"{message.name} asked for {format_bytes(message.requested_bytes)}{at}")
     if message.allowed_bytes is not None and oom.reserved_bytes is not None:
         parts.append(f"it has {format_bytes(oom.reserved_bytes)} of the {format_bytes(message.allowed_bytes)} allowed")
     elif oom.free_bytes is not None and oom.total_bytes is not None and message.source != "host":

@@ -12,6 +12,7 @@ from lightning_gpu_tools.advice.memory_examples import FLAT, an_error, counted_s
 from lightning_gpu_tools.advice.memory_remedies import (
     another_gpu,
     in_validation,
+    largest_lines,
     largest_that_fits,
     levers,
     samples,
@@ -42,6 +43,8 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if oom.has_completed_steps and not oom.has_completed_full_steps and oom.model.optimizer_bytes:
         came = format_bytes(oom.model.optimizer_bytes + oom.model.gradients_bytes)
         why += f" The first step fitted because it had neither optimizer states nor old gradients, which take {came}."
+    if lines := largest_lines(oom):
+        why += f" Most of it is allocated at {lines}."
     fits = largest_that_fits(run, oom)
     yield ruling(
         oom,

@@ -8,10 +8,11 @@ from statistics import median
 
 from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.memory_account import KEPT, growing_memory
+from lightning_gpu_tools.advice.lines import holding
+from lightning_gpu_tools.advice.memory_account import KEPT, LEFT, growing_memory
 from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, GROWING, an_error
-from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, record, why_host_is_full
+from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
@@ -35,9 +36,8 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
             oom,
             "memory_growth",
             f"What is kept from step to step has grown by {format_bytes(per_step)} a step since step {since:.0f}, "
-            f"{format_bytes(total)} in all.",
+            f"{format_bytes(total)} in all.{_left(oom)}",
             KEPT["gpu"].format(what="step"),
-            record(run),
             bytes_per_step=per_step,
             since_step=since,
             grown_bytes=total,
@@ -60,12 +60,18 @@ def kept_in_validation(oom: OutOfMemory, cause: str, reason: str, advice: str) -
         yield ruling(
             oom,
             cause,
-            f"Each validation batch keeps {format_bytes(per_batch)} of the GPU, {format_bytes(total)} so far, {reason}",
+            f"Each validation batch keeps {format_bytes(per_batch)} of the GPU, {format_bytes(total)} so far, {reason}"
+            f"{_left(oom)}",
             advice,
             bytes_per_batch=per_batch,
             grown_bytes=total,
             batch=oom.validation_begins[-1][0],
         )
+
+
+def _left(oom: OutOfMemory) -> str:
+    lines = holding(oom.lines)
+    return f" {LEFT.format(lines)}" if lines else ""
 
 
 def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[float, float, float] | None:

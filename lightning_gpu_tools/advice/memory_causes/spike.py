@@ -1,4 +1,4 @@
-"""spike: this batch is much larger than the others, for example due to one long sample."""
+"""spike: this batch is much larger than the others, or this step takes much more memory for the same batch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import an_error, counted_steps
 from lightning_gpu_tools.advice.memory_remedies import in_validation, largest_that_fits, levers
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes
 
-_MIN_TIMES = 1.5  # our default: how many times the elements of the median batch
+_MIN_TIMES = 1.5  # our default: how many times the elements of the median batch, or the memory of other steps
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
@@ -21,11 +22,16 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         return
     items = math.prod(oom.batch_shape)
     times = items / oom.usual_items
-    if times < _MIN_TIMES:
-        return
-    shape = " x ".join(map(str, oom.batch_shape))
+    if times >= _MIN_TIMES:
+        yield _large_batch(run, oom, items, times)
+    else:
+        yield from _usual_batch(oom)
+
+
+def _large_batch(run: RunMeasurements, oom: OutOfMemory, items: int, times: float) -> Ruling:
+    shape = " x ".join(map(str, oom.batch_shape or ()))
     fits = largest_that_fits(run, oom, by_items=True)
-    yield ruling(
+    return ruling(
         oom,
         "spike",
         f"This batch has {times:.3g} times as many elements as usual ({shape}; the median is {oom.usual_items:,.0f}).",
@@ -38,13 +44,36 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     )
 
 
+def _usual_batch(oom: OutOfMemory) -> Iterator[Ruling]:
+    """Yield a ruling if the step takes much more than others did with a batch of the same size."""
+    usual_bytes = oom.usual_step_bytes
+    if not usual_bytes or oom.begin_bytes is None or oom.allocated_bytes is None:
+        return
+    taken = oom.wanted_bytes - oom.begin_bytes
+    if taken < max(_MIN_TIMES * usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
+        return
+    yield ruling(
+        oom,
+        "spike",
+        f"Step {oom.step} takes more than {format_bytes(taken)}, {taken / usual_bytes:.3g} times as much as the steps "
+        f"before ({format_bytes(usual_bytes)} at most), with a batch of the same size.",
+        "Find what only this step does: a branch that is rarely taken, a longer generation, an evaluation in between.",
+        step_bytes=taken,
+        usual_step_bytes=usual_bytes,
+    )
+
+
 CAUSE = MemoryCause(
     name="spike",
     shapes=[
         Shape(
             "This batch has ... times as many elements as usual",
             "limit the elements per batch: the advice says how many fit",
-        )
+        ),
+        Shape(
+            "This step takes ... times as much as the steps before, with a batch of the same size",
+            "find what only this step does, at the line that asked for more",
+        ),
     ],
     find=find,
     after=("loading_checkpoint",),

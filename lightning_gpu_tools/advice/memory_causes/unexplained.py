@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Shape
+from lightning_gpu_tools.advice.lines import holding
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_causes.batch_too_large import has_fitted
 from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
-from lightning_gpu_tools.advice.memory_remedies import another_gpu, fewer_workers, record, why_host_is_full
+from lightning_gpu_tools.advice.memory_remedies import another_gpu, fewer_workers, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
+
+_RECORD = "torch's own record shows who allocates what: https://pytorch.org/blog/understanding-gpu-memory-1/."
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
@@ -24,7 +27,9 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         why = f"When the step began, {format_bytes(kept)} were in tensors that are not the model's, and did not grow."
     else:
         why = f"What filled the memory is not known: it was full in {oom.place}."
-    yield ruling(oom, "unexplained", why, record(run), another_gpu(oom))
+    if lines := holding(oom.lines):
+        why += f" Of what was recorded, most was allocated at {lines}."
+    yield ruling(oom, "unexplained", why, _RECORD, another_gpu(oom))
 
 
 def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
@@ -44,7 +49,7 @@ CAUSE = MemoryCause(
     shapes=[
         Shape(
             "More was free than was asked for, or what filled the memory is not known",
-            "`GPUUtilizationMonitor(memory_history=True)`",
+            "torch's own record of allocations",
         )
     ],
     find=find,

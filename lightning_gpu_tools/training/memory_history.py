@@ -1,0 +1,88 @@
+"""The memory of a training's processes and its GPU over the run, and alarms when it grows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from time import monotonic  # by name: a program's tests may replace those of `time`
+from typing import Literal, get_args
+
+from lightning_gpu_tools.host import private_memory_bytes, read_host_budget, resident_memory_bytes
+from lightning_gpu_tools.training.memory_counters import MemoryCounters
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth, Whose, steady_growth
+from lightning_gpu_tools.training.timeline import Timeline
+
+# Our defaults.
+_MAX_HISTORY_POINTS = 500
+_INTERVAL_S = 1.0
+_EARLY_S, _EARLY_INTERVAL_S = 60.0, 0.25  # twice as often as the first alarm requires, because a thread may be late
+_WORKERS_EVERY = 100  # limits this to 1 % of the thread's time: the kernel walks all pages of the workers' memory
+# Memory that has grown for five minutes is reported if it will be full within a day. For shorter growth the limit
+# shrinks in proportion: after 12 s, memory is reported if it will be full within an hour.
+_ALARM_S = 24 * 3600.0
+_ALARM_EVERY_S = 300.0
+_FIRST_ALARM_S = 12.0
+
+
+class MemoryHistory:
+    """A history of host memory, sampled in a separate thread, with regular checks whether it or GPU memory grows."""
+
+    def __init__(
+        self,
+        gpu: MemoryCounters | None = None,
+        worker_pids: Callable[[], list[int]] = list,
+        is_validating: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.alarms: list[MemoryGrowth] = []  # memory that will be full within a day, each kind once
+        self._gpu = gpu
+        self._worker_pids = worker_pids
+        self._is_validating = is_validating
+        self._began_s: float | None = None
+        self._alarm_due_s = _FIRST_ALARM_S
+        self._workers_due_s = 0.0
+        self._timelines: dict[Whose, Timeline] = {
+            whose: Timeline(_MAX_HISTORY_POINTS, _EARLY_INTERVAL_S) for whose in get_args(Whose)
+        }
+        self._last_bytes: int | None = None
+        self._grown_bytes: Counter[Literal["training", "validation"]] = Counter()  # of this process
+
+    def poll(self) -> float:
+        """Sample the memory in use, and return the seconds until the next poll."""
+        now_s = monotonic()
+        if self._began_s is None:
+            self._began_s = now_s
+        resident_bytes = resident_memory_bytes()
+        self._timelines["process"].add(now_s, resident_bytes)
+        phase: Literal["training", "validation"] = "validation" if self._is_validating() else "training"
+        self._grown_bytes[phase] += resident_bytes - (self._last_bytes or resident_bytes)
+        self._last_bytes = resident_bytes
+        if now_s >= self._workers_due_s and (sizes := private_memory_bytes(self._worker_pids())):
+            self._timelines["workers"].add(now_s, sum(sizes))
+            self._workers_due_s = now_s + _WORKERS_EVERY * (monotonic() - now_s)
+        if self._gpu is not None and (kept_bytes := self._gpu.kept_bytes) is not None:
+            self._timelines["gpu"].add(now_s, kept_bytes)
+        seen_s = now_s - self._began_s
+        if seen_s >= self._alarm_due_s:
+            self._alarm_due_s = seen_s + min(seen_s, _ALARM_EVERY_S)
+            self._judge(seen_s)
+        return _EARLY_INTERVAL_S if seen_s < _EARLY_S else _INTERVAL_S
+
+    def _judge(self, seen_s: float) -> None:
+        horizon_s = _ALARM_S * min(1.0, seen_s / _ALARM_EVERY_S)
+        known = {growth.whose for growth in self.alarms}
+        for growth in self.growth():
+            if growth.whose not in known and growth.left_s is not None and growth.left_s < horizon_s:
+                self.alarms.append(growth)
+
+    def growth(self) -> tuple[MemoryGrowth, ...]:
+        """Return the memory that has grown steadily up to now."""
+        on_host_bytes, found = read_host_budget().memory_available_bytes, []
+        on_gpu_bytes = None if self._gpu is None else self._gpu.room_bytes
+        for whose, timeline in self._timelines.items():
+            growth = steady_growth(whose, timeline.points(), on_gpu_bytes if whose == "gpu" else on_host_bytes)
+            if growth is not None and whose == "process" and "validation" in self._grown_bytes:
+                growth = replace(growth, phase=self._grown_bytes.most_common(1)[0][0])
+            if growth is not None:
+                found.append(growth)
+        return tuple(found)

@@ -1,0 +1,151 @@
+"""The GPU memory that a training holds across steps: its model, its optimizers, and the workspaces of cuBLAS."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from lightning_gpu_tools.training.memory_lines import live_blocks
+from lightning_gpu_tools.training.memory_readings import MemoryHoldings
+
+# Attributes of DeepSpeed's optimizers (0.19: ZeRO 3; 1 and 2).
+_MASTER_WEIGHTS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+_GRADIENTS = ("grad_partitions_flat_buffer", "averaged_gradients")
+_HOPPER = 9  # major compute capability, from which on workspaces are larger
+
+
+class Training(Protocol):
+    """The required part of ``runs.run.Run``."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device that it trains on."""
+
+    @property
+    def gpu(self) -> torch.device | None:
+        """The same if it is a GPU."""
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """Its model, if known."""
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Its optimizers."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of their steps so far."""
+
+    @property
+    def is_plain_ddp(self) -> bool:
+        """Whether every rank has the whole model."""
+
+    @property
+    def precision(self) -> str | None:
+        """Its precision, in Lightning's terms."""
+
+
+def count_holdings(training: Training, batch: Set[int] = frozenset()) -> MemoryHoldings:
+    """Return the memory that training holds on its GPU now; no buffers without a model. 7 ms for 1,000 parameters.
+
+    ``batch`` has the addresses of its batch, which may be as large as a workspace of cuBLAS.
+    """
+    module, optimizers, weights = training.module, training.optimizers, weights_of(training)
+    of_gradients: set[int] = set()
+    gradients_bytes = count_gradients(training, of_gradients)
+    sends_copies = training.is_plain_ddp and not any(map(_is_part, _gradients(weights)))
+    seen: set[int] = set()
+
+    def size(*objects: object) -> int:
+        return _size(objects, training.device, seen)
+
+    held = MemoryHoldings(
+        parameters_bytes=size(weights, [getattr(weight, "ds_tensor", None) for weight in weights]),
+        gradients_bytes=gradients_bytes,
+        gradients_kept_bytes=gradients_bytes,
+        gradient_buckets_bytes=gradients_bytes if sends_copies else 0,
+        optimizer_bytes=size([[*one.state.values()] for one in optimizers], _attributes(optimizers, _MASTER_WEIGHTS)),
+        buffers_bytes=0 if module is None else size([*module.buffers()]),
+    )
+    return replace(held, workspaces_bytes=_workspaces(training, seen | of_gradients | batch))
+
+
+def count_gradients(training: Training, seen: set[int] | None = None) -> int:
+    """Return the size of the current gradients in bytes, and add their addresses to ``seen``."""
+    gradients = [_gradients(weights_of(training)), _attributes(training.optimizers, _GRADIENTS)]
+    return _size(gradients, training.device, set() if seen is None else seen)
+
+
+def _workspaces(training: Training, others: set[int]) -> int:
+    """Return the size of cuBLAS' workspaces: tensors of exactly their size that are none of the ``others``."""
+    blocks = [] if training.gpu is None else live_blocks(training.gpu)
+    if not blocks:
+        return 0
+    config, capability = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""), torch.cuda.get_device_capability(training.gpu)
+    sizes = workspace_sizes(config, capability)
+    return sum(one.size for one in blocks if one.size in sizes and one.address not in others)
+
+
+def workspace_sizes(config: str, capability: tuple[int, int]) -> set[int]:
+    """Return the possible sizes of the workspace that torch gives to a handle of cuBLAS on each stream.
+
+    ``config`` is the environment variable ``CUBLAS_WORKSPACE_CONFIG``: pairs of KiB and a count, as in
+    ``:4096:2:16:8``. The defaults are those of torch's aten/src/ATen/cuda/CublasHandlePool.cpp: the second one is for
+    Hopper and, depending on the version, later GPUs.
+    """
+    pairs = [(int(kib), int(count)) for kib, count in re.findall(r":(\d+):(\d+)", config)]
+    if pairs:
+        return {sum(kib * count for kib, count in pairs) * 2**10}
+    return {8320 * 2**10, 32 * 2**20} if capability[0] >= _HOPPER else {8320 * 2**10}
+
+
+def weights_of(training: Training) -> list[torch.nn.Parameter]:
+    """Return the model's parameters, or those of the optimizers if the model is unknown."""
+    if training.module is not None:
+        return list(training.module.parameters())
+    return [weight for one in training.optimizers for group in one.param_groups for weight in group["params"]]
+
+
+def _gradients(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [weight.grad for weight in weights if weight.grad is not None]
+
+
+def _attributes(optimizers: Iterable[object], names: Iterable[str]) -> list[object]:
+    return [getattr(optimizer, name, None) for optimizer in optimizers for name in names]
+
+
+def _is_part(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient is a view of larger storage, as with DDP's ``gradient_as_bucket_view=True``."""
+    return gradient.layout is torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes
+
+
+def _size(objects: object, device: torch.device, seen: set[int]) -> int:
+    """Return the size of the storages on a device that are not in ``seen``, and add them to it."""
+    size = 0
+    for tensor in _tensors(objects):
+        if tensor.device == device:
+            storage = tensor.untyped_storage()
+            size += 0 if storage.data_ptr() in seen else storage.nbytes()
+            seen.add(storage.data_ptr())
+    return size
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in a structure, including those wrapped by a tensor such as DTensor."""
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            yield from _tensors([getattr(value, name) for name in names])
+        elif value.layout is torch.sparse_coo:
+            yield from (value._indices(), value._values())
+        else:
+            yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)
