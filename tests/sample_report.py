@@ -80,6 +80,19 @@ REPORT = Report(
     },
 )
 
+# The same on a GPU alone: 39 GiB in the allocator and 1 of CUDA's own.
+TRAINED = replace(
+    REPORT,
+    outcome="completed",
+    memory=(
+        replace(
+            REPORT.memory[0],
+            parts_bytes={"parameters": 4 * GIB, "activations": 35 * GIB, "context": GIB},
+            moments_bytes={"after_first_step": 5 * GIB},
+        ),
+    ),
+)
+
 
 def of_size(count: int, report: Report = REPORT, *, per_node: int = 8) -> Report:
     """The report with its first GPU multiplied, and a rank for each: they differ a little, and none stands out."""

@@ -15,6 +15,7 @@ from lightning_gpu_tools.training.memory_readings import (
     MemoryHoldings,
     MemoryLine,
     MemoryPoint,
+    MemoryReading,
     RankMemory,
 )
 from lightning_gpu_tools.units import format_bytes, format_duration
@@ -111,6 +112,7 @@ class MemoryAccount:
         free_bytes: Rest of the memory.
         parts_bytes: Parts by name; their sum is ``used_bytes``, or without it the memory that torch has reserved.
         explained_share: Share of ``used_bytes`` that has a name.
+        peak_reserved_bytes: Most that torch has held, tensors and cache, over the training; not that of an earlier one.
         others: Processes of other jobs, largest first.
         moments_bytes: Bytes in tensors ``before_training``, at ``step_start``, ``after_forward``, ``after_backward``,
             ``after_step`` and ``after_first_step``, of the rank with the highest peak.
@@ -130,6 +132,7 @@ class MemoryAccount:
     free_bytes: int | None = None
     parts_bytes: Mapping[str, int] = field(default_factory=dict)
     explained_share: float | None = None
+    peak_reserved_bytes: int | None = None
     others: tuple[OtherProcess, ...] = ()
     moments_bytes: Mapping[str, int] = field(default_factory=dict)
     peaks_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -177,6 +180,7 @@ def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAcco
         free_bytes=None if used_bytes is None or total_bytes is None else max(0, total_bytes - used_bytes),
         parts_bytes={name: parts[name] for name in PARTS if parts[name]},
         explained_share=1 - parts["unexplained"] / used_bytes if used_bytes else None,
+        peak_reserved_bytes=sum(map(_peak_reserved, ranks)),
         others=tuple(sorted(others, key=lambda one: (-(one.used_bytes or 0), one.pid))),
         moments_bytes=_moments(fullest),
         peaks_bytes=fullest.peaks_bytes,
@@ -195,10 +199,20 @@ def _cut(sizes: Mapping[str, int], room_bytes: int) -> dict[str, int]:
     return fitting
 
 
+def _readings(rank: RankMemory) -> list[MemoryReading]:
+    return [rank.latest, *(one for step in (rank.first_step, rank.last_step) if step for one in step.readings)]
+
+
+def _peak_reserved(rank: RankMemory) -> int:
+    peak, before = rank.latest.peak_reserved_bytes, rank.before_training
+    held = [reading.reserved_bytes for reading in _readings(rank)]
+    # A peak that did not rise in this training is an earlier fit's, or that of a search for the largest batch.
+    return max(held if before is not None and peak <= before.peak_reserved_bytes else [*held, peak])
+
+
 def _torch_parts(rank: RankMemory) -> dict[str, int]:
-    latest = rank.latest
+    latest, readings = rank.latest, _readings(rank)
     reserved_bytes = max(latest.reserved_bytes, latest.allocated_bytes)
-    readings = [latest, *(reading for step in (rank.first_step, rank.last_step) if step for reading in step.readings)]
     nearest = max(readings, key=lambda reading: reading.allocated_bytes)
     # The peak before training may be an earlier fit's.
     peaks = {phase: size for phase, size in rank.peaks_bytes.items() if phase != "before_training"}

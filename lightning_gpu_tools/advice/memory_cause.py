@@ -9,6 +9,7 @@ from typing import NamedTuple
 from lightning_gpu_tools.advice.cause import AnyCause
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.lines import holding, in_words
+from lightning_gpu_tools.advice.memory_remedies import needed_bytes
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -57,6 +58,7 @@ def ruling(oom: OutOfMemory, cause: str, why: str, *advice: str, **evidence: flo
         "allocated_bytes": allocated,
         "cached_bytes": None if reserved is None or allocated is None else reserved - allocated,
         "others_bytes": oom.others_bytes or None,
+        "needed_bytes": None if oom.message.source == "host" else needed_bytes(oom),
         "begin_bytes": oom.begin_bytes,
         "parameters_bytes": model.parameters_bytes or None,
         "gradients_bytes": model.gradients_bytes or None,

@@ -12,7 +12,7 @@ from lightning_gpu_tools.training.phases import FORWARD, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
-_MARGIN = 0.20  # loadtune's, as a part of a job's need: for rounding, fragments and cuDNN's workspaces
+MARGIN = 0.20  # loadtune's, as a part of a job's need: for rounding, fragments and cuDNN's workspaces
 _LEFT_BY_CHECKPOINTING = 0.2  # measured in a transformer of 6 layers: 5.7 of 28.2 MiB per sample
 
 
@@ -120,14 +120,14 @@ def needed_bytes(oom: OutOfMemory) -> float:
 
 def needed(oom: OutOfMemory) -> str:
     """Return the same with a margin, for a command line."""
-    least = needed_bytes(oom) * (1 + _MARGIN)
+    least = needed_bytes(oom) * (1 + MARGIN)
     size, unit = (2**30, "GiB") if least >= 2**30 else (2**20, "MiB")
     return f"{math.ceil(least / size)}{unit}"
 
 
 def another_gpu(oom: OutOfMemory) -> str:
     """Return a sentence on a GPU of this machine with enough room; empty without one."""
-    least = max(needed_bytes(oom) * (1 + _MARGIN), oom.room_bytes or 0)
+    least = max(needed_bytes(oom) * (1 + MARGIN), oom.room_bytes or 0)
     others = [(gpu.memory_free_bytes or 0, -gpu.index) for gpu in oom.gpus if gpu.uuid != oom.uuid and not gpu.error]
     free, index = max(others, default=(-1, 0))
     if free < least or oom.uuid is None:

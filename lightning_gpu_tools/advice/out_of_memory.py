@@ -140,8 +140,8 @@ def _size(match: re.Match[str] | None) -> int | None:
 
 LOADING_CHECKPOINT = "loading_checkpoint"
 SETUP = "setup"
-# If nothing reports it: a CUDA context of 0.3 GiB (pytorch issue 107667), and NCCL's 0.7 GB (nccl issue 964).
-_CONTEXT_BYTES = 2**30
+CUDA_CONTEXT_BYTES = 3 * 2**30 // 10  # 0.3 GiB: pytorch issue 107667
+CONTEXT_BYTES = 2**30  # if nothing reports it: a CUDA context, and NCCL's 0.7 GB (nccl issue 964)
 _MIN_UNLISTED = 0.10  # our default: from this share of the GPU on, memory without an owner is other processes'
 _NEARLY_FULL = 0.05  # our default: below this share of free memory, an ambiguous message counts
 
@@ -257,7 +257,7 @@ class OutOfMemory:
             return 0
         listed = (self.gpu.processes if self.gpu is not None else None) or ()
         of_job = sum(one.memory_used_bytes or 0 for one in listed if one.pid in (self.own_pids or ()))
-        own = max(self.message.own_bytes or reserved + _CONTEXT_BYTES, of_job)
+        own = max(self.message.own_bytes or reserved + CONTEXT_BYTES, of_job)
         left = total - free - own - sum(one.memory_used_bytes or 0 for one in self.others)
         return left if left >= _MIN_UNLISTED * total else 0
 

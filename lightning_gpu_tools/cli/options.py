@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import sys
 from typing import TYPE_CHECKING
 
-from lightning_gpu_tools.selection.ranking import OPTIONS, Request
+from lightning_gpu_tools.selection.ranking import LAST_RUN, OPTIONS, Request
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.selection.picking import GpuSelection
@@ -33,10 +36,24 @@ def percent(text: str) -> float:
     return float(text.removesuffix("%"))
 
 
+def say(text: str) -> None:
+    """Print a line to stderr."""
+    with contextlib.suppress(BrokenPipeError):  # no one reads it, and the command may not need a reader
+        print(f"lightning-gpu-tools: {text}", file=sys.stderr, flush=True)
+
+
 def select(args: argparse.Namespace, *, claim: bool, group: str | None = None) -> GpuSelection:
-    """Pick the GPUs that the options request; ``group`` as in ``picking.Attempt``."""
+    """Pick the GPUs that the options request; ``group`` as in ``picking.Attempt``.
+
+    ``--min-free last`` becomes a size, also in ``args``.
+    """
     from lightning_gpu_tools.selection.picking import Attempt, pick
 
+    if args.min_free == LAST_RUN:
+        from lightning_gpu_tools.reports.last_run import last_need
+
+        args.min_free, origin = last_need(os.curdir)
+        say(origin)
     options = {name: getattr(args, name) for name in OPTIONS if name != "claim"}
     try:
         request = Request(1 if args.count is None else args.count, claim=claim, **options)

@@ -15,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python train.py. "
-        "Exit code: 0 done; 2 wrong usage; 3 not enough GPUs, with the reasons on stderr; 4 no NVIDIA driver. "
+        "Exit code: 0 done; 1 no report for --min-free last; 2 wrong usage; 3 not enough GPUs, with the reasons on "
+        "stderr; 4 no NVIDIA driver. "
         f"{options.ABOUT_CLAIMS}"
     )
     options.add_requirements(parser)
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("uuid", "env", "json"),
         default="uuid",
         help="uuid: UUIDs separated by commas, the best first (default). env: CUDA_VISIBLE_DEVICES=UUIDS. json: an "
-        "object with `cuda_visible_devices`, `uuids` and `gpus`, the readings in bytes and percent.",
+        "object with `cuda_visible_devices`, `uuids`, `min_free_bytes` and `gpus`, the readings in bytes and percent.",
     )
     parser.set_defaults(run=run)
 
@@ -36,9 +37,12 @@ def run(args: argparse.Namespace) -> int:
         import dataclasses
         import json
 
+        from lightning_gpu_tools.units import parse_bytes
+
         gpus = [dataclasses.asdict(gpu) for gpu in selection.gpus]
         mask, uuids = selection.cuda_visible_devices, selection.uuids
-        print(json.dumps({"cuda_visible_devices": mask, "uuids": uuids, "gpus": gpus}))
+        size = None if args.min_free is None else parse_bytes(args.min_free)
+        print(json.dumps({"cuda_visible_devices": mask, "uuids": uuids, "min_free_bytes": size, "gpus": gpus}))
     else:
         print(("CUDA_VISIBLE_DEVICES=" if args.format == "env" else "") + selection.cuda_visible_devices)
     return 0

@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the command, or "
-        "2 wrong usage, 3 not enough GPUs, 4 no NVIDIA driver, 126 or 127 the command cannot be run or found. "
+        "1 no report for --min-free last, 2 wrong usage, 3 not enough GPUs, 4 no NVIDIA driver, 126 or 127 the command "
+        "cannot be run or found. "
         f"{options.ABOUT_CLAIMS}"
     )
     options.add_requirements(parser)
@@ -75,10 +76,9 @@ def run(args: argparse.Namespace) -> int:
         reason = selection.reason or f"Another process has picked {selection.cuda_visible_devices}."
         if launch and group:
             reason += f" The {launch.processes} processes of this {launch.program} on this machine share them."
-        with contextlib.suppress(BrokenPipeError):  # no one reads it, and the command may not need a reader
-            print(f"lightning-gpu-tools: {reason}", file=sys.stderr, flush=True)
-            if os.path.basename(command[0]) == "srun":
-                print(f"lightning-gpu-tools: {_SRUN_INSIDE}", file=sys.stderr, flush=True)
+        options.say(reason)
+        if os.path.basename(command[0]) == "srun":
+            options.say(_SRUN_INSIDE)
     return _execute(command)
 
 

@@ -22,6 +22,7 @@ PLOT_NAME = "gpu_report.png"
 PAGE_NAME = "gpu_report.html"
 # The report's folder if the run has none of its own, as with logger=False.
 FOLDER_NAME = "gpu_report"
+COMPLETED = "completed"
 # The first words of an outcome: of a run that is still going, and of one that left no other.
 RUNNING, CUT_OFF = "running", "cut off"
 

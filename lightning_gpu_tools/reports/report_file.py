@@ -23,7 +23,7 @@ from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 # The places of reports in a folder of runs: as deep as logs/name/version_0.
-_BELOW = tuple("*/" * depth + FILE_NAME for depth in (1, 2, 3))
+_BELOW = ("*/", "*/*/", "*/*/*/")
 _MAX_BYTES = 32 << 20  # a report of 8,192 GPUs has 25 MiB
 # The report of a run is written at least this often while it runs.
 WRITE_EVERY_S = 60.0
@@ -65,12 +65,23 @@ def find_report(path: str | os.PathLike[str]) -> str:
         if files.status(folder).kind != "folder":
             return folder
         own = os.path.join(folder, FILE_NAME)
-        found = [own] if files.exists(own) else files.matching(folder, *_BELOW)
+        found = [own] if files.exists(own) else files.matching(folder, *(f"{below}{FILE_NAME}" for below in _BELOW))
     except (OSError, ValueError, ImportError) as error:  # no such file, no such protocol, or its package is missing
         raise _unreadable(folder, error) from None
     if not found:
         raise ReportError(f"There is no {FILE_NAME} in {printable_path(folder)} or below it. Pass the file itself.")
-    return max(found, key=lambda file: (files.last_modified(file), file))
+    return max(found, key=_modified)
+
+
+def find_reports(folder: str) -> list[str]:
+    """Return all reports in a local folder and below it, newest first; each with the one that it has replaced."""
+    found = sorted(files.matching(folder, *(f"{below}{FILE_NAME}" for below in ("", *_BELOW))), key=_modified)
+    paths = (os.path.join(os.path.dirname(file), name) for file in found[::-1] for name in (FILE_NAME, PREVIOUS_NAME))
+    return [*filter(files.exists, paths)]
+
+
+def _modified(file: str) -> tuple[float, str]:
+    return files.last_modified(file), file
 
 
 def _unreadable(path: str, error: Exception) -> ReportError:

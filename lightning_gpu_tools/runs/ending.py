@@ -8,11 +8,10 @@ from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import batch_shape
+from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training.memory_failures import MemoryFailures
 from lightning_gpu_tools.training.step_clock import StepClock
-
-COMPLETED = "completed"
 
 
 class Ending:

@@ -22,7 +22,8 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import sampler
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.runs.ending import COMPLETED, Ending
+from lightning_gpu_tools.reports.report import COMPLETED
+from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.failures import failure_of, worker_exits
 from lightning_gpu_tools.runs.out_of_memory import message_of, out_of_memory_facts
 from lightning_gpu_tools.runs.ranks import Ranks

@@ -14,9 +14,12 @@ from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, 
 
 _Class = TypeVar("_Class", bound=type)
 
+LAST_RUN = "last"  # as ``min_free``: reports/last_run.py replaces it by a size
+
 # For --help of the command line and of LightningCLI, and for help().
 OPTIONS = {
-    "min_free": "Memory that each GPU must have free, beyond what others have claimed. For example 8GiB or 500MB.",
+    "min_free": "Memory that each GPU must have free, beyond what others have claimed. For example 8GiB or 500MB, or "
+    "last: what the last run needed, by the newest report below the current folder, and a fifth more.",
     "max_utilization": "Highest utilization that each GPU may have, in percent.",
     "exclusive": "Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.",
     "wait": "How long to wait for the GPUs, for example 90s, 10m or 2h. First come, first served.",
@@ -56,6 +59,8 @@ class Request:
     @property
     def min_free_bytes(self) -> int | None:
         """Effective free memory that each GPU must have; ``None`` without a requirement."""
+        if self.min_free == LAST_RUN:
+            raise ValueError("min_free='last' is for the command line, the accelerator and strategies. Give a size.")
         return None if self.min_free is None else parse_bytes(self.min_free, "min_free")
 
     @property

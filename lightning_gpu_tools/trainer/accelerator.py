@@ -6,13 +6,14 @@ import os
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.reports.last_run import last_need
 from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.picking import list_gpus
-from lightning_gpu_tools.selection.ranking import Request, documented
+from lightning_gpu_tools.selection.ranking import LAST_RUN, Request, documented
 from lightning_gpu_tools.selection.visibility import visible_gpus
 from lightning_gpu_tools.trainer.families import CUDAAccelerator, own_class
 
@@ -33,6 +34,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
     The options are those of :func:`lightning_gpu_tools.select_gpus`.
 
     Raises:
+        ReportError: ``min_free="last"`` finds no report of a training on a GPU.
         ValueError: An option is out of range.
 
     Example::
@@ -52,9 +54,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         claim: bool = True,
     ) -> None:
         super().__init__()
-        request = Request(
-            min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
-        )
+        request = requested(min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim)
         # Lightning calls parse_devices on the class of an accelerator, not on the instance.
         self.__class__ = own_class(type(self), _request=request)
 
@@ -80,6 +80,14 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         if not is_available:
             rank_zero_warn(f"{cls.__name__} finds no GPU. {why_no_cuda()}")  # Lightning's error gives no reason
         return is_available
+
+
+def requested(min_free: int | str | None, **options: Any) -> Request:
+    """Return the request of these options; for ``min_free="last"``, log the size and the run that it is from."""
+    if min_free == LAST_RUN:
+        min_free, origin = last_need(os.curdir)
+        rank_zero_info(origin)
+    return Request(min_free=min_free, **options)
 
 
 def _unpickled(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> FreeMemoryCUDAAccelerator:

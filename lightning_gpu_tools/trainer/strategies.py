@@ -13,8 +13,8 @@ from typing_extensions import override
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError, UnknownOptionError
 from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.placement import bind_to_gpus
-from lightning_gpu_tools.selection.ranking import OPTIONS, Request, documented
-from lightning_gpu_tools.trainer.accelerator import cuda_uuids, why_no_cuda
+from lightning_gpu_tools.selection.ranking import OPTIONS, documented
+from lightning_gpu_tools.trainer.accelerator import cuda_uuids, requested, why_no_cuda
 from lightning_gpu_tools.trainer.families import FamilyStrategy, Root, adopt, bases_of
 
 
@@ -32,6 +32,7 @@ class _FreeMemory(FamilyStrategy):
 
     Raises:
         NotEnoughGpusError: Not enough GPUs qualify.
+        ReportError: ``min_free="last"`` finds no report of a training on a GPU.
         TypeError: An option is unknown.
     """
 
@@ -50,8 +51,8 @@ class _FreeMemory(FamilyStrategy):
         bind_numa: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._request = Request(
-            min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
+        self._request = requested(
+            min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
         )
         self._bind_numa = bind_numa
         self._picked: list[torch.device] | None = None

@@ -130,6 +130,23 @@ def test_pieces_between_tensors_are_told_from_whole_segments() -> None:
     assert (parts["cache_fragmented"], parts["cache_reusable"]) == (1.5, 2.5)
 
 
+def held(now: float, peak: float, *, before: float = 0.0) -> int:
+    """Return the peak in GiB of what torch held in a training, by two steps, of which the first held 20 GiB."""
+    latest = replace(reading(4, reserved=now), peak_reserved_bytes=int(peak * GIB))
+    first = StepMemory(step=1, begin=reading(4, reserved=20), end=reading(4, reserved=20))
+    last = StepMemory(step=2, begin=latest)
+    rank = RankMemory(latest=latest, before_training=reading(0, reserved=before), first_step=first, last_step=last)
+    return (account_for(DRIVER, [rank]).peak_reserved_bytes or 0) // GIB
+
+
+def test_the_peak_of_what_torch_held_outlasts_its_cache_and_is_this_trainings() -> None:
+    assert held(24, 24) == 24
+    assert held(8, 30) == 30  # the program has emptied the cache
+    assert held(24, 70, before=70) == 24  # a search for the largest batch had all of the GPU
+    assert held(8, 8) == 20  # the program has reset the peak
+    assert account_for(DRIVER, [RANK, RANK]).peak_reserved_bytes == 48 * GIB
+
+
 def test_ranks_that_share_a_gpu_add_up() -> None:
     driver = replace(DRIVER, used_bytes=int(60.5 * GIB), processes=(OWN, OTHER, replace(OWN, pid=3)), own_pids=(1, 3))
     account = account_for(driver, [RANK, RANK])

@@ -6,13 +6,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from fake_driver import Driver, gpu, process
+from sample_report import TRAINED
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.reports.report_file import ReportFile
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -52,6 +55,40 @@ def test_json_has_the_readings(driver: Driver, pick: Pick) -> None:
     assert answer["cuda_visible_devices"] == ",".join(answer["uuids"])
     assert [entry["memory_free_bytes"] for entry in answer["gpus"]] == [9 * 2**30, 10 * 2**30]
     assert answer["gpus"][1]["utilization_percent"] is None
+    assert answer["min_free_bytes"] is None
+    assert json.loads(pick("--min-free", "8GiB", "--format", "json").out)["min_free_bytes"] == 8 * 2**30
+
+
+def test_last_asks_for_what_the_last_run_needed(
+    driver: Driver, pick: Pick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.gpus = [gpu(memory_free="47GiB"), gpu(memory_free="49GiB", utilization=90)]
+    ReportFile(tmp_path / "lightning_logs" / "version_3").save(TRAINED)
+    monkeypatch.chdir(tmp_path)
+    origin = (
+        "lightning-gpu-tools: min_free=last: 48.0 GiB (peak 40.0 GiB of LitModel on 2026-01-02, "
+        "lightning_logs/version_3/gpu_report.json, plus 20 %)\n"
+    )
+    answer = pick("--min-free", "last")
+    assert (answer.returncode, answer.out, answer.err) == (0, f"{driver.gpus[1].uuid}\n", origin)
+    assert json.loads(pick("--min-free", "last", "--format", "json").out)["min_free_bytes"] == 48 * 2**30
+    answer = pick("-n", "2", "--min-free", "last")
+    assert (answer.returncode, answer.out) == (3, "")
+    assert answer.err.startswith(origin)
+    assert "47.0 GiB free, asked for 48.0 GiB" in answer.err
+
+
+def test_last_without_a_last_run_picks_nothing(
+    driver: Driver, pick: Pick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.gpus = [gpu()]
+    monkeypatch.chdir(tmp_path)
+    answer = pick("--min-free", "last")
+    assert (answer.returncode, answer.out) == (1, "")
+    assert answer.err.startswith(
+        f"lightning-gpu-tools: min_free=last: no gpu_report.json in {tmp_path} or up to three "
+    )
+    assert driver.calls() == []
 
 
 @pytest.mark.parametrize("output", ["uuid", "env", "json"])
@@ -83,6 +120,7 @@ def test_without_a_usable_driver_the_exit_code_is_4(driver: Driver, pick: Pick) 
         (["-n", "-1"], "count must be an integer of at least 1, got -1"),
         (["-n", "two"], "invalid int value: 'two'"),
         (["--min-free", "9" * 400], "got '9999"),
+        (["--wait", "last"], "got 'last'"),
         (["--min-free", "8 bananas"], '"8GiB" or "500MB", got \'8 bananas\''),
         (["--max-utilization", "101"], "between 0 and 100, got 101.0"),
         (["--max-utilization", "nan"], "between 0 and 100, got nan"),
@@ -127,14 +165,22 @@ def test_waiting_says_for_what_on_stderr_only(driver: Driver, run_cli: RunCli) -
     assert "Waited" in answer.stderr
 
 
-def test_it_loads_no_heavy_package(driver: Driver, run_python: RunCli) -> None:
-    driver.gpus = [gpu(processes=[process()])]
-    answer = run_python("-X", "importtime", "-m", "lightning_gpu_tools", "pick")
-    assert answer.returncode == 0
+def loaded_by(run_python: RunCli, *arguments: str, **options: object) -> set[str]:
+    answer = run_python("-X", "importtime", "-m", "lightning_gpu_tools", *arguments, **options)
+    assert answer.returncode == 0, answer.stderr
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in answer.stderr.splitlines()}
     assert "lightning_gpu_tools" in loaded
-    assert not loaded & {"torch", "lightning", "pytorch_lightning", "rich", "numpy", "psutil", "traceback"}
+    assert not loaded & {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
+    return loaded
+
+
+def test_it_loads_no_heavy_package(driver: Driver, run_python: RunCli, tmp_path: Path) -> None:
+    driver.gpus = [gpu(processes=[process()])]
+    loaded = loaded_by(run_python, "pick")
+    assert not loaded & {"psutil", "traceback"}
     assert "inspect" not in loaded or sys.version_info >= (3, 14)  # where argparse imports it
+    ReportFile(tmp_path).save(TRAINED)
+    loaded_by(run_python, "pick", "--min-free", "last", cwd=tmp_path)
 
 
 def test_dataclasses_has_inspect_when_it_needs_it(run_python: RunCli) -> None:
@@ -187,3 +233,4 @@ def test_help_gives_an_example_and_the_exit_codes(pick: Pick) -> None:
     text = " ".join(pick("--help").out.split())
     assert "gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python train.py" in text
     assert "3 not enough GPUs" in text
+    assert "or last: what the last run needed, by the newest report below the current folder, and a fifth more." in text

@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 from fake_driver import Driver, gpu
 from launched_jobs import mpiexec
+from sample_report import TRAINED
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.errors import NotEnoughGpusError
+from lightning_gpu_tools.reports.report_file import ReportFile
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -93,6 +95,23 @@ def test_without_gpus_the_command_does_not_start(driver: Driver, run_cli: RunCli
         driver.library_missing = gpus is None
     answer = run_cli("run", "--", "echo", "started")
     assert (answer.returncode, answer.stdout) == (code, "")
+
+
+def test_last_claims_what_the_last_run_needed(
+    driver: Driver, run_cli: RunCli, tmp_path: Path, claims_dir: Path
+) -> None:
+    driver.gpus = [gpu(memory_free="47GiB", utilization=0), gpu(memory_free="49GiB", utilization=90)]
+    ReportFile(tmp_path / "gpu_report").save(TRAINED)
+    answer = run_cli("run", "--min-free", "last", "--", "sh", "-c", f"cat {claims_dir}/*.json", cwd=tmp_path)
+    claim = json.loads(answer.stdout)
+    assert (claim["uuids"], claim["memory_bytes"]) == ([driver.gpus[1].uuid], 48 * 2**30)
+    first, second = answer.stderr.splitlines()
+    assert first.startswith("lightning-gpu-tools: min_free=last: 48.0 GiB (peak 40.0 GiB of LitModel")
+    assert second.startswith("lightning-gpu-tools: Picked GPU 1")
+    (tmp_path / "gpu_report" / "gpu_report.json").unlink()
+    answer = run_cli("run", "--min-free", "last", "--", "echo", "started", cwd=tmp_path)
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert "Run the training once from this folder" in answer.stderr
 
 
 def test_without_a_command_the_usage_is_wrong(driver: Driver, run_cli: RunCli) -> None:

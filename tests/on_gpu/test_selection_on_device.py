@@ -65,6 +65,45 @@ print(json.dumps([before, cuda.is_initialized(), too_late]))
     assert too_late
 
 
+TRAIN = """
+import lightning.pytorch, torch
+from lightning_gpu_tools import GPUUtilizationMonitor
+
+class LitModel(lightning.pytorch.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4096, 4096)  # 64 MiB
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+trainer = lightning.pytorch.Trainer(
+    accelerator="gpu", devices=1, max_epochs=1, enable_progress_bar=False, enable_checkpointing=False, logger=False,
+    callbacks=[GPUUtilizationMonitor(interval_s=0.05)],
+)
+trainer.fit(LitModel(), torch.utils.data.DataLoader([torch.zeros(4096)] * 80, batch_size=4))
+print(torch.cuda.max_memory_reserved())
+"""
+
+
+def test_the_next_job_gets_what_the_last_one_needed(tmp_path: Path, claims_dir: Path) -> None:
+    tools = ["-m", "lightning_gpu_tools", "run"]
+    options: Any = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
+    first = subprocess.run([sys.executable, *tools, "--", sys.executable, "-c", TRAIN], **options)
+    assert first.returncode == 0, first.stderr
+    peak = int(first.stdout.splitlines()[-1])
+    assert peak > 4 * 2**26  # weights, gradients and two states
+    job = ["sh", "-c", f"cat {claims_dir}/*.json"]
+    second = subprocess.run([sys.executable, *tools, "--min-free", "last", "--", *job], **options)
+    assert second.returncode == 0, second.stderr
+    assert "of LitModel on 20" in second.stderr
+    claimed = json.loads(second.stdout)["memory_bytes"]
+    assert 1.2 * (peak + 100 * 2**20) < claimed < 1.2 * (peak + 2**31)  # with a context
+
+
 def test_cudas_own_order_is_that_of_torch() -> None:
     asked, shown = answer("""
 import json, torch

@@ -82,7 +82,7 @@ def test_a_page_holds_the_whole_report() -> None:
         "training step 16 h 19 min 68.0 %",
         "backward 9 h 36 min 40.0 %",
         "GPU 1 NVIDIA H100 80GB HBM3 33 %",
-        "activations and temporaries 5.33 GiB",
+        "activations and temporaries 5.00 GiB",
         "rank node own work data_loading",
         "batch_size 64",
     ):

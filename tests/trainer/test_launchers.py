@@ -9,13 +9,17 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
 from launched_jobs import MEET, PLACE, free_port, live_claims, said
 from launched_jobs import slurm as slurm_task
+from sample_report import TRAINED
 from slurm_cluster import WHY_NOT as WHY_NO_SLURM
+
+from lightning_gpu_tools.reports.report_file import ReportFile
 
 TESTS = Path(__file__).parents[1]
 AGREED = {0: [3, 2], 1: [3, 2]}
@@ -89,14 +93,21 @@ def assert_agreed(driver: Driver, claims_dir: Path) -> Callable[..., None]:
 
 
 def test_ranks_of_ddp_and_a_second_fit_agree(
-    driver: Driver, script: Callable[[str], str], run_python: RunPython, assert_agreed: Callable[..., None]
+    driver: Driver,
+    script: Callable[[str], str],
+    run_python: RunPython,
+    assert_agreed: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
     code = """
 for name in ("first", "second"):
-    fit(name, accelerator=FreeMemoryCUDAAccelerator(min_free="8GiB"), strategy=FreeMemoryDDPStrategy(bind_numa=True))
+    fit(name, accelerator=FreeMemoryCUDAAccelerator(min_free="last"), strategy=FreeMemoryDDPStrategy(bind_numa=True))
 end()
 """
-    answer = run_python(script(FIT + code))
+    small = replace(TRAINED.memory[0], parts_bytes={"parameters": 20 * 2**30, "context": 2**30})
+    ReportFile(tmp_path / "gpu_report").save(replace(TRAINED, memory=(small,)))
+    answer = run_python(script(FIT + code), cwd=tmp_path)
+    assert answer.stderr.count("min_free=last: 25.2 GiB (peak 21.0 GiB of LitModel") == 2  # once a Trainer
     assert_agreed(answer, first=AGREED, second=AGREED)
     assert cores(answer.stdout) == near(driver, 3, 2)
 

@@ -21,9 +21,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
+from sample_report import TRAINED
 
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, select_gpus
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError, UnknownOptionError
+from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.selection import ranking
 from lightning_gpu_tools.selection.ranking import Request
 from lightning_gpu_tools.strategies import (
@@ -50,10 +52,16 @@ def trainer(strategy: Any, devices: Any = 2, **options: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_options_are_those_of_a_selection_and_of_lightning(cuda: Driver, name: str) -> None:
+def test_options_are_those_of_a_selection_and_of_lightning(
+    cuda: Driver, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy = BY_NAME[name]
     with pytest.raises(NotEnoughGpusError, match=r"asked for 50\.0 GiB"):
         trainer(strategy(min_free="50GiB"))
+    ReportFile(tmp_path).save(TRAINED)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotEnoughGpusError, match=r"asked for 48\.0 GiB"):
+        trainer(strategy(min_free="last"))
     assert positions(trainer(strategy(min_free="8GiB", precision_plugin=None, claim=False), devices=1), cuda) == [3]
 
 

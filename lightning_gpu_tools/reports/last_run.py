@@ -1,0 +1,99 @@
+"""The GPU memory that a job needs, taken from the report of its last run."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NamedTuple
+
+from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
+from lightning_gpu_tools.advice.memory_remedies import MARGIN
+from lightning_gpu_tools.advice.out_of_memory import CONTEXT_BYTES, CUDA_CONTEXT_BYTES
+from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.reports.report import COMPLETED, FILE_NAME, RUNNING, Report
+from lightning_gpu_tools.reports.report_file import find_reports, load_report
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
+
+_FREE_WHEN_IDLE = 0.95  # our default for the free share of an idle GPU: its driver and a desktop take some
+
+
+class Need(NamedTuple):
+    """The memory that each GPU must have free, and a sentence on its origin."""
+
+    min_free_bytes: int
+    origin: str
+
+
+def last_need(folder: str) -> Need:
+    """Return what the last run below a folder needed on one GPU, with a margin of 20 %.
+
+    The last run is the newest that trained on a GPU and has ended; without one, the newest that still runs.
+
+    Raises:
+        ReportError: There is no such run, or the newest report cannot be read.
+    """
+    still_running = None
+    files = find_reports(folder)
+    for file in files:
+        try:
+            report = load_report(file)
+        except ReportError as error:
+            raise ReportError(f"min_free=last: {error} Or remove the file, or give a size, such as 8GiB.") from None
+        need = need_of(report, printable_path(file.removeprefix("./")))
+        if need and not report.outcome.startswith(RUNNING):
+            return need
+        still_running = still_running or need
+    if still_running:
+        return still_running
+    newest = ""
+    if files:
+        report = load_report(files[0])
+        device = printable(report.settings.get("device", "an unknown device"))
+        outcome = f"{report.steps} steps on {device!r}, {printable(report.outcome, 200)}"
+        newest = f" The newest, {printable_path(files[0].removeprefix('./'))}, is of {outcome}."
+    raise ReportError(
+        f"min_free=last: no {FILE_NAME} in {printable_path(os.path.abspath(folder))} or up to three folders below it "
+        f"has the memory of a training on a GPU.{newest} Run the training once from this folder with "
+        "GPUUtilizationMonitor, or under `lightning-gpu-tools run --advise`, or give a size, such as 8GiB."
+    )
+
+
+def need_of(report: Report, name: str) -> Need | None:
+    """Return what a run needed on the GPU where it was most, with a margin; ``None`` if it did not train on any.
+
+    The margin is cut where it would exceed an idle GPU of the same size. If memory ran out, the need is the least that
+    the run would have needed. ``name`` is that of the report, for the sentence.
+    """
+    sizes = [
+        (min(_peak_bytes(account), _idle_bytes(account.total_bytes)), _idle_bytes(account.total_bytes))
+        for account in report.memory
+        if "after_first_step" in account.moments_bytes
+    ]
+    for finding in report.diagnosis.findings:
+        missed_bytes = finding.evidence.get("needed_bytes")
+        if isinstance(missed_bytes, (int, float)) and missed_bytes > 0:
+            sizes.append((missed_bytes, _idle_bytes(finding.evidence.get("total_bytes"))))
+    if not sizes:
+        return None
+    peak_bytes, idle_bytes = max(sizes)
+    min_free_bytes = math.ceil(min(peak_bytes * (1 + MARGIN), max(peak_bytes, idle_bytes)))
+    kind, outcome = ("peak", "") if report.outcome == COMPLETED else ("at least", f"{printable(report.outcome, 200)}, ")
+    model, date = printable(report.settings.get("model", "a run")), printable(report.started_at.partition("T")[0])
+    percent = 100 * (min_free_bytes / peak_bytes - 1)
+    return Need(
+        min_free_bytes,
+        f"min_free=last: {format_bytes(min_free_bytes)} ({kind} {format_bytes(peak_bytes)} of {model} on {date}, "
+        f"{outcome}{name}, plus {percent:.0f} %)",
+    )
+
+
+def _peak_bytes(account: MemoryAccount) -> int:
+    parts = account.parts_bytes
+    held_bytes = sum(parts.get(name, 0) for name, part in PARTS.items() if part.group)  # by torch's allocator
+    # In the first seconds, the driver's last sample may be from before torch took its memory.
+    context_bytes = max(parts.get("context", CONTEXT_BYTES), CUDA_CONTEXT_BYTES)
+    return max(held_bytes, account.peak_reserved_bytes or 0) + context_bytes
+
+
+def _idle_bytes(total_bytes: object) -> float:
+    return _FREE_WHEN_IDLE * total_bytes if isinstance(total_bytes, (int, float)) and total_bytes else math.inf

@@ -1,0 +1,160 @@
+"""The memory that a job needs, by the reports that runs have left."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_report import FINDING, GIB, REPORT, TRAINED
+
+from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import gpu_run
+from lightning_gpu_tools.advice.memory_examples import an_error
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage
+from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.processes import ProcessId
+from lightning_gpu_tools.reports.last_run import Need, last_need, need_of
+from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.reports.report_file import ReportFile
+
+ACCOUNT = TRAINED.memory[0]
+A_RUN = gpu_run({"training_step": 50.0}, 95.0)
+
+
+def needed(report: Report) -> Need:
+    need = need_of(report, "gpu_report.json")
+    assert need is not None
+    return need
+
+
+def with_memory(**changed: Any) -> Report:
+    return replace(TRAINED, memory=(replace(ACCOUNT, **changed),))
+
+
+def test_it_is_the_peak_with_cudas_own_memory_and_a_margin() -> None:
+    assert needed(TRAINED) == (
+        48 * GIB,
+        "min_free=last: 48.0 GiB (peak 40.0 GiB of LitModel on 2026-01-02, gpu_report.json, plus 20 %)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "peak"),
+    [
+        ({"peak_reserved_bytes": 59 * GIB}, 60),  # the cache was emptied before the end
+        ({"parts_bytes": {**ACCOUNT.parts_bytes, "other_processes": 50 * GIB, "driver": GIB, "unexplained": GIB}}, 40),
+        ({"parts_bytes": {"parameters": 39 * GIB}}, 40),  # nothing reports the context: a container
+        ({"parts_bytes": {"parameters": 39 * GIB, "context": 2**20}}, 39.3),  # a sample from before the allocation
+    ],
+)
+def test_it_counts_all_that_is_this_jobs_and_nothing_else(changed: dict[str, Any], peak: float) -> None:
+    assert needed(with_memory(**changed)).min_free_bytes == pytest.approx(1.2 * peak * GIB, rel=1e-9, abs=2)
+
+
+def test_the_gpu_that_needs_most_counts() -> None:
+    least = replace(ACCOUNT, index=0, parts_bytes={"parameters": GIB})
+    assert needed(replace(TRAINED, memory=(least, ACCOUNT, least))).min_free_bytes == 48 * GIB
+
+
+@pytest.mark.parametrize(("total", "asked", "margin"), [(48, 45.6, 14), (40, 38, 0), (None, 48, 20)])
+def test_an_idle_gpu_of_the_same_size_is_enough(total: int | None, asked: float, margin: int) -> None:
+    need = needed(with_memory(total_bytes=total and total * GIB))
+    assert need.min_free_bytes == pytest.approx(asked * GIB, abs=2)
+    assert need.origin.endswith(f"plus {margin} %)")
+
+
+def test_a_run_out_of_memory_needed_at_least_what_it_asked_for() -> None:
+    diagnosis = diagnose(A_RUN, out_of_memory=an_error(others={9: 12 * GIB}, allocated=8 * GIB))
+    (needs, *_) = [one.evidence["needed_bytes"] for one in diagnosis.findings]
+    assert 8.1 * GIB < float(needs) < 24 * GIB
+    need = needed(replace(REPORT, outcome="out of memory in forward at step 3", diagnosis=diagnosis, memory=()))
+    assert need.min_free_bytes == pytest.approx(1.2 * float(needs), abs=1)
+    assert "(at least " in need.origin
+    assert "on 2026-01-02, out of memory in forward at step 3, gpu_report.json, plus 20 %)" in need.origin
+    diagnosis = diagnose(A_RUN, out_of_memory=an_error(allocated=23 * GIB))  # an idle one of 24 does not have that
+    need = needed(replace(REPORT, diagnosis=diagnosis, memory=()))
+    assert 23 * GIB < need.min_free_bytes == diagnosis.findings[0].evidence["needed_bytes"]
+
+
+def test_a_host_out_of_memory_says_nothing_of_the_gpu() -> None:
+    message = OutOfMemoryMessage(source="host", name="the program", requested_bytes=2**50)
+    diagnosis = diagnose(A_RUN, out_of_memory=OutOfMemory(message=message, phase="data_loading", step=3))
+    assert diagnosis.verdict == "out_of_memory"
+    assert needed(replace(TRAINED, diagnosis=diagnosis)) == needed(TRAINED)
+
+
+@pytest.mark.parametrize("forged", [-5.0, 0, "8GiB", None, [1]])
+def test_evidence_that_is_no_size_is_none(forged: Any) -> None:
+    finding = replace(FINDING, evidence={"needed_bytes": forged, "total_bytes": "all"})
+    report = replace(TRAINED, diagnosis=replace(REPORT.diagnosis, findings=(finding,)))
+    assert needed(report) == needed(TRAINED)
+    assert need_of(replace(report, memory=()), "gpu_report.json") is None
+
+
+def save(folder: Path, report: Report, age: int) -> None:
+    file = ReportFile(folder).save(report)
+    os.utime(file, (1e9 - age,) * 2)
+
+
+def of_gib(size: int, **changed: Any) -> Report:
+    return replace(with_memory(parts_bytes={"parameters": (size - 1) * GIB, "context": GIB}), **changed)
+
+
+def peak_in(folder: Path) -> int:
+    return round(last_need(str(folder)).min_free_bytes / 1.2 / GIB)
+
+
+ON_CPU = replace(TRAINED, memory=(), settings={**TRAINED.settings, "device": "cpu"})
+RUNS = {"outcome": "running", "process": ProcessId.of(os.getpid())}
+JUST_BEGUN = replace(REPORT, memory=(replace(ACCOUNT, moments_bytes={}),))
+
+
+def test_the_newest_run_on_a_gpu_that_has_ended_is_the_last(tmp_path: Path) -> None:
+    save(tmp_path / "lightning_logs" / "version_0", of_gib(10), 60)
+    save(tmp_path / "lightning_logs" / "version_1", of_gib(20, outcome="stopped by KeyError at step 9"), 50)
+    save(tmp_path / "lightning_logs" / "version_2", ON_CPU, 40)
+    save(tmp_path / "logs" / "name" / "version_3", JUST_BEGUN, 30)
+    assert peak_in(tmp_path) == 20
+    save(tmp_path / "lightning_logs" / "version_4", of_gib(30, **RUNS), 20)  # the first of several jobs at once
+    assert peak_in(tmp_path) == 20
+    assert peak_in(tmp_path / "lightning_logs" / "version_0") == 10
+    save(tmp_path, of_gib(40), 10)
+    assert peak_in(tmp_path) == 40
+
+
+def test_a_run_that_still_runs_is_better_than_none(tmp_path: Path) -> None:
+    save(tmp_path, of_gib(30, **RUNS), 10)
+    assert peak_in(tmp_path) == 30
+    assert "(at least 30.0 GiB of LitModel on 2026-01-02, running: step 812 so far, " in last_need(str(tmp_path)).origin
+
+
+def test_a_run_that_has_been_replaced_in_its_folder_is_still_known(tmp_path: Path) -> None:
+    save(tmp_path / "gpu_report", of_gib(20), 20)
+    save(tmp_path / "gpu_report", of_gib(30, **RUNS), 10)
+    assert peak_in(tmp_path) == 20
+    assert "gpu_report/gpu_report.previous.json" in last_need(str(tmp_path)).origin
+    save(tmp_path / "gpu_report", of_gib(40), 0)
+    assert peak_in(tmp_path) == 40
+
+
+def test_without_any_the_error_says_where_and_what_to_do(tmp_path: Path) -> None:
+    says = rf"min_free=last: no gpu_report\.json in {tmp_path} or up to three folders below it has the memory of a "
+    with pytest.raises(ReportError, match=says + r"training on a GPU\. Run .* with GPUUtilizationMonitor, .* 8GiB\.$"):
+        last_need(str(tmp_path))
+    save(tmp_path / "version_0", JUST_BEGUN, 20)
+    save(tmp_path / "version_1", ON_CPU, 10)
+    newest = r".* The newest, .*version_1/gpu_report\.json, is of 812 steps on 'cpu', completed\. Run "
+    with pytest.raises(ReportError, match=says + newest):
+        last_need(str(tmp_path))
+
+
+def test_the_newest_one_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    save(tmp_path / "version_0", TRAINED, 20)
+    broken = tmp_path / "version_1" / "gpu_report.json"
+    broken.parent.mkdir()
+    broken.write_text("{")
+    with pytest.raises(ReportError, match=rf"^min_free=last: {broken} is not a report .* Or remove the file, or give"):
+        last_need(str(tmp_path))
