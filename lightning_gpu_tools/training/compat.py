@@ -149,3 +149,11 @@ def is_recording_memory() -> Any:
 def memory_dumper() -> Any:
     """Return the function that writes a snapshot of allocations. Without it, no snapshot is written."""
     return getattr(torch.cuda.memory, "_dump_snapshot", None)
+
+
+def has_context() -> Any:
+    """Return the function that tells whether this process has a CUDA context on a GPU; ``None`` in CPU builds.
+
+    Without it, contexts on GPUs of other ranks are not reported.
+    """
+    return getattr(torch._C, "_cuda_hasPrimaryContext", None)
