@@ -197,6 +197,22 @@ class Fails(Layers):
         return super().training_step(batch, batch_idx)
 
 
+class FillsAnother(Layers):
+    """Rank 1 holds half of GPU 0, where rank 0 then asks for as much."""
+
+    def on_fit_start(self) -> None:
+        self.half = torch.cuda.get_device_properties(0).total_memory // 2
+        if self.global_rank == 1:
+            self.kept.append(torch.empty(self.half, dtype=torch.uint8, device="cuda:0"))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 11:
+            if self.global_rank == 1:
+                raise KeyError("rank 0 does not go on, either")
+            torch.empty(self.half, dtype=torch.uint8, device=self.device)
+        return super().training_step(batch, batch_idx)
+
+
 def hold(job: Connection, left: int, gpus: int | None, is_orphan: bool) -> None:
     """Be another program, which takes all but so many MiB of so many GPUs once it is told to."""
     if is_orphan and os.fork():
@@ -252,6 +268,7 @@ class Case:
         model: Makes the model.
         batches: Makes the training batches.
         validation: Those of validation; none without.
+        ranks: Each on a GPU of its own; torch may use all of it if there are several.
         allowed: How many MiB torch may use.
         job: Another process on the GPU, if any: ``before`` the training, on all GPUs; ``left over`` by a program that
             has ended; or one that ``starts`` in the middle of it.
@@ -266,6 +283,7 @@ class Case:
     model: Callable[[], LightningModule] = Layers
     batches: Callable[[], Batches] = Batches
     validation: Callable[[], Batches] | None = None
+    ranks: int = 1
     allowed: int = 3800
     job: str = ""
     left: int = 0
@@ -331,6 +349,7 @@ CASES = {
     "a checkpoint on the GPU": Case(
         "loading_checkpoint", "loading a checkpoint", "map_location", model=partial(LoadsOntoTheGpu, 8), allowed=1000
     ),
+    "half of a GPU held by another rank": Case("stray_contexts", "forward", "set_device", model=FillsAnother, ranks=2),
     # Healthy ones.
     "all of it fits": Case("", validation=partial(Batches, count=5)),
     "errors that are caught": Case("", model=CatchesErrors),
@@ -353,10 +372,12 @@ def train(folder: Path, rank: int, name: str) -> None:
                 callbacks.append(Starts(take))
             else:
                 take()
-        else:
+        elif case.ranks == 1:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(case.allowed * MIB / total)
-        trainer = quiet_trainer(folder, accelerator="cuda", callbacks=callbacks, num_sanity_val_steps=0, **case.options)
+        ranks: dict[str, Any] = {"devices": case.ranks, "strategy": "ddp" if case.ranks > 1 else "auto"}
+        options = {"accelerator": "cuda", "num_sanity_val_steps": 0, **ranks, **case.options}
+        trainer = quiet_trainer(folder, callbacks=callbacks, **options)
         loaders = [DataLoader(data(), batch_size=None) for data in (case.batches, case.validation) if data is not None]
         with contextlib.suppress(RuntimeError, KeyError):
             trainer.fit(case.model(), *loaders)
@@ -364,9 +385,10 @@ def train(folder: Path, rank: int, name: str) -> None:
 
 def judged(name: str, folder: Path) -> dict[str, Any]:
     """Train, and return what is said of it, and whether it is right."""
-    (process,) = run_ranks(folder, train, ranks=1, options={"name": name})
-    assert process.returncode == 0, process.stderr
-    case, report = CASES[name], load_report(folder)
+    case = CASES[name]
+    for process in run_ranks(folder, train, ranks=case.ranks, options={"name": name}):
+        assert process.returncode == 0, process.stderr
+    report = load_report(folder)
     diagnosis = report.diagnosis
     first = diagnosis.findings[0] if diagnosis.findings else None
     said = first.cause if diagnosis.verdict == "out_of_memory" and first is not None else ""
@@ -608,7 +630,7 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rows = []
-    for name in args.only:
+    for name in (name for name in args.only if CASES[name].ranks <= torch.cuda.device_count()):
         with tempfile.TemporaryDirectory() as folder:
             row = judged(name, Path(folder))
         rows.append({"training": name, **row})

@@ -35,6 +35,7 @@ from lightning_gpu_tools.advice.lines import sentence, where
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, as_searched
 from lightning_gpu_tools.advice.memory_account import growing_memory
 from lightning_gpu_tools.advice.memory_causes import judge
+from lightning_gpu_tools.advice.memory_causes.stray_contexts import stray_contexts
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
 from lightning_gpu_tools.advice.uneven_steps import details
@@ -101,14 +102,17 @@ def diagnose(
         too_few = {"min_steps": steady < min_steps, "min_seconds": steady_s < min_seconds}
         options = " and ".join(name for name, is_short in too_few.items() if is_short)
         next_step = f"Train longer, or lower {options} of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
+    strays = [*stray_contexts(run.contexts)]
     if out_of_memory is not None:
         of_memory, why, next_step = judge(run, out_of_memory)
         verdict, findings = "out_of_memory", (*of_memory, *findings)[:_MAX_FINDINGS]
-    elif growth:
-        growing = tuple(growing_memory(one, () if run.memory is None else run.memory.kept_lines) for one in growth)
+        strays = [one for one in strays if one.cause not in {ruled.cause for ruled in of_memory}]
+    elif growth or strays:
+        kept_lines = () if run.memory is None else run.memory.kept_lines
+        strays = [*(growing_memory(one, kept_lines) for one in growth), *strays]
         if not findings:
-            next_step = growing[0].advice
-        findings = (*findings, *growing)
+            next_step = strays[0].advice
+    findings = (*findings, *strays)
     if failure is not None and out_of_memory is None:
         next_step = f"{failure.next_step} {next_step}" if findings else failure.next_step
     return Diagnosis(

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.training.phases import OPTIMIZER, VALIDATION, base_phase
+from lightning_gpu_tools.training.run_measurements import HeldContext
 from lightning_gpu_tools.units import MAX_BYTES, printable
 
 Source = Literal["allocator", "library", "driver", "host"]
@@ -185,6 +186,7 @@ class OutOfMemory:
     orphans: tuple[int, ...] = ()  # processes on this GPU whose parent has ended
     is_sharded: bool = False  # over the ranks
     growth: tuple[MemoryGrowth, ...] = ()
+    contexts: tuple[HeldContext, ...] = ()  # of all ranks
     oom_kills: int = 0  # by the kernel, on this machine, during the run
 
     @property

@@ -108,6 +108,8 @@ def _sentences(report: Report, full: bool) -> Iterator[str]:
         yield report.gpu_note
     if diagnosis.verdict != "out_of_memory":  # then the next step already says so
         yield from (finding.advice for finding in diagnosis.findings if finding.cause == "memory_growth")
+    strays = (finding.advice for finding in diagnosis.findings if finding.cause == "stray_contexts")
+    yield from (advice for advice in strays if advice not in diagnosis.next_step)
     if failures:
         yield f"torch's allocator failed {failures} time{'s' * (failures > 1)}, and the run went on."
     yield from _rank_line(report)

@@ -1,4 +1,4 @@
-"""The facts that ranks of a training exchange: speed, warnings, GPUs of other nodes, and the memory of each GPU."""
+"""The facts that ranks of a training exchange: speed, warnings, other nodes' GPUs, each GPU's memory, and contexts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Ranks:
         self._metrics: Mapping[str, float] = {}
         self._troubles: list[str] = []
         self.exchange = RankExchange(name, self._place, store, self._hear)
-        self.exchange.publish(pid=os.getpid())
+        self.exchange.publish(pid=os.getpid(), contexts=[*map(dataclasses.asdict, recorder.own_contexts())])
 
     def pids_on_node(self) -> frozenset[int] | None:
         """Return this job's processes on the node; ``None`` until all have published."""
@@ -119,6 +119,7 @@ class Ranks:
             "own_step": recorder.own_step(),
             "throttled": {} if gpus is None else fact("throttled clocks", gpus.throttled_percent, dict[int, float]()),
             "largest_batch_size": fact("the largest batch that fits", recorder.largest_batch_size, None),
+            "contexts": [*map(dataclasses.asdict, recorder.own_contexts())],
         }
         metrics: Mapping[str, float] | None = None
         if self._is_monitored and gpus is not None and self._place.rank != 0:

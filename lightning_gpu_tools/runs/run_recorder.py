@@ -29,6 +29,7 @@ from lightning_gpu_tools.host import (
     throttled_periods,
 )
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor, settings_of
+from lightning_gpu_tools.runs.contexts import Contexts
 from lightning_gpu_tools.runs.facts import Facts
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training import compat
@@ -41,6 +42,7 @@ from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
     GpuFacts,
+    HeldContext,
     LoaderSettings,
     RankStep,
     RunMeasurements,
@@ -98,6 +100,8 @@ class RunRecorder:
         self._clock = clock
         self._rank_waits = rank_waits
         self._ranks: tuple[RankStep, ...] = ()
+        self._contexts = Contexts(run)
+        self._others_contexts: tuple[HeldContext, ...] = ()  # of other ranks
         self._batch_sizes: list[int] = []  # the largest that fits each rank's GPU
         self._local_ranks = run.place.local_ranks
         self._began = self.read_host()
@@ -207,6 +211,14 @@ class RunRecorder:
         own = (FORWARD, BACKWARD, OPTIMIZER)
         return {phase.partition("/")[2]: fmean(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
 
+    def own_contexts(self, *, at_end: bool = False) -> tuple[HeldContext, ...]:
+        """Return this rank's CUDA contexts, in the training thread; ``at_end`` measures their memory again."""
+        return self.facts.read("CUDA contexts", partial(self._contexts.read, self._clock.steps, at_end=at_end), ())
+
+    def contexts(self) -> tuple[HeldContext, ...]:
+        """Return the same of all ranks, as far as they have been heard."""
+        return (*self.own_contexts(), *self._others_contexts)
+
     def hear(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Process the entries of all ranks, in any thread; keys of JSON are strings."""
         throttled = {
@@ -226,6 +238,8 @@ class RunRecorder:
         )
         self._ranks = ranks if len(ranks) > 1 else ()
         self._batch_sizes = known(entry.get("largest_batch_size") for entry in entries)
+        others = (entry for entry in entries if entry["rank"] != self.run.place.rank)
+        self._others_contexts = tuple(HeldContext(**one) for entry in others for one in entry.get("contexts", ()))
 
     def read_host(self) -> HostReading:
         """Read the state of the host, in any thread; this takes some milliseconds."""
@@ -282,6 +296,7 @@ class RunRecorder:
             watched=clock.watched_steps(),
             lines=read("source lines", partial(self.lines.seen, self._workers.pids), ()),
             ranks=self._ranks,
+            contexts=self.contexts(),
             precision=read("the precision", lambda: run.precision, None),
             matmul_precision=read("the precision of products", compat.matmul_precision, None),
             spans=clock.timeline.spans(),

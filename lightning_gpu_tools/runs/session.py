@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal, Protocol
 
@@ -15,6 +16,7 @@ from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import pace
+from lightning_gpu_tools.advice.memory_causes.stray_contexts import stray_contexts
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage
 from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.advice.stalls import Stall
@@ -249,8 +251,10 @@ class Session:
                 self.clock.as_own_work(self.ranks.publish)
             if self.stall_watch is not None and self.stall_watch.notes:
                 self.clock.as_own_work(self.stall_watch.pass_on)
-            if is_first and self._is_monitored and self.run.place.rank == 0:
-                self.clock.as_own_work(self._check_surroundings, self.recorder)
+            if is_first:
+                self.clock.as_own_work(self.recorder.own_contexts)
+                if self._is_monitored and self.run.place.rank == 0:
+                    self.clock.as_own_work(self._check_surroundings, self.recorder)
 
     def _check_surroundings(self, recorder: RunRecorder) -> None:
         """Warn of shortages that would end the training later."""
@@ -282,8 +286,11 @@ class Session:
 
     def _log(self, step: int) -> None:
         self.warn(*map(pace, self.memory.alarms), *self._faults)
-        if self.gpus is not None and self.run.place.rank == 0:
-            self._log_gpus(self.gpus, step)
+        if self.run.place.rank == 0:
+            if self.recorder is not None and len(self.ranks.exchange.entries()) == self.ranks.exchange.ranks:
+                self.warn(*(one.advice for one in stray_contexts(self.recorder.contexts())))
+            if self.gpus is not None:
+                self._log_gpus(self.gpus, step)
         self._log_gpus(self.ranks, step)
 
     def _log_gpus(self, source: GpuWatch | Ranks, step: int) -> None:
@@ -348,6 +355,7 @@ class Session:
         self.warn(*self._faults)
         self.timer.stop()
         if self.recorder is not None and self.clock.ran:
+            self.recorder.own_contexts(at_end=True)
             self.warn(*self.ranks.finish(timeout_s))
             self._log_gpus(self.ranks, self.run.logged_step - 1)
 
@@ -364,11 +372,13 @@ class Session:
         """Return the diagnosis of the measurements, by the advisor's thresholds; ``None`` before training."""
         if self.recorder is None or self._diagnosis is not None:
             return self._diagnosis
+        measured = measured or self.recorder.measurements()
+        oom = self.ending.out_of_memory  # which has no contexts yet: those of other ranks may come later
         diagnosis = diagnose(
-            measured or self.recorder.measurements(),
+            measured,
             searched=self.loader_result,
             growth=self.memory.growth() if self._finished else self.memory.alarms,
-            out_of_memory=self.ending.out_of_memory,
+            out_of_memory=None if oom is None else replace(oom, contexts=measured.contexts),
             failure=self.ending.failure,
             **self.thresholds,
         )

@@ -215,7 +215,8 @@ class LoopRun:
         if not used:
             return (), None
         current = torch.device("cuda", torch.cuda.current_device())
-        device = current if current in used else used[0]
+        # GPU 0 is also the current one of a process that has set none.
+        device = current if current in used and current.index else max(used, key=torch.cuda.memory_allocated)
         local_ranks = self.place.local_ranks
         if local_ranks > 1 and device.index == self.place.local_rank and count >= local_ranks:
             used = [torch.device("cuda", i) for i in range(local_ranks)]  # rank i has GPU i

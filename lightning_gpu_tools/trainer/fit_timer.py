@@ -18,7 +18,7 @@ from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.runs.failures import FETCH, noting_index
 from lightning_gpu_tools.runs.session import Timer
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import TrainerRun, trains_on_gpu
+from lightning_gpu_tools.trainer.facts import TrainerRun
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, overrides
 from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
 from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
@@ -169,8 +169,8 @@ class FitTimer(Timer):
     def _time_step(self) -> None:
         clock, model = self.clock, self._trainer.lightning_module
         is_automatic = model.automatic_optimization
-        if trains_on_gpu(self._trainer):
-            self._measure_gpu(is_automatic=is_automatic)
+        if self._run.gpu is not None:
+            self._measure_gpu(self._run.gpu, is_automatic=is_automatic)
         if not is_automatic:
             self._time("strategy.backward", BACKWARD)
             self._wrap("strategy.optimizer_step", clock.timed_optimizer_step)
@@ -185,8 +185,8 @@ class FitTimer(Timer):
             for method in ("scale", "unscale_", "update"):
                 self._time(f"strategy.precision_plugin.scaler.{method}", GRADIENT_SCALER)
 
-    def _measure_gpu(self, *, is_automatic: bool) -> None:
-        gpu = self.rank_waits.gpu = self.clock.measure_gpu()
+    def _measure_gpu(self, device: torch.device, *, is_automatic: bool) -> None:
+        gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
         memory = self.memory = MemoryCounters(self._run, self.clock)
         run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
         self._wrap(run, gpu.around)

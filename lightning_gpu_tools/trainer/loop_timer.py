@@ -97,7 +97,7 @@ class LoopTimer(Timer):
         self._in_step = {self._forward, self._backward, self._optimizer, self._rest, self._after}
         self._outside, self._data_loading = clock.account(OUTSIDE_LOOP), clock.account(DATA_LOADING)
         self._epoch_start, self._validation = clock.account(EPOCH_START), clock.account(VALIDATION)
-        self._gpu = self.rank_waits.gpu = clock.measure_gpu() if run.gpus else None
+        self._gpu = self.rank_waits.gpu = None if run.gpu is None else clock.measure_gpu(run.gpu)
         self.memory = MemoryCounters(run, clock) if run.gpus else None
         self._counting: Loop | None = None
         self._fetching: Loop | None = None

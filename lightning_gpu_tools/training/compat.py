@@ -151,3 +151,11 @@ def allowed_bytes(gpu: torch.device) -> float:
     """Return the GPU memory that the program lets torch use. Without the function, it is unlimited."""
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     return math.inf if fraction is None else fraction(gpu) * torch.cuda.get_device_properties(gpu).total_memory
+
+
+def has_context() -> Any:
+    """Return the function that tells whether this process has a CUDA context on a GPU; ``None`` in CPU builds.
+
+    Without it, contexts on GPUs of other ranks are not reported.
+    """
+    return getattr(torch._C, "_cuda_hasPrimaryContext", None)

@@ -94,10 +94,13 @@ def enclosed(begin: Callable[[], None], function: _Function, end: Callable[[], N
 class GpuTimeline:
     """A timeline of the gaps between training steps and of the steps after them."""
 
-    def __init__(self, clock: Stopwatch, own_work: Callable[..., None], leave_out: Callable[[], None]) -> None:
+    def __init__(
+        self, gpu: torch.device, clock: Stopwatch, own_work: Callable[..., None], leave_out: Callable[[], None]
+    ) -> None:
         """``own_work`` charges its calls to this package; ``leave_out`` exempts the next two steps from being slow."""
         self.samples = 0  # read so far
-        self.syncs = SyncLines(clock, self._synced)
+        self.syncs = SyncLines(gpu, clock, self._synced)
+        self._gpu = gpu
         self._clock = clock
         self._own_work = own_work
         self._leave_out = leave_out
@@ -204,11 +207,12 @@ class GpuTimeline:
     def _guard(self, action: _Function, *args: Any) -> None:
         """Run an action that uses CUDA. An error that it surfaces is the program's, which will see it as well."""
         try:
-            if action != self._read and torch.cuda.is_current_stream_capturing():  # the graph would keep queued events
-                self._open = self.sample = None
-                self.close()
-            else:
-                action(*args)
+            with torch.cuda.device(self._gpu):  # or events start CUDA on the current GPU, if that is another one
+                if action != self._read and torch.cuda.is_current_stream_capturing():  # which would keep queued events
+                    self._open = self.sample = None
+                    self.close()
+                else:
+                    action(*args)
         except Exception:  # noqa: BLE001 - an unknown torch is no reason to stop training, either
             self._open = self.sample = None
             self._sampling, self._steps_to_sample = False, math.inf

@@ -220,6 +220,33 @@ class RankStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HeldContext:
+    """A CUDA context of one rank: the memory that a process keeps on a GPU once it has used it.
+
+    Attributes:
+        rank: Global rank.
+        node: Number of its node.
+        pid: PID of its process, as seen by itself.
+        gpu: Device index of the GPU on the node.
+        uuid: UUID of the GPU.
+        is_own: Whether the rank trains on this GPU.
+        since_step: Number of steps completed when it was first seen; 0: before training began.
+        held_bytes: Memory of the process there; ``None`` if unknown, as in a container.
+        reserved_bytes: The part of it that torch's allocator has reserved.
+    """
+
+    rank: int
+    node: int
+    pid: int
+    gpu: int
+    uuid: str
+    is_own: bool
+    since_step: int = 0
+    held_bytes: int | None = None
+    reserved_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SlowSteps:
     """Steps that took more than twice the median, most of it in the same phase."""
 
@@ -270,6 +297,7 @@ class RunMeasurements:
     watched: WatchedSteps | None = None
     lines: tuple[SourceLine, ...] = ()  # most frequent first
     ranks: tuple[RankStep, ...] = ()  # empty with one rank
+    contexts: tuple[HeldContext, ...] = ()  # of all ranks that see several GPUs
     spans: Sequence[PhaseSpan] = ()
     precision: str | None = None  # the Trainer's, as "32-true"
     matmul_precision: str | None = None

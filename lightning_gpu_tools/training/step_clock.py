@@ -14,6 +14,8 @@ from dataclasses import replace
 from time import perf_counter  # by name: a program's tests may replace those of `time`
 from typing import Any
 
+import torch
+
 from lightning_gpu_tools.training.cores import ThreadWait
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import (
@@ -202,9 +204,9 @@ class StepClock(Stopwatch):
 
         return timed
 
-    def measure_gpu(self) -> GpuTimeline:
+    def measure_gpu(self, gpu: torch.device) -> GpuTimeline:
         """Also measure with the GPU's own clock. The caller marks the parts of a step on the returned timeline."""
-        self._gpu = GpuTimeline(self, self.as_own_work, self._leave_out_next_steps)
+        self._gpu = GpuTimeline(gpu, self, self.as_own_work, self._leave_out_next_steps)
         return self._gpu
 
     def _leave_out_next_steps(self) -> None:

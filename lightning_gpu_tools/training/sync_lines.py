@@ -33,7 +33,8 @@ class SyncLines:
     ``synced`` is called after each wait.
     """
 
-    def __init__(self, clock: Stopwatch, synced: Callable[[], None]) -> None:
+    def __init__(self, gpu: torch.device, clock: Stopwatch, synced: Callable[[], None]) -> None:
+        self._gpu = gpu
         self._clock = clock
         self._synced = synced
         self._steps = 0
@@ -63,7 +64,7 @@ class SyncLines:
         warnings.showwarning = self._shown
         torch.cuda.synchronize = self._synchronized
         torch.cuda.set_sync_debug_mode("warn")
-        self._operations_before = _operations()
+        self._operations_before = self._count()
 
     def stop(self) -> None:
         """Restore everything. Idempotent."""
@@ -77,7 +78,7 @@ class SyncLines:
             warnings.showwarning = shown
         if torch.cuda.synchronize == self._synchronized:
             torch.cuda.synchronize = synchronize
-        self._operations += _operations() - self._operations_before
+        self._operations += self._count() - self._operations_before
         self._steps += 1
 
     def _shown(self, message: Any, category: Any, *where: Any, **more: Any) -> None:
@@ -100,7 +101,6 @@ class SyncLines:
             if (seen := line_of(frame)) is not None:
                 self._lines[phase, seen.file, seen.line, seen.function] += 1
 
-
-def _operations() -> int:
-    """Return the number of GPU memory allocations by torch: about one per operation."""
-    return int(torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]["allocated"])
+    def _count(self) -> int:
+        """Return the number of GPU memory allocations by torch: about one per operation."""
+        return int(torch.cuda.memory_stats_as_nested_dict(self._gpu)["allocation"]["all"]["allocated"])

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from trainings import Model, Samples, Tunable, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
+from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.reports.page import render_page
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.training import memory_failures
@@ -36,6 +37,10 @@ def taken(size: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_filled_the_memory_is_named(name: str, tmp_path: Path) -> None:
+    if CASES[name].ranks > torch.cuda.device_count():
+        pytest.skip("needs a GPU for each rank")
+    if CASES[name].known == "stray_contexts" and not nvml.pids_are_ours():
+        pytest.skip("in a container nobody knows how much the other rank holds")
     said = judged(name, tmp_path)
     assert said["right"], "\n".join(map(str, said.items()))
 

@@ -11,7 +11,7 @@ from trainings import Model, Samples, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.runs import run_recorder
-from lightning_gpu_tools.training import memory_counters
+from lightning_gpu_tools.training import compat, memory_counters
 from lightning_gpu_tools.types import Report
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +37,7 @@ def test_each_fact_about_a_gpu_is_left_out_alone(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(run_recorder, "left_on_cpu", refuse)
     monkeypatch.setattr(GpuWatch, "trained_on", refuse)
     monkeypatch.setattr(memory_counters, "count_holdings", refuse)
+    monkeypatch.setattr(compat, "has_context", refuse)
     report = trained(tmp_path, Model(), DataLoader(Samples(2 * STEPS), batch_size=2))
     assert (report.outcome, report.steps) == ("completed", STEPS)
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
@@ -46,6 +47,7 @@ def test_each_fact_about_a_gpu_is_left_out_alone(tmp_path: Path, monkeypatch: py
         "how busy the GPU is",
         "torch's counters of memory",
         "the largest batch that fits",
+        "CUDA contexts",
     }
     assert report.gpu_step_s  # by events, which need none of these
 

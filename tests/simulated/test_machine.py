@@ -87,6 +87,38 @@ print(json.dumps([*held, used()]))
     assert reading["memory.used"] == "10840 MiB"  # the process has ended
 
 
+CONTEXTS = """
+import json, sys, torch
+def contexts(): return [torch._C._cuda_hasPrimaryContext(device) for device in range(2)]
+torch.cuda.init()
+torch.cuda.get_device_properties(1)
+found = [contexts()]
+for call in sys.argv[1:]:
+    exec(call)
+    found.append(contexts())
+print(json.dumps(found))
+"""
+ON_SECOND, PINNED = 'kept = torch.zeros(1, device="cuda:1")', "torch.empty(1).pin_memory()"
+
+
+@pytest.mark.parametrize(
+    ("calls", "contexts"),
+    [
+        (
+            (ON_SECOND, PINNED, "torch.cuda.Event().record()"),
+            [[False, False], [False, True], [False, True], [True, True]],
+        ),
+        # torch pins on any GPU where there is a context, or else on the current one.
+        (("torch.empty(1).is_pinned()",), [[False, False], [True, False]]),
+        ((PINNED, "torch.cuda.set_device(1)"), [[False, False], [True, False], [True, True]]),
+    ],
+)
+def test_a_context_is_made_by_the_first_call_that_needs_one(
+    make_machine: MakeMachine, answer: Answer, calls: tuple[str, ...], contexts: list[list[bool]]
+) -> None:
+    assert answer(make_machine(["h100-80gb"] * 2), CONTEXTS, *calls) == contexts
+
+
 def readings(machine: Machine) -> list[dict[str, str]]:
     fields = ["uuid", "name", "memory.used", "utilization.gpu"]
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]

@@ -23,7 +23,6 @@ static int product(cudaStream_t s, double m, double n, double k, double batches,
 }
 int cublasCreate_v2(struct handle **h) {
   if (usable()) return 1;
-  activate(current);
   *h = calloc(1, sizeof **h);
   return 0;
 }

@@ -100,15 +100,16 @@ cudaError_t fail(cudaError_t error) {
   last = error;
   return error;
 }
+void activate(int device) { self->uses[devices[device].gpu].active = 1; }
 // A GPU that fell off the bus fails every call of the process that used it, until it ends.
 int is_lost(int device) { return device < device_count && machine->state->set[devices[device].gpu].lost_at; }
 cudaError_t usable(void) {
   begin();
   if (forked) return fail(cudaErrorInitializationError);
   if (!device_count) return fail(cudaErrorNoDevice);
+  activate(current); // calls that need a context make it on the current device
   return is_lost(current) ? fail(cudaErrorLaunchFailure) : cudaSuccess;
 }
-void activate(int device) { self->uses[devices[device].gpu].active = 1; }
 
 cudaError_t cudaGetDeviceCount(int *n) {
   begin();
@@ -126,8 +127,7 @@ cudaError_t cudaSetDevice(int d) {
   if (forked) return fail(cudaErrorInitializationError);
   if (d < 0 || d >= device_count) return fail(device_count ? cudaErrorInvalidDevice : cudaErrorNoDevice);
   current = d;
-  activate(d);
-  return usable();
+  return usable(); // since CUDA 12 this makes the context
 }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) {
   *can = a != b;

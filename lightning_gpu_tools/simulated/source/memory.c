@@ -46,7 +46,6 @@ static cudaError_t take(void **p, size_t size, enum where where) {
   if (!size) return 0;
   size = (size + GRAIN - 1) / GRAIN * GRAIN;
   pthread_mutex_lock(&lock);
-  activate(current);
   char *m = where == ON_DEVICE && !fits(current, size)
                 ? MAP_FAILED
                 : mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -78,15 +77,14 @@ cudaError_t cudaMallocHost(void **p, size_t size) { return take(p, size, ON_HOST
 cudaError_t cudaFree(void *p) { // waits for the device, as the documentation says
   cudaError_t error = usable();
   if (error) return error;
-  if (!p) { // the usual way to start CUDA
-    activate(current);
-    return 0;
-  }
+  if (!p) return 0; // the usual way to start CUDA
   return (error = wait_device(current)) ? error : give(p);
 }
 cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { return give(p); }
 cudaError_t cudaFreeHost(void *p) { return give(p); }
 cudaError_t cudaHostRegister(void *p, size_t size, unsigned flags) {
+  cudaError_t error = usable();
+  if (error) return error;
   pthread_mutex_lock(&lock);
   list(p, size, current, ON_HOST);
   pthread_mutex_unlock(&lock);
@@ -102,7 +100,6 @@ cudaError_t cudaHostUnregister(void *p) {
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
   cudaError_t error = usable();
   if (error) return error;
-  activate(current);
   *total = GPU(current)->memory - GPU(current)->reserved;
   *free = GPU(current)->memory - machine_used(devices[current].gpu);
   return 0;
@@ -121,6 +118,7 @@ int on_device(const void *p) {
 }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   int pinned, device = place(p, &pinned);
+  if (begun() && device_count) activate(current); // as torch says of it in isPinnedPtr
   memset(a, 0, sizeof *a);
   a->type = device >= 0 ? cudaMemoryTypeDevice : pinned ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
   a->device = device >= 0 ? device : 0;

@@ -1,0 +1,125 @@
+"""stray_contexts: ranks of this job also hold CUDA contexts on GPUs that are not theirs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from lightning_gpu_tools.advice.cause import Shape
+from lightning_gpu_tools.advice.examples import GIB
+from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
+from lightning_gpu_tools.advice.memory_remedies import needed_bytes
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.training.run_measurements import HeldContext, RunMeasurements
+from lightning_gpu_tools.units import format_bytes, number_ranges
+
+# Our default: on a GPU where no rank trains, a process with more than this in torch's allocator uses it on purpose.
+_MAX_RESERVED = 32 * 2**20
+_MAX_PIDS = 8  # our default
+
+
+def strays(contexts: Sequence[HeldContext]) -> list[list[HeldContext]]:
+    """Return the contexts on GPUs that are not their rank's, by GPU: those with most memory first."""
+    trained_on = {(one.node, one.uuid) for one in contexts if one.is_own}
+    of_gpus: defaultdict[tuple[int, str], list[HeldContext]] = defaultdict(list)
+    for one in contexts:
+        if not one.is_own and ((one.node, one.uuid) in trained_on or one.reserved_bytes <= _MAX_RESERVED):
+            of_gpus[one.node, one.uuid].append(one)
+    return sorted(of_gpus.values(), key=lambda those: (-_size(those), those[0].node, those[0].gpu))
+
+
+def stray_contexts(contexts: Sequence[HeldContext]) -> Iterator[Finding]:
+    """Return a finding on the GPU with most of this memory, if there is any. It costs no time."""
+    found = strays(contexts)
+    if found:
+        first, others = found[0], len(found) - 1
+        is_alone, own = len({one.rank for one in contexts}) == 1, [str(one.gpu) for one in contexts if one.is_own]
+        advice = [
+            _said(first, "This process" if is_alone else ""),
+            _advice(first, own[0] if is_alone and own else "local_rank"),
+        ]
+        if others:
+            advice.append(f"{others:,} other GPU{'s have' if others > 1 else ' has'} contexts of other ranks, too.")
+        yield counted("stray_contexts", 0.0, {**_evidence(first), "gpus": len(found)}, " ".join(advice))
+
+
+def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    here = [one for those in strays(oom.contexts) for one in those if one.uuid == oom.uuid]
+    if not here or oom.total_bytes is None or oom.message.allowed_bytes is not None:
+        return
+    # Where a size was known, PIDs are the driver's, which may have a newer one, read after the error.
+    listed = {} if oom.gpu is None else {one.pid: one.memory_used_bytes for one in oom.gpu.processes or ()}
+    here = [replace(one, held_bytes=one.held_bytes and listed.get(one.pid, one.held_bytes)) for one in here]
+    size, free = _size(here), oom.free_bytes or 0
+    if size and oom.requested_bytes <= free + size and needed_bytes(oom) - size <= oom.total_bytes:
+        why = f"{_said(here)} Without {'them' if len(here) > 1 else 'it'}, {format_bytes(free + size)} would be free."
+        yield ruling(oom, "stray_contexts", why, _advice(here, "local_rank"), **_evidence(here))
+
+
+def _size(those: Iterable[HeldContext]) -> int:
+    return sum(one.held_bytes or 0 for one in those)
+
+
+def _evidence(those: Sequence[HeldContext]) -> dict[str, float | str | None]:
+    return {
+        "gpu": those[0].gpu,
+        "node": those[0].node,
+        "ranks": number_ranges(one.rank for one in those),
+        "pids": _pids(those, " "),
+        "held_bytes": _size(those) or None,
+        "since_step": min(one.since_step for one in those),
+    }
+
+
+def _pids(those: Sequence[HeldContext], between: str) -> str:
+    shown = [str(one.pid) for one in those[:_MAX_PIDS]]
+    return between.join([*shown, *(["..."] if len(those) > _MAX_PIDS else [])])
+
+
+def _said(those: Sequence[HeldContext], who: str = "") -> str:
+    """Return who holds how much of which GPU, and since when."""
+    many, size = len(those) > 1, _size(those)
+    who = who or f"Rank{'s' * many} {number_ranges(one.rank for one in those)}"
+    what = format_bytes(size) if size else "CUDA contexts" if many else "a CUDA context"
+    begins = sorted({one.since_step for one in those})
+    moments = {0: "since before training began", 1: "since the first step"}
+    when = moments.get(begins[0], f"first seen after step {begins[0]:,}")
+    return (
+        f"{who} (PID{'s' * many} {_pids(those, ', ')}) hold{'s' * (not many)} {what} on {_gpu(those[0])}, which is not "
+        f"{'their' if many else 'its'} GPU, {when}{' or later' if len(begins) > 1 else ''}."
+    )
+
+
+def _gpu(one: HeldContext) -> str:
+    return f"GPU {one.gpu}{f' of node {one.node}' if one.node else ''}"
+
+
+def _advice(those: Sequence[HeldContext], own: str) -> str:
+    frees = f" That frees {format_bytes(_size(those))} on {_gpu(those[0])}." if _size(those) else ""
+    return (
+        f"Call torch.cuda.set_device({own}) before anything else uses CUDA, and name no other GPU: 'cuda:0' does, and "
+        f"torch.load without map_location.{frees}"
+    )
+
+
+_OWN = [HeldContext(rank=rank, node=0, pid=40 + rank, gpu=rank, uuid=f"GPU-{rank}", is_own=True) for rank in range(4)]
+_STRAY = [replace(one, gpu=0, uuid="GPU-0", is_own=False, held_bytes=GIB // 2) for one in _OWN[1:]]
+
+CAUSE = MemoryCause(
+    name="stray_contexts",
+    shapes=[
+        Shape(
+            "Rank ... holds ... on GPU ..., which is not its GPU, since ..., and what was asked for would fit without; "
+            "in a training that goes on, too, with the same verdict as without it",
+            "`torch.cuda.set_device(local_rank)` before anything else uses CUDA, `map_location` in `torch.load`",
+        )
+    ],
+    find=find,
+    after=("memory_growth",),
+    verified_on="simulated GPU",
+    sick=an_error(begins=FLAT, contexts=(*_OWN, *_STRAY)),
+    healthy=an_error(begins=FLAT, contexts=tuple(_OWN)),
+)

@@ -1,0 +1,65 @@
+"""The CUDA contexts of this process: on the GPU on which it trains, and on others by mistake."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus import sampler
+from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.run_measurements import HeldContext
+
+
+class Contexts:
+    """A reader of this process's contexts, which remembers when each was first seen. It never makes one."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._since: dict[torch.device, int] = {}
+        self._held_bytes: dict[str | None, int | None] = {}
+
+    def read(self, step: int, *, at_end: bool = False) -> tuple[HeldContext, ...]:
+        """Return the contexts; empty if this process sees fewer than two GPUs, or has not started CUDA.
+
+        The driver is asked for their memory when there is a new one on another GPU, and again ``at_end``.
+        """
+        gpu, place, has_context = self._run.gpu, self._run.place, compat.has_context()
+        if gpu is None or has_context is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return ()
+        own = torch.device("cuda", torch.cuda.current_device() if gpu.index is None else gpu.index)
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        there = [device for device in devices if has_context(device.index)] if len(devices) > 1 else []
+        others = {*there} - {own}
+        if others and (at_end or not others <= self._since.keys()):
+            self._held_bytes = _held_bytes()
+        for device in there:
+            self._since.setdefault(device, step)
+        return tuple(
+            HeldContext(
+                rank=place.rank,
+                node=place.node,
+                pid=os.getpid(),
+                gpu=gpu.index,
+                uuid=str(gpu.uuid),
+                is_own=device == own,
+                since_step=self._since[device],
+                held_bytes=self._held_bytes.get(gpu.uuid),
+                reserved_bytes=torch.cuda.memory_reserved(device),
+            )
+            for device, gpu in zip(there, gpu_readings(there), strict=True)
+        )
+
+
+def _held_bytes() -> dict[str | None, int | None]:
+    """Return this process's memory on each GPU by UUID; empty if the driver does not know its PID."""
+    from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+    try:
+        readings = sampler.read_gpus() if nvml.pids_are_ours() else ()
+    except NvmlUnavailableError:
+        return {}
+    processes = ((gpu.uuid, one) for gpu in readings for one in gpu.processes or ())
+    return {uuid: one.memory_used_bytes for uuid, one in processes if one.pid == os.getpid()}

@@ -1,0 +1,139 @@
+"""Contexts on GPUs that are not their rank's are named, and change no verdict but that of an error they cause."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import GIB, STEP, gpu_run
+from lightning_gpu_tools.advice.memory_causes.stray_contexts import stray_contexts
+from lightning_gpu_tools.advice.memory_examples import FLAT, MIB, an_error
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
+from lightning_gpu_tools.training.run_measurements import HeldContext
+
+
+def held(rank: int, gpu: int, **facts: Any) -> HeldContext:
+    """Return the context of a rank on a GPU of its node, of which each has eight."""
+    node = rank // 8
+    known = {"pid": 4000 + rank, "uuid": f"GPU-{node}-{gpu}", "is_own": rank % 8 == gpu, "held_bytes": 530 * MIB}
+    return HeldContext(rank=rank, node=node, gpu=gpu, **{**known, **facts})
+
+
+OWN = [held(rank, rank % 8) for rank in range(16)]
+ADVICE = (
+    "Call torch.cuda.set_device(local_rank) before anything else uses CUDA, and name no other GPU: 'cuda:0' does, and "
+    "torch.load without map_location."
+)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "said"),
+    [
+        pytest.param(
+            [held(3, 0)],
+            "Rank 3 (PID 4003) holds 530 MiB on GPU 0, which is not its GPU, since before training began. "
+            f"{ADVICE} That frees 530 MiB on GPU 0.",
+            id="one",
+        ),
+        pytest.param(
+            [held(rank, 0, since_step=1) for rank in range(1, 8)],
+            "Ranks 1 to 7 (PIDs 4001, 4002, 4003, 4004, 4005, 4006, 4007) hold 3.62 GiB on GPU 0, which is not their "
+            f"GPU, since the first step. {ADVICE} That frees 3.62 GiB on GPU 0.",
+            id="all of a node",
+        ),
+        pytest.param(
+            [held(9, 0, since_step=40, held_bytes=None)],
+            "Rank 9 (PID 4009) holds a CUDA context on GPU 0 of node 1, which is not its GPU, "
+            f"first seen after step 40. {ADVICE}",
+            id="in a container",
+        ),
+        pytest.param(
+            [held(1, 2), held(2, 0), held(3, 0, since_step=9)],
+            "Ranks 2 and 3 (PIDs 4002, 4003) hold 1.04 GiB on GPU 0, which is not their GPU, since before training "
+            f"began or later. {ADVICE} That frees 1.04 GiB on GPU 0. 1 other GPU has contexts of other ranks, "
+            "too.",
+            id="two",
+        ),
+    ],
+)
+def test_who_holds_how_much_of_which_gpu_since_when(contexts: list[HeldContext], said: str) -> None:
+    (finding,) = stray_contexts([*OWN, *contexts])
+    assert finding.advice == said
+
+
+def test_many_processes_are_counted_not_listed() -> None:
+    ranks = [replace(held(0, gpu), rank=gpu, pid=gpu, node=0, is_own=True) for gpu in range(300)]
+    (finding,) = stray_contexts([*ranks, *(replace(one, gpu=0, uuid="GPU-0-0", is_own=False) for one in ranks[1:])])
+    assert "Ranks 1 to 299 (PIDs 1, 2, 3, 4, 5, 6, 7, 8, ...)" in finding.advice
+    assert len(str(finding.evidence["pids"])) < 40
+
+
+def test_a_process_alone_is_told_its_own_gpu() -> None:
+    (finding,) = stray_contexts([held(0, 2, is_own=True), held(0, 0, is_own=False)])
+    assert finding.advice.startswith(
+        "This process (PID 4000) holds 530 MiB on GPU 0, which is not its GPU, since before"
+    )
+    assert "Call torch.cuda.set_device(2) before" in finding.advice
+
+
+def test_a_gpu_that_is_used_on_purpose_is_none() -> None:
+    """Two ranks with two GPUs each, and one process with another model on a second GPU."""
+    own = [held(0, 0), held(1, 2, is_own=True)]
+    assert not list(stray_contexts([*own, held(0, 1, reserved_bytes=GIB), held(1, 3, reserved_bytes=GIB)]))
+    assert not list(stray_contexts([held(0, 0), held(0, 1, reserved_bytes=GIB)]))
+    # But not what a rank has loaded onto the GPU of another one.
+    assert list(stray_contexts([*own, held(1, 0, reserved_bytes=GIB)]))
+
+
+def test_no_verdict_changes() -> None:
+    strays = {"contexts": (*OWN, held(3, 0))}
+    for run in (gpu_run(STEP, 97.0), gpu_run({"data_loading": 30.0, "training_step": 10.0}, 25.0)):
+        without, found = diagnose(run), diagnose(replace(run, **strays))
+        assert (found.verdict, found.why, found.findings[:-1]) == (without.verdict, without.why, without.findings)
+        assert found.findings[-1].cause == "stray_contexts"
+        assert found.findings[-1].share == 0
+        assert found.next_step == (without.next_step if without.findings else found.findings[-1].advice)
+
+
+def failed(contexts: tuple[HeldContext, ...], **options: Any) -> OutOfMemory:
+    return an_error(begins=FLAT, uuid="GPU-0-0", contexts=(*OWN, *contexts), **options)
+
+
+SEVEN = tuple(held(rank, 0) for rank in range(1, 8))
+
+
+def test_an_error_that_would_not_have_come_without_them_is_theirs() -> None:
+    found = diagnose(gpu_run(STEP), out_of_memory=failed(SEVEN))
+    assert found.findings[0].cause == "stray_contexts"
+    assert found.findings[0].evidence["held_bytes"] == 7 * 530 * MIB
+    assert found.why.endswith(
+        "hold 3.62 GiB on GPU 0, which is not their GPU, since before training began. Without them, 3.63 GiB would be "
+        "free."
+    )
+    assert found.next_step == f"{ADVICE} That frees 3.62 GiB on GPU 0."
+    assert [one.cause for one in found.findings].count("stray_contexts") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(failed((held(1, 0, held_bytes=100 * MIB),)), id="too little"),
+        pytest.param(failed((held(2, 1),)), id="on another GPU"),
+        pytest.param(failed((held(1, 0, held_bytes=None),)), id="of unknown size"),
+        pytest.param(failed(SEVEN, allowed=23 * GIB), id="beside a limit"),
+    ],
+)
+def test_an_error_that_would_come_anyway_is_not_theirs_but_they_are_named(error: OutOfMemory) -> None:
+    found = diagnose(replace(gpu_run(STEP, 97.0), contexts=error.contexts), out_of_memory=error)
+    assert [one.cause for one in found.findings] == ["batch_too_large", "stray_contexts"]
+    assert "set_device" not in found.next_step
+
+
+def test_the_size_after_the_error_counts() -> None:
+    grown = GpuReading(index=0, uuid="GPU-0-0", processes=(GpuProcess(pid=4001, memory_used_bytes=GIB),))
+    found = diagnose(gpu_run(STEP), out_of_memory=failed((held(1, 0, held_bytes=MIB),), gpus=(grown,)))
+    assert found.findings[0].evidence["held_bytes"] == GIB
