@@ -149,3 +149,15 @@ def is_recording_memory() -> Any:
 def memory_dumper() -> Any:
     """Return the function that writes a snapshot of allocations. Without it, no snapshot is written."""
     return getattr(torch.cuda.memory, "_dump_snapshot", None)
+
+
+def saved_by(function: Any) -> list[object]:
+    """Return what a function of an autograd graph has saved, as it is: unpacking may compute or copy it.
+
+    Without it, the tensors of graphs do not count for the tensors that lead to them.
+    """
+    try:
+        saved = [getattr(function, name) for name in dir(type(function)) if name.startswith("_raw_saved_")]
+    except RuntimeError:  # a function in Python after backward, which has freed them
+        return []
+    return [getattr(one, "data", None) for some in saved for one in (some if isinstance(some, tuple) else (some,))]
