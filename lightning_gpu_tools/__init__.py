@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.trainer.load_from_checkpoint import load_from_checkpoint
     from lightning_gpu_tools.trainer.num_workers_finder import NumWorkersFinder
     from lightning_gpu_tools.trainer.watch import watch
+    from lightning_gpu_tools.training.free_memory import free_memory
 
 _MODULE_OF = {
     "FreeMemoryCUDAAccelerator": "trainer.accelerator",
@@ -32,6 +33,7 @@ _MODULE_OF = {
     "NumWorkersFinder": "trainer.num_workers_finder",
     "PortableCheckpointIO": "trainer.checkpoint_plugin",
     "find_loader_settings": "loaders.search",
+    "free_memory": "training.free_memory",
     "list_gpus": "selection.picking",
     "load_from_checkpoint": "trainer.load_from_checkpoint",
     "load_report": "reports.report_file",
@@ -49,6 +51,7 @@ __all__ = [
     "PortableCheckpointIO",
     "__version__",
     "find_loader_settings",
+    "free_memory",
     "list_gpus",
     "load_from_checkpoint",
     "load_report",

@@ -159,3 +159,15 @@ def has_context() -> Any:
     Without it, contexts on GPUs of other ranks are not reported.
     """
     return getattr(torch._C, "_cuda_hasPrimaryContext", None)
+
+
+def saved_by(function: Any) -> list[object]:
+    """Return what a function of an autograd graph has saved, as it is: unpacking may compute or copy it.
+
+    Without it, the tensors of graphs do not count for the tensors that lead to them.
+    """
+    try:
+        saved = [getattr(function, name) for name in dir(type(function)) if name.startswith("_raw_saved_")]
+    except RuntimeError:  # a function in Python after backward, which has freed them
+        return []
+    return [getattr(one, "data", None) for some in saved for one in (some if isinstance(some, tuple) else (some,))]

@@ -128,7 +128,7 @@ def _is_part(gradient: torch.Tensor) -> bool:
 def _size(objects: object, device: torch.device, seen: set[int]) -> int:
     """Return the size of the storages on a device that are not in ``seen``, and add them to it."""
     size = 0
-    for tensor in _tensors(objects):
+    for tensor in plain_tensors(objects):
         if tensor.device == device:
             storage = tensor.untyped_storage()
             size += 0 if storage.data_ptr() in seen else storage.nbytes()
@@ -136,16 +136,16 @@ def _size(objects: object, device: torch.device, seen: set[int]) -> int:
     return size
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def plain_tensors(value: object) -> Iterator[torch.Tensor]:
     """Yield the plain tensors in a structure, including those wrapped by a tensor such as DTensor."""
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
             names, _ = value.__tensor_flatten__()
-            yield from _tensors([getattr(value, name) for name in names])
+            yield from plain_tensors([getattr(value, name) for name in names])
         elif value.layout is torch.sparse_coo:
             yield from (value._indices(), value._values())
         else:
             yield value
     elif isinstance(value, (dict, list, tuple)):
         for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(one)
+            yield from plain_tensors(one)

@@ -1,0 +1,217 @@
+"""What a stored error keeps in use is let go of, at a prompt, in a notebook, and in an ``except`` block."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import traceback
+import weakref
+from code import InteractiveInterpreter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from trainings import Model, Samples, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, free_memory, watch
+
+
+class Batch:
+    """Something large that a function of the user has in a variable."""
+
+
+class Failing:
+    """A function that fails with a batch in a variable, and what shows whether that is gone."""
+
+    batch: weakref.ref[Batch]
+
+    def __call__(self) -> None:
+        batch = Batch()
+        self.batch = weakref.ref(batch)
+        raise KeyError("no such sample")
+
+
+@pytest.fixture(autouse=True)
+def _only_new_objects_are_searched() -> Iterator[None]:
+    """Have the collector pass by what the other tests have made, which takes longer than all else here."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def failing() -> Failing:
+    return Failing()
+
+
+def at_prompt(code: str, **names: object) -> None:
+    """Run code as Python's prompt does, which shows an error and stores it."""
+    InteractiveInterpreter(names).runsource(code, symbol="exec")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "failing()",
+        "try: failing()\nexcept KeyError as error: raise ValueError from error",
+        "try: failing()\nexcept KeyError as error:\n  kept.append(error)\n  raise ValueError",
+        pytest.param(
+            "try: failing()\nexcept KeyError as error: kept.append(error)\nraise ExceptionGroup('', kept)",
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no groups"),
+        ),
+    ],
+)
+def test_what_the_functions_of_a_failed_cell_hold_dies(failing: Failing, code: str) -> None:
+    kept: list[KeyError] = []
+    at_prompt(code, failing=failing, kept=kept)
+    error = type(sys.last_value).__name__
+    gc.collect()
+    assert failing.batch() is not None
+
+    freed = free_memory()
+    assert failing.batch() is None
+    assert freed.released == (f"the traceback of {error}",)
+    assert not {"last_type", "last_value", "last_traceback", "last_exc"} & vars(sys).keys()
+    assert str(freed) == repr(freed)
+    assert str(freed).splitlines() == [
+        "torch counts no GPU memory in this process.",
+        f"Let go of the traceback of {error}.",
+    ]
+
+
+def test_without_an_error_there_is_nothing_to_let_go_of(failing: Failing) -> None:
+    had_ipython = "IPython" in sys.modules
+    at_prompt("failing()", failing=failing)
+    free_memory()
+    for freed in (free_memory(), free_memory()):
+        assert (freed.released, freed.gpus, freed.held, freed.freed_bytes, freed.elsewhere_bytes) == ((), (), (), 0, 0)
+        assert "Let go of nothing: no error and no result on a GPU was stored." in str(freed)
+    assert ("IPython" in sys.modules) == had_ipython
+    assert not torch.cuda.is_initialized()
+
+
+def test_in_an_except_block_it_frees_what_failed_and_not_what_runs(failing: Failing) -> None:
+    def train() -> tuple[Batch, BaseException]:
+        mine = Batch()
+        try:
+            failing()
+        except KeyError as error:
+            assert free_memory().released == ("the traceback of KeyError",)
+            assert failing.batch() is None
+            return mine, error
+        raise AssertionError
+
+    mine, error = train()
+    assert isinstance(mine, Batch)
+    lines = "".join(traceback.format_tb(error.__traceback__))  # which still tells where
+    assert 'raise KeyError("no such sample")' in lines
+
+
+def test_a_generator_that_has_caught_an_error_goes_on(failing: Failing) -> None:
+    def samples() -> Iterator[object]:
+        number = 41
+        try:
+            failing()
+        except KeyError as error:
+            yield error
+        yield number + 1
+
+    generator = samples()
+    error = next(generator)
+    assert error is not None
+    at_prompt("raise ValueError from error", error=error)
+    free_memory()
+    assert failing.batch() is None
+    assert next(generator) == 42
+
+
+class Fails(Model):
+    """Fails in a step, with a batch and what a layer made of it."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden = self.layer(batch)
+        self.log("mean", hidden.mean())
+        if batch_idx == 3:
+            self.batch, self.hidden = weakref.ref(batch), weakref.ref(hidden)
+            raise RuntimeError("out of memory")
+        return hidden.square().mean()
+
+
+def test_after_a_fit_only_the_trainer_itself_has_the_batch(tmp_path: Path) -> None:
+    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor()]
+    model, trainer = Fails(), quiet_trainer(tmp_path, callbacks=callbacks)
+    at_prompt("trainer.fit(model, loader)", trainer=trainer, model=model, loader=loader(Samples(8)))
+    assert model.hidden() is not None
+    free_memory()
+    assert model.hidden() is None
+    results = trainer.fit_loop.epoch_loop._results
+    assert model.batch() is results.batch  # until its next step
+    results.batch = None
+    assert model.batch() is None
+
+
+def test_after_a_watched_loop_nobody_has_the_batch(tmp_path: Path) -> None:
+    model, run = Fails(), watch(folder=str(tmp_path))
+    model.log = lambda *args: None  # type: ignore[assignment, method-assign]
+    code = """
+def train():
+    with run:
+        for number, batch in enumerate(run.batches(loader)):
+            model.training_step(batch, number).backward()
+train()
+"""
+    at_prompt(code, run=run, model=model, loader=loader(Samples(8)))
+    assert model.batch() is not None
+    free_memory()
+    assert model.batch() is None
+    assert model.hidden() is None
+
+
+NOTEBOOK = """
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+names = shell.user_ns
+
+def cell(code):
+    return shell.run_cell(code, store_history=True).result
+
+cell("import torch, weakref; from lightning_gpu_tools import free_memory")
+cell("torch.ones(3)")
+cell('''
+class Batch: pass
+class Failed(Exception): pass
+mine = Batch()
+def train(failure):
+    global batch_ref, failure_ref
+    batch = Batch()
+    batch_ref, failure_ref = weakref.ref(batch), weakref.ref(failure)
+    raise failure
+''')
+cell("train(Failed())")
+assert names["batch_ref"]() is not None
+cell("freed = free_memory(); alive = batch_ref(), failure_ref()")
+assert names["freed"].released == ("the traceback of Failed",)
+assert names["alive"] == (None, None)
+assert shell.InteractiveTB.tb is None
+cell("kept = Failed(); train(kept)")
+assert cell("free_memory()").released == ("the traceback of Failed",)
+assert names["batch_ref"]() is None
+assert names["failure_ref"]() is names["kept"]
+assert isinstance(names["mine"], names["Batch"])
+assert names["Out"][2] is names["_2"]  # which is no memory of a GPU
+assert cell("1 + 1") == 2
+shell.run_line_magic("debug", "")
+"""
+
+
+def test_the_error_of_a_notebooks_cell_is_let_go_of(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("IPython")
+    child = run_python("-c", NOTEBOOK, env={"IPYTHONDIR": str(tmp_path)})
+    assert child.returncode == 0, child.stderr
+    assert "\nLet go of the traceback of Failed.\n" in child.stdout
+    assert "nothing to debug" in child.stderr
