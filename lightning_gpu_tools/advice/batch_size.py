@@ -1,26 +1,26 @@
-"""The largest batch size that fits a GPU's memory, from the record of a smaller one. All sizes are in bytes."""
+"""The largest batch size that fits a GPU's memory, from the record of a smaller one. All sizes are in bytes.
+
+The recorded steps are replayed on a model of torch's allocator with the sizes that another batch would have. So what is
+lost in fragments counts as it would in training.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-from lightning_gpu_tools.training.memory_readings import RankMemory, StepNeed
+from lightning_gpu_tools.advice.caching_allocator import CachingAllocator, block_size
+from lightning_gpu_tools.training.memory_readings import RecordedStep, RecordedSteps
 
-# Our default, as a part of the memory left for the batch. Up to 16 % was in pieces that no tensor can use, with ten
-# models on a simulated GPU (benchmarks/out_of_memory.py).
-FRAGMENTS = 0.16
+# Our defaults.
+_SPARE = 0.02  # of the memory, which a search leaves free
+_PRECISION = 0.01  # of a search
+_MAX_TIMES = 2**20  # the recorded batch
+_LOST = 0.16  # of the memory that a failed step could have, at most; measured with ten models
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepPeak:
-    """The memory of a step at one batch size."""
-
-    batch_size: int  # in samples, or in elements if samples differ in length
-    begin_bytes: int  # in tensors when the step began, without the batch
-    needs: tuple[StepNeed, ...]  # in addition to begin_bytes, at its decisive moments, with the batch
-    is_complete: bool = True  # if False, it failed and would have needed more
+_NOBODY = None, 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,47 +32,119 @@ class LargestBatch:
     why_not: str = ""  # why there is no size, as a sentence
 
 
-def step_peak(
-    memory: RankMemory, batch_bytes: int = 0, *, accumulates: bool = False, by_items: bool = False
-) -> StepPeak | None:
-    """Return the memory needs of a rank's recorded step, with its batch size in samples or in elements.
+def largest_batch(
+    recorded: RecordedSteps,
+    room_bytes: float,
+    batch_bytes: int = 0,
+    *,
+    by_items: bool = False,
+    keeps_gradients: bool = False,
+) -> LargestBatch:
+    """Return the largest batch size that fits, in samples or in elements of the batch's first tensor.
 
-    ``None`` without such a step, or before it is known what the optimizer's first step leaves. The very first step
-    begins without that memory, so it is added. With gradient accumulation, other steps keep gradients in backward.
+    Args:
+        recorded: The steps of a run with small batches.
+        room_bytes: The GPU memory that torch can have.
+        batch_bytes: Size of a whole batch on the GPU, in the last of these steps.
+        by_items: Whether to count elements, because samples differ in length.
+        keeps_gradients: Whether gradients stay during steps, as with accumulation.
     """
-    step, first, held = memory.traced_step, memory.first_step, memory.holdings
-    if step is None or first is None or held is None or step.begin is None or not step.batch_shape:
-        return None
-    to_come = held.optimizer_bytes + held.gradients_kept_bytes if step.step <= first.step else 0
-    return StepPeak(
-        batch_size=math.prod(step.batch_shape) if by_items else step.batch_shape[0],
-        begin_bytes=max(0, step.begin.allocated_bytes - batch_bytes) + to_come,
-        needs=tuple(
-            StepNeed(max(0, need.fixed_bytes) if accumulates else need.fixed_bytes, need.batch_bytes + batch_bytes)
-            for need in step.needs
-        ),
-    )
-
-
-def largest_batch(peaks: Iterable[StepPeak], room_bytes: float) -> LargestBatch:
-    """Return the largest batch size whose step fits.
-
-    ``room_bytes`` is the GPU memory that other processes and CUDA leave. A part of the memory left for the batch stays
-    free, for fragments.
-    """
-    known = [peak for peak in peaks if peak.batch_size > 0 and any(need.batch_bytes > 0 for need in peak.needs)]
-    if not known:
+    if not any(event.grows for event in recorded.steps[-1].events):
         return LargestBatch(why_not="No step was recorded whose batch made the memory rise.")
-    complete = [peak for peak in known if peak.is_complete]
-    step = max(complete or known, key=lambda peak: peak.batch_size)
-    left = room_bytes - step.begin_bytes
-    rooms = [(need, left - need.fixed_bytes) for need in step.needs]
-    fit = [step.batch_size * (1 - FRAGMENTS) * room / need.batch_bytes for need, room in rooms if need.batch_bytes]
-    if any(room < 0 for _, room in rooms):
-        fit = [0]
-    failed = [peak.batch_size - 1 for peak in known if not peak.is_complete]
-    size = min([max(0, math.floor(min(fit))), *failed])
-    return LargestBatch(size=size, is_bound=not step.is_complete)
+
+    def fits(size: int) -> bool:
+        room = (1 - _SPARE) * room_bytes
+        return _trains(recorded, size, room, batch_bytes, by_items=by_items, keeps_gradients=keeps_gradients)
+
+    usual = _items(recorded.steps[-1], by_items=by_items)
+    largest, too_large = 0, max(1, usual)
+    while fits(too_large):
+        largest, too_large = too_large, 2 * too_large
+        if too_large > _MAX_TIMES * usual:
+            return LargestBatch(why_not="Memory does not limit the batch.")
+    while too_large - largest > max(1, _PRECISION * largest):
+        middle = (largest + too_large) // 2
+        largest, too_large = (middle, too_large) if fits(middle) else (largest, middle)
+    return LargestBatch(size=largest)
+
+
+def bound_by_failure(batch_size: int, taken_bytes: float, fixed_bytes: float, room_bytes: float) -> LargestBatch:
+    """Return an upper bound from a step that failed, and had taken this much in addition to what is ``fixed``."""
+    if taken_bytes <= 0:
+        return LargestBatch(why_not="No step was recorded whose batch made the memory rise.")
+    size = math.floor(batch_size * (1 - _LOST) * (room_bytes - fixed_bytes) / taken_bytes)
+    return LargestBatch(size=max(0, min(size, batch_size - 1)), is_bound=True)
+
+
+def _items(step: RecordedStep, *, by_items: bool) -> int:
+    return math.prod(step.batch_shape) if by_items else step.batch_shape[0]
+
+
+def _trains(
+    recorded: RecordedSteps, size: int, room_bytes: float, batch_bytes: int, *, by_items: bool, keeps_gradients: bool
+) -> bool:
+    """Return whether memory suffices for the recorded steps with batches of this size, and for one more step."""
+    allocator = CachingAllocator(room_bytes, recorded.segments)
+    owners: dict[int, tuple[Hashable, int]] = {}  # of the recorded addresses: the key and the size of their blocks
+    left: defaultdict[int, list[Hashable]] = defaultdict(list)  # by the step before, by size
+    last = recorded.steps[-1]
+    for number, step in enumerate((*recorded.steps, last)):
+        times = size / max(1, _items(step, by_items=by_items))
+        extra = math.ceil((times - 1) * batch_bytes)
+        if extra > 0 and not allocator.allocate("batch", extra):
+            return False
+        stays = _left_by(step) if keeps_gradients and number and step is last else frozenset()
+        made: dict[Hashable, int] = {}
+        for place, event in enumerate(step.events):
+            if event.size > 0:
+                key: Hashable = (step.step, place)
+                # What the same step has left is still there, and gradients that stay get no memory of their own.
+                if place in stays or key in allocator:
+                    continue
+                if not allocator.allocate(key, math.ceil(times * event.size) if event.grows else event.size):
+                    return False
+                owners[event.address] = key, event.size
+                made[key] = block_size(event.size)
+            elif not stays or owners.get(event.address, _NOBODY)[0] in made:
+                _release(allocator, event.address, -event.size, owners, left)
+        if extra > 0:
+            allocator.free("batch")
+        left.clear()
+        for one, size_of_block in made.items():
+            if one in allocator:
+                left[size_of_block].append(one)
+    return True
+
+
+def _release(
+    allocator: CachingAllocator,
+    address: int,
+    size: int,
+    owners: dict[int, tuple[Hashable, int]],
+    left: dict[int, list[Hashable]],
+) -> None:
+    """Free the block that the recorded address stands for, or else one of its size that the step before has left."""
+    key, own_size = owners.pop(address, (address, size))
+    if own_size == size and key in allocator:
+        allocator.free(key)
+        return
+    same = left.get(block_size(size), [])
+    while same:
+        key = same.pop()
+        if key in allocator:
+            allocator.free(key)
+            return
+
+
+def _left_by(step: RecordedStep) -> frozenset[int]:
+    """Return the places of the events whose blocks a step leaves, but for those that grow with the batch."""
+    live: dict[int, int] = {}
+    for place, event in enumerate(step.events):
+        if event.size > 0:
+            live[event.address] = place
+        else:
+            live.pop(event.address, None)
+    return frozenset(place for place in live.values() if not step.events[place].grows)
 
 
 def split(batch_size: int, fits: int, accumulate: int = 1) -> tuple[int, int]:

@@ -7,7 +7,16 @@ from typing import Any
 
 from lightning_gpu_tools.advice.examples import GIB
 from lightning_gpu_tools.advice.out_of_memory import ModelSize, OutOfMemory, OutOfMemoryMessage
-from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory, StepNeed
+from lightning_gpu_tools.training.memory_readings import (
+    BlockEvent,
+    MemoryHoldings,
+    MemoryReading,
+    RankMemory,
+    RecordedStep,
+    RecordedSteps,
+    Segment,
+    StepMemory,
+)
 
 MIB = 2**20
 # (step, bytes in tensors when it began).
@@ -27,10 +36,23 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
         )
 
     first = StepMemory(step=1, batch_shape=(batch_size, 512), begin=reading(2 * GIB))
-    needs = (StepNeed(0, peak - begin), StepNeed(-2 * GIB, peak - begin + 2 * GIB))
     last = StepMemory(
-        step=9, batch_shape=(batch_size, 512), begin=reading(begin), after_forward=reading(peak), needs=needs
+        step=9,
+        batch_shape=(batch_size, 512),
+        begin=reading(begin),
+        after_forward=reading(peak),
+        added_bytes=peak - begin,
     )
+    events = (
+        BlockEvent(10, peak - begin, grows=True),
+        BlockEvent(2, -2 * GIB),
+        BlockEvent(11, 2 * GIB, grows=True),
+        BlockEvent(11, -2 * GIB),
+        BlockEvent(10, begin - peak),
+        BlockEvent(12, 2 * GIB),
+    )
+    held = Segment(False, ((1, begin - 2 * GIB, False),)), Segment(False, ((2, 2 * GIB, False),))
+    recorded = RecordedSteps(segments=held, steps=(RecordedStep(9, (batch_size, 512), events),))
     return RankMemory(
         latest=reading(begin),
         holdings=MemoryHoldings(
@@ -38,7 +60,7 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
         ),
         first_step=first,
         last_step=last,
-        traced_step=last,
+        recorded=recorded,
         peaks_bytes={"forward": peak},
     )
 

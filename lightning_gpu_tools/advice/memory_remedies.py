@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from lightning_gpu_tools.advice.batch_size import LargestBatch, StepPeak, largest_batch, split, step_peak
+from lightning_gpu_tools.advice.batch_size import LargestBatch, bound_by_failure, largest_batch, split
 from lightning_gpu_tools.advice.lines import holding
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
-from lightning_gpu_tools.training.memory_readings import StepNeed
 from lightning_gpu_tools.training.phases import FORWARD, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
@@ -27,19 +26,21 @@ def largest_that_fits(run: RunMeasurements, oom: OutOfMemory, *, by_items: bool 
         return LargestBatch(why_not="The error does not say how much memory there is.")
     if oom.batch_shape and not by_items and samples(run, oom) is None:
         return LargestBatch(why_not="The first tensor of a batch does not begin with its samples.")
-    peaks = []
-    if oom.memory is not None and not in_validation(oom):
-        # As advised: more batches, with the same effective size.
-        complete = step_peak(oom.memory, run.batch_bytes or 0, accumulates=True, by_items=by_items)
-        peaks = [] if complete is None else [complete]
+    bound = LargestBatch(why_not="No step was recorded whose batch made the memory rise.")
     if oom.batch_shape and oom.allocated_bytes is not None and oom.begin_bytes is not None:
-        taken = oom.wanted_bytes - oom.begin_bytes
         # Memory that comes with the first step of the optimizer takes room, too.
         fixed = oom.begin_bytes if in_validation(oom) else max(oom.begin_bytes, oom.model.total_bytes)
         batch = math.prod(oom.batch_shape) if by_items else oom.batch_shape[0]
-        needs = (StepNeed(0, taken),)
-        peaks.append(StepPeak(batch_size=batch, begin_bytes=fixed, needs=needs, is_complete=False))
-    return largest_batch(peaks, oom.room_bytes)
+        bound = bound_by_failure(batch, oom.wanted_bytes - oom.begin_bytes, fixed, oom.room_bytes)
+    recorded = None if oom.memory is None or in_validation(oom) else oom.memory.recorded
+    if recorded is None:
+        return bound
+    # As advised: more batches, with the same effective size.
+    found = largest_batch(recorded, oom.room_bytes, run.batch_bytes or 0, by_items=by_items, keeps_gradients=True)
+    if found.size is None or not oom.batch_shape:
+        return bound if found.size is None else found
+    failed = math.prod(oom.batch_shape) if by_items else oom.batch_shape[0]
+    return LargestBatch(size=min(found.size, failed - 1))
 
 
 def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits: LargestBatch) -> str:

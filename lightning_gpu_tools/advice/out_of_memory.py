@@ -298,11 +298,10 @@ class OutOfMemory:
             return 0
         begin = last.begin.allocated_bytes
         peaks = [size for phase, size in memory.peaks_bytes.items() if phase not in ("before_training", VALIDATION)]
-        recorded = [] if memory.traced_step is None else memory.traced_step.needs
         return max(
             max(reading.allocated_bytes for reading in last.readings) - begin,
             max(peaks, default=begin) - begin,
-            int(max((need.fixed_bytes + need.batch_bytes for need in recorded), default=0)),
+            last.added_bytes,
         )
 
     @property

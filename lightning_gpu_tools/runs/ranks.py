@@ -118,7 +118,7 @@ class Ranks:
         facts: dict[str, Any] = {
             "own_step": recorder.own_step(),
             "throttled": {} if gpus is None else fact("throttled clocks", gpus.throttled_percent, dict[int, float]()),
-            "largest_batch_size": fact("the largest batch that fits", recorder.largest_batch_size, None),
+            "largest_batch_size": recorder.largest_batch_size,
             "contexts": [*map(dataclasses.asdict, recorder.own_contexts())],
         }
         metrics: Mapping[str, float] | None = None
@@ -127,8 +127,8 @@ class Ranks:
             summaries = gpus.summaries(at_end=at_end)
             facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
         share = own_share(recorder)
-        if share is not None:  # without the timeline, which would be a long message
-            share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=()))
+        if share is not None:  # without what would be a long message
+            share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=(), recorded=None))
             facts["memory"] = dataclasses.asdict(share)
         if metrics is not None:  # left out first if an entry is too long
             facts["metrics"] = metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_gpu_tools.advice.batch_size import largest_batch, step_peak
+from lightning_gpu_tools.advice.batch_size import largest_batch
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import known, weighted_mean
 from lightning_gpu_tools.gpus.sampler import Phase
@@ -53,6 +54,7 @@ from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 _POLL_EVERY_STEPS = 10
 _MIN_GPU_SAMPLES = 5  # our default: of a GPU's steps, to compare them between ranks
+_SEARCH_EVERY_S = 1.0  # our default: until the steps that tell the largest batch are recorded
 _MAX_PARTS = 16  # our default: of a run, to show when a rank was slow
 # Fields of GpuFacts that are means over windows of the GPUs.
 _GPU_MEANS = (
@@ -93,6 +95,7 @@ class RunRecorder:
         self.run = run
         self.gpus = gpus
         self.memory = memory  # of this rank's GPU
+        self.largest_batch_size: int | None = None  # in samples, that fits there
         self.batch_bytes: int | None = None  # of the first batch
         self.core_users = core_users
         self.lines = lines
@@ -348,24 +351,27 @@ class RunRecorder:
             users=self.core_users.found,
         )
 
-    def largest_batch_size(self) -> int | None:
-        """Return the largest batch that fits this rank's GPU, in samples; ``None`` if unknown."""
-        memory = None if self.memory is None else self.memory.facts()
-        if memory is None:
-            return None
-        accumulates = self.run.accumulate_grad_batches > 1
-        peak, gpu = step_peak(memory, self.batch_bytes or 0, accumulates=accumulates), self._gpu_facts()
-        if peak is None or gpu.memory_total_bytes is None:
-            return None
-        if self.loader is None or self.loader.batch_size != peak.batch_size:  # samples do not come first in a batch
-            return None
-        beside = max(0, (gpu.own_memory_bytes or 0) - memory.latest.reserved_bytes) + (gpu.others_memory_bytes or 0)
-        return largest_batch([peak], gpu.memory_total_bytes - beside).size
+    def find_largest_batch(self) -> float:
+        """Find the largest batch that fits this rank's GPU, once, in any thread; return the seconds to the next try.
+
+        This takes up to a second.
+        """
+        recorded = None if self.memory is None else self.memory.recorded
+        if self.memory is None or self.memory.failure is not None:
+            return math.inf
+        if recorded is None or len({one.step for one in recorded.steps}) < 2:
+            return _SEARCH_EVERY_S
+        # Else samples do not come first in a batch.
+        if self.loader is not None and self.loader.batch_size == recorded.steps[-1].batch_shape[0]:
+            keeps_gradients = self.run.accumulate_grad_batches > 1
+            found = largest_batch(recorded, recorded.room_bytes, self.batch_bytes or 0, keeps_gradients=keeps_gradients)
+            self.largest_batch_size = found.size
+        return math.inf
 
     def _largest_on_all_ranks(self) -> int | None:
         if not self._on_gpu:
             return None
-        return min(known([self.largest_batch_size(), *self._batch_sizes]), default=None)
+        return min(known([self.largest_batch_size, *self._batch_sizes]), default=None)
 
     def _gpu_facts(self) -> GpuFacts:
         facts = device_facts(self.run.device)

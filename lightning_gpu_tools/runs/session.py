@@ -189,6 +189,8 @@ class Session:
             self._threads.append(self.ranks.exchange)
             if memory is not None and self.gpus is not None:
                 memory.when_read = self.gpus.note_memory
+            if memory is not None and self._is_monitored:
+                self.background.add("The search for the largest batch", recorder.find_largest_batch)
             self.recorder = recorder
         return self.recorder
 

@@ -13,7 +13,13 @@ import torch
 
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.gpu_timeline import enclosed
-from lightning_gpu_tools.training.memory_holdings import Training, count_gradients, count_holdings, weights_of
+from lightning_gpu_tools.training.memory_holdings import (
+    Training,
+    count_gradients,
+    count_holdings,
+    weights_of,
+    workspace_sizes_of,
+)
 from lightning_gpu_tools.training.memory_lines import MemoryRecorder, by_line, live_blocks
 from lightning_gpu_tools.training.memory_readings import (
     MemoryHoldings,
@@ -21,15 +27,20 @@ from lightning_gpu_tools.training.memory_readings import (
     MemoryPoint,
     MemoryReading,
     RankMemory,
+    RecordedStep,
+    RecordedSteps,
+    Segment,
     StepMemory,
-    StepNeed,
 )
 from lightning_gpu_tools.training.memory_trace import (
     Allocated,
+    block_events,
     blocks_at_peak,
+    gradient_sizes,
     is_complete,
-    needs,
+    peak_bytes,
     recorded_events,
+    segments,
     sizes_in_16_bits,
 )
 from lightning_gpu_tools.training.step_clock import StepClock
@@ -90,7 +101,9 @@ class MemoryCounters:
         self._latest: MemoryReading | None = None
         self._first: StepMemory | None = None
         self._last: StepMemory | None = None
-        self._traced: StepMemory | None = None
+        self._segments: tuple[Segment, ...] = ()
+        self._recorded: list[RecordedStep] = []
+        self._room_bytes = 0
         self._steps_read = 0
         self._recorder = MemoryRecorder()
         self._records_step = False
@@ -147,9 +160,8 @@ class MemoryCounters:
                 self._do(self._record_step)
 
     def _is_worth_a_record(self) -> bool:
-        """Return whether to record the allocations of this step: the first ones, and then ever fewer."""
-        is_first_full = self._first is not None and self._last is self._first
-        return self._last is None or is_first_full or self._steps_read.bit_count() == 1
+        """Return whether to record the allocations of this step: all up to the first full one, then ever fewer."""
+        return self._first is None or self._last is self._first or self._steps_read.bit_count() == 1
 
     def note(self, moment: str, phase: str) -> None:
         """Read the counters after a phase, at the step's first such moment (a field of ``StepMemory``)."""
@@ -182,10 +194,10 @@ class MemoryCounters:
         self._batch_step, self._batch_shape = 0, shape
         if not self.is_reading and self._last is not None:  # a Trainer passes the batch after the step has ended
             is_first = self._last is self._first
-            is_traced = self._last is self._traced
             self._last = dataclasses.replace(self._last, batch_shape=shape)
             self._first = self._last if is_first else self._first
-            self._traced = self._last if is_traced else self._traced
+            if self._recorded and self._recorded[-1].step == self._last.step:
+                self._recorded[-1] = self._recorded[-1]._replace(batch_shape=shape or ())
 
     def _do(self, action: _Function, *args: Any) -> None:
         if self.failure is None:
@@ -219,22 +231,34 @@ class MemoryCounters:
             self._holdings = dataclasses.replace(self._holdings, gradients_kept_bytes=kept_bytes)
 
     def _record_step(self) -> None:
+        if self._last is None:
+            self._segments = segments(self._gpu)
         self._recorder.start("all")
         self._records_step = self._recorder.is_recording
 
-    def _take_record(self) -> tuple[StepNeed, ...]:
-        """End the record of this step, and return its needs; none if the record is incomplete."""
+    def _take_record(self) -> int:
+        """End the record of this step, and return what it adds at its peak; 0 if the record is incomplete."""
         if not self._records_step:
-            return ()
+            return 0
         self._records_step = False
         events, moments = recorded_events(self._gpu), self._allocated()
         self._recorder.stop()
         if not is_complete(events, moments):
-            return ()
+            return 0
         self._peak_lines = by_line(blocks_at_peak(events, moments))
-        is_mixed = "mixed" in (self._training.precision or "")
-        copies = sizes_in_16_bits(weights_of(self._training) if is_mixed else ())
-        return needs(events, moments, copies, is_first=self._first is None)
+        if self._first is None or self._last is self._first:
+            weights, is_mixed = weights_of(self._training), "mixed" in (self._training.precision or "")
+            found = block_events(
+                events,
+                moments,
+                copies=sizes_in_16_bits(weights if is_mixed else ()),
+                gradients=gradient_sizes(weights),
+                fixed=workspace_sizes_of(self._gpu),
+            )
+            step = RecordedStep(self._clock.steps, self._batch_shape or (), found)
+            # Of the steps up to the optimizer's first, the first and the last.
+            self._recorded[1 if self._first is None else len(self._recorded) :] = [step]
+        return peak_bytes(events)
 
     def _watch_if_full(self, reading: MemoryReading) -> None:
         """Record the lines of new blocks for some steps if tensors take more of the GPU than ever, and nearly all."""
@@ -248,11 +272,12 @@ class MemoryCounters:
             self._recorder.stop()
 
     def _keep_step(self) -> None:
-        found = self._take_record()
-        step = self._last = StepMemory(
-            step=self._clock.steps, batch_shape=self._batch_shape, needs=found, **self._moments
+        before = 0 if self._last is None else self._last.added_bytes
+        added_bytes = self._take_record() or before
+        step = StepMemory(
+            step=self._clock.steps, batch_shape=self._batch_shape, added_bytes=added_bytes, **self._moments
         )
-        self._traced = step if found else self._traced
+        self._last = step
         sizes = [reading.allocated_bytes for reading in step.readings]
         points = sizes[0], max(sizes), self._moments["end"].reserved_bytes
         for timeline, size in zip(self._timelines, points, strict=True):
@@ -265,7 +290,7 @@ class MemoryCounters:
             self._usual = {one.address for one in live_blocks(self._gpu) if one.stack}
             free_bytes, _ = torch.cuda.mem_get_info(self._gpu)
             room_bytes = min(self._moments["end"].reserved_bytes + free_bytes, compat.allowed_bytes(self._gpu))
-            self._full_bytes = _NEARLY_FULL * room_bytes
+            self._room_bytes, self._full_bytes = int(room_bytes), _NEARLY_FULL * room_bytes
         self._watch_if_full(max(step.readings, key=lambda reading: reading.allocated_bytes))
         interval = 1
         has_next = self._first is not None and self._first is not step  # a step that begins with the optimizer's states
@@ -297,6 +322,15 @@ class MemoryCounters:
         """Additional bytes that would fit if nobody else used the GPU."""
         return max(0, self._total_bytes - self._peak_bytes) if self._total_bytes else None
 
+    @property
+    def recorded(self) -> RecordedSteps | None:
+        """The recorded steps, once the optimizer's first is among them. Safe in any thread."""
+        # After that, not every step was read, and the optimizer's first may be missing.
+        is_whole = self._first is not None and self._first.step < _MAX_EARLY_STEPS
+        if not (is_whole and self._recorded and all(one.batch_shape for one in self._recorded)):
+            return None
+        return RecordedSteps(segments=self._segments, steps=tuple(self._recorded), room_bytes=self._room_bytes)
+
     def _left_behind(self) -> tuple[MemoryLine, ...]:
         """Return the lines of what recorded steps have left, beyond what the optimizer's first step did."""
         if self._holdings is None or self.is_reading:
@@ -315,7 +349,7 @@ class MemoryCounters:
             holdings=self._holdings,
             first_step=self._first,
             last_step=self._last,
-            traced_step=self._traced,
+            recorded=self.recorded,
             peak_lines=self._peak_lines,
             kept_lines=self._left_behind(),
             peaks_bytes=dict(self._peaks),

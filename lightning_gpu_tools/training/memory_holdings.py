@@ -87,9 +87,13 @@ def _workspaces(training: Training, others: set[int]) -> int:
     blocks = [] if training.gpu is None else live_blocks(training.gpu)
     if not blocks:
         return 0
-    config, capability = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""), torch.cuda.get_device_capability(training.gpu)
-    sizes = workspace_sizes(config, capability)
+    sizes = workspace_sizes_of(training.gpu)
     return sum(one.size for one in blocks if one.size in sizes and one.address not in others)
+
+
+def workspace_sizes_of(gpu: torch.device | None) -> set[int]:
+    """Return the possible sizes of a workspace of cuBLAS on a GPU."""
+    return workspace_sizes(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""), torch.cuda.get_device_capability(gpu))
 
 
 def workspace_sizes(config: str, capability: tuple[int, int]) -> set[int]:

@@ -56,18 +56,22 @@ class Block(NamedTuple):
     address: int = 0
 
 
-def live_blocks(gpu: torch.device) -> list[Block]:
-    """Return the blocks of torch's allocator in use on a GPU; none if it has no such list, or before CUDA starts."""
+def snapshot_segments(gpu: torch.device) -> list[dict[str, Any]]:
+    """Return the segments of torch's allocator on a GPU; none if it has no such list, or before CUDA starts."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     try:
         segments = torch.cuda.memory._snapshot()["segments"]
     except RuntimeError:  # cudaMallocAsync
         return []
+    return [segment for segment in segments if segment["device"] == (gpu.index or 0)]
+
+
+def live_blocks(gpu: torch.device) -> list[Block]:
+    """Return the blocks of torch's allocator in use on a GPU, where it lists them."""
     return [
         Block(block.get("requested_size", block["size"]), block.get("frames", ()), address=block.get("address", 0))
-        for segment in segments
-        if segment["device"] == (gpu.index or 0)
+        for segment in snapshot_segments(gpu)
         for block in segment["blocks"]
         if block["state"] == "active_allocated"
     ]

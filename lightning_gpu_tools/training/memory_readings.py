@@ -23,11 +23,39 @@ class MemoryReading:
     allocations: int = 0  # number of tensors allocated so far
 
 
-class StepNeed(NamedTuple):
-    """The memory that a step needs at a moment, in addition to the memory in use at its start."""
+class BlockEvent(NamedTuple):
+    """The allocation of a block in a step, or its release."""
 
-    fixed_bytes: float  # negative where the step has freed more, such as old gradients
-    batch_bytes: int  # the part that grows with the batch
+    address: int
+    size: int  # negative for a release
+    grows: bool = False  # with the batch
+
+
+class Segment(NamedTuple):
+    """Memory that torch's allocator has taken from the driver, and its blocks from end to end."""
+
+    is_small: bool  # for blocks of up to 1 MiB
+    blocks: tuple[tuple[int, int, bool], ...]  # address, size, and whether it is free
+
+
+class RecordedStep(NamedTuple):
+    """The allocations of one step."""
+
+    step: int
+    batch_shape: tuple[int, ...]  # of the first tensor of its batch
+    events: tuple[BlockEvent, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedSteps:
+    """The allocations of the first step, of the optimizer's first, and of the first with its states and old gradients.
+
+    The first two may be the same step, and the third may not have come yet.
+    """
+
+    segments: tuple[Segment, ...]  # when the first step began
+    steps: tuple[RecordedStep, ...]
+    room_bytes: int = 0  # that torch could have in all, with what other processes left; 0 = unknown
 
 
 class MemoryLine(NamedTuple):
@@ -52,7 +80,7 @@ class StepMemory:
     before_backward: MemoryReading | None = None  # before the first backward
     after_backward: MemoryReading | None = None
     end: MemoryReading | None = None  # after the optimizer
-    needs: tuple[StepNeed, ...] = ()  # the moments that determine which batch fits; only for few steps
+    added_bytes: int = 0  # by its own allocations at their peak, or by those of the last step that was recorded
 
     @property
     def readings(self) -> list[MemoryReading]:
@@ -105,7 +133,7 @@ class RankMemory:
     holdings: MemoryHoldings | None = None  # None before the optimizer's first step
     first_step: StepMemory | None = None  # with the optimizer's first step
     last_step: StepMemory | None = None  # the last step read to its end
-    traced_step: StepMemory | None = None  # the last step with known needs
+    recorded: RecordedSteps | None = None  # not sent to other ranks
     # The ten lines with most memory: at the peak of the last recorded step, and of what earlier recorded steps left.
     peak_lines: tuple[MemoryLine, ...] = ()
     kept_lines: tuple[MemoryLine, ...] = ()

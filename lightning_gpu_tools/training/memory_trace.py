@@ -1,21 +1,17 @@
-"""The GPU memory that a recorded step needs at each moment, and the part of it that grows with the batch.
-
-Memory that a step allocates and frees grows with its batch, except for 16-bit copies of weights, their gradients, and
-the optimizer's temporary memory. Memory that stays does not grow: gradients and optimizer states.
-"""
+"""The allocations of a recorded step: what is in use at its peak, and what grows with the batch."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from lightning_gpu_tools.training.memory_lines import Block, Stack
-from lightning_gpu_tools.training.memory_readings import StepNeed
+from lightning_gpu_tools.training.memory_lines import Block, Stack, snapshot_segments
+from lightning_gpu_tools.training.memory_readings import BlockEvent, Segment
 
-_BLOCK = 512  # torch's allocator rounds up to this (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)
 _HALF = 2  # bytes of a 16-bit number
 
 
@@ -47,6 +43,17 @@ def recorded_events(gpu: torch.device) -> list[Event]:
     ]
 
 
+def segments(gpu: torch.device) -> tuple[Segment, ...]:
+    """Return the segments of torch's allocator on a GPU."""
+    return tuple(
+        Segment(
+            one["segment_type"] == "small",
+            tuple((block["address"], block["size"], block["state"] == "inactive") for block in one["blocks"]),
+        )
+        for one in snapshot_segments(gpu)
+    )
+
+
 def is_complete(events: Iterable[Event], moments: Allocated) -> bool:
     """Return whether these are all events of a step."""
     return sum(event.is_allocated for event in events) == moments.end - moments.begin
@@ -55,6 +62,11 @@ def is_complete(events: Iterable[Event], moments: Allocated) -> bool:
 def sizes_in_16_bits(weights: Iterable[torch.Tensor]) -> Counter[int]:
     """Return how many weights have each size in bytes, once autocast has copied them."""
     return Counter(weight.numel() * _HALF for weight in weights if weight.dtype is torch.float32)
+
+
+def gradient_sizes(weights: Iterable[torch.Tensor]) -> Counter[int]:
+    """Return how many gradients of each size in bytes these weights get."""
+    return Counter(weight.nbytes for weight in weights if weight.requires_grad)
 
 
 def blocks_at_peak(events: Sequence[Event], moments: Allocated) -> list[Block]:
@@ -77,13 +89,30 @@ def blocks_at_peak(events: Sequence[Event], moments: Allocated) -> list[Block]:
     return list(live.values())
 
 
-def needs(
-    events: Sequence[Event], moments: Allocated, copies: Mapping[int, int], *, is_first: bool = False
-) -> tuple[StepNeed, ...]:
-    """Return the moments of a step that determine which batch fits, for any batch size, by increasing growth with it.
+def peak_bytes(events: Iterable[Event]) -> int:
+    """Return the most that a step has in use beyond what it began with."""
+    return max(accumulate((one.size if one.is_allocated else -one.size for one in events), initial=0))
 
-    ``copies`` counts 16-bit copies of weights by size. Each may be made in forward and, as a gradient, in backward. In
-    the first step, memory that backward and the optimizer leave does not count.
+
+def block_events(
+    events: Sequence[Event],
+    moments: Allocated,
+    *,
+    copies: Mapping[int, int],
+    gradients: Mapping[int, int],
+    fixed: Container[int],
+) -> tuple[BlockEvent, ...]:
+    """Return the events with the blocks that grow with the batch.
+
+    Memory that a step allocates and frees grows with its batch, and so does memory that forward leaves, such as outputs
+    that are kept. Gradients, optimizer states and the optimizer's temporary memory do not grow.
+
+    Args:
+        events: The events of a step.
+        moments: When its parts began and ended.
+        copies: How many 16-bit copies of weights there may be, by size: each in forward, and as a gradient in backward.
+        gradients: How many gradients there are, by size. Those that backward does not leave, it adds to older ones.
+        fixed: Sizes of blocks that do not grow if forward leaves them, such as workspaces.
     """
     place: dict[int, int] = {}  # by address: the event that allocated it
     ends: set[int] = set()  # events whose memory is freed within the step
@@ -93,42 +122,21 @@ def needs(
         elif event.address in place:
             ends.add(place.pop(event.address))
     forward, backward = moments.before_backward - moments.begin, moments.after_backward - moments.begin
-    lefts, count = (Counter(copies), Counter(copies)), 0
-    grows: dict[int, bool] = {}  # by address
-    now = [0, 0]  # fixed bytes, and bytes that grow with the batch
-    found = [StepNeed(0.0, 0)]
+    number = {i: count for count, i in enumerate((i for i, one in enumerate(events) if one.is_allocated), 1)}
+    left_behind = Counter(
+        events[i].size for i, count in number.items() if forward < count <= backward and i not in ends
+    )
+    lefts = Counter(copies), Counter(copies) + (Counter(gradients) - left_behind)
+    found = []
     for i, event in enumerate(events):
-        size = -(-event.size // _BLOCK) * _BLOCK
-        if event.is_allocated:
-            count += 1
-            left = lefts[count > forward]
-            is_copy = count <= backward and left[event.size] > 0
-            left[event.size] -= is_copy
-            # Memory that forward leaves, such as outputs that are kept, grows with the batch, too.
-            grows[event.address] = not is_copy and (count <= forward or (count <= backward and i in ends))
-            if is_first and count > forward and i not in ends:
-                continue
-            now[grows[event.address]] += size
-            found.append(StepNeed(float(now[0]), now[1]))
-        else:
-            now[grows.pop(event.address, False)] -= size
-    return tuple(_decisive(found))
-
-
-def _decisive(found: Iterable[StepNeed]) -> list[StepNeed]:
-    """Return the needs that are highest for some batch size: the upper hull of lines."""
-    hull: list[StepNeed] = []
-    for need in sorted(set(found), key=lambda one: (one.batch_bytes, one.fixed_bytes)):
-        while hull and hull[-1].fixed_bytes <= need.fixed_bytes:
-            hull.pop()
-        while len(hull) > 1 and _is_below(hull[-1], hull[-2], need):
-            hull.pop()
-        hull.append(need)
-    return hull
-
-
-def _is_below(middle: StepNeed, low: StepNeed, high: StepNeed) -> bool:
-    """Return whether a line is nowhere above two others, one flatter and one steeper."""
-    return (low.fixed_bytes - high.fixed_bytes) * (middle.batch_bytes - low.batch_bytes) <= (
-        low.fixed_bytes - middle.fixed_bytes
-    ) * (high.batch_bytes - low.batch_bytes)
+        if not event.is_allocated:
+            found.append(BlockEvent(event.address, -event.size))
+            continue
+        in_forward, in_backward = number[i] <= forward, forward < number[i] <= backward
+        may_grow = in_forward or (in_backward and i in ends)
+        left = lefts[in_backward]
+        is_of_weight = may_grow and left[event.size] > 0
+        left[event.size] -= is_of_weight
+        grows = may_grow and not is_of_weight and (i in ends or event.size not in fixed)
+        found.append(BlockEvent(event.address, event.size, grows))
+    return tuple(found)

@@ -46,7 +46,6 @@ def test_each_fact_about_a_gpu_is_left_out_alone(tmp_path: Path, monkeypatch: py
         "what is left on the CPU",
         "how busy the GPU is",
         "torch's counters of memory",
-        "the largest batch that fits",
         "CUDA contexts",
     }
     assert report.gpu_step_s  # by events, which need none of these

@@ -1,9 +1,7 @@
-"""What a step needs at other sizes of its batch, by what was recorded at one."""
+"""Which blocks of a recorded step grow with its batch, and what the step adds at its peak."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections import Counter
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -11,9 +9,8 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.reports.typed_json import read
-from lightning_gpu_tools.training.memory_readings import StepMemory, StepNeed
-from lightning_gpu_tools.training.memory_trace import Allocated, Event, needs
+from lightning_gpu_tools.training.memory_readings import BlockEvent
+from lightning_gpu_tools.training.memory_trace import Allocated, Event, block_events, peak_bytes
 
 BLOCK = 512
 
@@ -55,43 +52,46 @@ def recorded(tensors: list[Tensor], times: int) -> list[Event]:
     return [*events, *(event for late in ends.values() for event in late)]
 
 
-def peak(events: list[Event]) -> int:
+def found_in(events: list[Event], moments: Allocated, **counts: dict[int, int]) -> tuple[BlockEvent, ...]:
+    return block_events(events, moments, **{"copies": {}, "gradients": {}, "fixed": set(), **counts})  # type: ignore[arg-type]
+
+
+@given(steps(), st.integers(1, 40))
+def test_a_step_at_one_size_tells_what_it_is_at_another(step: Step, times: int) -> None:
+    found = found_in(recorded(step.tensors, 1), step.moments)
+    sizes: dict[int, int] = {}
+    scaled = []
+    for event in found:
+        if event.size > 0:
+            sizes[event.address] = event.size * (times if event.grows else 1)
+        is_allocated = event.size > 0
+        scaled.append(Event(is_allocated, event.address, sizes[event.address] if is_allocated else -event.size))
+    larger = recorded(step.tensors, times)
+    assert [event.size for event in scaled if event.is_allocated] == [one.size for one in larger if one.is_allocated]
     now = highest = 0
-    for event in events:
+    for event in larger:
         now += event.size if event.is_allocated else -event.size
         highest = max(highest, now)
-    return highest
-
-
-@given(steps(), st.integers(1, 40))
-def test_needs_at_one_size_are_the_peak_at_another(step: Step, times: int) -> None:
-    found = needs(recorded(step.tensors, 1), step.moments, {})
-    assert max(need.fixed_bytes + times * need.batch_bytes for need in found) == peak(recorded(step.tensors, times))
-    assert list(found) == sorted(found, key=lambda need: (need.batch_bytes, -need.fixed_bytes))
-
-
-@given(steps(), st.integers(1, 40))
-def test_what_the_first_step_leaves_is_what_others_begin_with(step: Step, times: int) -> None:
-    found = needs(recorded(step.tensors, 1), step.moments, {}, is_first=True)
-    # The law of the test above, of steps in which nothing is new that stays.
-    of_forward = step.moments.before_backward - step.moments.begin
-    stays = [i >= of_forward and not tensor.lives for i, tensor in enumerate(step.tensors)]
-    alike = [Tensor(0, one.grows, 0) if is_kept else one for one, is_kept in zip(step.tensors, stays, strict=True)]
-    assert max(need.fixed_bytes + times * need.batch_bytes for need in found) == peak(recorded(alike, times))
-
-
-def test_old_gradients_that_go_make_room() -> None:
-    events = [Event(True, 1, BLOCK), Event(False, 77, 10 * BLOCK), Event(True, 2, BLOCK), Event(False, 2, BLOCK)]
-    assert needs(events, Allocated(0, 1, 2, 2), {}) == ((0, BLOCK), (-10 * BLOCK, 2 * BLOCK))
-
-
-def test_needs_arrive_at_other_ranks_as_they_were() -> None:
-    step = StepMemory(step=2, batch_shape=(8, 4), needs=(StepNeed(20.0, 0), StepNeed(-30.0, 600)))
-    sent = json.loads(json.dumps(dataclasses.asdict(step)))
-    assert read(StepMemory, sent, {}) == step
+    assert peak_bytes(larger) == highest
 
 
 def test_copies_of_weights_do_not_grow_with_the_batch() -> None:
     """Of two tensors with the size of a copy one is the copy, and one in backward its gradient."""
     events = [Event(True, i, 1000) for i in range(4)] + [Event(False, i, 1000) for i in range(4)]
-    assert needs(events, Allocated(0, 2, 4, 4), Counter({1000: 1})) == ((2048, 2048),)
+    found = found_in(events, Allocated(0, 2, 4, 4), copies=Counter({1000: 1}))
+    assert [event.grows for event in found[:4]] == [False, True, False, True]
+
+
+def test_gradients_that_are_added_to_older_ones_do_not_grow() -> None:
+    """Two gradients of a size are made, and one of them stays, so that one more is a temporary block."""
+    events = [Event(True, i, 1000) for i in range(4)] + [Event(False, i, 1000) for i in range(3)]
+    found = found_in(events, Allocated(0, 0, 4, 4), gradients=Counter({1000: 2}))
+    assert [event.grows for event in found[:4]] == [False, True, True, False]
+    assert [event.size for event in found] == [1000] * 4 + [-1000] * 3
+
+
+def test_blocks_of_a_fixed_size_do_not_grow() -> None:
+    """If they stay: an output of the same size does not."""
+    events = [Event(True, 1, 1000), Event(True, 2, 1001), Event(True, 3, 1000), Event(False, 3, 1000)]
+    found = found_in(events, Allocated(0, 3, 3, 3), fixed={1000})  # type: ignore[arg-type]
+    assert [event.grows for event in found[:3]] == [False, True, True]

@@ -76,7 +76,7 @@ CAUSE = MemoryCause(
         ),
     ],
     find=find,
-    after=("loading_checkpoint",),
+    after=("stray_contexts",),
     verified_on="simulated GPU",
     sick=an_error(batch_shape=(64, 2048), usual_items=64 * 512, memory=counted_steps(64, 8 * GIB, 18 * GIB)),
     healthy=an_error(batch_shape=(64, 512), usual_items=64 * 512, memory=counted_steps(64, 8 * GIB, 18 * GIB)),

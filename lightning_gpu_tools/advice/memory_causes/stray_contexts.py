@@ -118,7 +118,7 @@ CAUSE = MemoryCause(
         )
     ],
     find=find,
-    after=("memory_growth",),
+    after=("loading_checkpoint",),
     verified_on="simulated GPU",
     sick=an_error(begins=FLAT, contexts=(*_OWN, *_STRAY)),
     healthy=an_error(begins=FLAT, contexts=tuple(_OWN)),
