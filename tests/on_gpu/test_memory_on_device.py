@@ -292,3 +292,31 @@ def test_a_reading_costs_a_fraction_of_torchs_own() -> None:
     names = {"ours": memory_counters.read_memory, "torchs": torch.cuda.memory_stats, "gpu": gpu}
     ours_s, torchs_s = (Timer(f"{who}(gpu)", globals=names).blocked_autorange().median for who in ("ours", "torchs"))
     assert ours_s < torchs_s / 2
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_lines_are_recorded_while_the_gpu_is_nearly_full(tmp_path: Path, is_full: bool) -> None:
+    class KeepsLate(Network):
+        """Keeps a little from step 17 on, when no step is recorded before the 32nd."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[torch.Tensor] = []
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if batch_idx >= 17:
+                self.kept.append(torch.ones(MIB, device="cuda"))
+            return super().training_step(batch, batch_idx)
+
+    room, total = 2 * GIB, torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(room / total)
+    held = torch.empty(int((0.85 if is_full else 0.1) * room), dtype=torch.uint8, device="cuda")
+    try:
+        facts = fit(tmp_path, KeepsLate, batches(24, 256))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        del held
+    lines = [one for one in facts.kept_lines if one.function == "training_step"]
+    assert bool(lines) == is_full
+    assert all(one.bytes == 4 * MIB * one.blocks for one in lines)
+    assert not torch._C._cuda_isHistoryEnabled()
