@@ -109,6 +109,7 @@ class Session:
         self._threads: list[BackgroundJobs | RankExchange] = [self.background]
         self.last_step = -1  # of the clock: the last one after which it sampled
         self._logs: int | None = None
+        self._next_look_at_contexts = 0
         self._warned: set[str] = set()
         self._finished = False
         self._diagnosis: Diagnosis | None = None
@@ -289,11 +290,17 @@ class Session:
     def _log(self, step: int) -> None:
         self.warn(*map(pace, self.memory.alarms), *self._faults)
         if self.run.place.rank == 0:
-            if self.recorder is not None and len(self.ranks.exchange.entries()) == self.ranks.exchange.ranks:
-                self.warn(*(one.advice for one in stray_contexts(self.recorder.contexts())))
+            if self.clock.steps >= self._next_look_at_contexts:
+                self._look_at_contexts()
             if self.gpus is not None:
                 self._log_gpus(self.gpus, step)
         self._log_gpus(self.ranks, step)
+
+    def _look_at_contexts(self) -> None:
+        """Warn of contexts on GPUs of other ranks; look ever less often."""
+        if self.recorder is not None and len(self.ranks.exchange.entries()) == self.ranks.exchange.ranks:
+            self._next_look_at_contexts = 2 * self.clock.steps
+            self.warn(*(one.advice for one in stray_contexts(self.recorder.contexts())))
 
     def _log_gpus(self, source: GpuWatch | Ranks, step: int) -> None:
         metrics, troubles = source.take_metrics()

@@ -8,8 +8,10 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
+from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
-from lightning_gpu_tools.trainer.families import Trainer
+from lightning_gpu_tools.trainer.families import LightningModule, Trainer
+from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
 from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
 
 
@@ -18,8 +20,9 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
     It names what slows training down: the wait for data with the DataLoader settings to use on this machine, a callback
     or logger by name, checkpoints, validation, the start of epochs, or the rank that all others wait for. Rank zero
-    gets the warning (:class:`~lightning_gpu_tools.errors.LowGPUUtilizationWarning`), and the report of a
-    :class:`~lightning_gpu_tools.GPUUtilizationMonitor` gets the findings. Without a GPU, all of this is about the step.
+    gets the warning (:class:`~lightning_gpu_tools.errors.LowGPUUtilizationWarning`), and the report of the
+    :class:`~lightning_gpu_tools.GPUUtilizationMonitor` gets the findings. If the Trainer has no monitor, the advisor
+    adds one with its defaults. Without a GPU, all of this is about the step.
 
     On a GPU, only its idle time counts; nothing ever waits for the measurement. For idle time inside the step, it names
     the lines that wait for the GPU, too many small kernels, or work on the host. For a GPU that others also use, the
@@ -39,7 +42,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
     Example::
 
-        trainer = Trainer(callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()])
+        trainer = Trainer(callbacks=[GPUUtilizationAdvisor()])
     """
 
     def __init__(
@@ -65,6 +68,16 @@ class GPUUtilizationAdvisor(MeasuringCallback):
     def diagnosis(self) -> Diagnosis | None:
         """The diagnosis of the running fit, or of the last one; ``None`` before the first."""
         return (self._session.diagnosis() if self._session is not None else None) or self._diagnosis
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        has_monitor = any(isinstance(callback, GPUUtilizationMonitor) for callback in callbacks)
+        if stage == "fit" and not has_monitor and self in callbacks and not is_disabled():
+            monitor = GPUUtilizationMonitor()
+            monitor.yields = True
+            callbacks.insert(callbacks.index(self) + 1, monitor)  # Lightning sets up each callback of this list in turn
+        super().setup(trainer, pl_module, stage)
 
     @override
     def _opened(self, trainer: Trainer, session: FitSession) -> None:

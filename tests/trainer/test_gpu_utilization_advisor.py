@@ -75,6 +75,24 @@ def test_the_diagnosis_can_be_asked_for_during_training(tmp_path: Path) -> None:
     assert "at least 50 steps and 5 s are needed" in advisor.diagnosis.why
 
 
+def test_an_advisor_alone_brings_a_monitor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = Callback()
+    for given, expected in (
+        ([GPUUtilizationAdvisor(), other], ["GPUUtilizationAdvisor", "GPUUtilizationMonitor", "Callback"]),
+        ([other, GPUUtilizationMonitor(), GPUUtilizationAdvisor()], None),
+    ):
+        folder = tmp_path / str(len(given))
+        trainer = quiet_trainer(folder, callbacks=given)
+        before = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        for epochs in (1, 2):  # the second fit has what the first has added
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(Model(), loader(Samples(5)))
+            after = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+            assert after == (expected or before)
+            assert load_report(folder).outcome == "completed"
+            assert capsys.readouterr().out.count("Verdict:") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
