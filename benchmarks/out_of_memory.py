@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 from machine import describe_machine
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -44,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from rank_processes import run_ranks
 from trainings import quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationMonitor, load_report
+from lightning_gpu_tools import GPUUtilizationMonitor, list_gpus, load_report
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 
 GIB = 2**30
@@ -213,6 +214,37 @@ class FillsAnother(Layers):
         return super().training_step(batch, batch_idx)
 
 
+class OnOneGpu(DDPStrategy):
+    """All ranks on one GPU, as where ``CUDA_VISIBLE_DEVICES`` shows the same one to each."""
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        return [torch.device("cuda", 0)] * 2
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        self._parallel_devices = devices
+
+
+class SharesTheGpu(Layers):
+    """Each rank holds 40 % of the GPU on which all train, and then rank 0 asks for more."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        total = torch.cuda.get_device_properties(0).total_memory
+        if batch_idx == 0:
+            self.kept.append(torch.empty(int(0.4 * total), dtype=torch.uint8, device="cuda:0"))
+        if batch_idx == 11:
+            if self.global_rank == 1:
+                raise KeyError("rank 0 does not go on, either")
+            torch.empty(int(0.3 * total), dtype=torch.uint8, device="cuda:0")
+        return super().training_step(batch, batch_idx)
+
+
+class AtEpochEnd(Layers):
+    def on_train_epoch_end(self) -> None:
+        taken(8000)
+
+
 def hold(job: Connection, left: int, gpus: int | None, is_orphan: bool) -> None:
     """Be another program, which takes all but so many MiB of so many GPUs once it is told to."""
     if is_orphan and os.fork():
@@ -263,16 +295,17 @@ class Case:
     Attributes:
         known: The cause, by what was done, or ``""`` if no memory must be blamed.
         phase: Where the error comes, as the outcome names it; empty if it may come anywhere.
-        words: What the advice must have.
+        words: What the report must have.
         line: Code on a line that must be named as one that holds the memory, or that asked for more.
         model: Makes the model.
         batches: Makes the training batches.
         validation: Those of validation; none without.
-        ranks: Each on a GPU of its own; torch may use all of it if there are several.
+        ranks: Each on a GPU of its own, unless the strategy says otherwise; torch may use all if there are several.
         allowed: How many MiB torch may use.
         job: Another process on the GPU, if any: ``before`` the training, on all GPUs; ``left over`` by a program that
             has ended; or one that ``starts`` in the middle of it.
         left: How many MiB that leaves; then torch may use all.
+        allocator: Settings of torch's allocator, as in the environment, maybe with the ``{fraction}`` that is allowed.
         options: Of the Trainer.
     """
 
@@ -287,6 +320,7 @@ class Case:
     allowed: int = 3800
     job: str = ""
     left: int = 0
+    allocator: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -349,9 +383,51 @@ CASES = {
     "a checkpoint on the GPU": Case(
         "loading_checkpoint", "loading a checkpoint", "map_location", model=partial(LoadsOntoTheGpu, 8), allowed=1000
     ),
+    "a batch too large, expandable_segments": Case(
+        "batch_too_large", "forward", "and 64.0 MiB do not depend on it", line="self.layers(batch).square()",
+        batches=partial(Batches, 512), allocator="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    ),
+    "outputs kept, expandable_segments": Case(
+        "memory_growth", "", "loss.item()", line="self.kept.append", model=KeepsOutputs,
+        batches=partial(Batches, 32, count=60), allocator="PYTORCH_ALLOC_CONF=expandable_segments:True",
+    ),
+    "memory in pieces, expandable_segments": Case(
+        "fragmentation", "forward", "expandable_segments:True, which is set", model=Fragments, allowed=4300,
+        allocator="PYTORCH_ALLOC_CONF=expandable_segments:True",
+    ),
+    "memory in pieces, max_split_size_mb": Case(
+        "fragmentation", "forward", "Set PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True ",
+        model=Fragments, allowed=4300, allocator="PYTORCH_ALLOC_CONF=max_split_size_mb:64",
+    ),
+    "a batch too large for a limit": Case(
+        "batch_too_large", "forward", "raise it (torch.cuda.set_per_process", batches=partial(Batches, 512),
+        allocator="PYTORCH_ALLOC_CONF=per_process_memory_fraction:{fraction},garbage_collection_threshold:0.8",
+    ),
+    "a batch that fits in forward alone, cudaMallocAsync": Case(
+        "batch_too_large", "backward", "accumulate", batches=partial(Batches, 270),
+        allocator="PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync",
+    ),
+    "a validation batch too large, in the sanity check": Case(
+        "batch_too_large", "validation", "of the validation loader", validation=partial(Batches, 800, count=4),
+        options={"num_sanity_val_steps": 2},
+    ),
+    "a batch too large, accumulated": Case(
+        "batch_too_large", "backward", "accumulate_grad_batches=8 (now 4)", batches=partial(Batches, 256),
+        options={"accumulate_grad_batches": 4},
+    ),
+    "ranks on one GPU": Case(
+        "shared_by_ranks", "forward", "Give each rank a GPU", model=SharesTheGpu, ranks=2,
+        options={"strategy": OnOneGpu(process_group_backend="gloo")},  # NCCL refuses it
+    ),
+    "a hook that takes too much": Case(
+        "spike", "AtEpochEnd.on_train_epoch_end", "Do it in parts", model=AtEpochEnd
+    ),
     "half of a GPU held by another rank": Case("stray_contexts", "forward", "set_device", model=FillsAnother, ranks=2),
     # Healthy ones.
     "all of it fits": Case("", validation=partial(Batches, count=5)),
+    "all of it fits, cudaMallocAsync": Case(
+        "", validation=partial(Batches, count=5), allocator="PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync"
+    ),
     "errors that are caught": Case("", model=CatchesErrors),
     "lengths that vary": Case("", batches=partial(Batches, 16, lengths=[2, 4, 3, 8, 5])),
     "an error of another kind on a full GPU": Case("", model=Fails, batches=partial(Batches, 80)),
@@ -362,6 +438,10 @@ def train(folder: Path, rank: int, name: str) -> None:
     """Train until it fails, and leave a report; in a process of its own, because a limit of torch's stays."""
     sys.modules.update(dict.fromkeys(["matplotlib", "bokeh"]))  # no pictures, which take longer than the training
     case = CASES[name]
+    if case.allocator:
+        total = list_gpus()[0].memory_total_bytes or 0
+        variable, settings = case.allocator.replace("{fraction}", f"{case.allowed * MIB / total:.4f}").split("=")
+        os.environ[variable] = settings  # torch reads them when CUDA starts
     callbacks: list[Callback] = [GPUUtilizationMonitor()]
     with contextlib.ExitStack() as jobs:
         if case.job:
@@ -372,7 +452,7 @@ def train(folder: Path, rank: int, name: str) -> None:
                 callbacks.append(Starts(take))
             else:
                 take()
-        elif case.ranks == 1:
+        elif case.ranks == 1 and "fraction" not in case.allocator:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(case.allowed * MIB / total)
         ranks: dict[str, Any] = {"devices": case.ranks, "strategy": "ddp" if case.ranks > 1 else "auto"}
@@ -383,11 +463,38 @@ def train(folder: Path, rank: int, name: str) -> None:
             trainer.fit(case.model(), *loaders)
 
 
+def train_one_by_one(folders: dict[str, Path]) -> None:
+    """Train cases in this process."""
+    for name, folder in folders.items():
+        with open(folder / "stdout", "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            train(folder, 0, name)
+
+
+def train_in_new_process(folders: dict[str, Path], allocator: str) -> None:
+    """Train cases with a backend of the allocator, which torch chooses when it is imported."""
+    variable, settings = allocator.split("=")
+    os.environ[variable] = settings
+    alone = multiprocessing.get_context("spawn").Process(target=train_one_by_one, args=(folders,))
+    alone.start()
+    del os.environ[variable]
+    alone.join()
+    assert alone.exitcode == 0
+
+
 def judged(name: str, folder: Path) -> dict[str, Any]:
     """Train, and return what is said of it, and whether it is right."""
     case = CASES[name]
-    for process in run_ranks(folder, train, ranks=case.ranks, options={"name": name}):
-        assert process.returncode == 0, process.stderr
+    if "backend" in case.allocator:
+        train_in_new_process({name: folder}, case.allocator)
+    else:
+        for process in run_ranks(folder, train, ranks=case.ranks, options={"name": name}):
+            assert process.returncode == 0, process.stderr
+    return answer(name, folder)
+
+
+def answer(name: str, folder: Path) -> dict[str, Any]:
+    """Return what is said of a training, and whether it is right."""
+    case = CASES[name]
     report = load_report(folder)
     diagnosis = report.diagnosis
     first = diagnosis.findings[0] if diagnosis.findings else None
@@ -395,12 +502,13 @@ def judged(name: str, folder: Path) -> dict[str, Any]:
     evidence = {} if first is None else first.evidence
     places = f"{evidence.get('asked_at')}, {evidence.get('source_lines')}"
     code = "".join(linecache.getline(__file__, int(line)) for line in re.findall(r"out_of_memory\.py:(\d+)", places))
+    words = f"{diagnosis.why} {diagnosis.next_step}"
     is_there = not case.phase or f"out of memory in {case.phase} at" in report.outcome
     return {
         "known": case.known,
         "said": said,
         "outcome": report.outcome,
-        "right": said == case.known and is_there and case.words in diagnosis.next_step and case.line in code,
+        "right": said == case.known and is_there and case.words in words and case.line in code,
         "lines": places,
         "why": diagnosis.why,
         "next": diagnosis.next_step,

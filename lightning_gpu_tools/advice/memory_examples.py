@@ -67,6 +67,7 @@ def counted_steps(batch_size: int, begin: int, peak: int) -> RankMemory:
 
 def an_error(
     *,
+    requested: int = 200 * MIB,
     allocated: int = 22 * GIB,
     cached: int = 0,
     free: int = 10 * MIB,
@@ -74,11 +75,11 @@ def an_error(
     allowed: int | None = None,
     **known: Any,
 ) -> OutOfMemory:
-    """Return an error of torch on a GPU of 24 GiB, where forward could not allocate 200 MiB."""
+    """Return an error of torch on a GPU of 24 GiB, where forward could not allocate ``requested`` bytes."""
     message = OutOfMemoryMessage(
         source="allocator",
         name="torch",
-        requested_bytes=200 * MIB,
+        requested_bytes=requested,
         total_bytes=24 * GIB,
         free_bytes=free,
         allocated_bytes=allocated,

@@ -28,10 +28,11 @@ def largest_that_fits(run: RunMeasurements, oom: OutOfMemory, *, by_items: bool 
         return LargestBatch(why_not="The first tensor of a batch does not begin with its samples.")
     bound = LargestBatch(why_not="No step was recorded whose batch made the memory rise.")
     if oom.batch_shape and oom.allocated_bytes is not None and oom.begin_bytes is not None:
+        begin = oom.begin_bytes - oom.batch_bytes
         # Memory that comes with the first step of the optimizer takes room, too.
-        fixed = oom.begin_bytes if in_validation(oom) else max(oom.begin_bytes, oom.model.total_bytes)
+        fixed = begin if in_validation(oom) else max(begin, oom.model.total_bytes)
         batch = math.prod(oom.batch_shape) if by_items else oom.batch_shape[0]
-        bound = bound_by_failure(batch, oom.wanted_bytes - oom.begin_bytes, fixed, oom.room_bytes)
+        bound = bound_by_failure(batch, oom.wanted_bytes - begin, fixed, oom.room_bytes)
     recorded = None if oom.memory is None or in_validation(oom) else oom.memory.recorded
     if recorded is None:
         return bound
@@ -115,7 +116,7 @@ def needed_bytes(oom: OutOfMemory) -> float:
         tensors, to_come = max(tensors, oom.memory.peak_bytes), 0
     beside = 0
     if oom.total_bytes is not None and oom.free_bytes is not None and oom.reserved_bytes is not None:
-        beside = max(0, oom.total_bytes - oom.free_bytes - oom.reserved_bytes - oom.others_bytes)
+        beside = max(0, oom.total_bytes - oom.free_bytes - oom.reserved_bytes - oom.others_bytes - oom.siblings_bytes)
     return tensors + to_come + beside
 
 
@@ -124,6 +125,24 @@ def needed(oom: OutOfMemory) -> str:
     least = needed_bytes(oom) * (1 + MARGIN)
     size, unit = (2**30, "GiB") if least >= 2**30 else (2**20, "MiB")
     return f"{math.ceil(least / size)}{unit}"
+
+
+def raised_limit(oom: OutOfMemory) -> str:
+    """Return a sentence on the limit to raise; empty if there is none, or the GPU would be too small without it."""
+    allowed, total, free = oom.message.allowed_bytes, oom.total_bytes, oom.free_bytes
+    if allowed is None or total is None or free is None or free < oom.requested_bytes:
+        return ""
+    if needed_bytes(oom) + oom.others_bytes + oom.siblings_bytes > total:
+        return ""
+    return (
+        f"A limit lets torch have {format_bytes(allowed)}, and {format_bytes(free)} of {format_bytes(total)} are free: "
+        "raise it (torch.cuda.set_per_process_memory_fraction, or per_process_memory_fraction in PYTORCH_ALLOC_CONF)."
+    )
+
+
+def more_room(oom: OutOfMemory) -> str:
+    """Return a sentence on where this job would find more room; empty without such a place."""
+    return raised_limit(oom) or another_gpu(oom)
 
 
 def another_gpu(oom: OutOfMemory) -> str:

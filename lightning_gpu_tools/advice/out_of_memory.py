@@ -173,6 +173,7 @@ class OutOfMemory:
     reading: MemoryReading | None = None  # when torch's allocator failed
     grad_enabled: bool | None = None
     batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch
+    batch_bytes: int = 0  # of a batch on the GPU when its step, or its part of validation, began
     usual_items: float | None = None  # the median count of elements in it
     memory: RankMemory | None = None
     begins: Sequence[tuple[float, float]] = ()  # (step, bytes in tensors) when steps began, oldest first
@@ -180,9 +181,11 @@ class OutOfMemory:
     asked: MemoryLine | None = None  # the line that asked for more
     lines: tuple[MemoryLine, ...] = ()  # of the recorded blocks in use at that time
     model: ModelSize = ModelSize()  # with 0 for unknown sizes
+    allocator: str = "PYTORCH_CUDA_ALLOC_CONF="  # torch's settings, as they are set; empty if unknown
     uuid: str | None = None  # of the GPU
     gpus: tuple[GpuReading, ...] = ()  # of the machine, read after the error
     own_pids: frozenset[int] | None = None  # this job's processes, with the driver's PIDs
+    pid: int | None = None  # this process, likewise
     orphans: tuple[int, ...] = ()  # processes on this GPU whose parent has ended
     is_sharded: bool = False  # over the ranks
     growth: tuple[MemoryGrowth, ...] = ()
@@ -252,6 +255,19 @@ class OutOfMemory:
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
     @property
+    def siblings(self) -> tuple[GpuProcess, ...]:
+        """This job's other processes on the GPU, the largest first; none if it is unknown which these are."""
+        listed = (self.gpu.processes if self.gpu is not None else None) or ()
+        pids = set() if self.pid is None else (self.own_pids or frozenset()) - {self.pid}
+        found = [one for one in listed if one.pid in pids]
+        return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
+
+    @property
+    def siblings_bytes(self) -> int:
+        """The known memory of this job's other processes."""
+        return sum(one.memory_used_bytes or 0 for one in self.siblings)
+
+    @property
     def unlisted_bytes(self) -> int:
         """Memory of processes that are not listed here, such as other containers'; 0 if there is hardly any."""
         total, free, reserved = self.total_bytes, self.free_bytes, self.reserved_bytes
@@ -267,6 +283,11 @@ class OutOfMemory:
     def others_bytes(self) -> int:
         """All known memory of other processes."""
         return sum(one.memory_used_bytes or 0 for one in self.others) + self.unlisted_bytes
+
+    @property
+    def is_pool_of_driver(self) -> bool:
+        """Whether torch allocates with cudaMallocAsync, from a pool of the driver."""
+        return "backend:cudaMallocAsync" in self.allocator
 
     @property
     def has_completed_steps(self) -> bool:
@@ -286,7 +307,7 @@ class OutOfMemory:
 
     @property
     def begin_bytes(self) -> int | None:
-        """The size of all tensors when this step or validation batch began."""
+        """The size of all tensors when this step or validation batch began, with its batch."""
         begins = self.validation_begins if base_phase(self.phase) == VALIDATION else self.begins
         return int(begins[-1][1]) if begins else None
 

@@ -79,15 +79,15 @@ def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any
         return DataLoader(loader.dataset, **arguments)
 
 
-def batch_bytes(batch: Any) -> int:
-    """Return the size in bytes of all tensors in a batch of nested lists, tuples, and dictionaries."""
+def batch_bytes(batch: Any, *, on_gpu: bool = False) -> int:
+    """Return the bytes of all tensors, or of those on a GPU, in a batch of nested lists, tuples, and dictionaries."""
     if isinstance(batch, torch.Tensor):
-        return batch.element_size() * batch.numel()
+        return batch.element_size() * batch.numel() if batch.is_cuda or not on_gpu else 0
     if isinstance(batch, dict):
         batch = batch.values()
     elif not isinstance(batch, (list, tuple)):
         return 0
-    return sum(batch_bytes(part) for part in batch)
+    return sum(batch_bytes(part, on_gpu=on_gpu) for part in batch)
 
 
 def first_tensor(batch: Any) -> torch.Tensor | None:

@@ -111,7 +111,10 @@ def _sentences(report: Report, full: bool) -> Iterator[str]:
     strays = (finding.advice for finding in diagnosis.findings if finding.cause == "stray_contexts")
     yield from (advice for advice in strays if advice not in diagnosis.next_step)
     if failures:
-        yield f"torch's allocator failed {failures} time{'s' * (failures > 1)}, and the run went on."
+        yield (
+            f"torch's allocator failed {failures} time{'s' * (failures > 1)}, and the run went on. It mostly empties "
+            "its cache first, which waits for the GPU."
+        )
     yield from _rank_line(report)
     idle = [
         f"{_idle_label(phase)} {percent:.0f} %"

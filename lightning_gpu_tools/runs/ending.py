@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.host import oom_kills
-from lightning_gpu_tools.loaders.settings import batch_shape
+from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape
 from lightning_gpu_tools.reports.report import COMPLETED
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training.memory_failures import MemoryFailures
@@ -43,14 +44,16 @@ class Ending:
         if self.begun_step != self._clock.steps:
             self.begun_step = self._clock.steps
             if self.allocator is not None:
-                self.allocator.begin_step(self.begun_step, batch_shape(batch))
+                size = partial(batch_bytes, batch, on_gpu=True)
+                self.allocator.begin_step(self.begun_step, batch_shape(batch), size)
 
     def begin_validation_batch(self, batch: Any, number: int) -> None:
         """Record a validation batch in the same way; number 0 begins another validation."""
         place = self._clock.steps, number
         if self.allocator is not None and self._begun_validation != place:
             self._begun_validation = place
-            self.allocator.begin_validation_batch(number, batch_shape(batch))
+            size = partial(batch_bytes, batch, on_gpu=True)
+            self.allocator.begin_validation_batch(number, batch_shape(batch), size)
 
     @property
     def kills(self) -> int:

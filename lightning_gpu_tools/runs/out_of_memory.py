@@ -28,10 +28,11 @@ from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.processes import INIT, process_stat
 from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.device_facts import is_fusible
 from lightning_gpu_tools.training.memory_failures import MemoryFailures
 from lightning_gpu_tools.training.memory_holdings import count_holdings
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, RankMemory
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
 from lightning_gpu_tools.training.source_lines import line_in
 from lightning_gpu_tools.training.step_clock import StepClock
@@ -69,6 +70,7 @@ def out_of_memory_facts(
     memory: RankMemory | None,
     growth: tuple[MemoryGrowth, ...],
     gpus: GpuWatch | None,
+    job_pids: frozenset[int] | None,
     kills: int,
 ) -> OutOfMemory | None:
     """Return the facts about an out-of-memory error; ``None`` if the message has another meaning here."""
@@ -78,9 +80,10 @@ def out_of_memory_facts(
         failure = failures.last if message.source == "allocator" else None
         phase = failure.phase if failure is not None and clock.ran else UNEXPLAINED
         counted = {
-            "reading": failures.counted() if failure is None else failure.reading,
+            "reading": _when_it_failed(failures.counted(), message) if failure is None else failure.reading,
             "grad_enabled": None if failure is None else failure.grad_enabled,
             "batch_shape": failures.batch_shape,
+            "batch_bytes": failures.batch_bytes,
             "usual_items": failures.usual_items,
             "begins": failures.begins,
             "validation_begins": failures.validation_begins,
@@ -101,9 +104,25 @@ def out_of_memory_facts(
         **counted,
     )
     if message.source != "host" and run.gpu is not None:
-        found = _with_gpus(found, gpus, run)
+        found = replace(_with_gpus(found, gpus, job_pids, run), allocator=_allocator_settings())
         found = replace(found, model=_model_size(run, memory, found.is_sharded))
     return found if is_out_of_memory(found) else None
+
+
+def _when_it_failed(now: MemoryReading | None, message: OutOfMemoryMessage) -> MemoryReading | None:
+    """Return a reading after an error as it was before, if the message knows: much may be free again since."""
+    if now is None or message.allocated_bytes is None:
+        return now
+    return replace(now, allocated_bytes=message.allocated_bytes)
+
+
+def _allocator_settings() -> str:
+    try:
+        settings = compat.allocator_settings()
+    except Exception:  # noqa: BLE001 - CUDA may be what has failed, or the record has other names
+        return ""
+    # If both variables are set, torch follows this one.
+    return f"{'PYTORCH_ALLOC_CONF' if 'PYTORCH_ALLOC_CONF' in os.environ else 'PYTORCH_CUDA_ALLOC_CONF'}={settings}"
 
 
 def _phase_of(error: BaseException) -> str | None:
@@ -129,7 +148,7 @@ def _line_that_asked(error: BaseException, requested_bytes: int) -> MemoryLine |
     return MemoryLine(requested_bytes, 1, "", seen.file, seen.line, seen.function)
 
 
-def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, run: Run) -> OutOfMemory:
+def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, job_pids: frozenset[int] | None, run: Run) -> OutOfMemory:
     assert run.gpu is not None
     (own,) = gpu_readings([run.gpu])
     found = replace(found, uuid=own.uuid)
@@ -137,12 +156,16 @@ def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, run: Run) -> OutOfMem
         found = replace(found, gpus=sampler.read_gpus())
     except NvmlUnavailableError:  # then only the message has facts
         return found
-    pids = None if watch is None else watch.own_pids
-    if watch is None or pids is None:  # in a container, a PID may be that of another process here
+    from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+    if job_pids is None or not nvml.pids_are_ours():  # in a container, a PID may be that of another process here
+        return found
+    found = replace(found, pid=os.getpid(), own_pids=job_pids)
+    if watch is None:  # it knows who is busy
         return found
     windows = watch.trained_on()
     busy = {one.pid for window in windows for one in window.processes or () if one.utilization_percent}
-    return replace(found, own_pids=pids, orphans=_orphans(found.gpu, pids | busy))
+    return replace(found, orphans=_orphans(found.gpu, job_pids | busy))
 
 
 def _orphans(gpu: GpuReading | None, others: frozenset[int]) -> tuple[int, ...]:

@@ -338,7 +338,10 @@ class Session:
     def _out_of_memory(
         self, message: OutOfMemoryMessage, error: BaseException, step: int, kills: int
     ) -> OutOfMemory | None:
-        memory = self.timer.memory
+        memory, job_pids = self.timer.memory, None
+        if self.recorder is not None:
+            self.ranks.exchange.read_node()
+            job_pids = self.ranks.pids_on_node()
         return out_of_memory_facts(
             message,
             error,
@@ -349,6 +352,7 @@ class Session:
             memory=None if memory is None else memory.facts(),
             growth=() if self.recorder is None else self.memory.growth(),
             gpus=self.gpus,
+            job_pids=job_pids,
             kills=kills,
         )
 

@@ -153,6 +153,18 @@ def allowed_bytes(gpu: torch.device) -> float:
     return math.inf if fraction is None else fraction(gpu) * torch.cuda.get_device_properties(gpu).total_memory
 
 
+def allocator_settings() -> str:
+    """Return the settings of torch's allocator, as its environment variable has them, or its backend if another one.
+
+    Without the record of the allocator, they seem to be the default ones.
+    """
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        return f"backend:{backend}"
+    settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    return str(settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
+
+
 def has_context() -> Any:
     """Return the function that tells whether this process has a CUDA context on a GPU; ``None`` in CPU builds.
 

@@ -47,6 +47,7 @@ class MemoryFailures:
         self.count = 0  # the program or cuDNN may have continued after each failure
         self.last: AllocatorFailure | None = None
         self.batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch in use
+        self.batch_bytes = 0  # on the GPU, of the last batch at whose start the bytes in tensors were read
         self._gpu = gpu
         self._phase = phase
         self._can_read = True
@@ -73,16 +74,18 @@ class MemoryFailures:
         _listening.discard(self)
         self._recorder.stop()
 
-    def begin_step(self, step: int, shape: tuple[int, ...] | None) -> None:
-        """Record the batch of a training step at its start, and in some steps the bytes in tensors."""
+    def begin_step(self, step: int, shape: tuple[int, ...] | None, batch_bytes: Callable[[], int]) -> None:
+        """Record the batch of a training step at its start, and in some steps the bytes in tensors and in the batch."""
         self._recorder.stop()  # a validation may have been short
         if self._step_shape is not None:  # the previous step has ended
             self._items.append(math.prod(self._step_shape))
         self._step_shape = self.batch_shape = shape
         if step <= _EARLY_STEPS or step % _EVERY_STEPS == 0:
-            self._read(self._begins, step)
+            self._read(self._begins, step, batch_bytes)
 
-    def begin_validation_batch(self, number: int, shape: tuple[int, ...] | None) -> None:
+    def begin_validation_batch(
+        self, number: int, shape: tuple[int, ...] | None, batch_bytes: Callable[[], int]
+    ) -> None:
         """Record the same for a validation batch. Number 0 begins another validation."""
         self.batch_shape = shape
         if number == 0:
@@ -91,12 +94,13 @@ class MemoryFailures:
         elif number == _RECORDED_BATCHES:
             self._recorder.stop()
         if number <= _EARLY_STEPS or number % _EVERY_STEPS == 0:
-            self._read(self._validation, number)
+            self._read(self._validation, number, batch_bytes)
 
-    def _read(self, timeline: Timeline, number: int) -> None:
+    def _read(self, timeline: Timeline, number: int, batch_bytes: Callable[[], int]) -> None:
         reading = self.counted()
         if reading is not None:
             timeline.add(number, reading.allocated_bytes)
+            self.batch_bytes = batch_bytes()
 
     def counted(self) -> MemoryReading | None:
         """Return the current counters of the allocator; ``None`` if they cannot be read."""

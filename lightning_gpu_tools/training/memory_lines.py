@@ -33,8 +33,8 @@ class MemoryRecorder:
     def start(self, what: Literal["state", "all"]) -> None:
         """Record the stacks of new blocks (``"state"``), or of all allocations and their order (``"all"``)."""
         record, is_recording = compat.memory_recorder(), compat.is_recording_memory()
-        if record is not None and is_recording is not None and (self.is_recording or not is_recording()):
-            with suppress(RuntimeError):  # cudaMallocAsync keeps no record
+        with suppress(RuntimeError):  # cudaMallocAsync keeps no record
+            if record is not None and is_recording is not None and (self.is_recording or not is_recording()):
                 record(what, context="alloc", stacks="python", max_entries=_MAX_EVENTS if what == "all" else 1)
                 self.is_recording = True
 

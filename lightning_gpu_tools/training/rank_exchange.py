@@ -25,7 +25,7 @@ _FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0  # publishing interval: the first,
 _OF_NODE, _OF_ALL = 1 / 4, 1 / 2  # of that interval: when a node's first rank gathers its node, and when rank 0 does
 _FOR_NODE, _FOR_NODES = 1 / 2, 1 / 5  # of the time limit: the wait for a node, and the wait before direct reads
 _POLL_S = 0.005
-_ANSWER_S = 1.0  # wait for the store at the end of a failed training
+_ANSWER_S = 1.0  # wait for the store when a training has failed
 _FIRST_ENTRIES = 12  # posts in which a rank that started before rank 0 looks up the name of the run
 
 Entry = dict[str, Any]
@@ -76,6 +76,11 @@ class Board:
     def is_shared(self) -> bool:
         """Whether the entries of other ranks can be read."""
         return self._store is not None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the name of the run is known."""
+        return bool(self._run)
 
     def post(self, **facts: Any) -> None:
         """Replace this rank's entry with facts for JSON; if too long, list the last ones in ``left_out`` instead."""
@@ -204,6 +209,22 @@ class RankExchange:
         else:
             self._jobs.run_now()
 
+    def read_node(self) -> None:
+        """Wait a second at most until each rank of this node has an entry here."""
+        there, first = threading.Event(), self._place.rank - self._place.local_rank
+        ranks = range(first, min(first + self._place.local_ranks, self._place.world_size))
+
+        def read() -> float:
+            self._board.read(rank for rank in ranks if rank not in self._board.entries)
+            if not all(rank in self._board.entries for rank in ranks):
+                return _POLL_S
+            there.set()
+            return math.inf
+
+        if self._board.is_shared:
+            self._jobs.add("Reading the ranks of this node", read)
+            there.wait(_ANSWER_S)
+
     def finish(self, timeout_s: float) -> list[int]:
         """Publish for the last time, wait for the ranks that this one gathers, and return those that are missing."""
         self._facts = {"is_last": True, **self._facts}
@@ -232,6 +253,7 @@ class RankExchange:
         if self._is_new:
             self._is_new = False
             self._board.post(**self._facts)
+            self._is_new |= not self._board.is_named  # others ignore it, as rank 0 had not begun
             share = _OF_NODE if self._place.rank else _OF_ALL
             self._gather_s = min(self._gather_s, monotonic() + share * self._interval_s)
         if ending is not None:

@@ -76,6 +76,39 @@ USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
             {"begins": FLAT, "allocated": 18 * GIB, "cached": 5 * GIB}, "fragmentation", "5.00 GiB", id="pieces"
         ),
         pytest.param(
+            {"begins": FLAT, "allocated": 18 * GIB, "cached": 5 * GIB, "free": 0,
+             "allocator": "PYTORCH_ALLOC_CONF=max_split_size_mb:64"},
+            "fragmentation",
+            "Set PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True in the environment",
+            id="pieces, with settings to keep",
+        ),
+        pytest.param(
+            {"begins": FLAT, "allocated": 18 * GIB, "cached": 5 * GIB,
+             "allocator": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"},
+            "fragmentation",
+            "With expandable_segments:True, which is set, only gaps within pages of 20 MiB are lost.",
+            id="pieces of what is expandable",
+        ),
+        pytest.param(
+            {"begins": FLAT, "allocated": 18 * GIB, "cached": 5 * GIB,
+             "allocator": "PYTORCH_ALLOC_CONF=backend:cudaMallocAsync"},
+            "batch_too_large",
+            "",
+            id="the driver's pool has no pieces",
+        ),
+        pytest.param(
+            {"begins": FLAT, "requested": 3 * GIB, "allocated": 20 * GIB, "cached": int(2.5 * GIB), "free": GIB},
+            "fragmentation",
+            "In one piece, they would be enough with the 1.00 GiB beside them.",
+            id="enough with what is free",
+        ),
+        pytest.param(
+            {"begins": FLAT, "requested": 4 * GIB, "allocated": 20 * GIB, "cached": int(2.5 * GIB), "free": GIB},
+            "batch_too_large",
+            "",
+            id="too little with what is free",
+        ),
+        pytest.param(
             {"begins": FLAT, "allocated": 22 * GIB, "cached": 30 * MIB},
             "batch_too_large",
             "",
@@ -86,6 +119,20 @@ USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
             "batch_too_large",
             "of the 10.1 GiB allowed",
             id="a cap",
+        ),
+        pytest.param(
+            {"begins": FLAT, "allocated": 10 * GIB, "cached": 10 * MIB, "free": 12 * GIB, "allowed": int(10.1 * GIB),
+             "gpus": (this_gpu(), FREE_GPU)},
+            "batch_too_large",
+            "A limit lets torch have 10.1 GiB, and 12.0 GiB of 24.0 GiB are free: raise it (torch.cuda.set_per_process",
+            id="a cap to raise",
+        ),
+        pytest.param(
+            {"begins": FLAT, "allocated": 10 * GIB, "cached": GIB, "free": 12 * GIB, "allowed": int(10.1 * GIB),
+             "allocator": "PYTORCH_ALLOC_CONF=backend:cudaMallocAsync"},
+            "batch_too_large",
+            "it has 10.0 GiB of the 10.1 GiB allowed",
+            id="a cap that counts tensors",
         ),
         pytest.param(
             {"begins": FLAT, "allocated": 9 * GIB, "cached": 10 * MIB, "free": 12 * GIB},
@@ -106,6 +153,12 @@ USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
             id="a batch that hardly fitted",
         ),
         pytest.param({"phase": "callback/WeightAveraging"}, "unexplained", "full in WeightAveraging", id="callback"),
+        pytest.param(
+            {"phase": "callback/WeightAveraging", "begins": FLAT, "memory": counted_steps(64, 8 * GIB, 18 * GIB)},
+            "spike",
+            "WeightAveraging takes more than 14.2 GiB beside what is there when a step begins; steps take 10.0 GiB",
+            id="callback that takes much",
+        ),
         pytest.param(
             {"phase": "training_step/optimizer", "begins": FLAT[:1], "gpus": (this_gpu(), FREE_GPU)},
             "optimizer_too_large",
@@ -154,6 +207,31 @@ def test_the_batch_that_fits_keeps_the_effective_batch_size() -> None:
     assert evidence["begin_bytes"] == 8 * GIB
     _, text = said(oom, dataclasses.replace(run, has_trainer=False))
     assert "optimizer.step() after every 8 batches, with the loss divided by 8" in text
+
+
+def test_the_batch_itself_depends_on_its_size() -> None:
+    oom = an_error(begins=[(1, 6 * GIB)], batch_bytes=4 * GIB, batch_shape=(64, 512))
+    _, text = said(oom)
+    assert "The batch of 64 takes more than 20.2 GiB, and 2.00 GiB do not depend on it." in text
+    # 84 % of what 22 GiB have beside 7 of the model, of which the batch took 20.2.
+    fits = int(64 * 0.84 * (22 + 10 / 1024 - 7) / (22 + 200 / 1024 - 2))
+    assert f"At most {fits} fit" in text
+
+
+def test_other_ranks_on_the_gpu_are_no_part_of_what_is_needed() -> None:
+    own, other = (GpuProcess(pid=pid, memory_used_bytes=12 * GIB) for pid in (1, 2))
+    oom = an_error(begins=FLAT, allocated=11 * GIB, gpus=(this_gpu(own, other), FREE_GPU), pid=1)
+    oom = dataclasses.replace(oom, own_pids=frozenset({1, 2}))
+    cause, text = said(oom)
+    assert cause == "shared_by_ranks"
+    assert "2 ranks of this job share this GPU: process 2 has 12.0 GiB. Without the others, 12.0 GiB would be" in text
+    assert "Give each rank a GPU of its own" in text
+    needed = diagnose(RUN, out_of_memory=oom).findings[0].evidence["needed_bytes"]
+    assert 11 * GIB < needed < 13 * GIB  # type: ignore[operator]
+    _, text = said(dataclasses.replace(oom, gpus=(this_gpu(own, other),)))
+    assert "This machine has one GPU: start one rank, and accumulate the gradients of 2 times as many batches." in text
+    large = an_error(begins=FLAT, allocated=11 * GIB, requested=14 * GIB, gpus=oom.gpus, pid=1, own_pids=oom.own_pids)
+    assert said(large)[0] == "batch_too_large"  # it would not fit on a GPU of its own, either
 
 
 def test_a_first_step_that_fitted_is_no_proof() -> None:
@@ -253,7 +331,7 @@ LOOP = MemoryLine(GIB, 2, "", "lightning/pytorch/loops/fit_loop.py", 7, "run")
             {"begins": GROWING, "lines": (LOOP,)}, "memory_growth", "in all.", id="a framework's line is none"
         ),
         pytest.param(
-            {"phase": "callback/A", "lines": (NET,)},
+            {"phase": "callback/A", "lines": (NET,), "begins": ()},
             "unexplained",
             "Of what was recorded, most was allocated at net.py:41 in forward",
             id="no cause is known",

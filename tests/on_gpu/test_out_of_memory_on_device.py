@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
+from rank_processes import run_ranks, start_ranks
 from torch.utils.data import DataLoader
 from trainings import Model, Samples, Tunable, loader, quiet_trainer
 
@@ -23,7 +26,7 @@ from lightning_gpu_tools.training import memory_failures
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from out_of_memory import CASES, judged
+from out_of_memory import CASES, answer, judged, train_in_new_process
 
 pytestmark = pytest.mark.gpu
 
@@ -35,14 +38,34 @@ def taken(size: float) -> torch.Tensor:
     return torch.empty(int(size * GIB), dtype=torch.uint8, device="cuda")
 
 
-@pytest.mark.parametrize("name", CASES)
+WITH_BACKEND = [name for name, case in CASES.items() if "backend" in case.allocator]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WITH_BACKEND])
 def test_what_filled_the_memory_is_named(name: str, tmp_path: Path) -> None:
     if CASES[name].ranks > torch.cuda.device_count():
         pytest.skip("needs a GPU for each rank")
-    if CASES[name].known == "stray_contexts" and not nvml.pids_are_ours():
+    if CASES[name].known in ("stray_contexts", "shared_by_ranks") and not nvml.pids_are_ours():
         pytest.skip("in a container nobody knows how much the other rank holds")
     said = judged(name, tmp_path)
     assert said["right"], "\n".join(map(str, said.items()))
+
+
+def test_an_allocator_of_the_driver_is_read_as_far_as_it_counts(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in WITH_BACKEND}
+    for folder in folders.values():
+        folder.mkdir()
+    train_in_new_process(folders, CASES[WITH_BACKEND[0]].allocator)
+    for name, folder in folders.items():
+        said = answer(name, folder)
+        assert said["right"], "\n".join(map(str, said.items()))
+        report = load_report(folder)
+        if CASES[name].known:  # as it was then: in backward, the graph is gone when the error comes
+            sizes = [report.diagnosis.findings[0].evidence[f"{one}_bytes"] for one in ("allocated", "requested")]
+            assert sum(sizes) > report.diagnosis.findings[0].evidence["allowed_bytes"]  # type: ignore[arg-type,operator]
+        (account,) = report.memory
+        assert account.parts_bytes["other_tensors"] > 0
+        assert not account.peak_lines
 
 
 @pytest.fixture(autouse=True)
@@ -287,3 +310,74 @@ def test_what_fails_while_it_is_noted_never_takes_the_errors_place(
     report, _ = run_out(tmp_path, Fails(), GPUUtilizationMonitor())  # by the message and the traceback alone
     assert report.outcome == "out of memory in forward at step 3"
     assert report.diagnosis.findings[0].evidence["requested_bytes"] == 6 * GIB
+
+
+def share_the_gpu(folder: Path, rank: int) -> None:
+    """Train on the current GPU, the first one for both ranks: each holds 40 % of it, and rank 1 asks for more."""
+    torch.distributed.init_process_group("gloo")  # NCCL refuses ranks on one GPU
+    layer, total = torch.nn.Linear(4, 1, device="cuda"), torch.cuda.get_device_properties(0).total_memory
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
+    held = [torch.empty(int(0.4 * total), dtype=torch.uint8, device="cuda")]
+    with contextlib.suppress(torch.OutOfMemoryError), watch(folder=str(folder)) as run:
+        for number, batch in enumerate(run.batches(loader(Samples(2)))):
+            layer(batch.cuda()).mean().backward()
+            optimizer.step()
+            torch.distributed.barrier()
+            if number == 1 and rank == 1:
+                held.append(torch.empty(int(0.3 * total), dtype=torch.uint8, device="cuda"))
+    torch.distributed.barrier()  # rank 0 holds its memory until rank 1 has said why
+
+
+def test_another_rank_on_the_gpu_is_no_other_job(tmp_path: Path, two_gpus: None) -> None:
+    if not nvml.pids_are_ours():
+        pytest.skip("in a container nobody knows how much the other rank holds")
+    ranks = run_ranks(tmp_path, share_the_gpu)
+    assert [process.returncode for process in ranks] == [0, 0], ranks
+    said = ranks[1].stdout
+    assert "2 ranks of this job share this GPU: process " in said
+    assert "Give each rank a GPU of its own: torch.cuda.set_device(local_rank)" in said
+
+
+def run_out_on_rank_1(folder: Path, rank: int) -> None:
+    """Let rank 1 alone run out of memory; rank 0 waits for it in backward."""
+
+    class Large(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 3 and rank == 1:
+                taken(2000)
+            return super().training_step(batch, batch_idx)
+
+    monitor = GPUUtilizationMonitor(stall_after_s=1.0)
+    trainer = quiet_trainer(folder, accelerator="gpu", devices=2, strategy="ddp", callbacks=[monitor])
+    with contextlib.suppress(torch.OutOfMemoryError):
+        trainer.fit(Large(), loader(Samples(8)))
+    os._exit(1)  # without waiting for rank 0, as after an error that nobody catches
+
+
+def test_rank_0_names_the_rank_that_ran_out(tmp_path: Path, two_gpus: None) -> None:
+    waiting, failed = start_ranks(tmp_path, run_out_on_rank_1)
+    failed.join(60)
+    assert "Why:  Rank 1: Out of memory in forward at step 3: torch asked for" in (tmp_path / "stdout1").read_text()
+    deadline_s = time.monotonic() + 60
+    while "Rank 1 has left" not in (tmp_path / "stderr0").read_text() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    waiting.kill()  # as a launcher does
+    waiting.join()
+    (stall,) = load_report(tmp_path).stalls
+    assert (stall.cause, stall.rank) == ("rank_left", 1)
+    assert "(out of memory in forward at step 3); rank 0 waits for it." in stall.why
+    assert stall.next_step.startswith("Rank 1 has printed what filled its memory, and what to change.")
+
+
+@pytest.mark.parametrize("function", ["test", "predict"])
+def test_where_nothing_is_measured_the_error_goes_on_alone(tmp_path: Path, function: str) -> None:
+    class Evaluates(Model):
+        def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            taken(6)
+
+        predict_step = test_step
+
+    trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()])
+    with pytest.raises(torch.OutOfMemoryError):
+        getattr(trainer, function)(Evaluates(), loader(Samples(2)))
+    assert not [*tmp_path.rglob("gpu_report.json")]

@@ -87,6 +87,49 @@ print(json.dumps([*held, used()]))
     assert reading["memory.used"] == "10840 MiB"  # the process has ended
 
 
+def test_a_pool_keeps_what_is_freed_until_it_is_needed_elsewhere(make_machine: MakeMachine, answer: Answer) -> None:
+    code = """
+import ctypes, json, torch
+def new(gib): return torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda")
+def counts():
+    free, total = torch.cuda.mem_get_info()
+    torchs = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()]
+    return [round(size / 2**30, 1) for size in (*torchs, total - free)]
+kept = torch.arange(3, device="cuda", dtype=torch.int32)
+buffer = new(4)
+buffer[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+seen = [torch.cuda.get_allocator_backend(), buffer[:3].tolist(), counts()]
+del buffer
+seen.append(counts())
+buffer = new(3)
+seen.append(counts())
+torch.cuda.empty_cache()
+torch.cuda.reset_peak_memory_stats()
+seen.append(counts())
+try:
+    new(21)
+except torch.OutOfMemoryError as error:
+    seen.append(str(error).splitlines()[0])
+del buffer
+address = ctypes.c_void_p()  # a library takes more than fits beside what the pool keeps
+ctypes.CDLL("libcuda.so.1").cudaMalloc(ctypes.byref(address), ctypes.c_size_t(22 << 30))
+seen.append(counts())
+print(json.dumps(seen))
+"""
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    backend, content, *seen = answer(make_machine(["rtx-3090"]), code, **settings)
+    assert (backend, content) == ("cudaMallocAsync", [1, 2, 3])
+    # In tensors, their peak, in the pool, and on the GPU with a context of 0.5 GiB.
+    assert seen == [
+        [4.0, 4.0, 4.0, 4.5],
+        [0.0, 4.0, 4.0, 4.5],
+        [3.0, 4.0, 4.0, 4.5],
+        [3.0, 3.0, 3.0, 3.5],
+        "Allocation on device 0 would exceed allowed memory. (out of memory)",
+        [0.0, 3.0, 0.0, 22.5],
+    ]
+
+
 CONTEXTS = """
 import json, sys, torch
 def contexts(): return [torch._C._cuda_hasPrimaryContext(device) for device in range(2)]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -92,6 +93,25 @@ def test_the_last_facts_of_every_rank_come_to_rank_zero(
     assert [entry["node"] for entry in found] == [place.node for place in job]
     assert [(entry["pid"], entry["step"]) for entry in found] == [(1000 + place.rank, 7) for place in job]
     assert not any(one.faults for one in exchanges)
+
+
+def test_each_rank_can_read_its_node_no_matter_who_began_first() -> None:
+    store, (first, *others) = server(), places(3)
+    early = [RankExchange("measured", place, store) for place in others]
+    for one in early:
+        one.publish(pid=1)
+    deadline_s = monotonic() + LIMIT_S
+    while not all(one.entries() for one in early) and monotonic() < deadline_s:
+        sleep(0.01)
+    exchanges = [RankExchange("measured", first, store), *early]
+    exchanges[0].publish(pid=1)
+    for one in exchanges:
+        while len(one.entries()) < 3 and monotonic() < deadline_s:
+            one.read_node()
+        assert [entry["rank"] for entry in one.entries()] == [0, 1, 2]
+    for one in exchanges:
+        one.close()
+        assert not one.faults
 
 
 def test_ranks_whose_nodes_first_rank_died_come_all_the_same() -> None:

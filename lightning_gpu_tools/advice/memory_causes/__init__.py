@@ -34,8 +34,10 @@ def _what(oom: OutOfMemory) -> str:
     if message.requested_bytes:
         at = "" if oom.asked is None else f" at {in_words(*oom.asked[3:])}"
         parts.append(f"{message.name} asked for {format_bytes(message.requested_bytes)}{at}")
-    if message.allowed_bytes is not None and oom.reserved_bytes is not None:
-        parts.append(f"it has {format_bytes(oom.reserved_bytes)} of the {format_bytes(message.allowed_bytes)} allowed")
+    # Where the driver keeps what is free, a limit on torch counts tensors alone.
+    held = oom.allocated_bytes if oom.is_pool_of_driver else oom.reserved_bytes
+    if message.allowed_bytes is not None and held is not None:
+        parts.append(f"it has {format_bytes(held)} of the {format_bytes(message.allowed_bytes)} allowed")
     elif oom.free_bytes is not None and oom.total_bytes is not None and message.source != "host":
         parts.append(f"{format_bytes(oom.free_bytes)} of {format_bytes(oom.total_bytes)} were free")
     return f"Out of memory in {oom.place} at step {oom.step}{': ' if parts else ''}{' and '.join(parts)}."

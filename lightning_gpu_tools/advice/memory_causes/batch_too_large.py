@@ -10,11 +10,11 @@ from lightning_gpu_tools.advice.examples import GIB
 from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, an_error, counted_steps
 from lightning_gpu_tools.advice.memory_remedies import (
-    another_gpu,
     in_validation,
     largest_lines,
     largest_that_fits,
     levers,
+    more_room,
     samples,
     smaller_batch,
 )
@@ -29,7 +29,7 @@ _NEARLY = 1.1  # our default: a step that needs up to a tenth more than any othe
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if base_phase(oom.phase) not in (TRAINING_STEP, VALIDATION, COPY):
         return
-    size, begin = samples(run, oom), oom.begin_bytes
+    size, begin = samples(run, oom), None if oom.begin_bytes is None else oom.begin_bytes - oom.batch_bytes
     if size is None and not in_validation(oom) and run.loader is not None:
         size = run.loader.batch_size
     taken = None if oom.allocated_bytes is None or begin is None else oom.wanted_bytes - begin
@@ -52,7 +52,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         why,
         smaller_batch(run, oom, size, fits),
         levers(run, oom),
-        another_gpu(oom),
+        more_room(oom),
         batch_size=size,
         batch_bytes=taken,
         largest_batch_size=fits.size,

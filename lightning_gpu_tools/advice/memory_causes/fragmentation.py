@@ -10,7 +10,9 @@ from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruli
 from lightning_gpu_tools.advice.memory_examples import FLAT, MIB, an_error
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.units import format_bytes
+from lightning_gpu_tools.units import format_bytes, printable
+
+_EXPANDABLE = "expandable_segments:True"
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
@@ -19,20 +21,37 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         return
     # Memory kept by CUDA graphs is not a fragment.
     unused = reserved - allocated - (oom.message.graph_pool_bytes or 0)
-    if unused < max(oom.requested_bytes, MIN_SHARE * reserved):
+    left = max(0, (oom.room_bytes or 0) - reserved)
+    is_enough = unused >= oom.requested_bytes or left < oom.requested_bytes <= unused + left
+    if oom.is_pool_of_driver or unused < MIN_SHARE * reserved or not is_enough:
         return
     retries = None if oom.reading is None else oom.reading.retries
     times = "once" if retries == 1 else f"{retries} times"
     again = f", and has emptied its cache {times} to go on" if retries else ""
+    beside = ""
+    if unused < oom.requested_bytes:
+        beside = f" In one piece, they would be enough with the {format_bytes(left)} beside them."
     yield ruling(
         oom,
         "fragmentation",
         f"torch holds {format_bytes(unused)} that no tensor uses, in pieces below {format_bytes(oom.requested_bytes)}"
-        f"{again}.",
-        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment before training. Batches of few "
-        "different sizes help, too.",
+        f"{again}.{beside}",
+        _advice(oom.allocator or "PYTORCH_CUDA_ALLOC_CONF="),
         fragmented_bytes=unused,
         retries=retries,
+    )
+
+
+def _advice(settings: str) -> str:
+    if _EXPANDABLE in settings.replace(" ", ""):
+        return (
+            f"With {_EXPANDABLE}, which is set, only gaps within pages of 20 MiB are lost. Allocate what stays before "
+            "training or as one tensor, and use batches of few different sizes."
+        )
+    others = "" if settings.endswith("=") else ","
+    return (
+        f"Set {printable(settings)}{others}{_EXPANDABLE} in the environment before training. Batches of few different "
+        "sizes help, too."
     )
 
 
@@ -42,7 +61,7 @@ CAUSE = MemoryCause(
         Shape(
             "torch holds ... that no tensor uses, in pieces",
             "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. It is advised here only: it frees nothing that is in "
-            "use",
+            "use. Where it is set: allocate what stays before training, or as one tensor",
         )
     ],
     find=find,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import an_error
-from lightning_gpu_tools.advice.memory_remedies import another_gpu
+from lightning_gpu_tools.advice.memory_remedies import more_room
 from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, SETUP, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
@@ -25,7 +25,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         "loading_checkpoint",
         f"The checkpoint was loaded onto the GPU, where {held}.",
         f"Load it to the host: torch.load(path, map_location='cpu', mmap=True), or {load}.",
-        another_gpu(oom),
+        more_room(oom),
     )
 
 

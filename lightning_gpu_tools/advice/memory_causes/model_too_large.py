@@ -8,7 +8,7 @@ from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.examples import GIB
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
-from lightning_gpu_tools.advice.memory_remedies import another_gpu, is_32, needed, sharded
+from lightning_gpu_tools.advice.memory_remedies import another_gpu, is_32, needed, raised_limit, sharded
 from lightning_gpu_tools.advice.out_of_memory import SETUP, ModelSize, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
@@ -37,9 +37,9 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         "model_too_large",
         f"The model takes {format_bytes(fixed)} before any batch, and torch can have {format_bytes(room)}: "
         f"{known or 'its parts are unknown'}.",
-        sharded(oom) or f"It needs a GPU with more than {needed(oom)}{half}.",
+        raised_limit(oom) or sharded(oom) or f"It needs a GPU with more than {needed(oom)}{half}.",
         "Adapters or frozen layers need fewer gradients and states.",
-        another_gpu(oom),
+        "" if raised_limit(oom) else another_gpu(oom),
         fixed_bytes=fixed,
         largest_batch_size=0,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
-from lightning_gpu_tools.advice.memory_remedies import another_gpu, sharded
+from lightning_gpu_tools.advice.memory_remedies import more_room, sharded
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.phases import BACKWARD, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -28,7 +28,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         fused if names else "",
         "An optimizer with 8-bit states, or without momentum, needs less.",
         sharded(oom),
-        another_gpu(oom),
+        more_room(oom),
     )
 
 

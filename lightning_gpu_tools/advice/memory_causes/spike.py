@@ -1,4 +1,4 @@
-"""spike: this batch is much larger than the others, or this step takes much more memory for the same batch."""
+"""spike: this batch is much larger than others, or this step or a callback takes much more memory than steps do."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.examples import GIB
 from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_examples import an_error, counted_steps
-from lightning_gpu_tools.advice.memory_remedies import in_validation, largest_that_fits, levers
+from lightning_gpu_tools.advice.memory_remedies import in_validation, largest_that_fits, levers, raised_limit
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
 _MIN_TIMES = 1.5  # our default: how many times the elements of the median batch, or the memory of other steps
 
 
+_BETWEEN_STEPS = (CALLBACK, LOGGING, CHECKPOINT)
+
+
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    if base_phase(oom.phase) in _BETWEEN_STEPS:
+        yield from _beside_steps(oom)
+        return
     if in_validation(oom) or not oom.batch_shape or not oom.usual_items or not oom.has_completed_steps:
         return
     items = math.prod(oom.batch_shape)
@@ -38,6 +45,7 @@ def _large_batch(run: RunMeasurements, oom: OutOfMemory, items: int, times: floa
         "Limit the elements per batch: truncate long samples, or group samples of similar length.",
         f"By measured memory, {fits.size:,} elements fit in a batch." if fits.size else "",
         levers(run, oom),
+        raised_limit(oom),
         batch_items=items,
         usual_items=oom.usual_items,
         largest_batch_items=fits.size or None,
@@ -50,7 +58,9 @@ def _usual_batch(oom: OutOfMemory) -> Iterator[Ruling]:
     if not usual_bytes or oom.begin_bytes is None or oom.allocated_bytes is None:
         return
     taken = oom.wanted_bytes - oom.begin_bytes
-    if taken < max(_MIN_TIMES * usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
+    # Other ranks that hold as much of this GPU are the cause.
+    least = max(_MIN_TIMES * usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes, oom.siblings_bytes)
+    if taken < least:
         return
     yield ruling(
         oom,
@@ -58,8 +68,28 @@ def _usual_batch(oom: OutOfMemory) -> Iterator[Ruling]:
         f"Step {oom.step} takes more than {format_bytes(taken)}, {taken / usual_bytes:.3g} times as much as the steps "
         f"before ({format_bytes(usual_bytes)} at most), with a batch of the same size.",
         "Find what only this step does: a branch that is rarely taken, a longer generation, an evaluation in between.",
+        raised_limit(oom),
         step_bytes=taken,
         usual_step_bytes=usual_bytes,
+    )
+
+
+def _beside_steps(oom: OutOfMemory) -> Iterator[Ruling]:
+    """Yield a ruling if a callback, a hook, or a checkpoint takes more than steps do."""
+    if oom.begin_bytes is None or oom.allocated_bytes is None:
+        return
+    taken, usual_bytes = oom.wanted_bytes - oom.begin_bytes, oom.usual_step_bytes
+    if taken < max(usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
+        return
+    steps = f"; steps take {format_bytes(usual_bytes)} at most" if usual_bytes else ""
+    yield ruling(
+        oom,
+        "spike",
+        f"{oom.place} takes more than {format_bytes(taken)} beside what is there when a step begins{steps}.",
+        f"Do it in parts, or on the CPU{', and under torch.no_grad()' if oom.grad_enabled else ''}.",
+        raised_limit(oom),
+        step_bytes=taken,
+        usual_step_bytes=usual_bytes or None,
     )
 
 
@@ -73,6 +103,10 @@ CAUSE = MemoryCause(
         Shape(
             "This step takes ... times as much as the steps before, with a batch of the same size",
             "find what only this step does, at the line that asked for more",
+        ),
+        Shape(
+            "... takes more than ... beside what is there when a step begins: a callback, a hook, or a checkpoint",
+            "do it in parts, or on the CPU, and under `torch.no_grad()`",
         ),
     ],
     find=find,

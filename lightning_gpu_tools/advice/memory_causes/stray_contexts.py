@@ -54,7 +54,8 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     listed = {} if oom.gpu is None else {one.pid: one.memory_used_bytes for one in oom.gpu.processes or ()}
     here = [replace(one, held_bytes=one.held_bytes and listed.get(one.pid, one.held_bytes)) for one in here]
     size, free = _size(here), oom.free_bytes or 0
-    if size and oom.requested_bytes <= free + size and needed_bytes(oom) - size <= oom.total_bytes:
+    needed = needed_bytes(oom) + oom.siblings_bytes - size
+    if size and oom.requested_bytes <= free + size and needed <= oom.total_bytes:
         why = f"{_said(here)} Without {'them' if len(here) > 1 else 'it'}, {format_bytes(free + size)} would be free."
         yield ruling(oom, "stray_contexts", why, _advice(here, "local_rank"), **_evidence(here))
 

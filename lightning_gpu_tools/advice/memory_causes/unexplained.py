@@ -9,7 +9,7 @@ from lightning_gpu_tools.advice.lines import holding
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_causes.batch_too_large import has_fitted
 from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
-from lightning_gpu_tools.advice.memory_remedies import another_gpu, fewer_workers, why_host_is_full
+from lightning_gpu_tools.advice.memory_remedies import fewer_workers, more_room, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
@@ -29,7 +29,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         why = f"What filled the memory is not known: it was full in {oom.place}."
     if lines := holding(oom.lines):
         why += f" Of what was recorded, most was allocated at {lines}."
-    yield ruling(oom, "unexplained", why, _RECORD, another_gpu(oom))
+    yield ruling(oom, "unexplained", why, _RECORD, more_room(oom))
 
 
 def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:

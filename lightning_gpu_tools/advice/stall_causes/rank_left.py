@@ -16,10 +16,13 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
     left = first_ended(ranks)
     if left is None or left.has_completed:
         return None
+    advice = "Let the error end the process: do not catch it, or call sys.exit(), on one rank alone."
+    if (left.ended or "").startswith("out of memory"):
+        advice = f"Rank {left.rank} has printed what filled its memory, and what to change. {advice}"
     return Explanation(
         "rank_left",
         f"Rank {left.rank} has left the training at step {left.step} ({printable(left.ended)}); {others_wait(ranks)}.",
-        "Let the error end the process: do not catch it, or call sys.exit(), on one rank alone.",
+        advice,
         left.rank,
     )
 

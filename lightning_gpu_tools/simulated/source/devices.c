@@ -178,8 +178,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute,
       break; // torch.cuda._sleep counts in cycles: a cycle is a nanosecond here
     case cudaDevAttrL2CacheSize: *value = g->l2_mib << 20; break;
     case cudaDevAttrIntegrated:
-    case cudaDevAttrPageableMemoryAccess:
-    case cudaDevAttrMemoryPoolsSupported: *value = 0; break;
+    case cudaDevAttrPageableMemoryAccess: *value = 0; break;
     default: *value = 1;
   }
   return 0;

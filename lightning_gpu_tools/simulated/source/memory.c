@@ -6,7 +6,8 @@
 #include <sys/mman.h>
 
 #define GRAIN (2UL << 20) // cudaMalloc maps memory in pieces of 2 MiB
-enum where { ON_DEVICE, ON_HOST };
+#define POOL_GRAIN (32UL << 20) // a pool of cudaMallocAsync takes pieces of 32 MiB; our default
+enum where { ON_DEVICE, IN_POOL, ON_HOST };
 struct block {
   char *begin;
   size_t size;
@@ -39,19 +40,55 @@ static int unlist(void *p, struct block *was) { // with the lock
 }
 static size_t *bytes_of(int device) { return &self->uses[devices[device].gpu].bytes; }
 static int fits(int device, size_t size) { return machine_used(devices[device].gpu) + size <= GPU(device)->memory; }
+static size_t rounded(size_t size, size_t grain) { return (size + grain - 1) / grain * grain; }
+
+// Each device has one pool, in which what is freed stays for what is allocated next, as torch asks it to. No part of it
+// is too small for anything: the driver maps its pieces anew.
+static uint64_t pools[GPUS][cudaMemPoolAttrUsedMemHigh + 1]; // by attribute
+static void resize(int device, uint64_t now, enum cudaMemPoolAttr current_bytes) { // with the lock
+  uint64_t *of = &pools[device][current_bytes];                                    // its high-water mark comes next
+  if (current_bytes == cudaMemPoolAttrReservedMemCurrent) *bytes_of(device) += now - *of;
+  of[0] = now;
+  if (now > of[1]) of[1] = now;
+}
+static void trim(int device, size_t keep) { // with the lock
+  uint64_t *is = pools[device], used = rounded(is[cudaMemPoolAttrUsedMemCurrent], POOL_GRAIN);
+  uint64_t least = used > keep ? used : keep;
+  if (is[cudaMemPoolAttrReservedMemCurrent] > least) resize(device, least, cudaMemPoolAttrReservedMemCurrent);
+}
+static int grows(int device, size_t size) { // with the lock: whether the pool can hold so much more
+  uint64_t used = pools[device][cudaMemPoolAttrUsedMemCurrent] + size;
+  uint64_t needs = rounded(used, POOL_GRAIN), has = pools[device][cudaMemPoolAttrReservedMemCurrent];
+  if (needs > has && !fits(device, needs - has)) return 0;
+  if (needs > has) resize(device, needs, cudaMemPoolAttrReservedMemCurrent);
+  resize(device, used, cudaMemPoolAttrUsedMemCurrent);
+  return 1;
+}
+static int reserve(int device, size_t size, enum where where) { // with the lock
+  if (where == ON_HOST) return 1;
+  if (where == IN_POOL) return grows(device, size);
+  if (!fits(device, size)) trim(device, 0); // as the driver does before it refuses
+  if (!fits(device, size)) return 0;
+  *bytes_of(device) += size;
+  return 1;
+}
+static void release(const struct block *b) { // with the lock
+  if (b->where == ON_DEVICE) *bytes_of(b->device) -= b->size;
+  if (b->where == IN_POOL)
+    resize(b->device, pools[b->device][cudaMemPoolAttrUsedMemCurrent] - b->size, cudaMemPoolAttrUsedMemCurrent);
+}
 static cudaError_t take(void **p, size_t size, enum where where) {
   cudaError_t error = usable();
   if (error) return error;
   *p = NULL;
   if (!size) return 0;
-  size = (size + GRAIN - 1) / GRAIN * GRAIN;
+  size = rounded(size, where == IN_POOL ? 512 : GRAIN);
   pthread_mutex_lock(&lock);
-  char *m = where == ON_DEVICE && !fits(current, size)
+  char *m = !reserve(current, size, where)
                 ? MAP_FAILED
                 : mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (m != MAP_FAILED) {
     list(m, size, current, where);
-    if (where == ON_DEVICE) *bytes_of(current) += size;
     *p = m;
   }
   pthread_mutex_unlock(&lock);
@@ -62,7 +99,7 @@ static cudaError_t give(void *p) {
   if (!p) return 0;
   pthread_mutex_lock(&lock);
   int found = unlist(p, &b);
-  if (found && b.where == ON_DEVICE) *bytes_of(b.device) -= b.size;
+  if (found) release(&b);
   pthread_mutex_unlock(&lock);
   if (!found) return fail(cudaErrorInvalidValue);
   munmap(b.begin, b.size);
@@ -71,7 +108,6 @@ static cudaError_t give(void *p) {
 
 cudaError_t cudaMalloc(void **p, size_t size) { return take(p, size, ON_DEVICE); }
 cudaError_t cudaMallocManaged(void **p, size_t size, unsigned flags) { return take(p, size, ON_DEVICE); }
-cudaError_t cudaMallocAsync(void **p, size_t size, cudaStream_t s) { return take(p, size, ON_DEVICE); }
 cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) { return take(p, size, ON_HOST); }
 cudaError_t cudaMallocHost(void **p, size_t size) { return take(p, size, ON_HOST); }
 cudaError_t cudaFree(void *p) { // waits for the device, as the documentation says
@@ -80,7 +116,6 @@ cudaError_t cudaFree(void *p) { // waits for the device, as the documentation sa
   if (!p) return 0; // the usual way to start CUDA
   return (error = wait_device(current)) ? error : give(p);
 }
-cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { return give(p); }
 cudaError_t cudaFreeHost(void *p) { return give(p); }
 cudaError_t cudaHostRegister(void *p, size_t size, unsigned flags) {
   cudaError_t error = usable();
@@ -107,7 +142,7 @@ cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
 static int place(const void *p, int *pinned) { // the device, or -1 for the host
   pthread_mutex_lock(&lock);
   struct block *b = find(p);
-  int device = b && b->where == ON_DEVICE ? b->device : -1;
+  int device = b && b->where != ON_HOST ? b->device : -1;
   *pinned = b && b->where == ON_HOST;
   pthread_mutex_unlock(&lock);
   return device;
@@ -221,6 +256,62 @@ cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size
   return 0;
 }
 
+// cudaMallocAsync. Graphs of it are not simulated.
+cudaError_t cudaMallocAsync(void **p, size_t size, cudaStream_t s) {
+  cudaError_t error = not_while_capturing(stream_of(s));
+  return error ? error : take(p, size, IN_POOL);
+}
+struct freed {
+  struct effect effect;
+  char *begin;
+  size_t size;
+};
+static void unmap(struct effect *effect) {
+  struct freed *f = (struct freed *)effect;
+  munmap(f->begin, f->size);
+}
+cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { // the stream may still have to copy to it
+  struct block b;
+  cudaError_t error = not_while_capturing(stream_of(s));
+  if (error) return error;
+  pthread_mutex_lock(&lock);
+  int found = unlist(p, &b);
+  if (found) release(&b);
+  pthread_mutex_unlock(&lock);
+  if (!found) return fail(cudaErrorInvalidValue);
+  struct freed *f = malloc(sizeof *f);
+  *f = (struct freed){{unmap}, b.begin, b.size};
+  return enqueue(stream_of(s), 0, 0, &f->effect);
+}
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) {
+  *pool = (cudaMemPool_t)pools[device];
+  return 0;
+}
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t keep) {
+  pthread_mutex_lock(&lock);
+  trim((uint64_t(*)[cudaMemPoolAttrUsedMemHigh + 1]) pool - pools, keep);
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
+static int is_flag(enum cudaMemPoolAttr a) { return a < cudaMemPoolAttrReleaseThreshold; } // which memory is used again
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr a, void *value) {
+  pthread_mutex_lock(&lock);
+  memcpy(value, (uint64_t *)pool + a, is_flag(a) ? sizeof(int) : sizeof(uint64_t));
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr a, void *value) {
+  uint64_t *is = (uint64_t *)pool;
+  pthread_mutex_lock(&lock);
+  if (a > cudaMemPoolAttrReleaseThreshold)
+    is[a] = is[a - 1]; // a high-water mark, back to what is there now
+  else
+    memcpy(is + a, value, is_flag(a) ? sizeof(int) : sizeof(uint64_t));
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool, const struct cudaMemAccessDesc *who, size_t n) { return 0; }
+
 // The driver's calls for memory that is mapped piece by piece, on which torch's expandable segments stand.
 struct piece {
   size_t size;
@@ -248,8 +339,7 @@ int cuMemCreate(struct piece **piece, size_t size, const struct properties *p, u
   if (usable()) return 719;
   pthread_mutex_lock(&lock);
   activate(device);
-  full = !fits(device, size);
-  if (!full) *bytes_of(device) += size;
+  full = !reserve(device, size, ON_DEVICE);
   pthread_mutex_unlock(&lock);
   if (full) return 2; // CUDA_ERROR_OUT_OF_MEMORY
   *piece = malloc(sizeof **piece);

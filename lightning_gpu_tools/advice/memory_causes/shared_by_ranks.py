@@ -1,0 +1,73 @@
+"""shared_by_ranks: other ranks of this job train on the same GPU, and hold what this one lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Shape
+from lightning_gpu_tools.advice.examples import GIB
+from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_causes.other_processes import named
+from lightning_gpu_tools.advice.memory_causes.stray_contexts import strays
+from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
+from lightning_gpu_tools.advice.memory_remedies import needed_bytes
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes
+
+_MAX_NAMED = 3  # our default
+
+
+def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
+    here, size, free = oom.siblings, oom.siblings_bytes, oom.free_bytes or 0
+    total, strangers = oom.total_bytes, {one.pid for those in strays(oom.contexts) for one in those}
+    if total is None or oom.message.allowed_bytes is not None or strangers & {one.pid for one in here}:
+        return
+    if size < MIN_SHARE * total or oom.requested_bytes > free + size or needed_bytes(oom) > total:
+        return
+    ranks = len(here) + 1
+    if len(oom.gpus) > 1:
+        advice = (
+            "Give each rank a GPU of its own: torch.cuda.set_device(local_rank) before anything else uses CUDA, and a "
+            "CUDA_VISIBLE_DEVICES with as many GPUs as this machine has ranks."
+        )
+    else:
+        advice = (
+            f"This machine has one GPU: start one rank, and accumulate the gradients of {ranks} times as many batches."
+        )
+    yield ruling(
+        oom,
+        "shared_by_ranks",
+        f"{ranks} ranks of this job share this GPU: {named(here[:_MAX_NAMED])}. Without the others, "
+        f"{format_bytes(free + size)} would be free.",
+        advice,
+        pids=" ".join(str(one.pid) for one in here),
+        siblings_bytes=size,
+    )
+
+
+_SIBLING = GpuReading(
+    index=0,
+    uuid="GPU-0",
+    memory_total_bytes=24 * GIB,
+    memory_free_bytes=0,
+    processes=(GpuProcess(pid=40, memory_used_bytes=12 * GIB), GpuProcess(pid=41, memory_used_bytes=12 * GIB)),
+)
+
+CAUSE = MemoryCause(
+    name="shared_by_ranks",
+    shapes=[
+        Shape(
+            "... ranks of this job share this GPU, with what each of the others holds; what was asked for would fit "
+            "without them",
+            "`torch.cuda.set_device(local_rank)`, and as many GPUs in `CUDA_VISIBLE_DEVICES` as there are ranks; with "
+            "one GPU, one rank",
+        )
+    ],
+    find=find,
+    after=("stray_contexts",),
+    verified_on="simulated GPU",
+    sick=an_error(begins=FLAT, allocated=11 * GIB, gpus=(_SIBLING,), pid=40, own_pids=frozenset({40, 41})),
+    healthy=an_error(begins=FLAT, allocated=11 * GIB, gpus=(_SIBLING,), pid=40, own_pids=frozenset({40})),
+)
