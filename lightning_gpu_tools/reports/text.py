@@ -379,7 +379,8 @@ def _memory_lines(account: MemoryAccount, full: bool) -> list[str]:
     heads = {"What a step adds at its peak, by line": account.peak_lines, "What stayed, by line": account.kept_lines}
     lines = []
     for head, found in heads.items():
-        shown = found if full else found[:_MAX_MEMORY_LINES]
+        least = _MIN_PART * sum(one.bytes for one in found)
+        shown = found if full else [one for one in found if one.bytes >= least][:_MAX_MEMORY_LINES]
         rows = [f"  {format_bytes(one.bytes):>8}  {line_label(one)}" for one in shown]
         lines += [head, *rows] if rows else []
     return lines
