@@ -103,6 +103,7 @@ class MemoryCounters:
         self._last: StepMemory | None = None
         self._segments: tuple[Segment, ...] = ()
         self._recorded: list[RecordedStep] = []
+        self._is_recorded = True  # all steps that a replay needs, as far as they have come
         self._room_bytes = 0
         self._steps_read = 0
         self._recorder = MemoryRecorder()
@@ -160,8 +161,12 @@ class MemoryCounters:
                 self._do(self._record_step)
 
     def _is_worth_a_record(self) -> bool:
-        """Return whether to record the allocations of this step: all up to the first full one, then ever fewer."""
-        return self._first is None or self._last is self._first or self._steps_read.bit_count() == 1
+        """Return whether to record the allocations of this step: all that may be replayed, then ever fewer."""
+        return self._is_replayed() or self._steps_read.bit_count() == 1
+
+    def _is_replayed(self) -> bool:
+        """Return whether this step is one up to the first that begins with the optimizer's states."""
+        return self._first is None or self._last is self._first
 
     def note(self, moment: str, phase: str) -> None:
         """Read the counters after a phase, at the step's first such moment (a field of ``StepMemory``)."""
@@ -237,16 +242,16 @@ class MemoryCounters:
         self._records_step = self._recorder.is_recording
 
     def _take_record(self) -> int:
-        """End the record of this step, and return what it adds at its peak; 0 if the record is incomplete."""
-        if not self._records_step:
-            return 0
-        self._records_step = False
-        events, moments = recorded_events(self._gpu), self._allocated()
-        self._recorder.stop()
-        if not is_complete(events, moments):
+        """End the record of this step, and return what it adds at its peak; 0 without a complete record."""
+        is_replayed, is_begun, self._records_step = self._is_replayed(), self._records_step, False
+        events, moments = recorded_events(self._gpu) if is_begun else [], self._allocated()
+        if is_begun:
+            self._recorder.stop()
+        if not (is_begun and is_complete(events, moments)):
+            self._is_recorded &= not is_replayed
             return 0
         self._peak_lines = by_line(blocks_at_peak(events, moments))
-        if self._first is None or self._last is self._first:
+        if is_replayed:
             weights, is_mixed = weights_of(self._training), "mixed" in (self._training.precision or "")
             found = block_events(
                 events,
@@ -326,7 +331,7 @@ class MemoryCounters:
     def recorded(self) -> RecordedSteps | None:
         """The recorded steps, once the optimizer's first is among them. Safe in any thread."""
         # After that, not every step was read, and the optimizer's first may be missing.
-        is_whole = self._first is not None and self._first.step < _MAX_EARLY_STEPS
+        is_whole = self._is_recorded and self._first is not None and self._first.step < _MAX_EARLY_STEPS
         if not (is_whole and self._recorded and all(one.batch_shape for one in self._recorded)):
             return None
         return RecordedSteps(segments=self._segments, steps=tuple(self._recorded), room_bytes=self._room_bytes)
