@@ -52,7 +52,7 @@ def select(args: argparse.Namespace, *, claim: bool, group: str | None = None) -
     if args.min_free == LAST_RUN:
         from lightning_gpu_tools.reports.last_run import last_need
 
-        args.min_free, origin = last_need(os.curdir)
+        args.min_free, origin = last_need(os.curdir, getattr(args, "command", ()))
         say(origin)
     options = {name: getattr(args, name) for name in OPTIONS if name != "claim"}
     try:

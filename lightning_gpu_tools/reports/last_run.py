@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
@@ -14,6 +15,7 @@ from lightning_gpu_tools.reports.report import COMPLETED, FILE_NAME, RUNNING, Re
 from lightning_gpu_tools.reports.report_file import find_reports, load_report
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
+_MAX_REPORTS = 50  # our default
 _FREE_WHEN_IDLE = 0.95  # our default for the free share of an idle GPU: its driver and a desktop take some
 
 
@@ -24,27 +26,32 @@ class Need(NamedTuple):
     origin: str
 
 
-def last_need(folder: str) -> Need:
+def last_need(folder: str, command: Sequence[str] = ()) -> Need:
     """Return what the last run below a folder needed on one GPU, with a margin of 20 %.
 
-    The last run is the newest that trained on a GPU and has ended; without one, the newest that still runs.
+    The last run is the newest that trained on a GPU and has ended, of the script that ``command`` names; without one,
+    the newest of any script; without that, the newest that still runs. At most 50 reports are read.
 
     Raises:
         ReportError: There is no such run, or the newest report cannot be read.
     """
-    still_running = None
+    still_running = of_another = None
+    scripts = {os.path.basename(word) for word in command}
     files = find_reports(folder)
-    for file in files:
+    for file in files[:_MAX_REPORTS]:
         try:
             report = load_report(file)
         except ReportError as error:
             raise ReportError(f"min_free=last: {error} Or remove the file, or give a size, such as 8GiB.") from None
         need = need_of(report, printable_path(file.removeprefix("./")))
-        if need and not report.outcome.startswith(RUNNING):
+        if need and report.outcome.startswith(RUNNING):
+            still_running = still_running or need
+        elif need and (not scripts or report.settings.get("script") in scripts):
             return need
-        still_running = still_running or need
-    if still_running:
-        return still_running
+        else:
+            of_another = of_another or need
+    if found := of_another or still_running:
+        return found
     newest = ""
     if files:
         report = load_report(files[0])
@@ -78,7 +85,9 @@ def need_of(report: Report, name: str) -> Need | None:
     peak_bytes, idle_bytes = max(sizes)
     min_free_bytes = math.ceil(min(peak_bytes * (1 + MARGIN), max(peak_bytes, idle_bytes)))
     kind, outcome = ("peak", "") if report.outcome == COMPLETED else ("at least", f"{printable(report.outcome, 200)}, ")
-    model, date = printable(report.settings.get("model", "a run")), printable(report.started_at.partition("T")[0])
+    script = report.settings.get("script")
+    model = printable(report.settings.get("model", "a run")) + (f" in {printable(script)}" if script else "")
+    date = printable(report.started_at.partition("T")[0])
     percent = 100 * (min_free_bytes / peak_bytes - 1)
     return Need(
         min_free_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
 def requested(min_free: int | str | None, **options: Any) -> Request:
     """Return the request of these options; for ``min_free="last"``, log the size and the run that it is from."""
     if min_free == LAST_RUN:
-        min_free, origin = last_need(os.curdir)
+        min_free, origin = last_need(os.curdir, sys.argv[:1])
         rank_zero_info(origin)
     return Request(min_free=min_free, **options)
 

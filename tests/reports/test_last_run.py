@@ -125,6 +125,20 @@ def test_the_newest_run_on_a_gpu_that_has_ended_is_the_last(tmp_path: Path) -> N
     assert peak_in(tmp_path) == 40
 
 
+def test_the_last_run_of_the_same_script_is_preferred(tmp_path: Path) -> None:
+    for age, (size, script) in enumerate([(10, "other.py"), (20, "train.py"), (30, "train.py"), (40, None)]):
+        save(tmp_path / f"version_{age}", of_gib(size, settings={**TRAINED.settings, "script": script}), age)
+    for command, size in (
+        (["python", "src/train.py", "--lr", "1"], 20),
+        (["other.py"], 10),
+        (["python", "new.py"], 10),
+        ([], 10),
+    ):
+        need = last_need(str(tmp_path), command)
+        assert round(need.min_free_bytes / 1.2 / GIB) == size
+        assert f" of LitModel in {'train' if size == 20 else 'other'}.py on " in need.origin
+
+
 def test_a_run_that_still_runs_is_better_than_none(tmp_path: Path) -> None:
     save(tmp_path, of_gib(30, **RUNS), 10)
     assert peak_in(tmp_path) == 30
