@@ -40,11 +40,10 @@ class MemoryRecorder:
 
     def stop(self) -> None:
         """Stop recording. Idempotent."""
-        record, is_ours = compat.memory_recorder(), self.is_recording
-        self.is_recording = False
-        if is_ours and record is not None:
+        if self.is_recording:
+            self.is_recording = False
             with suppress(RuntimeError):  # CUDA may be what has failed
-                record(enabled=None)
+                compat.memory_recorder()(enabled=None)
 
 
 class Block(NamedTuple):
