@@ -126,7 +126,7 @@ def _with_gpus(report: Report, gpus: Iterable[GpuSummary]) -> Report:
 def _settings(recorder: RunRecorder, cores: float) -> dict[str, Any]:
     run, loader = recorder.run, recorder.loader
     return {
-        "script": os.path.basename(sys.argv[0]) if sys.argv else None,
+        "script": None if sys.argv[:1] in ([], [""], ["-c"]) else os.path.basename(sys.argv[0]),
         "dataset": None if run.loader is None else type(run.loader.dataset).__qualname__,
         "cpu": f"{processor_name()}, {cores:g} cores",
         "device": run.device.type,

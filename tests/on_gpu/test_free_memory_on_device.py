@@ -68,7 +68,7 @@ def test_what_an_out_of_memory_error_keeps_is_freed(prompt: Callable[..., None])
     freed = free_memory()
     (gpu,) = freed.gpus
     assert (gpu.index, gpu.allocated_after_bytes, gpu.reserved_after_bytes) == (0, 128 * MIB, 128 * MIB)
-    assert gpu.allocated_before_bytes == gpu.reserved_before_bytes == torch.cuda.max_memory_reserved() > 1.5 * GIB
+    assert gpu.allocated_before_bytes == gpu.reserved_before_bytes > 1.5 * GIB
     assert freed.freed_bytes == gpu.reserved_before_bytes - 128 * MIB
     assert str(freed).splitlines() == [
         "Freed 1.75 GiB on GPU 0 (1.88 GiB -> 128 MiB reserved).",
