@@ -170,6 +170,44 @@ def readings(machine: Machine) -> list[dict[str, str]]:
     return [dict(zip(fields, line.split(", "), strict=True)) for line in lines]
 
 
+def test_processes_that_begin_at_once_are_told_apart(make_machine: MakeMachine, answer: Answer) -> None:
+    listed = answer(
+        make_machine(),
+        """
+import json, os, subprocess, sys
+import pynvml
+
+begin = '''
+import ctypes, os, sys
+library = ctypes.CDLL("libcuda.so.1")
+os.write(1, b"ready")
+os.read(0, 1)
+library.cudaFree(None)
+os.write(1, b"begun")
+os.read(int(sys.argv[1]), 1)
+'''
+pynvml.nvmlInit()
+gpu, counts = pynvml.nvmlDeviceGetHandleByIndex(0), []
+for _ in range(3):
+    (go, begins), (end, ends) = os.pipe(), os.pipe()
+    command = [sys.executable, "-S", "-c", begin, str(end)]
+    started = [
+        subprocess.Popen(command, stdin=go, stdout=subprocess.PIPE, pass_fds=[end], bufsize=0) for _ in range(8)
+    ]
+    assert all(one.stdout.read(5) == b"ready" for one in started)
+    os.write(begins, bytes(8))
+    assert all(one.stdout.read(5) == b"begun" for one in started)
+    counts.append(len(pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)))
+    for pipe in (go, begins, end, ends):
+        os.close(pipe)
+    for one in started:
+        one.wait()
+print(json.dumps(counts))
+""",
+    )
+    assert listed == [8, 8, 8]
+
+
 def test_time_follows_streams_events_and_graphs(make_machine: MakeMachine, answer: Answer) -> None:
     sequential, parallel, product, replayed, refused, replays = answer(
         make_machine(),

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -81,6 +82,12 @@ static void set(const char *key, const char *value) {
     g->limit_w = number;
 }
 
+static int open_state(void) {
+  char path[4096];
+  snprintf(path, sizeof path, "%s/machine.state", getenv("SIMULATED_CUDA"));
+  return open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+}
+
 const struct machine *machine_open(void) {
   const char *folder = getenv("SIMULATED_CUDA");
   if (machine.state) return &machine;
@@ -95,8 +102,7 @@ const struct machine *machine_open(void) {
     if (sscanf(line, "%63s %255[^\n]", key, value) >= 1) set(key, value);
   }
   fclose(file);
-  snprintf(path, sizeof path, "%s/machine.state", folder);
-  int f = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  int f = open_state();
   if (f < 0) return NULL;
   void *state = ftruncate(f, sizeof *machine.state)
                     ? MAP_FAILED
@@ -127,20 +133,25 @@ static i64 birth_of(int pid) { // in ticks since the boot; 0 if the process has 
 int machine_alive(const struct process *p) { return p->pid && birth_of(p->pid) == p->birth; }
 
 struct process *machine_join(void) {
-  for (int i = 0; i < PROCESSES; i++) {
+  static struct process alone; // more processes than places: nobody else sees what this one does
+  struct process *found = &alone;
+  int f = open_state();
+  flock(f, LOCK_EX); // processes that begin at once must not take the same place
+  for (int i = 0; i < PROCESSES && found == &alone; i++) {
     struct process *p = &machine.state->processes[i];
-    int before = p->pid;
-    if (machine_alive(p) || !__sync_bool_compare_and_swap(&p->pid, before, getpid())) continue;
+    if (machine_alive(p)) continue;
+    p->pid = 0;
     for (int g = 0; g < GPUS; g++) {
       p->uses[g].active = 0;
       p->uses[g].bytes = 0;
       p->uses[g].waiting_since = 0;
     }
     p->birth = birth_of(getpid()); // what the one before it did stays: the driver's buffer remembers it, too
-    return p;
+    p->pid = getpid();
+    found = p;
   }
-  static struct process alone; // more processes than places: nobody else sees what this one does
-  return &alone;
+  close(f);
+  return found;
 }
 
 size_t machine_used(int gpu) {
