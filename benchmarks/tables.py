@@ -327,7 +327,7 @@ def loader_settings() -> str:
     before, after = (found["example"][when]["steps_per_s"] for when in ("before", "after"))
     return block(
         table(("loader", "before", "chosen (workers x prefetch)", "best of the grid", "finder / grid"), *rows),
-        f"Batches a second, beside the best of an exhaustive grid; the step sleeps. `examples/train.py`, which "
+        f"Batches a second, next to the best of an exhaustive grid; the step sleeps. `examples/train.py`, which "
         f"computes on the same cores that it loads with, went from {before:.1f} to {after:.1f} steps a second. "
         + source("loader_settings.py", "loader_settings"),
     )

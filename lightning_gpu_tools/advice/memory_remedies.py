@@ -114,10 +114,10 @@ def needed_bytes(oom: OutOfMemory) -> float:
     to_come = max(0, oom.model.total_bytes - (oom.begin_bytes or oom.allocated_bytes or 0))
     if oom.has_completed_full_steps and oom.memory is not None:
         tensors, to_come = max(tensors, oom.memory.peak_bytes), 0
-    beside = 0
+    own = 0  # of this process, outside torch's allocator
     if oom.total_bytes is not None and oom.free_bytes is not None and oom.reserved_bytes is not None:
-        beside = max(0, oom.total_bytes - oom.free_bytes - oom.reserved_bytes - oom.others_bytes - oom.siblings_bytes)
-    return tensors + to_come + beside
+        own = max(0, oom.total_bytes - oom.free_bytes - oom.reserved_bytes - oom.others_bytes - oom.siblings_bytes)
+    return tensors + to_come + own
 
 
 def needed(oom: OutOfMemory) -> str:

@@ -181,7 +181,7 @@ class OutOfMemory:
     asked: MemoryLine | None = None  # the line that asked for more
     lines: tuple[MemoryLine, ...] = ()  # of the recorded blocks in use at that time
     model: ModelSize = ModelSize()  # with 0 for unknown sizes
-    allocator: str = "PYTORCH_CUDA_ALLOC_CONF="  # torch's settings, as they are set; empty if unknown
+    allocator: str = ""  # torch's settings, as the environment sets them: "PYTORCH_ALLOC_CONF=..."; empty if unknown
     uuid: str | None = None  # of the GPU
     gpus: tuple[GpuReading, ...] = ()  # of the machine, read after the error
     own_pids: frozenset[int] | None = None  # this job's processes, with the driver's PIDs

@@ -121,7 +121,7 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
             inside = f"{wrapper}.{WRAPPER_SEGMENT}.".lstrip(".")
             raise CheckpointMismatchError(
                 f"{source}: {printable(repr(wrapper))} is no wrapper. No key begins with {printable(repr(inside))}, or "
-                "there are others beside it."
+                "there are others next to it."
             )
     kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
     if changes.drop_root and not kept:

@@ -42,6 +42,8 @@ def last_need(folder: str, command: Sequence[str] = ()) -> Need:
         try:
             report = load_report(file)
         except ReportError as error:
+            if of_another or still_running:
+                break
             raise ReportError(f"min_free=last: {error} Or remove the file, or give a size, such as 8GiB.") from None
         need = need_of(report, printable_path(file.removeprefix("./")))
         if need and report.outcome.startswith(RUNNING):

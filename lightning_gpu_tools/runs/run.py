@@ -10,10 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.gpus.readings import GpuReading
+from lightning_gpu_tools.training.memory_holdings import Training
 from lightning_gpu_tools.training.rank_exchange import RankPlace
 
 
-class Run(Protocol):
+class Run(Training, Protocol):
     """A training, as far as the code that drives it knows; ``None`` = unknown, or none."""
 
     has_trainer: bool  # whether a Trainer drives it, with options that can be advised
@@ -21,14 +22,6 @@ class Run(Protocol):
     @property
     def place(self) -> RankPlace:
         """The place of this rank in the job."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which this rank trains."""
-
-    @property
-    def gpu(self) -> torch.device | None:
-        """The same device if it is an NVIDIA GPU."""
 
     @property
     def gpus(self) -> Sequence[torch.device]:
@@ -43,22 +36,6 @@ class Run(Protocol):
         """The iterator of the loader."""
 
     @property
-    def module(self) -> torch.nn.Module | None:
-        """The model."""
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers."""
-
-    @property
-    def optimizer_steps(self) -> int:
-        """The number of steps they have made, including earlier fits."""
-
-    @property
-    def is_plain_ddp(self) -> bool:
-        """Whether ranks meet only at the end of backward, and not in every layer as with FSDP or DeepSpeed."""
-
-    @property
     def loggers(self) -> Sequence[Any]:
         """Lightning's loggers."""
 
@@ -69,10 +46,6 @@ class Run(Protocol):
     @property
     def logged_step(self) -> int:
         """The step number that they get with metrics."""
-
-    @property
-    def precision(self) -> str | None:
-        """The precision, such as ``"32-true"``."""
 
     @property
     def accumulate_grad_batches(self) -> int:

@@ -20,35 +20,35 @@ _HOPPER = 9  # major compute capability, from which on workspaces are larger
 
 
 class Training(Protocol):
-    """The required part of ``runs.run.Run``."""
+    """A training, as far as its memory is concerned; ``None`` = unknown, or none."""
 
     @property
     def device(self) -> torch.device:
-        """Device that it trains on."""
+        """The device on which this rank trains."""
 
     @property
     def gpu(self) -> torch.device | None:
-        """The same if it is a GPU."""
+        """The same device if it is an NVIDIA GPU."""
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """Its model, if known."""
+        """The model."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Its optimizers."""
+        """The optimizers."""
 
     @property
     def optimizer_steps(self) -> int:
-        """Number of their steps so far."""
+        """The number of steps they have made, including earlier fits."""
 
     @property
     def is_plain_ddp(self) -> bool:
-        """Whether every rank has the whole model."""
+        """Whether ranks meet only at the end of backward, and not in every layer as with FSDP or DeepSpeed."""
 
     @property
     def precision(self) -> str | None:
-        """Its precision, in Lightning's terms."""
+        """The precision, such as ``"32-true"``."""
 
 
 def count_holdings(training: Training, batch: Set[int] = frozenset()) -> MemoryHoldings:

@@ -99,7 +99,7 @@ USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
         pytest.param(
             {"begins": FLAT, "requested": 3 * GIB, "allocated": 20 * GIB, "cached": int(2.5 * GIB), "free": GIB},
             "fragmentation",
-            "In one piece, they would be enough with the 1.00 GiB beside them.",
+            "In one piece, they would be enough with the 1.00 GiB that are free.",
             id="enough with what is free",
         ),
         pytest.param(
@@ -156,7 +156,7 @@ USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
         pytest.param(
             {"phase": "callback/WeightAveraging", "begins": FLAT, "memory": counted_steps(64, 8 * GIB, 18 * GIB)},
             "spike",
-            "WeightAveraging takes more than 14.2 GiB beside what is there when a step begins; steps take 10.0 GiB",
+            "WeightAveraging takes more than 14.2 GiB beyond what a step begins with; steps take 10.0 GiB",
             id="callback that takes much",
         ),
         pytest.param(

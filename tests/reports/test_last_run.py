@@ -170,5 +170,9 @@ def test_the_newest_one_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "version_1" / "gpu_report.json"
     broken.parent.mkdir()
     broken.write_text("{")
+    os.utime(broken, (1e9 - 30,) * 2)
+    assert peak_in(tmp_path) == 40  # a newer one is known
+    assert round(last_need(str(tmp_path), ["another.py"]).min_free_bytes / 1.2 / GIB) == 40
+    os.utime(broken, (1e9,) * 2)
     with pytest.raises(ReportError, match=rf"^min_free=last: {broken} is not a report .* Or remove the file, or give"):
         last_need(str(tmp_path))

@@ -28,14 +28,14 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     retries = None if oom.reading is None else oom.reading.retries
     times = "once" if retries == 1 else f"{retries} times"
     again = f", and has emptied its cache {times} to go on" if retries else ""
-    beside = ""
+    together = ""
     if unused < oom.requested_bytes:
-        beside = f" In one piece, they would be enough with the {format_bytes(left)} beside them."
+        together = f" In one piece, they would be enough with the {format_bytes(left)} that are free."
     yield ruling(
         oom,
         "fragmentation",
         f"torch holds {format_bytes(unused)} that no tensor uses, in pieces below {format_bytes(oom.requested_bytes)}"
-        f"{again}.{beside}",
+        f"{again}.{together}",
         _advice(oom.allocator or "PYTORCH_CUDA_ALLOC_CONF="),
         fragmented_bytes=unused,
         retries=retries,

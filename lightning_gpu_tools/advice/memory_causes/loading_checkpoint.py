@@ -17,8 +17,8 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if oom.phase != LOADING_CHECKPOINT:
         return
     allocated, model = oom.allocated_bytes, oom.model.parameters_bytes
-    beside = f" beside the model's {format_bytes(model)}" if model else ""
-    held = f"{format_bytes(allocated)} were in tensors{beside}" if allocated else "the model was there already"
+    more = f" in addition to the model's {format_bytes(model)}" if model else ""
+    held = f"{format_bytes(allocated)} were in tensors{more}" if allocated else "the model was there already"
     load = "plugins=[PortableCheckpointIO()]" if run.has_trainer else "load_weights(model, path)"
     yield ruling(
         oom,

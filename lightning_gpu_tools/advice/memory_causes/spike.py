@@ -16,14 +16,12 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
 _MIN_TIMES = 1.5  # our default: how many times the elements of the median batch, or the memory of other steps
-
-
 _BETWEEN_STEPS = (CALLBACK, LOGGING, CHECKPOINT)
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if base_phase(oom.phase) in _BETWEEN_STEPS:
-        yield from _beside_steps(oom)
+        yield from _between_steps(oom)
         return
     if in_validation(oom) or not oom.batch_shape or not oom.usual_items or not oom.has_completed_steps:
         return
@@ -74,7 +72,7 @@ def _usual_batch(oom: OutOfMemory) -> Iterator[Ruling]:
     )
 
 
-def _beside_steps(oom: OutOfMemory) -> Iterator[Ruling]:
+def _between_steps(oom: OutOfMemory) -> Iterator[Ruling]:
     """Yield a ruling if a callback, a hook, or a checkpoint takes more than steps do."""
     if oom.begin_bytes is None or oom.allocated_bytes is None:
         return
@@ -85,7 +83,7 @@ def _beside_steps(oom: OutOfMemory) -> Iterator[Ruling]:
     yield ruling(
         oom,
         "spike",
-        f"{oom.place} takes more than {format_bytes(taken)} beside what is there when a step begins{steps}.",
+        f"{oom.place} takes more than {format_bytes(taken)} beyond what a step begins with{steps}.",
         f"Do it in parts, or on the CPU{', and under torch.no_grad()' if oom.grad_enabled else ''}.",
         raised_limit(oom),
         step_bytes=taken,
@@ -105,7 +103,7 @@ CAUSE = MemoryCause(
             "find what only this step does, at the line that asked for more",
         ),
         Shape(
-            "... takes more than ... beside what is there when a step begins: a callback, a hook, or a checkpoint",
+            "... takes more than ... beyond what a step begins with: a callback, a hook, or a checkpoint",
             "do it in parts, or on the CPU, and under `torch.no_grad()`",
         ),
     ],
