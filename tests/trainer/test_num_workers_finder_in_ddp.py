@@ -18,7 +18,7 @@ from trainings import Model, Samples, quiet_trainer
 
 from lightning_gpu_tools import NumWorkersFinder
 
-LOAD_S, STEP_S = 0.016, 0.004
+LOAD_S, STEP_S = 0.05, 0.004  # so that workers help on a busy machine, too
 
 
 class Faulty(Samples):
@@ -43,7 +43,7 @@ def train_each_way(folder: Path, rank: int) -> None:
     found = {}
     for mode in ("untouched", "tuned", "faulty"):
         seed_everything(3)
-        finder, watch = NumWorkersFinder(budget_s=12.0), Watch()
+        finder, watch = NumWorkersFinder(), Watch()
         callbacks: list[Callback] = [watch] if mode == "untouched" else [finder, watch]
         dataset = (Faulty if mode == "faulty" else Samples)(100, time.sleep, LOAD_S if finder in callbacks else 0.0)
         model = Model(time.sleep, STEP_S if finder in callbacks else 0.0)
@@ -70,7 +70,7 @@ def test_all_ranks_try_and_decide_the_same(tmp_path: Path) -> None:
         assert ranks[0]["tuned"][name] == ranks[1]["tuned"][name]
         assert name == "trials" or ranks[0]["faulty"][name] == ranks[1]["faulty"][name]
     for rank in ranks:
-        assert rank["tuned"]["applied"]
+        assert rank["tuned"]["applied"], rank["tuned"]["reason"]
         assert rank["tuned"]["chosen"] >= 1
         assert rank["tuned"]["workers"][-1] == rank["tuned"]["chosen"]
         assert "only on rank 1" in rank["faulty"]["reason"]
