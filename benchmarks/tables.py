@@ -303,7 +303,7 @@ def source_lines() -> str:
     return block(
         table(("truth, sampled, of a line", *runs), *rows),
         f"{min(counts)} to {max(counts)} samples in {found['seconds']:.0f} s each. A sample takes {min(costs):.0f} to "
-        f"{max(costs):.0f} us of CPU time. {source('source_lines.py', 'source_lines')}",
+        f"{max(costs):.0f} µs of CPU time. {source('source_lines.py', 'source_lines')}",
     )
 
 
@@ -738,7 +738,7 @@ def figures() -> str:
         of_tool = overhead["monitor + advisor" if name == "two empty callbacks" else name]
         beyond = [a - b for a, b in zip(of_tool[name]["wall"], of_tool["no callbacks"]["wall"], strict=True)]
         low, high = median_interval(beyond) or (min(beyond), max(beyond))
-        return f"{median(beyond):.0f} us ({low:.0f} to {high:.0f})"
+        return f"{median(beyond):.0f} µs ({low:.0f} to {high:.0f})"
 
     def saved_s(who: str) -> str:
         return f"{saves['results']['memory'][f'save, {who}']['seconds_median']:.1f} s"

@@ -63,8 +63,8 @@ def format_bytes(size_bytes: float) -> str:
 
 def format_duration(duration_s: float) -> str:
     """Return a duration in a readable unit: ``"4.2 ms"``, ``"38 s"``, ``"2 h 05 min"``."""
-    if duration_s < 0.0009995:  # not "1000 us"
-        return f"{duration_s * 1e6:.0f} us"
+    if duration_s < 0.0009995:  # not "1000 µs"
+        return f"{duration_s * 1e6:.0f} µs"
     if duration_s < 0.9995:
         return f"{duration_s * 1e3:.3g} ms"
     if duration_s < 100:

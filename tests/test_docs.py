@@ -42,7 +42,7 @@ def test_every_cause_is_explained() -> None:
 def test_every_verdict_is_explained() -> None:
     for verdict in get_args(Verdict):
         text = render_text(replace(REPORT, diagnosis=replace(REPORT.diagnosis, verdict=verdict)))
-        assert f"`{text.partition('Verdict: ')[2].partition(' (')[0]}`" in READ, verdict
+        assert f"`{re.split('[:(]', text.partition('Verdict: ')[2])[0].strip()}`" in READ, verdict
 
 
 def linked_file(target: str, page: Path) -> Path | None:

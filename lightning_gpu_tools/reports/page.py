@@ -36,10 +36,9 @@ from lightning_gpu_tools.reports.text import (
     measuring_lines,
     phase_groups,
     phase_label,
-    run_header,
     run_line,
     stall_line,
-    verdict_label,
+    verdict_line,
 )
 from lightning_gpu_tools.units import format_bytes, format_duration
 
@@ -145,8 +144,8 @@ for (const data of document.querySelectorAll("script[data-of]")) {
 def _article(report: Report, charts: Charts, title: str) -> str:
     diagnosis = report.diagnosis
     sections = {
-        "Findings": _findings(report),
         f"Where the {format_duration(report.wall_s)} went": _time(report, charts),
+        "Findings": _findings(report),
         "Source lines": _lines(report),
         "GPUs": _gpus(report, charts),
         "GPU memory": _memory(report, charts),
@@ -158,9 +157,8 @@ def _article(report: Report, charts: Charts, title: str) -> str:
     return "".join(
         [
             "<article>",
-            element("h2" if title else "h1", f"{title}{verdict_label(diagnosis)}"),
-            element("p", run_header(report)),
-            element("p", run_line(report)),
+            element("h2" if title else "h1", f"{title}{verdict_line(report)}"),
+            element("p", f"{report.outcome}; {run_line(report)}"),
             element("p", f"Why: {diagnosis.why}"),
             element("p", f"Next: {diagnosis.next_step}", "next"),
             *([element("p", f"Result: {report.confirmation}")] if report.confirmation else []),

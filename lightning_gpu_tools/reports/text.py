@@ -31,6 +31,7 @@ _MAX_NAMES = 6
 _MAX_PROCESSES = 4
 _MAX_STALLS = 3
 _MIN_PART = 0.02
+_MIN_TIME = 0.01  # of the wall time
 _MAX_SOURCE_LINES = 10  # of a phase
 _MAX_MEMORY_LINES = 3
 LINE_COLUMNS = ("phase", "of its time", "line", "samples")  # of line_rows
@@ -43,14 +44,13 @@ def render_text(report: Report, *, full: bool = False) -> str:
     """Return the report in fewer than 80 lines of at most 100 columns; ``full``: everything, in any number of lines."""
     diagnosis = report.diagnosis
     paragraphs = {
-        "Run": run_header(report),
-        "Verdict": f"{verdict_label(diagnosis)} ({run_line(report)})",
+        "Verdict": f"{verdict_line(report)} ({printable(report.outcome)})",
         "Why": diagnosis.why,
         "Next": diagnosis.next_step,
+        "Result": report.confirmation or "",
+        "Run": run_line(report),
     }
-    if report.confirmation:
-        paragraphs["Result"] = report.confirmation
-    head = [_wrapped(text, f"{f'{title}:':<9}") for title, text in paragraphs.items()]
+    head = [_wrapped(text, f"{f'{title}:':<9}") for title, text in paragraphs.items() if text or title != "Result"]
     return _joined([*head, ""], _details(report, full), [], full)
 
 
@@ -59,11 +59,11 @@ def render_markdown(report: Report, *, full: bool = False) -> str:
     diagnosis, details = report.diagnosis, _details(report, full)
     fence = max(["``", *re.findall("`+", "\n".join(details))]) + "`"  # longer than any inside the block
     head = [
-        f"**GPU utilization: {verdict_label(diagnosis)}** ({escape_markdown(run_line(report))})",
+        f"**{verdict_line(report)}** ({escape_markdown(report.outcome)})",
         "",
-        f"- **Run:** {escape_markdown(run_header(report))}",
         f"- **Why:** {escape_markdown(diagnosis.why)}",
         f"- **Next:** {escape_markdown(diagnosis.next_step)}",
+        f"- **Run:** {escape_markdown(run_line(report))}",
         "",
         "<details><summary>Where the time went</summary>",
         "",
@@ -178,8 +178,16 @@ def verdict_label(diagnosis: Diagnosis) -> str:
     return "TOO SHORT TO JUDGE" if diagnosis.verdict == "too_short" else diagnosis.verdict.replace("_", " ").upper()
 
 
-def run_header(report: Report) -> str:
-    """Return what ran, how long, where and with which versions, as far as known."""
+def verdict_line(report: Report) -> str:
+    """Return the verdict, and what it says of a low one: without GPUs, how often training waits."""
+    label = verdict_label(report.diagnosis)
+    if report.diagnosis.verdict != "low":
+        return label
+    return f"{label}: the GPU is often idle" if report.gpus else f"{label}: training often waits"
+
+
+def run_line(report: Report) -> str:
+    """Return what ran, how fast, where and with which versions, as far as known."""
     settings = {name: printable(value) for name, value in report.settings.items() if value is not None}
     gpus = sorted({printable(gpu.name) for gpu in report.gpus if gpu.name})
     device = ", ".join(gpus) or settings.get("cpu") or settings.get("device")
@@ -190,20 +198,17 @@ def run_header(report: Report) -> str:
         others = f"other programs used {report.others_cores:.1f} cores"
     names = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpu_tools")
     versions = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
+    parts = [settings.get("model"), _pace(report), place, others, settings.get("precision"), versions]
+    return "; ".join(filter(None, parts))
+
+
+def _pace(report: Report) -> str:
+    times = {"median": report.step_s_median, "p95": report.step_s_p95, "longest": report.step_s_max}
+    known = [f"{name} {format_duration(seconds)}" for name, seconds in times.items() if seconds]
+    if known and report.samples_per_s is not None:
+        known.append(f"{report.samples_per_s:.4g} samples/s")
     steps = f"{report.steps} steps in {format_duration(report.wall_s)}"
-    return "; ".join(filter(None, [settings.get("model"), steps, place, others, settings.get("precision"), versions]))
-
-
-def run_line(report: Report) -> str:
-    """Return the outcome of the run, and the times of its steps."""
-    parts = [printable(report.outcome)]
-    if report.step_s_median:
-        times = {"median": report.step_s_median, "p95": report.step_s_p95, "longest": report.step_s_max}
-        known = [f"{name} {format_duration(seconds)}" for name, seconds in times.items() if seconds is not None]
-        parts.append(f"steps: {', '.join(known)}")
-        if report.samples_per_s is not None:
-            parts.append(f"{report.samples_per_s:.4g} samples/s")
-    return "; ".join(parts)
+    return f"{steps} ({', '.join(known)})" if known else steps
 
 
 def stall_line(stall: Stall) -> str:
@@ -235,8 +240,8 @@ def measuring_lines(report: Report) -> list[str]:
         lines.append(printable(report.stall_note, 500))
     if report.monitor_us_per_step is not None:
         thread_us = report.monitor_thread_us_per_step
-        thread = "" if thread_us is None else (f", and {thread_us:.0f} us of CPU time per step in a background thread")
-        lines.append(f"Measuring added at least {report.monitor_us_per_step:.0f} us per step{thread}.")
+        thread = "" if thread_us is None else (f", and {thread_us:.0f} µs of CPU time per step in a background thread")
+        lines.append(f"Measuring added at least {report.monitor_us_per_step:.0f} µs per step{thread}.")
     return lines
 
 
@@ -316,13 +321,23 @@ def _time_tree(report: Report, full: bool) -> list[str]:
         marked = "  ◀ cause" * (phase == cause)
         return label, f"{amount:>10}{100 * seconds / report.wall_s:>6.1f} %{per_step:>10}/step{marked}"
 
-    branches = []
+    def is_shown(seconds: float, phase: str) -> bool:
+        return full or seconds >= _MIN_TIME * report.wall_s or phase == cause
+
+    branches: list[tuple[_Line, Sequence[_Line]]] = []
+    folded: list[float] = []
     for group, parts in phase_groups(report.phase_s).items():
-        named = [(name, seconds) for name, seconds in parts.items() if name]
-        if group == TRAINING_STEP and not full:  # its parts are named only if they are worth a line
-            named = [(name, seconds) for name, seconds in named if seconds >= _MIN_PART * report.wall_s]
-        leaves = [line(name, seconds, f"{group}/{name}") for name, seconds in _limited(named, _MAX_NAMES, full)]
-        branches.append((line(phase_label(group), sum(parts.values()), group), leaves))
+        phases = {name: f"{group}/{name}" for name in parts if name}
+        named = [(name, parts[name]) for name, phase in phases.items() if is_shown(parts[name], phase)]
+        leaves = [line(name, seconds, phases.get(name, "")) for name, seconds in _limited(named, _MAX_NAMES, full)]
+        if leaves or is_shown(sum(parts.values()), group):
+            branches.append((line(phase_label(group), sum(parts.values()), group), leaves))
+        else:
+            folded.append(sum(parts.values()))
+    if folded:
+        count = "1 other," if len(folded) == 1 else f"{len(folded)} others, each"
+        label = f"{count} below {100 * _MIN_TIME:.0f} %"
+        branches.append((line(label, sum(folded), ""), []))
     explained = max(0.0, 1 - report.phase_s.get(UNEXPLAINED, 0.0) / report.wall_s)
     head = f"Where the {format_duration(report.wall_s)} went ({100 * explained:.0f} % explained), and the mean per step"
     return [head, *_tree(branches)]

@@ -25,9 +25,9 @@ def test_it_prints_the_report_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "gpu_report.json").read_text())
     assert main(["report", str(tmp_path), "--format", "markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("**GPU utilization: LOW** (stopped by KeyError")
-    assert lines[2].startswith("- **Run:** LitModel; 812 steps in 41.4 s; 2 ranks on NVIDIA H200; ")
-    assert lines[3].startswith("- **Why:** Waiting for data")
+    assert lines[0].startswith("**LOW: the GPU is often idle** (stopped by KeyError")
+    assert lines[2].startswith("- **Why:** Waiting for data")
+    assert lines[4].startswith("- **Run:** LitModel; 812 steps in 41.4 s (median 50 ms, ")
     assert lines.count("```text") == lines.count("```") == 1
 
 

@@ -42,8 +42,8 @@ def test_a_report_of_any_size_fits_a_screen(count: int, is_odd: bool) -> None:
     lines, markdown = lines_of(report), render_markdown(report).splitlines()
     assert max(len(lines), len(markdown)) <= 80
     assert max(map(len, lines)) <= 100
-    assert [line.partition(":")[0] for line in lines if line[:1].isupper()][:4] == ["Run", "Verdict", "Why", "Next"]
-    assert markdown[0].startswith("**GPU utilization: LOW**")
+    assert [line.partition(":")[0] for line in lines if line[:1].isupper()][:4] == ["Verdict", "Why", "Next", "Run"]
+    assert markdown[0].startswith("**LOW: the GPU is often idle** (")
     assert any(line.startswith("├─ waiting for data") for line in lines)
     assert set(lines[lines.index("") + 1 :]) <= set(markdown)  # the same in both
 

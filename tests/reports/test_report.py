@@ -61,13 +61,15 @@ def test_stalls_and_failures_are_kept_and_shown() -> None:
 
 def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     lines = render_text(REPORT).splitlines()
-    verdict = "Verdict: LOW (stopped by KeyError at step 812; steps: median 50 ms, p95 62 ms, longest 510 ms; 2510"
-    run = "Run:     LitModel; 812 steps in 41.4 s; 2 ranks on NVIDIA H200; 32-true; torch 2.15.0, lightning"
-    samples = "         samples/s)"  # of both ranks
-    assert lines[:4] == [run, "         2.6.6", verdict, samples]
-    del lines[:3]
+    assert lines[0] == "Verdict: LOW: the GPU is often idle (stopped by KeyError at step 812)"
     assert lines[1].startswith("Why:     Waiting for data takes 61 %")
     assert lines[2].startswith("Next:    Set DataLoader(..., num_workers=6")
+    run = lines.index(
+        "Run:     LitModel; 812 steps in 41.4 s (median 50 ms, p95 62 ms, longest 510 ms, 2510 samples/s); 2"
+    )
+    assert (
+        lines[run + 1] == "         ranks on NVIDIA H200; 32-true; torch 2.15.0, lightning 2.6.6"
+    )  # samples of both ranks
     table = ["GPU  busy  p5  p95  peak   of", "        %   %    %   GiB  GiB", "  3    34   0   99  60.0  140"]
     assert [line for line in lines if line in table] == table
     assert "Where the 41.4 s went (100 % explained), and the mean per step" in lines
@@ -75,7 +77,7 @@ def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     assert cause.startswith("├─ waiting for data")
     assert "60.9 %" in cause
     assert lines[-11:] == [
-        "└─ unexplained                                  200 ms   0.5 %    246 us/step",
+        "└─ 1 other, below 1 %                           200 ms   0.5 %    246 µs/step",
         "What the 60.0 GiB in use on GPU 3 are (98 % explained); 80.0 GiB are free",
         "├─ tensors at their peak                      34.0 GiB  56.7 %",
         "│  ├─ activations and temporaries             30.0 GiB  50.0 %",
@@ -145,7 +147,7 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
         "Energy of the GPUs: 200.0 Wh.",
         "process grows steadily, by 60.0 MiB a minute; at this pace it is full in 2 h",
         "torch's allocator failed 2 times, and the run went on. It mostly empties its cache first",
-        "Measuring added at least 14 us per step.",
+        "Measuring added at least 14 µs per step.",
     ):
         assert words in text
 
@@ -211,15 +213,15 @@ def test_no_line_is_wider_than_a_terminal(why: str, name: str, phases: dict[str,
     assert max(map(len, render_text(report).splitlines())) <= 100
 
 
-def test_a_part_of_the_step_is_a_line_from_two_percent_on() -> None:
-    parts = {"forward": 12.0, "backward": 25.0, "optimizer": 3.0, "zero_grad": 0.7}
+def test_a_phase_is_a_line_from_one_percent_on() -> None:
+    parts = {"forward": 12.0, "backward": 25.0, "optimizer": 3.0, "zero_grad": 0.3}
     phase_s = {"training_step": 0.5, **{f"training_step/{name}": seconds for name, seconds in parts.items()}}
     ms = {phase: seconds / 1e3 for phase, seconds in phase_s.items()}
     finding = replace(FINDING, cause="backward", evidence={})
     diagnosis = replace(REPORT.diagnosis, findings=(finding,))
     text = render_text(replace(REPORT, phase_s=phase_s, wall_s=41.2, gpu_step_s=ms, diagnosis=diagnosis))
     assert re.findall(r"─ (\S.*\S)  +\S+ m?s +([0-9.]+) %.*?(◀ cause)?$", text, re.MULTILINE) == [
-        ("training step", "100.0", ""),
+        ("training step", "99.0", ""),
         ("backward", "60.7", "◀ cause"),
         ("forward", "29.1", ""),
         ("optimizer", "7.3", ""),

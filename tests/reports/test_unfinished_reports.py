@@ -47,7 +47,7 @@ def test_it_is_known_whether_the_run_goes_on(
     report = load_report(tmp_path)
     assert report.outcome == outcome
     assert not report.is_finished
-    assert f"({outcome}; " in render_text(report)
+    assert f"({outcome})\n" in render_text(report)
 
 
 def test_a_process_whose_parent_never_asks_has_ended(tmp_path: Path) -> None:
