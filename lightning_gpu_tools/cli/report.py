@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="list every GPU, stall, part and process of a large job, in more than 80 lines",
+        help="list every phase, GPU, stall and process, in any number of lines",
     )
     parser.add_argument(
         "--lines",
