@@ -22,6 +22,10 @@ class Facts:
         try:
             return read()
         except Exception as error:  # noqa: BLE001 - whatever it is, the rest can be measured
-            # As text, because its frames would keep a batch; and by this function, because its own may raise.
-            self.unread[what] = printable("".join(traceback.format_exception_only(error)).strip(), 200)
+            self.note_unread(what, error)
             return missing
+
+    def note_unread(self, what: str, error: Exception) -> None:
+        """Record a fact that could not be read."""
+        # As text, because its frames would keep a batch; and by this function, because its own may raise.
+        self.unread[what] = printable("".join(traceback.format_exception_only(error)).strip(), 200)

@@ -126,16 +126,16 @@ class RunRecorder:
 
     def note_batch(self, batch: Any) -> None:
         """Record the size of this step's batch."""
-        self.facts.read("the batch's size", partial(self._note_batch, batch), None)
-
-    def _note_batch(self, batch: Any) -> None:
-        self._clock.times.batch_items = None
-        first = batch if isinstance(batch, torch.Tensor) else first_tensor(batch)
-        self._clock.times.batch_items = None if first is None else first.numel()
-        if self.memory is not None and self.memory.wants_batch:
-            self.memory.note_batch(batch_shape(first))
-        if self.batch_bytes is None:
-            self.batch_bytes = batch_bytes(batch)
+        try:  # not by `read`, which takes longer than all of this
+            self._clock.times.batch_items = None
+            first = batch if isinstance(batch, torch.Tensor) else first_tensor(batch)
+            self._clock.times.batch_items = None if first is None else first.numel()
+            if self.memory is not None and self.memory.wants_batch:
+                self.memory.note_batch(batch_shape(first))
+            if self.batch_bytes is None:
+                self.batch_bytes = batch_bytes(batch)
+        except Exception as error:  # noqa: BLE001 - an odd batch is no reason to stop measuring the rest
+            self.facts.note_unread("the batch's size", error)
 
     def after_step(self) -> None:
         """Sample the loader's workers if it is due."""

@@ -48,6 +48,7 @@ from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
 _trainings = itertools.count()  # with several ranks, in the same order on all of them
 _WARM_UP_POLL_S = 0.4
+_LOG_EVERY_S = 1.0  # at most, unless the GPUs are polled more often: our default
 
 
 def check_interval(interval_s: float) -> None:
@@ -109,6 +110,7 @@ class Session:
         self._threads: list[BackgroundJobs | RankExchange] = [self.background]
         self.last_step = -1  # of the clock: the last one after which it sampled
         self._logs: int | None = None
+        self._next_log_s = 0.0  # by the clock
         self._next_look_at_contexts = 0
         self._warned: set[str] = set()
         self._finished = False
@@ -274,7 +276,10 @@ class Session:
         return claims.KEEP_EVERY_S
 
     def log_if_due(self) -> float:
-        """Log the GPUs when loggers get metrics; return the step of the clock after which to call this again."""
+        """Log the GPUs when loggers get metrics, unless nothing can be new since the last time.
+
+        Returns the step of the clock after which to call this again.
+        """
         every = self.run.log_every_n_steps
         if not every:
             return math.inf
@@ -284,7 +289,9 @@ class Session:
             self._logs = step // every
         if turn > self._logs:
             self._logs = turn
-            self.clock.as_own_work(self._log, step)
+            if self.clock.since_s >= self._next_log_s:
+                self._next_log_s = self.clock.since_s + min(_LOG_EVERY_S, self._sampling["interval_s"])
+                self.clock.as_own_work(self._log, step)
         return self.clock.steps + every - since  # at least: with accumulated gradients a step has several batches
 
     def _log(self, step: int) -> None:

@@ -21,6 +21,7 @@ from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, overrides
 from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
+from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import (
@@ -189,8 +190,7 @@ class FitTimer(Timer):
         gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
         memory = self.memory = MemoryCounters(self._run, self.clock)
         run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
-        self._wrap(run, gpu.around)
-        self._wrap(run, memory.around_step)
+        self._wrap(run, partial(_measured_step, self.clock, gpu, memory))
         around = {"backward": memory.around_backward}
         if is_automatic:  # else it contains the whole step
             around["training_step"] = memory.after_forward
@@ -232,6 +232,25 @@ class FitTimer(Timer):
         if gpu is None or isinstance(context, _Untimed) or action.rpartition(".")[2] not in _BATCH_HOOKS:
             return context
         return _Marked(gpu.enter_hook, context)
+
+
+def _measured_step(
+    clock: StepClock, gpu: GpuTimeline, memory: MemoryCounters, run: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wrap a function that runs a training step, with as few calls as possible in a step that is not sampled."""
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        if clock.steps >= memory.next_step:
+            memory.begin_step()
+        if gpu.is_next_sampled:
+            gpu.begin_step()
+        result = run(*args, **kwargs)
+        gpu.end_step()
+        if memory.is_reading:
+            memory.end_step()
+        return result
+
+    return measured
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:

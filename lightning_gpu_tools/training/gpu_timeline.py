@@ -109,7 +109,7 @@ class GpuTimeline:
         self._steps_to_sample: float = _SETTLED
         self._taken = 0  # number of timed samples
         self._due: list[Literal["watched", "held"]] = []
-        self._sampling = True
+        self.is_next_sampled = True  # whether the next step is
         self._open: _Sample | None = None  # between two steps
         self.sample: _Sample | None = None  # within a step
         self._unread: deque[_Sample] = deque()
@@ -128,13 +128,9 @@ class GpuTimeline:
         self._work: defaultdict[str, Work] = defaultdict(Work)
         self._measured = 0  # samples of work, held or not
 
-    def around(self, function: _Function) -> _Function:
-        """Wrap a function that runs a training step to mark its start and end."""
-        return enclosed(self.begin_step, function, self.end_step)
-
     def begin_step(self, phase: str = TRAINING_STEP) -> None:
         """Mark the start of a step and of its first part if the step is sampled."""
-        if self._sampling:
+        if self.is_next_sampled:
             self._own_work(self._guard, self._step_begins, phase)
 
     def end_step(self) -> None:
@@ -215,7 +211,7 @@ class GpuTimeline:
                     action(*args)
         except Exception:  # noqa: BLE001 - an unknown torch is no reason to stop training, either
             self._open = self.sample = None
-            self._sampling, self._steps_to_sample = False, math.inf
+            self.is_next_sampled, self._steps_to_sample = False, math.inf
             self._unread.clear()
             self.close()
 
@@ -238,13 +234,13 @@ class GpuTimeline:
         if kind == "held":  # and the host may have to wait for it in the next step, for example to copy pageable memory
             self._leave_out()
         if len(self._unread) < _MAX_UNREAD:
-            self._open, self._sampling = _Sample(kind), True
+            self._open, self.is_next_sampled = _Sample(kind), True
             self._open.marks.append(self._mark(partial(self._begin_part, self._open, AFTER_STEP)))
             if kind != "timed":
                 self.syncs.start()
 
     def _step_begins(self, phase: str) -> None:
-        self._sampling = False
+        self.is_next_sampled = False
         if self._open is None:  # the first step: the GPU has done nothing yet, so its time equals the host's
             begins = self._mark(partial(self._event, _Sample("timed")))
             self._origin = begins.event

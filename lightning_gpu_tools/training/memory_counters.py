@@ -93,7 +93,7 @@ class MemoryCounters:
         self._gpu = training.gpu
         self._clock = clock
         self._random = random.Random(0)  # a separate generator, so that training's random numbers do not change
-        self._next_step = 1.0
+        self.next_step = 1.0  # the next one to read, by the clock
         self._spent_s = 0.0
         self._moments: dict[str, MemoryReading] = {}
         self._batch_step = 0  # the step whose batch has not been recorded yet
@@ -126,17 +126,13 @@ class MemoryCounters:
 
     def _begin(self) -> None:
         if read_memory(self._gpu) is None:
-            self._next_step = math.inf
+            self.next_step = math.inf
         else:
             before = self._before = self._read("before_training")
             held = count_holdings(self._training)
             self._earlier = {one.address for one in live_blocks(self._gpu)}
             self._earlier_bytes = max(0, before.allocated_bytes - held.between_steps_bytes)
             self._total_bytes = torch.cuda.get_device_properties(self._gpu).total_memory
-
-    def around_step(self, function: _Function) -> _Function:
-        """Wrap a function that runs a training step to read the counters at its start and end."""
-        return enclosed(self.begin_step, function, self.end_step)
 
     def after_forward(self, function: _Function) -> _Function:
         """Wrap a function that runs forward to read the counters at its end."""
@@ -150,7 +146,7 @@ class MemoryCounters:
 
     def begin_step(self) -> None:
         """Begin a step, and read the counters if it is the next one to read."""
-        if self._clock.steps >= self._next_step:
+        if self._clock.steps >= self.next_step:
             self._spent_s, self._moments = 0.0, {}
             self._batch_step, self._batch_shape = self._clock.steps, None
             self.is_reading = True
@@ -214,7 +210,7 @@ class MemoryCounters:
             action(*args)
         except Exception as error:  # noqa: BLE001 - renamed counters, an allocator without counters, an unusual tensor
             self.failure = error.with_traceback(None)  # frames in the traceback would keep a batch alive
-            self.is_reading, self._next_step = False, math.inf
+            self.is_reading, self.next_step = False, math.inf
             self._recorder.stop()
         self._spent_s += perf_counter() - began_s
 
@@ -301,7 +297,7 @@ class MemoryCounters:
         has_next = self._first is not None and self._first is not step  # a step that begins with the optimizer's states
         if has_next or step.step >= _MAX_EARLY_STEPS:
             interval = min(_MAX_INTERVAL, max(1, math.ceil(self._spent_s / _BUDGET_S)))
-        self._next_step = step.step + self._random.randint(1, 2 * interval - 1)
+        self.next_step = step.step + self._random.randint(1, 2 * interval - 1)
         self.when_read()
 
     def _allocated(self) -> Allocated:

@@ -76,7 +76,8 @@ class MemoryFailures:
 
     def begin_step(self, step: int, shape: tuple[int, ...] | None, batch_bytes: Callable[[], int]) -> None:
         """Record the batch of a training step at its start, and in some steps the bytes in tensors and in the batch."""
-        self._recorder.stop()  # a validation may have been short
+        if self._recorder.is_recording:  # a validation may have been short
+            self._recorder.stop()
         if self._step_shape is not None:  # the previous step has ended
             self._items.append(math.prod(self._step_shape))
         self._step_shape = self.batch_shape = shape

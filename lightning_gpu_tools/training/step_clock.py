@@ -151,13 +151,15 @@ class StepClock(Stopwatch):
             seconds[phase] = seconds.get(phase, 0.0) + max(0.0, self.wall_s - sum(seconds.values()))
         return seconds
 
-    def timed(self, phase: str, function: _Function, except_in: str = "") -> _Function:
+    def timed(self, phase: str, function: _Function, except_in: str = "", thread: int | None = None) -> _Function:
         """Wrap the function so that its time is charged to a phase. Validation and checkpoints get separate spans."""
-        timed = super().timed(phase, function, except_in)
+        timed = super().timed(phase, function, except_in, thread)
         if phase not in (VALIDATION, CHECKPOINT):
             return timed
 
         def with_edges(*args: Any, **kwargs: Any) -> Any:
+            if thread is not None and threading.get_ident() != thread:
+                return function(*args, **kwargs)
             with self.span_of_its_own():
                 return timed(*args, **kwargs)
 
@@ -178,12 +180,7 @@ class StepClock(Stopwatch):
 
     def timed_here(self, phase: str, function: _Function, except_in: str = "") -> _Function:
         """Wrap the function to time it only on this thread, because some loggers have their own threads."""
-        thread, timed = threading.get_ident(), self.timed(phase, function, except_in)
-
-        def timed_here(*args: Any, **kwargs: Any) -> Any:
-            return (timed if threading.get_ident() == thread else function)(*args, **kwargs)
-
-        return timed_here
+        return self.timed(phase, function, except_in, threading.get_ident())
 
     def timed_optimizer_step(self, function: _Function) -> _Function:
         """Wrap a function that runs an optimizer's step to time it without its closure."""

@@ -13,6 +13,7 @@ from torch import nn
 from trainings import HandClock
 
 from lightning_gpu_tools.training import memory_counters
+from lightning_gpu_tools.training.gpu_timeline import enclosed
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_holdings import count_holdings
 from lightning_gpu_tools.training.memory_readings import MemoryReading
@@ -128,7 +129,14 @@ class Loop:
         self.read: list[int] = []
         self.counters.when_read = lambda: self.read.append(self.clock.steps)
         forward, backward = self.counters.after_forward(list), self.counters.around_backward(list)
-        self.step = self.counters.around_step(lambda batch=None: (forward(), backward(), self._optimize()))
+        counters = self.counters
+
+        def work(batch: object = None) -> None:
+            forward()
+            backward()
+            self._optimize()
+
+        self.step = enclosed(counters.begin_step, work, counters.end_step)
 
     def _read(self, gpu: torch.device) -> MemoryReading:
         self.time.spend(100e-6)
