@@ -32,6 +32,7 @@ _MAX_PROCESSES = 4
 _MAX_STALLS = 3
 _MIN_PART = 0.02
 _MIN_TIME = 0.01  # of the wall time
+_MIN_MEMORY = 0.5  # of a GPU's, from which on what uses it is worth a tree
 _MAX_SOURCE_LINES = 10  # of a phase
 _MAX_MEMORY_LINES = 3
 LINE_COLUMNS = ("phase", "of its time", "line", "samples")  # of line_rows
@@ -239,9 +240,9 @@ def measuring_lines(report: Report) -> list[str]:
     if report.stall_note:
         lines.append(printable(report.stall_note, 500))
     if report.monitor_us_per_step is not None:
-        thread_us = report.monitor_thread_us_per_step
-        thread = "" if thread_us is None else (f", and {thread_us:.0f} µs of CPU time per step in a background thread")
-        lines.append(f"Measuring added at least {report.monitor_us_per_step:.0f} µs per step{thread}.")
+        own, thread_us = format_duration(report.monitor_us_per_step / 1e6), report.monitor_thread_us_per_step
+        thread = "" if thread_us is None else f", and {format_duration(thread_us / 1e6)} of CPU time in the background"
+        lines.append(f"Measuring added at least {own} per step{thread}.")
     return lines
 
 
@@ -349,9 +350,14 @@ def _memory_trees(report: Report, full: bool) -> list[str]:
     def share_used(account: MemoryAccount) -> float:
         return sum(account.parts_bytes.values()) / (account.total_bytes or math.inf)
 
-    lines = []
+    ordered = sorted(report.memory, key=share_used, reverse=True)
     which = f", the fullest of {len(report.memory):,}," if len(report.memory) > 1 else ""
-    for account in sorted(report.memory, key=share_used, reverse=True)[: None if full else 1]:
+    if ordered and not full and share_used(ordered[0]) < _MIN_MEMORY and report.diagnosis.verdict != "out_of_memory":
+        used = format_bytes(sum(ordered[0].parts_bytes.values()))
+        total = format_bytes(ordered[0].total_bytes or 0)
+        return [_wrapped(f"Memory in use on {gpu_label(ordered[0])}{which} at the peak: {used} of {total}.")]
+    lines = []
+    for account in ordered if full else ordered[:1]:
         lines += _memory_tree(account, gpu_label(account) + which, full)
         which = ""
     return lines

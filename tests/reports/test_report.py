@@ -76,8 +76,12 @@ def test_the_text_has_verdict_why_next_and_a_tree() -> None:
     (cause,) = [line for line in lines if line.endswith("◀ cause")]
     assert cause.startswith("├─ waiting for data")
     assert "60.9 %" in cause
-    assert lines[-11:] == [
+    assert lines[-2:] == [
         "└─ 1 other, below 1 %                           200 ms   0.5 %    246 µs/step",
+        "Memory in use on GPU 3 at the peak: 60.0 GiB of 140 GiB.",
+    ]
+    assert render_text(REPORT, full=True).splitlines()[-11:] == [
+        "└─ unexplained                                  200 ms   0.5 %    246 µs/step",
         "What the 60.0 GiB in use on GPU 3 are (98 % explained); 80.0 GiB are free",
         "├─ tensors at their peak                      34.0 GiB  56.7 %",
         "│  ├─ activations and temporaries             30.0 GiB  50.0 %",
