@@ -271,7 +271,7 @@ def step_overhead() -> str:
         for name in (empty, *dict.fromkeys([*plain["measured_us"], *fake["measured_us"]]))
     ]
     head = (
-        "us per step",
+        "µs per step",
         "beyond no callbacks",
         "beyond two empty ones",
         "CPU time, beyond none",
@@ -284,7 +284,7 @@ def step_overhead() -> str:
         f"of {plain['rounds']} paired differences ({fake['rounds']} with fake GPUs) between turns of "
         f"{plain['steps_per_turn']} steps, averaged over {plain['processes']} processes of each, with 95 % "
         "intervals, each tool by itself. " + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
-        f"On a simulated GPU the same adds {beyond(on_gpu, ours, none, 'wall')} us, and two empty callbacks "
+        f"On a simulated GPU the same adds {beyond(on_gpu, ours, none, 'wall')} µs, and two empty callbacks "
         f"{beyond(on_gpu, empty, none, 'wall')}. " + source("step_overhead.py", "simulated_gpu/gpu_step_overhead"),
     )
 

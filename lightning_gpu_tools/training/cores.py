@@ -24,7 +24,7 @@ _MAX_USERS = 3  # named in a report
 class ThreadWait:
     """The time that a runnable thread of this process has waited for a core, from the kernel's schedstat.
 
-    Time in which a cgroup's quota throttled the thread counts as well. A read takes about 2 us.
+    Time in which a cgroup's quota throttled the thread counts as well. A read takes about 2 µs.
     """
 
     def __init__(self) -> None:

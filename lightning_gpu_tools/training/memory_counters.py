@@ -47,7 +47,7 @@ from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.timeline import Timeline
 
 # Our defaults.
-_BUDGET_S = 2e-6  # per step on average; reading a step takes about 100 us
+_BUDGET_S = 2e-6  # per step on average; reading a step takes about 100 µs
 _MAX_INTERVAL = 200  # steps, even if reading is slow
 _MAX_EARLY_STEPS = 64  # read until the optimizer steps; gradients are rarely accumulated over more steps
 _MAX_SKIPPED_STEPS = 4  # by a gradient scaler; an optimizer that has no state after more steps never has one

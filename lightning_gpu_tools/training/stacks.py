@@ -69,7 +69,7 @@ def _value(text: str, name: str) -> str | None:
 
 
 def activity(pid: int, thread: int | None = None) -> Activity | None:
-    """Return a process's or thread's activity, even if hung in the kernel; ``None`` if unknown. Takes about 50 us."""
+    """Return a process's or thread's activity, even if hung in the kernel; ``None`` if unknown. Takes about 50 µs."""
     folder = (pid,) if thread is None else (pid, "task", thread)
     fields = stat_fields(*folder)
     if not fields:
@@ -138,7 +138,7 @@ def _frame(file: str, line: int, function: str) -> Frame:
 
 
 def frames_of(thread: int) -> list[FrameType]:
-    """Return the stack of a thread, outermost call first; empty if it has ended. Takes about 40 us."""
+    """Return the stack of a thread, outermost call first; empty if it has ended. Takes about 40 µs."""
     frame = sys._current_frames().get(thread)
     found: list[FrameType] = []
     while frame is not None:

@@ -49,7 +49,7 @@ class WorkerWatch:
             self._ready += ready
 
     def poll(self, steps: int) -> None:
-        """Sample the workers, at most once a second. Takes about 50 us per worker."""
+        """Sample the workers, at most once a second. Takes about 50 µs per worker."""
         now_s = monotonic()
         if now_s < self._due_s:
             return
