@@ -115,11 +115,23 @@ MEASURED = {
         gpu_run(STEP, 100.0, gpu=GpuFacts(thermal_throttled_percent=60.0, held_clock_percent=70.0)), 0.18, "Heat",
     ),
     "a low power limit": Measured(
-        "power_cap", gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, held_clock_percent=70.0)),
-        words="power.max_limit",
+        "power_cap",
+        gpu_run(
+            STEP, 99.0,
+            gpu=GpuFacts(
+                power_capped_percent=90.0, held_clock_percent=70.0, power_limit_watts=500.0, power_limit_watts_max=700.0
+            ),
+        ),
+        words="sudo nvidia-smi -pl 700",
     ),
     "the power limit at full load": Measured(
-        "healthy", gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, held_clock_percent=95.0))
+        "healthy",
+        gpu_run(
+            STEP, 99.0,
+            gpu=GpuFacts(
+                power_capped_percent=90.0, held_clock_percent=70.0, power_limit_watts=700.0, power_limit_watts_max=700.0
+            ),
+        ),
     ),
     "a quota of two cores": Measured(
         "cpu_contention quota", contended(throttled_share=0.4, quota_cores=2.0), 0.4, "Raise the quota"

@@ -46,8 +46,9 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     set_attribute(CUDAAccelerator, "teardown", lambda self: None)
 
 
-def _properties(index: int) -> SimpleNamespace:
-    return SimpleNamespace(uuid=uuids()[index].removeprefix("GPU-"))
+def _properties(device: torch.device) -> SimpleNamespace:
+    prefix, _, uuid = uuids()[device.index].partition("-")
+    return SimpleNamespace(uuid=uuid, name="NVIDIA H200" + " MIG 1g.10gb" * (prefix == "MIG"))
 
 
 def start() -> None:

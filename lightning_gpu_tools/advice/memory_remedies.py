@@ -148,12 +148,12 @@ def more_room(oom: OutOfMemory) -> str:
 def another_gpu(oom: OutOfMemory) -> str:
     """Return a sentence on a GPU of this machine with enough room; empty without one."""
     least = max(needed_bytes(oom) * (1 + MARGIN), oom.room_bytes or 0)
-    others = [(gpu.memory_free_bytes or 0, -gpu.index) for gpu in oom.gpus if gpu.uuid != oom.uuid and not gpu.error]
-    free, index = max(others, default=(-1, 0))
-    if free < least or oom.uuid is None:
+    others = [gpu for gpu in oom.gpus if gpu.uuid != oom.uuid and not gpu.error]
+    best = max(others, key=lambda gpu: (gpu.memory_free_bytes or 0, -gpu.index), default=None)
+    if best is None or (free := best.memory_free_bytes or 0) < least or oom.uuid is None:
         return ""
     pick = f"CUDA_VISIBLE_DEVICES=$(lightning-gpu-tools pick --min-free {needed(oom)})"
-    return f"GPU {-index} has {format_bytes(free)} free: {pick}."
+    return f"{'GPU' if best.mig_index is None else 'MIG instance'} {best.number} has {format_bytes(free)} free: {pick}."
 
 
 def largest_lines(oom: OutOfMemory) -> str | None:

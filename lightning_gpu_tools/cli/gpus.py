@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import folded_claims
@@ -26,8 +26,18 @@ _REFRESH_EVERY_S = 2.0
 _MIN_UUID = len("MIG-5e6f7a8b")
 _MAX_NAME = len("NVIDIA RTX 6000 Ada Generation")  # longer ones are folded
 _MIN_AGE_S = 300.0  # our default: a process younger than five minutes may still be loading data
-# (claims per user, users) that a row shows, tried until the table fits on the screen. A user's only claim is shown.
-_FOLDS = ((10, 8), (3, 8), (1, 8), (0, 8), (0, 3))
+
+
+class _Fold(NamedTuple):
+    """The claims that a row shows. A user's only claim is always one of them."""
+
+    claims: int  # per user
+    users: int = 8
+    short: bool = False  # one line for each MIG instance
+
+
+# Tried until the table fits on the screen.
+_FOLDS = (_Fold(10), _Fold(3), _Fold(1), _Fold(0), _Fold(0, 3), _Fold(0, 3, short=True))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "processes, claims, MIG instances, and why a GPU cannot be used. A process is idle if it is older than five "
         "minutes and ran nothing in the driver's samples, and left over if whoever started it has ended as well. A "
         "claim is unused if it is as old and its user has no process there. Many claims of one user are only counted "
-        "where the table would not fit on the screen."
+        "where the table would not fit on the screen, and each MIG instance in use then has one line. Instances that "
+        "nobody uses or has claimed come first, those of one kind on one line."
     )
     parser.epilog = (
         "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.types.GpuReading: bytes, seconds "
@@ -134,9 +145,7 @@ def _table(console: Console, gpus: Sequence[GpuReading], claims: Sequence[GpuCla
     return table
 
 
-def _all_rows(
-    gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None, fold: tuple[int, int]
-) -> list[tuple[str, ...]]:
+def _all_rows(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None, fold: _Fold) -> list[tuple[str, ...]]:
     uuids = {str(instance.uuid) for gpu in gpus for instance in gpu.mig_instances}
     # CUDA_VISIBLE_DEVICES also accepts the beginning of a UUID.
     length = next(length for length in count(_MIN_UUID) if len({uuid[:length] for uuid in uuids}) == len(uuids))
@@ -161,26 +170,31 @@ def _made_of(rows: Sequence[tuple[str, ...]]) -> Table:
 
 
 def _rows(
-    gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: tuple[int, int], uuid_length: int
+    gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: _Fold, uuid_length: int
 ) -> Iterator[tuple[str, ...]]:
-    """Yield one row for a GPU, for each of its MIG instances in use, and for the empty ones of each kind."""
-    yield gpu.number, printable(gpu.name or "?"), *_cells(gpu, claims, fold)
-    empty: dict[tuple[str, ...], list[tuple[str, GpuReading]]] = {}
+    """Yield one row for a GPU, for the free MIG instances of each kind, and for each instance in use."""
+    in_use: list[tuple[str, ...]] = []
+    free: dict[tuple[str, ...], list[tuple[str, GpuReading]]] = {}
     for one in gpu.mig_instances:
         profile, cells = printable((one.name or "?").rpartition(" MIG ")[2]), _cells(one, claims, fold)
         name = f"{profile} {printable(str(one.uuid)[:uuid_length])}"
         if any(cells[-2:]):
-            yield one.number, name, *cells
+            in_use.append((one.number, name, *cells))
         else:
-            empty.setdefault((profile, *cells[:-2]), []).append((name, one))
-    for (profile, *sizes), alike in empty.items():
+            free.setdefault((profile, *cells[:-2]), []).append((name, one))
+    *sizes, used_by, claimed_by = _cells(gpu, claims, fold)
+    if gpu.mig_instances:
+        used_by += f", {len(gpu.mig_instances) - len(in_use)} free"
+    yield gpu.number, printable(gpu.name or "?"), *sizes, used_by, claimed_by
+    for (profile, *sizes), alike in free.items():
         numbers = number_ranges(one.mig_index or 0 for _, one in alike)
         short = numbers.replace(" to ", "-").replace(" and ", ",").replace(" ", "")
         name = alike[0][0] if len(alike) == 1 else f"{len(alike)} x {profile}"
         yield f"{gpu.index}:{short}", name, *sizes, "nobody", ""
+    yield from in_use
 
 
-def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: tuple[int, int]) -> tuple[str, ...]:
+def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: _Fold) -> tuple[str, ...]:
     """Return the cells after the number and the name."""
 
     def describe(claim: GpuClaim) -> str:
@@ -189,13 +203,19 @@ def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: tuple[int, 
         age = format_duration(max(0.0, time.time() - claim.since_s))
         return f"{claim}: {what} for {age}{', unused' if _is_unused(claim, gpu) else ''}"
 
-    claimed = folded_claims([claim for claim in claims or () if claim.is_on(gpu.uuid)], describe, *fold)
+    here = [claim for claim in claims or () if claim.is_on(gpu.uuid)]
+    used_by, claimed_by = _use(gpu), "\n".join(folded_claims(here, describe, fold.claims, fold.users))
+    if fold.short and gpu.mig_index is not None and not gpu.error:
+        users = [f"{one.user or f'pid {one.pid}'} {_size(one.memory_used_bytes)}" for one in gpu.processes or ()]
+        owners = [f"{one.user}: {_size(one.memory_bytes) if one.kind == 'memory' else one.kind}" for one in here]
+        used_by = used_by if not users else users[0] if len(users) == 1 else f"{len(users)} processes"
+        claimed_by = owners[0] if len(owners) == 1 else f"{len(owners)} claims" if owners else ""
     return (
         _size(gpu.memory_free_bytes),
         _size(gpu.memory_total_bytes),
         "?" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} %",
-        _use(gpu),
-        "?" if claims is None else "\n".join(claimed),
+        used_by,
+        "?" if claims is None else claimed_by,
     )
 
 

@@ -37,6 +37,8 @@ class GpuSample:
     pcie_tx_bytes: int | None = None
     pcie_rx_bytes: int | None = None
     held_clock_percent: float | None = None  # of the highest SM clock, if power or heat throttled it
+    power_limit_watts: float | None = None
+    power_limit_watts_max: float | None = None  # that an administrator can set
     # Means since the previous sample (Hopper and later):
     sm_active_percent: float | None = None
     sm_occupancy_percent: float | None = None
@@ -46,6 +48,7 @@ class GpuSample:
     lists_processes: bool = False  # whether their memory was read for this sample, not the previous one
     errors: tuple[str, ...] = ()  # of the GPU itself: Xid events, uncorrectable ECC errors
     problems: tuple[str, ...] = ()  # failed reads, each reported once until it works again
+    refused: tuple[str, ...] = ()  # counters that the driver refuses, with the reason
 
 
 # Reduction of the samples in a window to one value; the last three are for counters.
@@ -86,6 +89,8 @@ class GpuWindow:
     power_capped_percent: float | None = _by("percent_of_time", "power_capped_s")
     thermal_throttled_percent: float | None = _by("percent_of_time", "thermal_throttled_s")
     held_clock_percent: float | None = _by("mean")
+    power_limit_watts: float | None = _by("last")
+    power_limit_watts_max: float | None = _by("last")
     pcie_tx_bytes_per_second: float | None = _by("rate", "pcie_tx_bytes", logged=True)
     pcie_rx_bytes_per_second: float | None = _by("rate", "pcie_rx_bytes", logged=True)
     sm_active_percent: float | None = _by("mean", logged=True)

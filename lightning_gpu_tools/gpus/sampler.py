@@ -1,19 +1,20 @@
-"""A background thread that samples GPUs."""
+"""Background threads that sample GPUs."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, TimeoutError
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.metrics import GpuSample, GpuWindow
-from lightning_gpu_tools.gpus.readings import GpuReading, mean_percent
+from lightning_gpu_tools.gpus.readings import mean_percent
 from lightning_gpu_tools.gpus.windows import GpuTimelines, Phases, WindowBuilder
 from lightning_gpu_tools.training.timeline import Series
 
@@ -25,18 +26,37 @@ Phase = Literal["training", "validation"]
 
 _MAX_INTERVAL_S = 10.0  # the driver's buffer holds about 20 s
 _TIMELINE_POINTS = 2000  # the width of a screen; about 10 kB per metric in a report
-_TIMEOUT_S = 5.0  # a poll hangs in the driver while a GPU is falling off the bus
-_OPENING_TIMEOUT_S = 60.0  # without persistence mode the driver wakes up each GPU, which takes seconds
 
-_THREAD_NAME = "lightning-gpu-tools-sampler"
+
+class _Poller(threading.Thread):
+    """The thread that polls one GPU, so that a GPU whose driver hangs holds up no other."""
+
+    def __init__(self, run: Callable[[_Poller], None], uuid: str) -> None:
+        super().__init__(name="lightning-gpu-tools-sampler", daemon=True)
+        self._run = run
+        self.uuid = uuid
+        self.begun = self.done = self.wanted = 0  # polls
+        self.ended = False
+        self.busy_since_s: float | None = time.monotonic()  # in the driver
+        self.cpu_s = 0.0
+
+    def run(self) -> None:
+        self._run(self)
+
+    @property
+    def is_late(self) -> bool:
+        since_s = self.busy_since_s  # which the thread may change meanwhile
+        limit_s = limits.LIMIT_S if self.begun else limits.OPENING_LIMIT_S
+        return since_s is not None and time.monotonic() - since_s > limit_s
 
 
 class Sampler:
-    """A thread that samples GPUs and MIG instances until it is closed, and aggregates the samples.
+    """Threads that sample GPUs and MIG instances until they are closed, and aggregate the samples.
 
-    Creating it raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If the thread has to stop later,
-    ``failure`` holds the error, and earlier samples can still be taken. In a forked child, which has no such thread, it
-    is empty. ``gpm``: whether to use the GPU performance monitors.
+    Creating it raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If the threads have to stop later,
+    ``failure`` holds the error, and earlier samples can still be taken. If the driver does not answer for one GPU, the
+    windows of that GPU have this problem. In a forked child, which has no such threads, it is empty. ``gpm``: whether
+    to use the GPU performance monitors.
     """
 
     def __init__(self, uuids: Sequence[str], *, interval_s: float = 1.0, gpm: bool = True) -> None:
@@ -55,23 +75,35 @@ class Sampler:
         self._timelines = {uuid: GpuTimelines(_TIMELINE_POINTS, interval_s) for uuid in uuids}
         self._latest_percent: dict[str, float] = {}
         self._latest_listed: dict[str, GpuSample] = {}
+        self.refused: dict[str, None] = {}  # descriptions of counters that the driver refuses
         self.failure: Exception | None = None
-        self.cpu_s = 0.0  # CPU time of the thread
-        self._wake = threading.Event()
-        self._stopping = self._ended = False
-        self._polled = threading.Condition()  # guards everything that the thread collects
-        self._polls_begun = self._polls_done = 0
-        self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
-        self._thread.start()
+        self._stopping = False
+        lock = threading.Lock()  # guards everything that the threads collect
+        self._polled, self._wake = threading.Condition(lock), threading.Condition(lock)
+        self._pollers = [_Poller(self._run, uuid) for uuid in uuids]
+        for poller in self._pollers:
+            poller.start()
         with self._polled:
-            self._polled.wait_for(lambda: self._polls_begun or self._ended, _OPENING_TIMEOUT_S)
+            self._polled.wait_for(lambda: all(one.begun or one.ended for one in self._pollers), limits.LIMIT_S)
         if isinstance(self.failure, NvmlUnavailableError):
             raise self.failure
 
     @property
+    def cpu_s(self) -> float:
+        """CPU time of the threads."""
+        return sum(poller.cpu_s for poller in self._pollers)
+
+    @property
+    def polled(self) -> tuple[int, frozenset[str]]:
+        """The number of polls that every GPU has had, except those whose driver does not answer, and these."""
+        late = frozenset(poller.uuid for poller in self._pollers if poller.is_late)
+        return min((poller.done for poller in self._pollers if poller.uuid not in late), default=0), late
+
+    @property
     def latest_percent(self) -> float | None:
         """Utilization between the last two polls, as the mean over the GPUs."""
-        values = list(self._latest_percent.values())
+        _, late = self.polled
+        values = [percent for uuid, percent in [*self._latest_percent.items()] if uuid not in late]
         return fmean(values) if values else None
 
     def enter(self, phase: Phase) -> None:
@@ -103,79 +135,81 @@ class Sampler:
             return self._timelines[uuid].series()
 
     def close(self) -> None:
-        """End the thread. Collected data can still be taken."""
+        """End the threads. Collected data can still be taken."""
         if self._pid == os.getpid():
-            self._stopping = True
-            self._wake.set()
-            self._thread.join(_TIMEOUT_S)
+            with self._polled:
+                self._stop()
+            until_s = time.monotonic() + limits.LIMIT_S
+            for poller in self._pollers:
+                poller.join(0 if poller.is_late else max(0.0, until_s - time.monotonic()))
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._wake.notify_all()
 
     def _read(
         self, windows: dict[str, WindowBuilder], read: Callable[[WindowBuilder], GpuWindow], wait_s: float = 0.0
     ) -> dict[str, GpuWindow]:
-        if self._pid != os.getpid():  # the parent's thread may hold the lock forever
+        if self._pid != os.getpid():  # the parent's threads may hold the lock forever
             return {}
         with self._polled:
             if wait_s > 0:
-                wanted = self._polls_begun + 1
-                self._wake.set()
-                self._polled.wait_for(lambda: self._polls_done >= wanted or self._ended, wait_s)
-            return {uuid: read(window) for uuid, window in windows.items()}
+                for poller in self._pollers:
+                    poller.wanted = poller.begun + 1
+                self._wake.notify_all()
+                self._polled.wait_for(
+                    lambda: all(one.done >= one.wanted or one.ended or one.is_late for one in self._pollers),
+                    min(wait_s, limits.LIMIT_S),  # nobody notifies of a poll that becomes late
+                )
+            found = {uuid: read(window) for uuid, window in windows.items()}
+        for poller in self._pollers:
+            if poller.is_late:
+                function = limits.pending_function(poller)
+                late = f"{poller.uuid} is not measured until the driver answers: it has not answered {function}"
+                problem = f"{late} within {limits.LIMIT_S:.0f} s, see `dmesg`."
+                window = found[poller.uuid]
+                found[poller.uuid] = dataclasses.replace(window, problems=(*window.problems, problem))
+        return found
 
-    def _run(self) -> None:
-        probes: list[GpuProbe] = []
+    def _run(self, poller: _Poller) -> None:
+        probe: GpuProbe | None = None
         try:
             from lightning_gpu_tools.gpus.nvml.probe import GpuProbe  # only now: it imports pynvml
 
-            for uuid in self._timelines:
-                probes.append(GpuProbe(uuid, gpm=self._gpm))  # noqa: PERF401 - opened probes are closed in any case
+            probe = GpuProbe(poller.uuid, gpm=self._gpm)
             while not self._stopping:
-                self._poll(probes)  # the first sample is the baseline of the counters
-                self._wake.wait(self._interval_s)
-                self._wake.clear()
+                self._poll(poller, probe)  # the first sample is the baseline of the counters
+                with self._wake:
+                    self._wake.wait_for(lambda: self._stopping or poller.done < poller.wanted, self._interval_s)
         except Exception as error:  # noqa: BLE001 - training continues after any error
             self.failure = error
         finally:
-            for probe in probes:
+            if probe is not None:
                 probe.close()
             with self._polled:
-                self._ended = True
+                poller.ended = True
+                poller.busy_since_s = None
                 self._polled.notify_all()
+                if self.failure is not None:
+                    self._stop()
 
-    def _poll(self, probes: Sequence[GpuProbe]) -> None:
+    def _poll(self, poller: _Poller, probe: GpuProbe) -> None:
         with self._polled:
-            self._polls_begun += 1
+            poller.begun += 1
+            poller.busy_since_s = time.monotonic()
             self._polled.notify_all()
-        samples = [probe.read() for probe in probes]  # without the lock: this takes time
+        sample = probe.read()  # without the lock: this takes time
         with self._polled:
-            for sample in samples:
-                for windows in (*self._recent.values(), *self._whole.values()):
-                    windows[sample.uuid].add(sample)
-                self._timelines[sample.uuid].add(sample)
-                if sample.lists_processes:
-                    self._latest_listed[sample.uuid] = sample
-                percent = mean_percent(sample.utilization)
-                if percent is not None:
-                    self._latest_percent[sample.uuid] = percent
-            self._polls_done += 1
-            self.cpu_s = time.thread_time()
+            for windows in (*self._recent.values(), *self._whole.values()):
+                windows[sample.uuid].add(sample)
+            self._timelines[sample.uuid].add(sample)
+            if sample.lists_processes:
+                self._latest_listed[sample.uuid] = sample
+            percent = mean_percent(sample.utilization)
+            if percent is not None:
+                self._latest_percent[sample.uuid] = percent
+            self.refused = {**self.refused, **dict.fromkeys(sample.refused)}  # a new one: it is read without the lock
+            poller.done += 1
+            poller.busy_since_s = None
+            poller.cpu_s = time.thread_time()
             self._polled.notify_all()
-
-
-def read_gpus() -> tuple[GpuReading, ...]:
-    """Call ``nvml.read_gpus`` in a thread; raise ``NvmlUnavailableError`` also on a timeout."""
-    answer: Future[tuple[GpuReading, ...]] = Future()
-
-    def read() -> None:
-        from lightning_gpu_tools.gpus import nvml  # imports pynvml
-
-        try:
-            answer.set_result(nvml.read_gpus())
-        except Exception as error:  # noqa: BLE001 - raised below
-            answer.set_exception(error)
-
-    threading.Thread(target=read, name=_THREAD_NAME, daemon=True).start()
-    try:
-        return answer.result(_OPENING_TIMEOUT_S)
-    except TimeoutError:
-        late = f"The NVIDIA driver did not answer within {_OPENING_TIMEOUT_S:.0f} s: see `dmesg`."
-        raise NvmlUnavailableError(late) from None

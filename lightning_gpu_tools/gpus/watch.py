@@ -37,7 +37,7 @@ class GpuWatch(Sampler):
         self._energy_joules: dict[str, float] = {}
         self._others_peak_bytes: dict[str, int | None] = {}
         self._noted: dict[str, GpuSample] = {}
-        self._taken_polls = 0  # polls whose metrics were taken
+        self._taken: tuple[int, frozenset[str]] = (0, frozenset())  # the polls whose metrics were taken
         super().__init__(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
         from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
@@ -72,10 +72,10 @@ class GpuWatch(Sampler):
 
     def take_metrics(self) -> tuple[dict[str, float], list[str]]:
         """Return the metrics and the descriptions of problems since the last call; empty if there was no new poll."""
-        polls = self._polls_done
-        if polls == self._taken_polls and self.failure is None:
+        polled = self.polled
+        if polled == self._taken and self.failure is None:
             return {}, []
-        self._taken_polls = polls
+        self._taken = polled
         windows, validation = self.take(), self.take("validation")
         metrics: dict[str, float] = {}
         troubles: list[str] = []

@@ -7,7 +7,7 @@ import os
 import torch
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus import sampler
+from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.run_measurements import HeldContext
@@ -55,10 +55,10 @@ class Contexts:
 
 def _held_bytes() -> dict[str | None, int | None]:
     """Return this process's memory on each GPU by UUID; empty if the driver does not know its PID."""
-    from lightning_gpu_tools.gpus import nvml  # imports pynvml
-
     try:
-        readings = sampler.read_gpus() if nvml.pids_are_ours() else ()
+        from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+        readings = nvml.read_gpus(limit_s=limits.LIMIT_S) if nvml.pids_are_ours() else ()
     except NvmlUnavailableError:
         return {}
     processes = ((gpu.uuid, one) for gpu in readings for one in gpu.processes or ())

@@ -23,11 +23,12 @@ from lightning_gpu_tools.advice.out_of_memory import (
     out_of_memory,
 )
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus import sampler
+from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.processes import INIT, process_stat
 from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.selection.visibility import whole_or_instances
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.device_facts import is_fusible
 from lightning_gpu_tools.training.memory_failures import MemoryFailures
@@ -153,11 +154,11 @@ def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, job_pids: frozenset[i
     (own,) = gpu_readings([run.gpu])
     found = replace(found, uuid=own.uuid)
     try:
-        found = replace(found, gpus=sampler.read_gpus())
+        from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+        found = replace(found, gpus=whole_or_instances(nvml.read_gpus(limit_s=limits.LIMIT_S)))
     except NvmlUnavailableError:  # then only the message has facts
         return found
-    from lightning_gpu_tools.gpus import nvml  # imports pynvml
-
     if job_pids is None or not nvml.pids_are_ours():  # in a container, a PID may be that of another process here
         return found
     found = replace(found, pid=os.getpid(), own_pids=job_pids)

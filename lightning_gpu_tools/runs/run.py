@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuReading
+from lightning_gpu_tools.selection.visibility import shown_uuid
 from lightning_gpu_tools.training.memory_holdings import Training
 from lightning_gpu_tools.training.rank_exchange import RankPlace
 
@@ -64,14 +69,23 @@ class Run(Training, Protocol):
         """More settings for the report: at least ``model``, the name of the model."""
 
 
-def gpu_readings(devices: Sequence[torch.device]) -> tuple[GpuReading, ...]:
-    """Return the UUID and the name of each GPU, and torch's index, which counts within this process."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if devices and visible.startswith("MIG-"):
-        # A process sees one instance; torch returns the UUID of its GPU.
-        return (GpuReading(index=0, uuid=visible.split(",")[0], name=torch.cuda.get_device_name(0)),)
+def gpu_readings(devices: Iterable[torch.device]) -> tuple[GpuReading, ...]:
+    """Return the driver's UUID and the name of each GPU or MIG instance, and torch's index, which is this process's."""
     found = []
     for device in devices:
         properties = torch.cuda.get_device_properties(device)
-        found.append(GpuReading(index=device.index or 0, uuid=f"GPU-{properties.uuid}", name=properties.name))
+        uuid = f"GPU-{properties.uuid}"
+        if " MIG " in properties.name:  # as CUDA names an instance: "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+            uuid = _instance_uuid(str(properties.uuid))
+        found.append(GpuReading(index=device.index or 0, uuid=uuid, name=properties.name))
     return tuple(found)
+
+
+@functools.cache  # a process sees the same instance until it ends
+def _instance_uuid(cuda_uuid: str) -> str:
+    gpus: tuple[GpuReading, ...] = ()
+    with contextlib.suppress(NvmlUnavailableError):
+        from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+        gpus = nvml.read_gpus(limit_s=limits.LIMIT_S)
+    return shown_uuid(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), cuda_uuid)

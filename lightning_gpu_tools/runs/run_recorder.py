@@ -63,6 +63,8 @@ _GPU_MEANS = (
     "thermal_throttled_percent",
     "power_capped_percent",
     "held_clock_percent",
+    "power_limit_watts",
+    "power_limit_watts_max",
 )
 
 

@@ -21,7 +21,7 @@ from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMes
 from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus import sampler
+from lightning_gpu_tools.gpus import limits, sampler
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import COMPLETED
@@ -181,6 +181,7 @@ class Session:
                 self.background.add("Keeping the claim", self._keep_claims)
             if place.local_rank == 0:  # one process of a node is enough to sample its GPUs
                 self._open_gpus(**self._sampling)
+                self.warn(*([self.gpu_note] if self.gpu_note else []))
             core_users = CoreUsers(lambda: self.clock.core_wait_s, lambda: self.ranks.pids_on_node() or ())
             lines = LineSampler(self.clock, self.timer.worker_lines)
             recorder = RunRecorder(self.run, self.clock, self.timer.rank_waits, self.gpus, memory, core_users, lines)
@@ -213,7 +214,9 @@ class Session:
         gpus = trained_on = gpu_readings(self.run.gpus)
         try:
             if devices == "all":
-                readings = sampler.read_gpus()
+                from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+                readings = nvml.read_gpus(limit_s=limits.LIMIT_S)
                 gpus = tuple(gpu for gpu in readings if not gpu.error)
                 broken = [f"GPU {gpu.index} is not measured: {gpu.error}." for gpu in readings if gpu.error]
                 self.gpu_note = " ".join(broken) or (None if readings else "No GPU: the driver lists none.")
@@ -426,6 +429,8 @@ class Session:
         found = list(self.timer.unseen)
         if self.recorder is not None:
             found += self.recorder.unseen
+        if self.gpus is not None:
+            found += self.gpus.refused
             if self.ranks.exchange.ranks < self.run.place.world_size:
                 found.append("torch.distributed's store")
         if self.clock.knows_core_wait is False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -10,6 +11,7 @@ import sys
 from lightning_gpu_tools.errors import LightningGpuToolsError
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
+_LIMIT_S = 10.0  # our default: CUDA starts in a second or two, and other jobs wait for the claims meanwhile
 _LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 _PRINT_UUIDS = f"""
 import ctypes, uuid
@@ -44,10 +46,19 @@ def device_order() -> tuple[str, ...]:
     import subprocess  # this import takes a tenth of the time of a pick, and few machines need it
 
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    child = subprocess.run([sys.executable, "-c", _PRINT_UUIDS], env=environment, capture_output=True, text=True)
-    if child.returncode:
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, "-c", _PRINT_UUIDS], env=environment, stdout=pipe, stderr=pipe, text=True)
+    late = ""
+    try:
+        uuids, _ = child.communicate(timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        late = f" within {_LIMIT_S:.0f} s"
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a call that hangs in the driver also delays its end
+            child.communicate(timeout=1)
+    if child.returncode != 0:
         raise LightningGpuToolsError(
             "CUDA_VISIBLE_DEVICES holds numbers, this machine's GPUs differ, and CUDA did not report how it numbers "
-            "them. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or put UUIDs into CUDA_VISIBLE_DEVICES."
+            f"them{late}. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or put UUIDs into CUDA_VISIBLE_DEVICES."
         )
-    return tuple(child.stdout.split())
+    return tuple(uuids.split())

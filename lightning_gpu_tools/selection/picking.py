@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError, CudaAlreadyInitializedError, NotEnoughGpusError
+from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading, GpuWaiter
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.ranking import (
@@ -296,11 +297,16 @@ def pick(
     announced_s = -math.inf
     place = None  # in the queue
     with contextlib.ExitStack() as until_the_end:
-        keep_open = functools.cache(lambda: until_the_end.enter_context(nvml.session()))
+
+        @functools.cache
+        def keep_open() -> None:
+            # A process with a job opens the driver while others wait for the claims, but its GPUs are awake.
+            limit_s = limits.LIMIT_S if claims.own_jobs() else limits.OPENING_LIMIT_S
+            until_the_end.enter_context(nvml.session(limit_s))
 
         def read_gpus() -> tuple[GpuReading, ...]:
             keep_open()
-            return nvml.read_gpus()
+            return nvml.read_gpus(limit_s=limits.LIMIT_S)
 
         if request.promises or waits:
             claims.warn_if_private()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.errors import ClaimsError
+from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuClaim, folded_claims
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.launchers import Launch, find_launch
@@ -58,8 +59,8 @@ def _place(devices: int, attempt: Attempt) -> list[int]:
     attempt.request = replace(attempt.request, count=count)
     # CUDA shows a process only one MIG instance, so several visible instances do not grant several devices.
     divided = count > 1 and any(uuid.startswith("MIG-") for uuid in uuids)
-    is_granted = len(uuids) == count and not divided
-    if "CUDA_VISIBLE_DEVICES" in os.environ and (is_granted or (len(uuids) < count and _launcher_group(devices))):
+    is_granted = len(uuids) == count or (len(uuids) < count and _launcher_group(devices) is not None)
+    if "CUDA_VISIBLE_DEVICES" in os.environ and is_granted and not divided:
         log().info(
             "CUDA_VISIBLE_DEVICES already shows %d GPUs (requested: %d) and is left as it is.", len(uuids), count
         )
@@ -203,7 +204,7 @@ def bind_to_gpus(uuids: Iterable[str]) -> frozenset[int] | None:
 
     if sys.platform != "linux":
         return None
-    with nvml.session():
+    with nvml.session(limits.LIMIT_S):
         near = [nvml.read_cpu_affinity(uuid) for uuid in uuids]
     allowed = os.sched_getaffinity(0)
     cores = frozenset(core for one in near for core in one or () if core in allowed)

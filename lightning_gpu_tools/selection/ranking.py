@@ -267,7 +267,9 @@ def _objections(
         return
     if request.count > 1 and gpu.uuid.startswith("MIG-"):
         # MIG user guide, "CUDA Device Enumeration": a process can enumerate a single compute instance.
-        yield f"CUDA shows a process only one MIG instance, so it cannot be one of {request.count}"
+        # https://github.com/NVIDIA/nccl/issues/1716: NCCL has no support for MIG.
+        only = "CUDA shows a process only one MIG instance, and NCCL connects none of them"
+        yield f"{only}, so it cannot be one of {request.count}"
     # A driver that does not report the mode (WSL, some vGPUs) has none to set, so unknown counts as "default".
     if gpu.compute_mode == "prohibited":
         yield "compute mode PROHIBITED; an administrator can change it with nvidia-smi -c DEFAULT"

@@ -60,6 +60,22 @@ def visible_gpus(
     return whole_or_instances(_distinct_until_none(map(find, entries)))
 
 
+def shown_uuid(gpus: Sequence[GpuReading], cuda_visible_devices: str | None, cuda_uuid: str) -> str:
+    """Return the driver's UUID of the MIG instance that CUDA shows this process as its one device.
+
+    ``cuda_uuid`` is CUDA's UUID of the device, without a prefix: that of the instance, or in older versions that of its
+    GPU. Without ``gpus``, the mask must have the UUID in full.
+    """
+    parts = [(gpu, part) for gpu in gpus for part in gpu.mig_instances]
+    if any(part.uuid == f"MIG-{cuda_uuid}" for _, part in parts):
+        return f"MIG-{cuda_uuid}"
+    here = {part.uuid for gpu, part in parts if gpu.uuid == f"GPU-{cuda_uuid}"}
+    visible = visible_gpus(gpus, cuda_visible_devices, "PCI_BUS_ID", tuple)
+    mask = (cuda_visible_devices or "").split(",")[0]
+    otherwise = mask if mask.startswith("MIG-") else f"GPU-{cuda_uuid}"
+    return next((str(part.uuid) for part in visible if part.uuid in here), otherwise)
+
+
 def whole_or_instances(gpus: Iterable[GpuReading]) -> tuple[GpuReading, ...]:
     """Return the GPUs, with divided GPUs replaced by their MIG instances."""
     return tuple(part for gpu in gpus for part in (gpu.mig_instances or (gpu,)))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_gpu_tools.gpus.watch import GpuWatch
@@ -113,8 +112,6 @@ class GPUUtilizationMonitor(MeasuringCallback):
 
     @override
     def _began(self, trainer: Trainer, session: FitSession) -> None:
-        if session.gpu_note:
-            rank_zero_info(session.gpu_note)
         if self.report and trainer.is_global_zero and session.clock.ran:
             self._running = RunningReport(session, ReportFile(self._folder))
         if self.prog_bar and session.gpus is not None and trainer.progress_bar_callback is not None:

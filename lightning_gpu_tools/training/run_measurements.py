@@ -107,6 +107,8 @@ class GpuFacts:
     thermal_throttled_percent: float | None = None  # share of time
     power_capped_percent: float | None = None  # share of time
     held_clock_percent: float | None = None  # of the highest clock, while power or heat throttled it
+    power_limit_watts: float | None = None
+    power_limit_watts_max: float | None = None  # that an administrator can set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

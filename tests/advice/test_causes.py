@@ -45,8 +45,10 @@ def first(run: RunMeasurements) -> Finding:
     return diagnose(run).findings[0]
 
 
-def capped(percent: float, clock_percent: float | None) -> dict[str, GpuFacts]:
-    return {"gpu": GpuFacts(power_capped_percent=percent, held_clock_percent=clock_percent)}
+def capped(percent: float, clock_percent: float | None, limit: float | None = 500.0) -> dict[str, GpuFacts]:
+    """Return a GPU that an administrator can set to at most 700 W."""
+    power = {"power_capped_percent": percent, "power_limit_watts": limit, "power_limit_watts_max": 700.0}
+    return {"gpu": GpuFacts(**power, held_clock_percent=clock_percent)}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,9 @@ def capped(percent: float, clock_percent: float | None) -> dict[str, GpuFacts]:
         pytest.param(gpu_run(STEP, 100.0, gpu=GpuFacts(thermal_throttled_percent=4.0)), [], id="a little heat"),
         pytest.param(gpu_run(STEP, 99.0, **capped(40.0, 70.0)), [], id="rarely capped"),
         pytest.param(gpu_run(STEP, 99.0, **capped(80.0, None)), [], id="capped, clock unknown"),
+        pytest.param(gpu_run(STEP, 99.0, **capped(90.0, 70.0)), ["power_cap"], id="capped below the highest limit"),
+        pytest.param(gpu_run(STEP, 99.0, **capped(90.0, 70.0, 700.0)), [], id="an H100 at its normal limit"),
+        pytest.param(gpu_run(STEP, 99.0, **capped(90.0, 70.0, None)), [], id="capped, limit unknown"),
         pytest.param(
             gpu_run(WAITS, 30.0, gpu=GpuFacts(others_utilization_percent=1.0, others_memory_bytes=3 * GIB)),
             ["data_loading"],

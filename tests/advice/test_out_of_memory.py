@@ -65,6 +65,12 @@ USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
             "GPU 3 has 79.0 GiB free: CUDA_VISIBLE_DEVICES=$(lightning-gpu-tools pick --min-free 30GiB)",
             id="another GPU is free",
         ),
+        pytest.param(
+            {"begins": FLAT, "gpus": (this_gpu(), dataclasses.replace(FREE_GPU, uuid="MIG-3", mig_index=1))},
+            "batch_too_large",
+            "MIG instance 3:1 has 79.0 GiB free",
+            id="a MIG instance is free",
+        ),
         pytest.param({"begins": GROWING}, "memory_growth", "grown by 102 MiB a step since step 6", id="growth"),
         pytest.param(
             {"begins": [*FLAT[:50], *((step, 20 * GIB) for step in range(51, 100))]},

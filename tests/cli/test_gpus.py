@@ -60,17 +60,37 @@ def test_a_mig_server_has_a_line_for_each_instance_in_use(driver: Driver, run_cl
     used = [process(pid=4711, memory="3GiB", gpu_instance=4), process(pid=4712, memory="1GiB", gpu_instance=6)]
     driver.gpus = [gpu(mig=instances, processes=used), *(gpu(mig=[mig() for _ in range(7)]) for _ in range(15))]
     rows = [line.split() for line in run_cli("gpus").stdout.splitlines()[3:]]
+    assert " ".join(rows[0][-5:]) == "7 MIG instances, 5 free"
     assert [row[:3] for row in rows[1:5]] == [
-        ["0:3", "1g.10gb", "MIG-12345678-3"],
-        ["0:5", "1g.10gb", "MIG-12345678-5"],
         ["0:0,1,4,6", "4", "x"],
         ["0:2", "3g.40gb", "MIG-12345678-2"],
+        ["0:3", "1g.10gb", "MIG-12345678-3"],
+        ["0:5", "1g.10gb", "MIG-12345678-5"],
     ]
     assert len([row for row in rows if row]) == 5 + 2 * 15
     assert [row[0] for row in rows[5:9]] == ["1", "1:0-6", "2", "2:0-6"]
     listed = json.loads(run_cli("gpus", "--json").stdout)
     assert [one["uuid"] for one in listed[0]["mig_instances"]] == uuids
     assert [one["mig_index"] for one in listed[0]["mig_instances"]] == list(range(7))
+
+
+def test_a_full_mig_server_fits_on_a_screen(driver: Driver, run_cli: RunCli) -> None:
+    name = "NVIDIA A100-SXM4-80GB"
+    driver.gpus = [
+        gpu(
+            name=name,
+            mig=[mig() for _ in range(7)],
+            processes=[process(pid=4000 + slot, memory="3GiB", gpu_instance=slot) for slot in range(1, 8)],
+        )
+        for _ in range(8)
+    ]
+    held = [select_gpus(min_free="9GiB" if turn % 2 else None) for turn in range(56)]
+    assert len({selection.uuids for selection in held}) == 56
+    lines = run_cli("gpus").stdout.splitlines()
+    assert len(lines) <= 70
+    assert max(map(len, lines)) <= 100
+    for words in ("7 MIG instances, 0 free", "pid 4001 3.00 GiB", ": 9.00 GiB", ": whole"):
+        assert sum(words in line for line in lines) >= 8, words
 
 
 def test_json_is_a_list_with_everything_known(driver: Driver, run_cli: RunCli) -> None:

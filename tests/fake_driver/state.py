@@ -88,6 +88,8 @@ class Gpu:
     numa_node: int | None = 0
     cpus: list[int] | None = field(default_factory=lambda: [0, 1])
     power_watts: Series = 100.0
+    power_limit_watts: float | None = 700.0
+    power_limit_max_watts: float | None = 700.0
     temperature_celsius: float | None = 40.0
     throttled_power: Series = 0.0  # fraction of the time, 0 to 1
     throttled_thermal: Series = 0.0
@@ -103,6 +105,8 @@ class Gpu:
     # C function, with or without its version suffix, -> error name; "*" for every function that takes a handle
     errors: dict[str, str] = field(default_factory=dict)
     lost: bool = False  # fell off the bus: like errors={"*": "GPU_IS_LOST"}
+    hangs: str | None = None  # this C function does not return until the state says otherwise
+    closed: bool = False  # only its MIG instances are given to this container: its own state may not be read
 
 
 def gpu(memory_free: int | str | None = None, memory_total: int | str | None = "80GiB", **fields: Any) -> Gpu:
@@ -139,6 +143,7 @@ class Driver:
         self.init_error: str | None = None  # for example DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH, NO_PERMISSION
         self.missing_functions: list[str] = []  # what an older driver does not have
         self.errors: dict[str, str] = {}  # C function -> error name, for every GPU
+        self.hangs: str | None = None  # a C function without a device that does not return
         self.start_s = 0.0  # where the segments of a Series begin, and the counters
         self.now_s: float | None = None  # None: the clock of the system; a number: time stands still at it
         self._write()

@@ -13,7 +13,7 @@ import pytest
 from fake_driver import GIB, gpu
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
-from lightning_gpu_tools.gpus import sampler
+from lightning_gpu_tools.gpus import limits, sampler
 from lightning_gpu_tools.gpus.metrics import GpuSample
 from lightning_gpu_tools.gpus.nvml import probe
 from lightning_gpu_tools.gpus.readings import GpuReading
@@ -86,7 +86,7 @@ def test_all_that_is_opened_is_closed(clock):
     clock.gpus = [gpu(gpm={2: 10}), gpu()]
     with sampling([card.uuid for card in clock.gpus]) as reader:
         poll_and_take(reader)
-        assert len(sampling_threads()) == 1
+        assert len(sampling_threads()) == 2
     reader.close()
     functions = [call.function for call in clock.calls()]
     assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") == 2  # one probe a GPU
@@ -160,7 +160,7 @@ def test_a_bug_in_the_thread_is_reported_and_raises_nothing(probing):
 
 
 def test_a_driver_that_hangs_holds_nobody_up(monkeypatch, probing):
-    monkeypatch.setattr(sampler, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(limits, "LIMIT_S", 0.05)
     release = threading.Event()
 
     def read() -> GpuSample:
@@ -175,6 +175,57 @@ def test_a_driver_that_hangs_holds_nobody_up(monkeypatch, probing):
     assert thread.is_alive()
     release.set()
     thread.join(TIMEOUT_S)
+
+
+def test_a_gpu_whose_driver_hangs_is_named_and_holds_no_other_up(clock, monkeypatch):
+    monkeypatch.setattr(limits, "LIMIT_S", 1.0)
+    clock.gpus = [gpu(memory_free="60GiB", utilization=90), gpu(utilization=10)]
+    hanging = clock.gpus[0].uuid
+    gpus = [GpuReading(index=index, uuid=card.uuid) for index, card in enumerate(clock.gpus)]
+    watch = GpuWatch(gpus, lambda: None, trained_on=gpus, interval_s=3600.0, gpm=False, node=0)
+    taken = []
+
+    def take(troubles):
+        for _ in range(int(TIMEOUT_S)):
+            watch.whole(wait_s=TIMEOUT_S)
+            taken[:] = watch.take_metrics()
+            if taken[1] == troubles:
+                return taken[0]
+        raise AssertionError(taken)
+
+    problem = (
+        f"{hanging} is not measured until the driver answers: it has not answered nvmlDeviceGetPowerUsage within 1 s"
+    )
+    with contextlib.closing(watch):
+        take([])
+        clock.advance(1)
+        take([])
+        assert watch.latest_percent == 50
+        with clock.change():
+            clock.gpus[0].hangs, clock.gpus[1].memory_free = "nvmlDeviceGetPowerUsage", 0
+        metrics = take([f"{problem}, see `dmesg`."])
+        assert metrics["gpu/1/memory_used_bytes"] == 80 * GIB
+        assert watch.latest_percent == 10
+        with clock.change():
+            clock.gpus[0].hangs, clock.gpus[0].memory_free = None, 0
+        take([])
+        assert watch.whole(wait_s=TIMEOUT_S)[hanging].memory_used_bytes == 80 * GIB
+
+
+def test_a_driver_that_hangs_at_the_start_holds_no_training_up(driver, monkeypatch):
+    monkeypatch.setattr(limits, "LIMIT_S", 0.05)
+    monkeypatch.setattr(limits, "OPENING_LIMIT_S", 0.2)
+    driver.gpus = [gpu()]
+    with driver.change():
+        driver.hangs = "nvmlInitWithFlags"
+    reader = Sampler([driver.gpus[0].uuid])
+    threads = sampling_threads()
+    assert threads
+    with driver.change():
+        driver.hangs = None
+    reader.close()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
 
 
 def test_a_forked_child_is_not_held_up_and_can_sample(driver, run_python):

@@ -104,7 +104,7 @@ def test_what_just_meets_a_requirement_can_be_used(reading: GpuReading, requirem
         (gpu(2, error="has fallen off the bus: reboot"), {}, "has fallen off the bus: reboot"),
         (gpu(2, uuid=None), {}, "does not report its UUID"),
         (gpu(2, mig_mode=True), {}, "is in MIG mode but has no instance"),
-        (gpu(2, uuid="MIG-abc"), {"count": 2}, "only one MIG instance, so it cannot be one of 2"),
+        (gpu(2, uuid="MIG-abc"), {"count": 2}, "NCCL connects none of them, so it cannot be one of 2"),
         (gpu(2, compute_mode="prohibited"), {}, "PROHIBITED"),
         (gpu(2, compute_mode="exclusive_process", processes=(GpuProcess(pid=7),)), {}, "in use by pid 7"),
         (gpu(2, compute_mode="exclusive_process", processes=None), {}, "in use by processes that cannot be read"),

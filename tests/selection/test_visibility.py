@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.selection.visibility import parse_visible_devices, visible_gpus
+from lightning_gpu_tools.selection.visibility import parse_visible_devices, shown_uuid, visible_gpus
 
 
 def machine(*uuids: str, names: tuple[str, ...] = ()) -> list[GpuReading]:
@@ -90,3 +90,25 @@ def test_mig_instances_are_found_by_every_form_of_their_name(value: str | None, 
 def test_parsing_stops_at_the_first_entry_that_names_nothing() -> None:
     assert parse_visible_devices("2,x,1") == (2,)
     assert parse_visible_devices("MIG-a,GPU-b") == ("MIG-a",)
+
+
+@pytest.mark.parametrize(
+    ("mask", "cuda_uuid", "uuid"),
+    [
+        (None, "2222", "MIG-2222"),  # CUDA's UUID is that of the instance ...
+        (None, "aaaa", "MIG-1111"),  # ... or in older versions that of its GPU, of which CUDA shows the first instance
+        (None, "bbbb", "MIG-3333"),
+        ("1", "bbbb", "MIG-3333"),
+        ("MIG-2", "aaaa", "MIG-2222"),
+        ("MIG-2222,MIG-1111", "aaaa", "MIG-2222"),
+        ("MIG-9999", "cccc", "MIG-9999"),  # the driver lists neither
+        (None, "cccc", "GPU-cccc"),
+    ],
+)
+def test_the_instance_that_cuda_shows_is_known_by_the_drivers_uuid(mask: str | None, cuda_uuid: str, uuid: str) -> None:
+    parts = [GpuReading(index=0, uuid="MIG-1111"), GpuReading(index=0, uuid="MIG-2222")]
+    gpus = (
+        GpuReading(index=0, uuid="GPU-aaaa", mig_mode=True, mig_instances=tuple(parts)),
+        GpuReading(index=1, uuid="GPU-bbbb", mig_mode=True, mig_instances=(GpuReading(index=1, uuid="MIG-3333"),)),
+    )
+    assert shown_uuid(gpus, mask, cuda_uuid) == uuid

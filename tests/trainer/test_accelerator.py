@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import subprocess
@@ -166,8 +167,27 @@ def test_two_mig_instances_are_no_grant_of_two(driver: Driver, monkeypatch: pyte
     driver.gpus = [gpu(mig=[mig(), mig()])]
     mask = "0" if by == "number" else ",".join(str(instance.uuid) for instance in driver.gpus[0].mig or ())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    with pytest.raises(NotEnoughGpusError, match="only one MIG instance"):
+    with pytest.raises(NotEnoughGpusError, match="only one MIG instance, and NCCL connects none of them"):
         trainer(2)
+    for name, value in slurm(2, CUDA_VISIBLE_DEVICES=mask).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NotEnoughGpusError, match="only one MIG instance, and NCCL connects none of them"):
+        trainer(2, "ddp")
+
+
+@pytest.mark.parametrize("mask", ["MIG", None], ids=["by its UUID", "without a mask"])
+def test_the_instance_that_cuda_shows_already_is_used(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, claims_dir: Path, mask: str | None
+) -> None:
+    """Also in a container that has one instance of a GPU, and may not read the GPU."""
+    driver.gpus = [gpu(closed=True, mig=[mig(memory_free="4GiB"), mig(memory_free="9GiB")])]
+    first, second = (instance.uuid for instance in driver.gpus[0].mig or ())
+    if mask:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(second))
+    cpu_as_cuda.start()
+    assert cpu_as_cuda.gpus_of(trainer(1)) == [second if mask else first]
+    (claim,) = [json.loads(path.read_text()) for path in claims_dir.glob("*.json")]
+    assert claim["uuids"] == [second if mask else first]
 
 
 def test_options_belong_to_one_accelerator(driver: Driver) -> None:

@@ -43,7 +43,8 @@ def test_every_gpu_is_logged_and_reported_and_the_broken_one_named(driver: Drive
         gpu(utilization=None, power_watts=None),
         gpu(lost=True),
     ]
-    folder = train(tmp_path, GPUUtilizationMonitor(interval_s=0.05, devices="all"))
+    with pytest.warns(UserWarning, match="GPU 3 is not measured"):
+        folder = train(tmp_path, GPUUtilizationMonitor(interval_s=0.05, devices="all"))
     metrics = logged(folder)
     assert metrics["gpu/0/utilization_percent/mean"].keys() == {19, 39}  # where Lightning logs "loss", too
     assert metrics["loss"].keys() == {19, 39}
@@ -105,7 +106,11 @@ def test_growing_memory_is_reported_while_there_is_time_to_act(tmp_path: Path, m
 def test_without_a_driver_the_report_says_why(driver: Driver, tmp_path: Path) -> None:
     with driver.change():
         driver.library_missing = True
-    report = load_report(train(tmp_path, GPUUtilizationMonitor(devices="all")))
+    with pytest.warns(
+        UserWarning, match=r"No GPU was measured\. libnvidia-ml\.so\.1, a part of the NVIDIA driver"
+    ) as said:
+        report = load_report(train(tmp_path, GPUUtilizationMonitor(devices="all")))
+    assert sum("No GPU was measured" in str(warning.message) for warning in said) == 1
     assert report.gpus == ()
     assert report.gpu_note is not None
     assert "driver" in report.gpu_note
@@ -343,18 +348,21 @@ def test_other_jobs_on_the_gpu_are_reported_where_pids_match(
 def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Path) -> None:
     with driver.change():
         driver.start_s = time.time()
-    driver.gpus = [gpu(gpm={2: 50}, xid_events=[(second / 10, 31) for second in range(1, 3000)])]
+    xids = [(second / 10, 31) for second in range(1, 3000)]
+    driver.gpus = [gpu(gpm={2: 50}, xid_events=xids, field_values={"198": "NO_PERMISSION"})]
     monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all", gpm=False)
     trainer = quiet_trainer(tmp_path, callbacks=[monitor], log_every_n_steps=10)
     with pytest.warns(UserWarning, match=r"GPU 0 reports: Xid 31 \(memory page fault"):
         trainer.fit(Model(time.sleep, step_s=0.02), loader(Samples(40)))
     calls = driver.calls()
-    assert {call.thread for call in calls} == {"lightning-gpu-tools-sampler"}
+    assert {call.thread for call in calls} == {"lightning-gpu-tools-sampler", "lightning-gpu-tools-driver"}
     assert not [call for call in calls if "Gpm" in call.function]
     functions = [call.function for call in calls]
     assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") > 0
     report = load_report(tmp_path)
     assert report.gpus[0].errors
+    refused = f"PCIe traffic received of {driver.gpus[0].uuid} (insufficient permissions)"
+    assert report.unseen.count(refused) == 1
     assert report.monitor_us_per_step is not None
     assert 0 < report.monitor_us_per_step < report.wall_s / report.steps * 1e6
     assert sum(span.end_s - span.begin_s for span in report.spans) == pytest.approx(report.wall_s)

@@ -17,17 +17,35 @@ _MAX_CLOCK_PERCENT = 85.0
 def find(run: RunMeasurements) -> Iterator[Finding]:
     gpu, busy_percent = run.gpu or GpuFacts(), run.utilization_percent or 0.0
     capped_percent, clock_percent = gpu.power_capped_percent, gpu.held_clock_percent
+    limit_watts, max_watts = gpu.power_limit_watts, gpu.power_limit_watts_max
     if capped_percent is None or clock_percent is None or busy_percent < BUSY_PERCENT:
+        return
+    # At the highest limit, as an H100 is delivered, dense matrix products reach it, and nothing can be changed.
+    if limit_watts is None or max_watts is None or limit_watts >= max_watts:
         return
     if capped_percent <= _MIN_PERCENT or clock_percent >= _MAX_CLOCK_PERCENT:
         return
     advice = (
-        f"The power limit throttled the clocks for {capped_percent:.0f} % of the time. Ask the administrator to raise "
-        "power.limit, at most to power.max_limit (nvidia-smi -q -d POWER)."
+        f"The power limit of {limit_watts:.0f} W throttled the clocks for {capped_percent:.0f} % of the time. Ask the "
+        f"administrator to raise it: sudo nvidia-smi -pl {max_watts:.0f} sets the highest limit of this GPU."
     )
-    evidence = {"power_capped_percent": capped_percent, "held_clock_percent": clock_percent}
+    evidence = {
+        "power_capped_percent": capped_percent,
+        "held_clock_percent": clock_percent,
+        "power_limit_watts": limit_watts,
+        "power_limit_watts_max": max_watts,
+    }
     share = capped_percent / 100 * busy_percent / 100 * (1 - clock_percent / 100)
     yield counted("power_cap", share, evidence, advice)
+
+
+def _capped(limit_watts: float) -> GpuFacts:
+    return GpuFacts(
+        power_capped_percent=90.0,
+        held_clock_percent=70.0,
+        power_limit_watts=limit_watts,
+        power_limit_watts_max=700.0,
+    )
 
 
 CAUSE = Cause(
@@ -40,9 +58,9 @@ CAUSE = Cause(
         )
     ],
     find=find,
-    needs=("gpu.power_capped_percent", "gpu.held_clock_percent"),
+    needs=("gpu.power_capped_percent", "gpu.held_clock_percent", "gpu.power_limit_watts", "gpu.power_limit_watts_max"),
     is_remark=True,
     verified_on="measurements",
-    sick=gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, held_clock_percent=70.0)),
-    healthy=gpu_run(STEP, 99.0, gpu=GpuFacts(power_capped_percent=90.0, held_clock_percent=95.0)),
+    sick=gpu_run(STEP, 99.0, gpu=_capped(500.0)),
+    healthy=gpu_run(STEP, 99.0, gpu=_capped(700.0)),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -10,13 +11,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pynvml
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import ComputeMode, GpuProcess, GpuReading, UtilizationSample, mean_percent
 from lightning_gpu_tools.units import printable, user_name
+
+_T = TypeVar("_T")
+
+if not hasattr(pynvml, "nvmlGpmMigSampleGet"):  # the newest function that is used here
+    raise NvmlUnavailableError(
+        # nvidia-ml-py is a file; the old package pynvml is a folder of the same name, which Python prefers.
+        f"The old package pynvml ({pynvml.__file__}) hides nvidia-ml-py, which has the same module name. Run "
+        "`pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py`."
+        if hasattr(pynvml, "__path__")
+        else f"nvidia-ml-py ({pynvml.__file__}) is too old. Run `pip install --upgrade nvidia-ml-py`."
+    )
 
 # Errors that are permanent for this hardware, driver, or user.
 NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
@@ -94,23 +107,41 @@ def why_unreadable(error: pynvml.NVMLError) -> str:
     return f"the driver answered {str(error)!r}: see `nvidia-smi` and `dmesg`"
 
 
+def why_late(function: str) -> str:
+    """Explain that a call of the driver hangs, and what to do."""
+    return (
+        f"the driver has not answered {function} within {limits.LIMIT_S:.0f} s: see `dmesg`, then reset the GPU or "
+        "reboot"
+    )
+
+
 @contextlib.contextmanager
-def session() -> Iterator[None]:
-    """Keep the driver open, or raise ``NvmlUnavailableError`` with the reason and a remedy.
+def session(limit_s: float = limits.OPENING_LIMIT_S) -> Iterator[None]:
+    """Keep the driver open, or raise ``NvmlUnavailableError`` with the reason and a remedy, also after ``limit_s``.
 
     Every function of this package opens its own session. Open one around repeated reads, because that may wake up GPUs.
     """
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise NvmlUnavailableError(why_unavailable(error)) from None  # the cause adds nothing
+    _required(pynvml.nvmlInit, limit_s)
     pid = os.getpid()
     try:
         yield
     finally:
-        if os.getpid() == pid:  # a child forked in between has nothing to close
+        # A child forked in between has nothing to close, and closing may wait for a call that hangs.
+        if os.getpid() == pid and not limits.hangs():
             with contextlib.suppress(pynvml.NVMLError):  # the driver was unloaded
-                pynvml.nvmlShutdown()
+                limits.answers({"nvmlShutdown": pynvml.nvmlShutdown}, limits.LIMIT_S)
+
+
+def _required(function: Callable[[], _T], limit_s: float) -> _T:
+    """Call NVML; raise ``NvmlUnavailableError`` on any NVML error, or after ``limit_s``."""
+    name = function.__name__
+    try:
+        found, late = limits.answers({name: function}, limit_s)
+    except pynvml.NVMLError as error:
+        raise NvmlUnavailableError(why_unavailable(error)) from None  # the cause adds nothing
+    if late:
+        raise NvmlUnavailableError(f"The NVIDIA driver has not answered {name} within {limit_s:.0f} s: see `dmesg`.")
+    return found[name]
 
 
 def why_unavailable(error: pynvml.NVMLError) -> str:
@@ -159,17 +190,24 @@ _STALE_AFTER_S = 30.0
 _INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
 
 
-def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
+_facts: dict[int, dict[str, Any]] = {}  # by NVML's index: what the last read has learned, also one that hangs
+
+
+def read_gpus(*, with_loads: bool = False, limit_s: float = limits.OPENING_LIMIT_S) -> tuple[GpuReading, ...]:
     """Read every GPU of this machine, in PCI order; ``with_loads`` adds the utilization of each process.
 
-    A GPU that cannot be read has the reason in ``error``. Without a usable driver, raise ``NvmlUnavailableError``.
+    A GPU that cannot be read, or does not answer in time, has the reason in ``error``. Without a usable driver, or one
+    that takes longer than ``limit_s`` to open, raise ``NvmlUnavailableError``.
     """
-    with session():
-        try:
-            count = pynvml.nvmlDeviceGetCount()
-        except pynvml.NVMLError as error:
-            raise NvmlUnavailableError(why_unavailable(error)) from None  # the cause adds nothing
-        found = [_read_gpu(nvml_index, with_loads) for nvml_index in range(count)]
+    with session(limit_s):
+        indices = range(_required(pynvml.nvmlDeviceGetCount, limits.LIMIT_S))
+        _facts.update({index: {"index": index} for index in indices if not limits.is_late(index)})
+        read = {index: functools.partial(_read_gpu, index, _facts[index], with_loads) for index in indices}
+        readings, late = limits.answers(read, limits.LIMIT_S)
+    found = [
+        GpuReading(**_facts[index], error=why_late(late[index])) if index in late else readings[index]
+        for index in indices
+    ]
     # NVML guarantees no order. A GPU without an address keeps its place.
     in_pci_order = iter(sorted((gpu for gpu in found if gpu.pci_bus_id), key=lambda gpu: str(gpu.pci_bus_id)))
     ordered = [next(in_pci_order) if gpu.pci_bus_id else gpu for gpu in found]
@@ -179,8 +217,8 @@ def read_gpus(*, with_loads: bool = False) -> tuple[GpuReading, ...]:
     )
 
 
-def _read_gpu(nvml_index: int, with_loads: bool) -> GpuReading:
-    facts: dict[str, Any] = {"index": nvml_index}
+def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuReading:
+    """Read a GPU, and record its facts as soon as they are known."""
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(nvml_index)
         facts |= _identity(handle)
@@ -200,22 +238,24 @@ def _read_gpu(nvml_index: int, with_loads: bool) -> GpuReading:
     reading = GpuReading(**facts)
     if with_loads and reading.processes:
         reading = replace(reading, processes=_with_loads(handle, reading.processes))
-    if reading.mig_mode:
-        reading = replace(reading, mig_instances=_read_mig_instances(handle, reading))
+    if reading.mig_mode is not False:  # a container may be allowed to see the instances, and not the mode
+        instances = _read_mig_instances(handle, reading)
+        reading = replace(reading, mig_mode=True if instances else reading.mig_mode, mig_instances=instances)
     return reading
 
 
 def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, ...]:
     instances = []
     shared = {"index": gpu.index, "pci_bus_id": gpu.pci_bus_id, "compute_mode": gpu.compute_mode}
-    for slot in range(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu_handle) or 0):
+    for slot in range(tolerate(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu_handle) or 0):
         facts: dict[str, Any] = {**shared, "mig_mode": False, "mig_index": slot, "integrated": False}
         try:
-            handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)
+            try:
+                handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)
+            except (*NEVER, pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
+                continue  # an empty slot, also in between, or one that was given to another container
             facts |= _identity(handle)
             facts |= _usage(handle, integrated=False)
-        except pynvml.NVMLError_NotFound:
-            continue  # slots may be empty in between
         except pynvml.NVMLError as error:
             facts["error"] = why_unreadable(error)
         instances.append(GpuReading(**facts))
@@ -300,7 +340,8 @@ _SCOPE_NODE = pynvml.NVML_AFFINITY_SCOPE_NODE
 
 def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
     """Return the pairs of these GPUs that NVLink or NVSwitch connects, in alphabetical order."""
-    with session():
+
+    def read() -> frozenset[tuple[str, str]]:
         handles = {uuid: _handle(uuid) for uuid in uuids}
         # This status includes NVSwitch, where the remote end of a link is not a GPU.
         return frozenset(
@@ -310,24 +351,37 @@ def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
             == pynvml.NVML_P2P_STATUS_OK
         )
 
+    return _in_time(read, frozenset())
+
 
 def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
     """Return the host NUMA node of each GPU; ``None`` if unknown."""
-    with session():
+
+    def read() -> dict[str, int | None]:
         # Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory on Grace Hopper.
         nodes = {
             uuid: _members(tolerate(pynvml.nvmlDeviceGetMemoryAffinity, _handle(uuid), 16, _SCOPE_NODE))
             for uuid in uuids
         }
-    return {uuid: next(iter(found)) if len(found) == 1 else None for uuid, found in nodes.items()}
+        return {uuid: next(iter(found)) if len(found) == 1 else None for uuid, found in nodes.items()}
+
+    return _in_time(read, dict.fromkeys(uuids))
 
 
 def read_cpu_affinity(uuid: str) -> frozenset[int] | None:
     """Return the CPUs near a GPU, including those that this process may not use; ``None`` if unknown."""
-    with session():
+
+    def read() -> frozenset[int] | None:
         # 64 words are 4096 CPUs: no machine with NVIDIA GPUs has more.
-        cpus = _members(tolerate(pynvml.nvmlDeviceGetCpuAffinityWithinScope, _handle(uuid), 64, _SCOPE_NODE))
-    return cpus or None
+        return _members(tolerate(pynvml.nvmlDeviceGetCpuAffinityWithinScope, _handle(uuid), 64, _SCOPE_NODE)) or None
+
+    return _in_time(read, None)
+
+
+def _in_time(read: Callable[[], _T], unknown: _T) -> _T:
+    """Return what a function reads from the driver, or ``unknown`` if that takes too long."""
+    with session(limits.LIMIT_S):
+        return limits.answers({read.__qualname__: read}, limits.LIMIT_S)[0].get(read.__qualname__, unknown)
 
 
 def _members(mask: Sequence[int] | None) -> frozenset[int]:

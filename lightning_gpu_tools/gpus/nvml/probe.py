@@ -93,12 +93,26 @@ _VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal"
 # https://github.com/NVIDIA/dcgm-exporter/issues/721. A counter that has exceeded it is wider.
 _32_BITS = 2**32
 
+# Counters that are named if the driver refuses them.
+_NAMED: dict[object, str] = {
+    "GPM": "the GPU performance monitors (GPM)",
+    "error events": "Xid events",
+    "counters": "the counters of energy, throttling and PCIe traffic",
+    _ECC_UNCORRECTED: "uncorrectable ECC errors",
+    _POWER_CAPPED: "throttling by power",
+    _THERMAL: "throttling by heat",
+    _ENERGY: "energy",
+    _PCIE_TX: "PCIe traffic sent",
+    _PCIE_RX: "PCIe traffic received",
+}
+
 
 class GpuProbe:
     """A repeated reader of one GPU or MIG instance, for one thread, with at most 13 NVML calls per read.
 
     Creating it raises ``NvmlUnavailableError`` without a usable NVIDIA driver; a read never raises. Metrics that this
-    hardware, driver, or user never gets are tried once. Other failures are reported once in ``GpuSample.problems``.
+    hardware, driver, or user never gets are tried once; what the driver refuses is named in ``GpuSample.refused``.
+    Other failures are reported once in ``GpuSample.problems``.
 
     For a MIG instance, only memory, processes, and GPM (also for utilization) are read: the rest covers the whole GPU.
     """
@@ -113,12 +127,15 @@ class GpuProbe:
             self._absent.add("GPM")
         self._failing: set[str] = set()  # failures already reported
         self._problems: list[str] = []
+        self._refused: dict[object, str] = {}  # metric -> reason
         self._last_sample_us: int | None = None
         self._last_sample_s = 0.0
         self._events = ErrorEvents()
         self._ecc_errors: float | None = None
         self._monitors = _gpm.PerformanceMonitors(is_mig=self._is_mig)
         self._pcie_is_wide = False
+        self._pcie_by_gpm: bool | None = None  # None: not decided yet
+        self._power_limits: list[float | None] = [None, None]
         self._driver_memory_bytes: int | None = None
         self._processes: tuple[GpuProcess, ...] | None = None
         self._processes_by_utilization = False
@@ -163,6 +180,8 @@ class GpuProbe:
             power_capped_s=counters.get(_POWER_CAPPED),
             thermal_throttled_s=counters.get(_THERMAL),
             held_clock_percent=self._held_clock(sum(throttled_s)),
+            power_limit_watts=self._power_limits[0],
+            power_limit_watts_max=self._power_limits[1],
             pcie_tx_bytes=pcie_tx_bytes,
             pcie_rx_bytes=pcie_rx_bytes,
             sm_active_percent=metrics.get(_gpm.SM),
@@ -173,6 +192,7 @@ class GpuProbe:
             processes=self._read_processes(),
             errors=(*errors, *self._ecc(counters)),
             problems=tuple(self._problems),
+            refused=tuple(f"{_NAMED[metric]} of {self.uuid} ({why})" for metric, why in self._refused.items()),
         )
 
     def _held_clock(self, held_s: float) -> float | None:
@@ -197,6 +217,9 @@ class GpuProbe:
             self._driver_memory_bytes = memory.reserved
         self._monitors.restart()
         self._ask("error events", self._events.start)
+        limit = self._ask("power", pynvml.nvmlDeviceGetPowerManagementLimit)
+        limits = self._ask("power limits", pynvml.nvmlDeviceGetPowerManagementLimitConstraints)
+        self._power_limits = [value and 1e-3 * value for value in (limit, limits and limits[1])]
 
     def _ask(self, metric: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call NVML for a metric; return ``None`` if this GPU lacks the metric or the call fails."""
@@ -204,14 +227,20 @@ class GpuProbe:
             return None
         try:
             value = function(self._handle, *arguments)
-        except NEVER:
-            self._absent.add(metric)
+        except NEVER as error:
+            self._note_refusal(metric, error)
         except pynvml.NVMLError as error:
             self._fail(metric, error)
         else:
             self._failing.discard(metric)
             return value
         return None
+
+    def _note_refusal(self, metric: object, error: pynvml.NVMLError) -> None:
+        self._absent.add(metric)
+        # A product that lacks a counter is no news, but a MIG instance may lack what its GPU has.
+        if metric in _NAMED and (self._is_mig or not isinstance(error, pynvml.NVMLError_NotSupported)):
+            self._refused[metric] = str(error).lower()
 
     def _fail(self, metric: str, error: pynvml.NVMLError) -> None:
         if isinstance(error, GONE):
@@ -248,7 +277,7 @@ class GpuProbe:
                 number = getattr(value.value, _VALUE_MEMBERS[value.valueType])
                 counters[value.fieldId] = number * _SCALES.get(value.fieldId, 1)
             elif isinstance(error := pynvml.NVMLError(value.nvmlReturn), (*NEVER, pynvml.NVMLError_InvalidArgument)):
-                self._absent.add(value.fieldId)  # older drivers report unknown fields as invalid arguments
+                self._note_refusal(value.fieldId, error)  # older drivers report unknown fields as invalid arguments
             else:
                 self._fail(f"counter {value.fieldId}", error)
         return counters
@@ -261,12 +290,14 @@ class GpuProbe:
         return [f"{count - before:.0f} uncorrectable ECC error(s) in the GPU's memory"]
 
     def _pcie(self, metrics: dict[int, float], counters: dict[int, float]) -> tuple[int | None, int | None]:
-        if _gpm.PCIE_TX in metrics and _gpm.PCIE_RX in metrics:
+        if self._pcie_by_gpm is None and (metrics or "GPM" in {*self._absent, *self._failing}):
+            self._pcie_by_gpm = _gpm.PCIE_TX in metrics and _gpm.PCIE_RX in metrics
+        if self._pcie_by_gpm is None:  # the two count from different starts, so only one of them is used
+            return None, None
+        if self._pcie_by_gpm:
             self._absent |= {_PCIE_TX, _PCIE_RX}
             sent_bytes, received_bytes = self._monitors.pcie_bytes
-            return int(sent_bytes), int(received_bytes)
-        if self._monitors.started and not metrics:  # GPM will provide the counts, from a different start
-            return None, None
+            return (int(sent_bytes), int(received_bytes)) if metrics else (None, None)
         sent, received = counters.get(_PCIE_TX), counters.get(_PCIE_RX)
         if sent is None or received is None:
             return None, None

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from .functions import FUNCTIONS, ON_DEVICE, ON_MIG, instances
+from .functions import FUNCTIONS, OF_CLOSED, ON_DEVICE, ON_MIG, instances
 from .values import NvmlFailure, address_of
 
 VARIABLE = "FAKE_NVIDIA_DRIVER"
@@ -40,6 +40,7 @@ class Library:
         self._samples: dict[int, Any] = {}  # GPM sample handle -> what was taken
         self._event_sets: dict[int, Any] = {}
         self._next_address = 0x7F5A00000000
+        self._lock = threading.RLock()  # the driver is called in several threads at once
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name not in FUNCTIONS or name in self.state.missing_functions:
@@ -72,17 +73,19 @@ class Library:
         return self.now_s - self.state.start_s
 
     def new_address(self) -> int:
-        self._next_address += 0x1000
-        return self._next_address
+        with self._lock:
+            self._next_address += 0x1000
+            return self._next_address
 
     def handle_of(self, uuid: str) -> int:
         """The address that stands for a GPU or MIG instance in this process."""
-        for address, known in self._uuids.items():
-            if known == uuid:
-                return address
-        address = self.new_address()
-        self._uuids[address] = uuid
-        return address
+        with self._lock:
+            for address, known in self._uuids.items():
+                if known == uuid:
+                    return address
+            address = self.new_address()
+            self._uuids[address] = uuid
+            return address
 
     def find(self, uuid: str) -> SimpleNamespace:
         """The GPU or MIG instance; an instance has its GPU as ``parent``."""
@@ -93,13 +96,15 @@ class Library:
                 if instance.uuid == uuid:
                     instance.parent = card
                     return instance
-        raise NvmlFailure("GPU_IS_LOST" if uuid in self._uuids.values() else "NOT_FOUND")
+        raise NvmlFailure("GPU_IS_LOST" if uuid in [*self._uuids.values()] else "NOT_FOUND")
 
     def check(self, device: Any, function: str) -> None:
         """Raise what this device is told to fail with."""
         parent = getattr(device, "parent", None)
         if getattr(device, "lost", False) or getattr(parent, "lost", False):
             raise NvmlFailure("GPU_IS_LOST")
+        if getattr(device, "closed", False) and function not in OF_CLOSED:
+            raise NvmlFailure("NO_PERMISSION")
         for errors in filter(None, (device.errors, parent and parent.errors)):
             _fail_if_told(errors, function, "*")
 
@@ -116,6 +121,8 @@ class Library:
         try:
             if not self._init_count and not name.startswith(("nvmlInit", "nvmlErrorString")):
                 raise NvmlFailure("UNINITIALIZED")
+            while name == self.state.hangs or any(name == card.hangs and card.uuid == uuid for card in self.state.gpus):
+                time.sleep(0.01)  # as in an ioctl() that does not return
             _fail_if_told(self.state.errors, name)
             if name in ON_DEVICE:
                 if uuid is None:

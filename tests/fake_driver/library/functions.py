@@ -20,6 +20,11 @@ _COMPUTE_MODES = {"default": 0, "prohibited": 2, "exclusive_process": 3}
 FUNCTIONS: dict[str, Callable[..., None]] = {}
 ON_DEVICE: set[str] = set()
 ON_MIG: set[str] = set()
+# What a container may ask a GPU of which it was given only MIG instances.
+OF_CLOSED = {
+    *("*", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetUUID", "nvmlDeviceGetName"),
+    *("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex"),
+}
 
 
 def _function(*names: str) -> Callable[..., Any]:
@@ -78,10 +83,16 @@ _number("nvmlDeviceGetComputeMode", lambda _, device: _COMPUTE_MODES.get(device.
 _number("nvmlDeviceGetMaxMigDeviceCount", lambda _, device: 7 if device.mig_capable else 0)
 _number("nvmlDeviceGetGpuInstanceId", lambda _, device: getattr(device, "gpu_instance", None), mig=True)
 _number("nvmlDeviceGetPowerUsage", _milliwatts)
+_number("nvmlDeviceGetPowerManagementLimit", lambda _, device: 1000 * required(device.power_limit_watts))
 _number("nvmlDeviceGetTemperature", lambda _, device, sensor: device.temperature_celsius)
 _number("nvmlDeviceGetClockInfo", lambda _, device, kind: device.sm_clock_mhz)
 _number("nvmlDeviceGetMaxClockInfo", lambda _, device, kind: device.sm_clock_max_mhz)
 _number("nvmlDeviceGetP2PStatus", _p2p_status)
+
+
+@_device_function("nvmlDeviceGetPowerManagementLimitConstraints")
+def _power_limits(_library: Library, device: Any, least: Any, most: Any) -> None:
+    pointed(least).value, pointed(most).value = 100_000, int(1000 * required(device.power_limit_max_watts))
 
 
 def _text(buffer: Any, size: Any, text: str) -> None:

@@ -207,6 +207,14 @@ def test_mig_instances_have_readings_of_their_own(driver):
     assert second.name == "NVIDIA H200 MIG 1g.10gb"
 
 
+def test_a_container_that_has_one_instance_of_a_gpu_sees_it(driver):
+    """As in Kubernetes, where the GPU itself may not be read."""
+    (reading,) = read(driver, gpu(closed=True, mig=[None, mig(memory_free="4GiB")]))
+    assert (reading.error, reading.mig_mode, reading.memory_free_bytes) == (None, True, None)
+    (instance,) = reading.mig_instances
+    assert (instance.uuid, instance.memory_free_bytes) == (driver.gpus[0].mig[1].uuid, 4 * GIB)
+
+
 def test_one_broken_mig_instance_hurts_no_other(driver):
     gpus = read(
         driver, gpu(pci=(0, 9, 0), mig=[mig(errors={"nvmlDeviceGetMemoryInfo": "UNKNOWN"}), mig()]), gpu(mig=[])

@@ -231,6 +231,61 @@ def test_forbidden_events_are_asked_for_once(driver, probe_of):
     assert functions.count("nvmlEventSetCreate") == functions.count("nvmlEventSetFree") == 1
 
 
+@pytest.mark.parametrize(
+    ("refused", "gone", "named"),
+    [
+        ({"nvmlGpmSampleGet": "NO_PERMISSION"}, "sm_active_percent", "the GPU performance monitors"),
+        ({"nvmlGpmMetricsGet": "FUNCTION_NOT_FOUND"}, "sm_active_percent", "the GPU performance monitors"),
+        ({"nvmlDeviceRegisterEvents": "NO_PERMISSION"}, "errors", "Xid events"),
+        ({"nvmlDeviceGetFieldValues": "FUNCTION_NOT_FOUND"}, "energy_joules", "the counters of energy"),
+    ],
+)
+def test_what_the_driver_refuses_is_named_and_takes_nothing_else_along(driver, probe_of, refused, gone, named):
+    traffic = {"pcie_tx_bytes_per_second": 1e10, "pcie_rx_bytes_per_second": 1e10}
+    driver.gpus = [gpu(gpm={2: 50, 20: 100, 21: 100}, errors=refused, xid_events=[(101, 13)], **traffic)]
+    probe = probe_of()
+    probe.read()
+    driver.advance(2)
+    sample = probe.read()
+    (sentence,) = sample.refused
+    assert sentence.startswith(f"{named}")
+    assert sentence.partition(" of GPU-")[2].endswith(("(insufficient permissions)", "(function not found)"))
+    assert sample.problems == ()
+    values = {name: getattr(sample, name) for name in ("sm_active_percent", "errors", "energy_joules")}
+    assert not values.pop(gone)
+    assert all(values.values()), values
+    driver.advance(2)
+    assert probe.read().pcie_tx_bytes > sample.pcie_tx_bytes > 0
+
+
+def test_one_counter_that_an_old_driver_lacks_is_named_alone(driver, probe_of):
+    driver.gpus = [gpu(field_values={"198": "INVALID_ARGUMENT"})]
+    sample = probe_of().read()
+    assert sample.refused == (f"PCIe traffic received of {driver.gpus[0].uuid} (invalid argument)",)
+    assert sample.energy_joules > 0
+
+
+def test_what_a_product_lacks_is_no_news(driver, probe_of):
+    driver.gpus = [gpu(gpm=None, ecc_errors=None, errors={"nvmlDeviceRegisterEvents": "NOT_SUPPORTED"})]
+    assert probe_of().read().refused == ()
+
+
+def test_a_mig_instance_without_its_only_source_of_utilization_says_so(driver, probe_of):
+    driver.gpus = [gpu(mig=[mig(gpm={1: 70})], gpm=None)]
+    xid, gpm = sorted(probe_of(driver.gpus[0].mig[0].uuid).read().refused)
+    assert xid.startswith("Xid events of MIG-")
+    assert gpm.startswith("the GPU performance monitors (GPM) of MIG-")
+
+
+def test_the_power_limit_and_how_far_it_can_be_raised(driver, probe_of):
+    driver.gpus = [gpu(power_limit_watts=500.0), gpu(power_limit_max_watts=None)]
+    limits = []
+    for card in driver.gpus:
+        sample = probe_of(card.uuid).read()
+        limits.append((sample.power_limit_watts, sample.power_limit_watts_max))
+    assert limits == [(500, 700), (700, None)]
+
+
 def test_each_process_has_its_own_utilization_where_the_driver_tells(driver, probe_of):
     driver.gpus = [gpu(processes=[process(7, "2GiB", sm=60), process(8, "1GiB", sm=None)])]
     probe = probe_of()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pynvml
@@ -61,6 +62,29 @@ def test_without_a_driver_there_is_one_traceback(driver, run_python, state):
     said = run_python("-c", "import lightning_gpu_tools as l; l.select_gpus(claim=False)").stderr
     assert said.count("Traceback") == 1
     assert "\nlightning_gpu_tools.errors.NvmlUnavailableError: " in said
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("pynvml/__init__.py", "Run `pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py`."),
+        ("pynvml.py", "is too old. Run `pip install --upgrade nvidia-ml-py`."),
+    ],
+    ids=["the old package pynvml", "an old nvidia-ml-py"],
+)
+def test_a_module_without_what_is_needed_is_named_with_the_remedy(driver, run_python, tmp_path, file, says):
+    module = tmp_path / "old" / file
+    module.parent.mkdir(parents=True)
+    module.write_text("class NVMLError(Exception): pass\n")
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "old"), os.environ["PYTHONPATH"]])}
+    for command in ("pick", "gpus"):
+        said = run_python("-m", "lightning_gpu_tools", command, env=path)
+        assert (said.returncode, said.stdout) == (4, "")
+        assert said.stderr.startswith("lightning-gpu-tools: ")
+        assert f"({module})" in said.stderr
+        assert said.stderr.endswith(f"{says}\n")
+    watched = run_python("-c", "from lightning_gpu_tools.gpus.sampler import Sampler; Sampler(['GPU-a'])", env=path)
+    assert watched.stderr.endswith(f"{says}\n")
 
 
 def test_a_session_survives_an_error_inside_and_closes(driver):

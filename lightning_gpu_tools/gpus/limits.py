@@ -1,0 +1,72 @@
+"""Time limits for calls of the driver, which can hang, and which nothing can interrupt."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
+
+_K = TypeVar("_K", bound=Hashable)
+_T = TypeVar("_T")
+
+LIMIT_S = 5.0  # our default: a GPU answers in milliseconds, and longer only while it falls off the bus
+OPENING_LIMIT_S = 60.0  # our default: without persistence mode, the driver wakes up each GPU, which takes seconds
+
+_late: dict[Hashable, _Call] = {}  # calls that have exceeded their limit, by key; some have returned since
+
+
+class _Call(threading.Thread):
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(name="lightning-gpu-tools-driver", daemon=True)
+        self._function = function
+        self.answer: list[Any] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.answer.append(self._function())
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            self.error = error
+
+
+def answers(calls: Mapping[_K, Callable[[], _T]], limit_s: float) -> tuple[dict[_K, _T], dict[_K, str]]:
+    """Call each function in a thread of its own, all at once, and wait for at most ``limit_s``.
+
+    Return the answers by key, and the names of the NVML functions that have not returned. A key that was late before
+    is not called again until that call has returned. Raise the first error of a function.
+    """
+    running = {key: _Call(function) for key, function in calls.items() if not is_late(key)}
+    for call in running.values():
+        call.start()
+    until_s = time.monotonic() + limit_s
+    for key, call in running.items():
+        call.join(max(0.0, until_s - time.monotonic()))
+        if call.is_alive():
+            _late[key] = call
+        elif call.error is not None:
+            raise call.error
+    found = {key: call.answer[0] for key, call in running.items() if call.answer}
+    return found, {key: pending_function(_late[key]) for key in calls if key not in found}
+
+
+def is_late(key: Hashable) -> bool:
+    """Return whether a call with this key has exceeded its limit and still not returned."""
+    return key in _late and _late[key].is_alive()
+
+
+def hangs() -> bool:
+    """Return whether any call in this process has exceeded its limit and still not returned."""
+    return any(call.is_alive() for call in [*_late.values()])
+
+
+def pending_function(thread: threading.Thread) -> str:
+    """Return the name of the NVML function that a thread is in."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name.startswith("nvml") and str(frame.f_globals.get("__name__")).startswith("pynvml"):
+            return name
+        frame = frame.f_back
+    return "NVML"
