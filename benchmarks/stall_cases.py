@@ -227,6 +227,31 @@ def late_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
     fit(folder, stall_after_s, data=Data(lambda index: hang() if rank == 1 and index == 2 * AT else None))
 
 
+def another_collective(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    def act(model: Model, step: int) -> None:
+        if step == AT and rank == 0:
+            torch.distributed.all_reduce(torch.ones(7))
+        elif step == AT:
+            torch.distributed.broadcast(torch.ones(4), 0)
+
+    fit(folder, stall_after_s, model=Model(act))
+
+
+def validation_on_one_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    """Validate without end on one rank, while the other one trains on."""
+    every = AT if rank == 1 else 1.0
+    fit(folder, stall_after_s, model=Model(validate=lambda batch: hang()), validation=DataLoader(Data(length=2)),
+        num_sanity_val_steps=0, val_check_interval=every)  # fmt: skip
+
+
+def endless_loop(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    def act(model: Model, step: int) -> None:
+        while rank == 1 and step == AT:
+            time.sleep(0.01)
+
+    fit(folder, stall_after_s, model=Model(act))
+
+
 # Trainings that go on: nothing may be said of them. MIN_S and UNKNOWN_S are those of a scaled package, see `scale`.
 
 MIN_S, UNKNOWN_S = 1.5, 6.0
@@ -405,7 +430,17 @@ STALLS = {
     "a checkpoint on one rank": Case(save_on_one_rank, "collective_on_one_rank", "rank 0 in saving a checkpoint", 2, 0),
     "a rank that was stopped": Case(stopped_rank, "rank_silent", "Rank 1 (PID ", 2, 1),
     "a rank that waits for data": Case(late_rank, "dataset", "All wait for rank 1, at step 13", 2, 1),
+    "a rank in an endless loop": Case(endless_loop, "code", "All wait for rank 1, at step 13, in forward.", 2, 1),
+    "another collective on one rank": Case(
+        another_collective, "collective_mismatch", "rank 1 calls broadcast of 4 float32 numbers in act (", 2
+    ),
+    "validation on one rank": Case(
+        validation_on_one_rank, "code", "All wait for rank 1, at step 12, in validation.", 2, 1
+    ),
 }
+HAS_RECORD = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # of gloo's calls, since torch 2.8
+if not HAS_RECORD:
+    del STALLS["another collective on one rank"]
 HEALTHY = {
     "a slow first step": Case(first_step),
     "a slow first batch": Case(first_batch),

@@ -23,27 +23,32 @@ UNKNOWN_S = 600.0
 FACTOR = 5.0
 # Our defaults from here on.
 AGAIN = 4.0  # reported again at 4 times, 16 times, ... as long
+_OF_TIMEOUT = 0.75  # torch's timeouts are 10 or 30 minutes, and a rank may be late by some polls
 _FIRST_STEPS = 3  # until then, a part of every step may have been seen only once
 _MIN_GAP_S = 5.0  # a poll this late was held up with the training, by a debugger, Ctrl-Z, a scheduler
 
 
-def limit_s(stall_after_s: float | Literal["auto"], longest_s: float | None) -> float:
+def limit_s(stall_after_s: float | Literal["auto"], longest_s: float | None, timeout_s: float | None = None) -> float:
     """Return the seconds without progress after which a training has stalled.
 
-    ``longest_s`` is the longest time that the phase has taken; ``None`` until it has been seen to its end.
+    ``longest_s`` is the longest time that the phase has taken; ``None`` until it has been seen to its end. After
+    ``timeout_s`` torch ends a process that waits for others; ``None`` = never.
     """
     if stall_after_s != "auto":
         return stall_after_s
-    return UNKNOWN_S if longest_s is None else max(MIN_S, FACTOR * longest_s)
+    own_s = UNKNOWN_S if longest_s is None else max(MIN_S, FACTOR * longest_s)
+    return own_s if timeout_s is None else min(own_s, _OF_TIMEOUT * timeout_s)
 
 
 class Patience:
     """A judge of whether a training has stood still for too long, by a poll every ``interval_s``."""
 
-    def __init__(self, stall_after_s: float | Literal["auto"], interval_s: float) -> None:
+    def __init__(
+        self, stall_after_s: float | Literal["auto"], interval_s: float, timeout_s: float | None = None
+    ) -> None:
         self.stuck_s = 0.0  # time without progress
-        self.limit_s = limit_s(stall_after_s, None)  # the longest time allowed
-        self._stall_after_s = stall_after_s
+        self.limit_s = limit_s(stall_after_s, None, timeout_s)  # the longest time allowed
+        self._stall_after_s, self._timeout_s = stall_after_s, timeout_s
         self._interval_s = interval_s
         self._mark: object = None
         self._key, self._phase = SETUP, SETUP
@@ -75,7 +80,7 @@ class Patience:
             self._since_s = min(now_s, since_s)
         self.stuck_s = max(0.0, now_s - self._since_s)
         longest_s = self._longest_s.get(key, 0.0) if key in self._seen else None
-        self.limit_s = limit_s(self._stall_after_s, longest_s)
+        self.limit_s = limit_s(self._stall_after_s, longest_s, self._timeout_s)
         return progress
 
     @property

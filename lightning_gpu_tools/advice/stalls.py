@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_gpu_tools.advice.open_collectives import open_collective, sentence, waits_of, with_open_calls
 from lightning_gpu_tools.advice.stall_cause import Explanation
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.advice.stall_words import during
@@ -53,8 +54,13 @@ def explain_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
     """Return which rank of several the others wait for, and why; ``None`` with one rank."""
     if len(ranks) < 2:
         return None
+    held_up = open_collective(ranks)
+    ranks = with_open_calls(ranks, held_up)
     rules = (cause.find_among_ranks for cause in STALL_CAUSES.values() if cause.find_among_ranks is not None)
-    return next(found for rule in rules if (found := rule(ranks)) is not None)
+    found = next((found for rule in rules if (found := rule(ranks)) is not None), None)
+    if found is None or held_up is None:
+        return found
+    return found._replace(why=f"{found.why} {sentence(held_up, ranks)}")
 
 
 def headline(phase: str, stuck_s: float, step: int) -> str:
@@ -70,4 +76,6 @@ def describe_rank(one: RankFacts) -> str:
         state = f"silent for {format_duration(one.silent_s)}"
     else:
         state = during(one.phase) if one.collective is None else f"waiting in {printable(one.collective)}"
+        if (waits_for := waits_of(one)) is not None:
+            state += f"{', waiting' if one.collective is None else ''} for {waits_for}"
     return f"rank {one.rank}: step {one.step} of epoch {one.epoch}, {state}"

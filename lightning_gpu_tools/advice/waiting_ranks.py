@@ -6,11 +6,20 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC, FORWARD_SYNC, SIGNAL_CHECK
+from lightning_gpu_tools.advice.collectives import (
+    BACKWARD_SYNC,
+    COMPUTE_METRIC,
+    END_OF_EPOCH,
+    FORWARD_SYNC,
+    SAVE_CHECKPOINT,
+    SIGNAL_CHECK,
+    SYNC_DIST,
+)
 from lightning_gpu_tools.training.stall_facts import RankFacts
 from lightning_gpu_tools.units import number_ranges, printable
 
 _OF_EVERY_RANK = (BACKWARD_SYNC, FORWARD_SYNC, SIGNAL_CHECK)
+_OF_ONE_RANK = (SAVE_CHECKPOINT, SYNC_DIST, COMPUTE_METRIC, END_OF_EPOCH)  # often enough
 
 
 def first_ended(ranks: Sequence[RankFacts]) -> RankFacts | None:
@@ -55,8 +64,12 @@ def all_waiting(ranks: Sequence[RankFacts]) -> WaitingRanks | None:
         return None
     counts = Counter(one.collective for one in ranks)
     # Of two ranks that differ, the odd one is in a place that not every rank has to reach.
-    odd = min(ranks, key=lambda one: (one.collective in _OF_EVERY_RANK, counts[one.collective], one.rank))
+    odd = min(ranks, key=lambda one: (*_rarity(one), counts[one.collective], one.rank))
     return WaitingRanks(odd, [one for one in ranks if one.collective != odd.collective])
+
+
+def _rarity(one: RankFacts) -> tuple[bool, bool]:
+    return one.collective in _OF_EVERY_RANK, one.collective not in _OF_ONE_RANK
 
 
 def _names(ranks: Sequence[RankFacts]) -> str:

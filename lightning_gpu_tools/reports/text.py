@@ -216,7 +216,7 @@ def stall_line(stall: Stall) -> str:
     """Return how long and why a training made no progress."""
     went_on = ", and then the training went on" if stall.is_over else ""
     lasted = format_duration(stall.lasted_s)
-    return f"No progress for {lasted} at step {stall.step}{went_on}: {printable(stall.why, 500)}"
+    return f"No progress for {lasted} at step {stall.step}{went_on}: {printable(stall.why, 800)}"
 
 
 def loader_line(loader: LoaderSummary) -> str:

@@ -17,10 +17,12 @@ from lightning_gpu_tools.advice.collectives import collective_of
 from lightning_gpu_tools.advice.stall_cause import Explanation
 from lightning_gpu_tools.advice.stall_excuses import is_excused
 from lightning_gpu_tools.advice.stall_patience import Patience, limit_s
+from lightning_gpu_tools.advice.stall_words import where
 from lightning_gpu_tools.advice.stalls import Stall, describe_rank, explain_process, explain_ranks, headline
 from lightning_gpu_tools.errors import StalledTrainingWarning
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
+from lightning_gpu_tools.training.collective_record import called_collectives
 from lightning_gpu_tools.training.lock_alarm import LockAlarm
 from lightning_gpu_tools.training.phases import CHECKPOINT, base_phase
 from lightning_gpu_tools.training.rank_exchange import Board, RankPlace
@@ -37,10 +39,13 @@ from lightning_gpu_tools.training.stall_facts import (
     SETUP,
     TEARDOWN,
     Activity,
+    Collective,
     Frame,
+    GroupCalls,
     RankFacts,
     StallFacts,
     WorkerFacts,
+    users_frame,
 )
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.units import format_duration, printable
@@ -96,9 +101,11 @@ class StallWatch:
         first_s = limit_s(stall_after_s, 0.0)
         self._interval_s = min(_MAX_INTERVAL_S, first_s / _POLLS)
         self._grace_s = min(_LOCK_GRACE_S, first_s)
-        self._patience = Patience(stall_after_s, self._interval_s)
+        timeout_s = compat.collective_timeout_s() if place.world_size > 1 else None
+        self._patience = Patience(stall_after_s, self._interval_s, timeout_s)
         self._heard: dict[int, tuple[int, float]] = {}  # of each rank: its last turn, and when it came
         self._own: Explanation | None = None
+        self._groups: tuple[GroupCalls, ...] = ()
         self._written = 0
         self._is_told = self._is_closed = False
         self._stacks = ForkedStacks()
@@ -171,6 +178,7 @@ class StallWatch:
         if self._own is None or self._is_told:
             self.alarm.arm(_LOCK_GRACE_S + self._grace_s)  # what follows takes a while
             self._own = explain_process(self._facts(phase, stack, frames))
+            self._groups = called_collectives() if self._place.world_size > 1 else ()
             if (phase, mark) != (self._phase, self._mark(phase)):  # it went on meanwhile
                 self._own = None
                 return
@@ -232,11 +240,12 @@ class StallWatch:
             is_over=patience.is_over and own is not None,
             ended=self.ended,
             collective=collective_of(stack, phase, place.world_size),
+            line=where(stack) if users_frame(stack) is not None else "",
         )
         if own is None:
             return facts
         calls = [str(frame) for frame in stack[-_MAX_PRINTED:]]
-        return replace(facts, cause=own.cause, why=own.why, next_step=own.next_step, stack=calls)
+        return replace(facts, cause=own.cause, why=own.why, next_step=own.next_step, stack=calls, groups=self._groups)
 
     def _hear(self) -> list[RankFacts] | None:
         """Return the state of all ranks; ``None`` if a lower rank reports for all."""
@@ -266,7 +275,11 @@ class StallWatch:
         turn, came_s = self._heard.get(rank, (-1, now_s))
         if entry["turn"] != turn:
             turn, came_s = self._heard[rank] = entry["turn"], now_s
-        facts = RankFacts(**entry["facts"])
+        groups = [
+            GroupCalls(group, description, ranks, [Collective(*call) for call in calls])
+            for group, description, ranks, calls in entry["facts"]["groups"]
+        ]
+        facts = RankFacts(**{**entry["facts"], "groups": groups})
         silent_s = now_s - came_s
         is_silent = facts.ended is None and silent_s > _MISSED * self._interval_s + _SAMPLE_S
         return replace(facts, silent_s=silent_s if is_silent else 0.0)

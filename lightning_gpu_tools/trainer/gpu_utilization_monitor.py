@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.reports.report_file import ReportFile
@@ -18,6 +19,7 @@ from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
 from lightning_gpu_tools.trainer.wrappers import Wrappers
+from lightning_gpu_tools.training.compat import keep_collective_records
 
 
 class GPUUtilizationMonitor(MeasuringCallback):
@@ -58,7 +60,8 @@ class GPUUtilizationMonitor(MeasuringCallback):
         stall_after_s: Seconds without progress (a step, a batch, a hook, bytes of a checkpoint) after which to warn
             (:class:`~lightning_gpu_tools.errors.StalledTrainingWarning`) with the phase, the stack, and the rank that
             all others wait for, and again after four times as long; ``None`` = never. ``"auto"`` is the larger of 60 s
-            and 5 times the longest that this phase has taken, and 600 s until the phase has ended once.
+            and 5 times the longest that this phase has taken, and 600 s until the phase has ended once; with several
+            ranks at most three quarters of the timeout of their process group.
 
     Raises:
         ValueError: An argument is out of range.
@@ -80,6 +83,8 @@ class GPUUtilizationMonitor(MeasuringCallback):
     ) -> None:
         check_interval(interval_s)
         check_stall_after(stall_after_s)
+        if stall_after_s is not None and not is_disabled():
+            keep_collective_records()
         if devices not in ("trainer", "all"):
             raise ValueError(f'devices must be "trainer" or "all", got {devices!r}.')
         super().__init__()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -49,6 +50,55 @@ def own_store() -> Any:
     if clone is not None:
         return clone()
     return distributed.TCPStore(bare.host, bare.port, is_master=False, wait_for_workers=False)
+
+
+_COLLECTIVE_RECORDS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # gloo's, since torch 2.8; NCCL's, since 2.5
+_RECORD_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the name since torch 2.8, the older one
+_RECORD_SIZE = "2000"  # collectives of all groups: torch's default since 2.13 at the latest
+
+
+def keep_collective_records() -> None:
+    """Have process groups that start later keep torch's record of collectives (the flight recorder).
+
+    From torch 2.13 on they do so by themselves. A size that the user has set stays.
+    """
+    if torch.__version__ < "2.13" and not any(name in os.environ for name in _RECORD_SIZES):
+        module = getattr(torch._C, "_distributed_c10d", None)
+        os.environ[_RECORD_SIZES[0 if hasattr(module, _COLLECTIVE_RECORDS[0]) else 1]] = _RECORD_SIZE
+
+
+def collective_records() -> list[bytes]:
+    """Return torch's records of the collectives that this process has called, as JSON.
+
+    They have no stacks: to name lines, torch would import its compiler, for 5 to 20 s. Without the records, the stacks
+    of the training threads alone say where ranks wait.
+    """
+    module = getattr(torch._C, "_distributed_c10d", None)
+    dumps = [getattr(module, name, None) for name in _COLLECTIVE_RECORDS]
+    return [dump() for dump in dumps if dump is not None]
+
+
+def group_ranks() -> dict[str, list[int]]:
+    """Return the ranks of each process group by its name. Without it, those count that have called it."""
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    ranks = getattr(world, "pg_group_ranks", {})
+    return {name: sorted(ranks.get(group, ())) for group, name in getattr(world, "pg_names", {}).items()}
+
+
+def collective_timeout_s() -> float | None:
+    """Return after how long torch ends a process that waits in a collective of the default group.
+
+    Without it, a stall of a new kind may be reported too late.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    group: Any = torch.distributed.group.WORLD
+    try:
+        backends = [group._get_backend(device) for device in getattr(group, "_device_types", ())]
+        timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
+    except RuntimeError:  # a backend of another package, which has no options
+        return None
+    return min((one.total_seconds() for one in timeouts if one is not None), default=None)
 
 
 # Attributes that the functions below read.

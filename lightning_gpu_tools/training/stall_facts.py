@@ -51,6 +51,30 @@ class WorkerFacts(NamedTuple):
     stack: tuple[Frame, ...] = ()  # innermost last; empty if it could not be sampled
 
 
+class Collective(NamedTuple):
+    """A collective that a rank has called, by torch's record."""
+
+    number: int  # in its process group, from 1
+    operation: str  # such as "all_reduce"
+    size: int | None  # how many numbers this rank has passed; None if it passes none
+    dtype: str  # of these
+    is_done: bool
+
+
+class GroupCalls(NamedTuple):
+    """The last collectives that a rank has called in one process group."""
+
+    group: str  # the same on all its ranks
+    description: str
+    ranks: Sequence[int]  # in the group; empty if unknown
+    calls: Sequence[Collective]  # by number
+
+    @property
+    def first_open(self) -> Collective | None:
+        """The first collective that has not ended."""
+        return next((call for call in self.calls if not call.is_done), None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
     """The state of a rank according to its last published facts."""
@@ -66,6 +90,8 @@ class RankFacts:
     silent_s: float = 0.0  # time without a message that was due
     ended: str | None = None  # how its training ended
     collective: str | None = None  # description of where it waits for other ranks
+    line: str = ""  # the innermost call of the user's program, as words at the end of a sentence
+    groups: Sequence[GroupCalls] = ()  # by torch's record, once the limit has passed; empty if there is none
     cause: str | None = None  # by its own diagnosis, like the next two
     why: str | None = None
     next_step: str | None = None

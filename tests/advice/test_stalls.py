@@ -79,6 +79,15 @@ def test_it_is_said_again_after_four_times_as_long() -> None:
     assert run.stay(DATA_LOADING, 19) == []
 
 
+def test_it_is_said_before_torch_ends_a_process_that_waits() -> None:
+    for timeout_s, expected_s in ((600.0, 450.0), (1800.0, UNKNOWN_S)):
+        patience = Patience("auto", INTERVAL_S, timeout_s)
+        assert patience.limit_s == expected_s
+        patience.poll(1000.0, 0, FORWARD, 1000.0, 0, ())
+        assert patience.limit_s == expected_s
+    assert Patience(700.0, INTERVAL_S, 600.0).limit_s == 700.0
+
+
 @given(st.lists(st.tuples(st.sampled_from([FORWARD, DATA_LOADING, VALIDATION]), st.floats(0.01, 3.0)), max_size=30))
 def test_no_phase_alarms_that_takes_at_most_three_times_as_long_as_before(stays: list[tuple[str, float]]) -> None:
     run, longest = Run(), {}

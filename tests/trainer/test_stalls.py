@@ -16,8 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from rank_processes import start_ranks
+from torch.torch_version import TorchVersion
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.advice.stalls import Stall
@@ -61,8 +63,10 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Stall | st
             time.sleep(0.2)
     finally:
         for process in started:
-            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-                one.kill()  # a worker that hangs does not see that its parent has gone
+            with suppress(psutil.NoSuchProcess):  # a rank ends by itself once another one is killed
+                for worker in psutil.Process(process.pid).children(recursive=True):
+                    worker.kill()  # one that hangs does not see that its parent has gone
+            process.kill()
             process.join()
     return {name: (found(case, folders[name]), folders[name]) for name, case in CASES.items()}
 
@@ -87,6 +91,19 @@ def test_what_hangs_is_named_while_it_hangs(name: str, said: dict[str, tuple[Sta
     assert stall.cause not in ("dataset", "callback") or " in hang" in " ".join(stall.stack)  # also of another rank
 
 
+@pytest.mark.skipif(not stall_cases.HAS_RECORD, reason="this torch keeps no record of gloo's calls")
+def test_the_collective_is_named_that_a_rank_has_not_called(said: dict[str, tuple[Stall, Path]]) -> None:
+    for name, (stall, _) in (
+        (name, said[name]) for name in ("a rank that waits for data", "a rank in an endless loop")
+    ):
+        found = re.search(
+            r" Rank 0 waits for all_reduce no\. (\d+) of 5 .*; rank 1 has called only (\d+)\.$", stall.why
+        )
+        assert found is not None, name
+        assert int(found[1]) == int(found[2]) + 1
+        assert stall.ranks[0].endswith(f"waiting in backward for all_reduce no. {found[1]} of 5 float32 numbers")
+
+
 def test_a_sanity_check_that_hangs_is_named(said: dict[str, tuple[str, Path]]) -> None:
     assert said[BEFORE_TRAINING][0], (said[BEFORE_TRAINING][1] / "stderr0").read_text()
 
@@ -108,6 +125,23 @@ def test_a_training_that_goes_on_says_so(tmp_path: Path) -> None:
     assert stall.is_over
     assert stall.lasted_s >= 0.3
     assert stalls()[1:] == [f"Training went on after {format_duration(stall.lasted_s)}."]
+
+
+def test_the_monitor_asks_an_older_torch_for_its_record_unless_it_watches_no_stalls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    for name in names:
+        monkeypatch.setenv(name, "")  # restored later
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.8.0"))
+    GPUUtilizationMonitor(stall_after_s=None)
+    with monkeypatch.context() as disabled:
+        disabled.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
+        GPUUtilizationMonitor()
+    assert not any(name in os.environ for name in names)
+    GPUUtilizationMonitor()
+    assert [os.environ[name] for name in names if name in os.environ] == ["2000"]
 
 
 @pytest.mark.parametrize("stall_after_s", [0, -1.0, "never"])

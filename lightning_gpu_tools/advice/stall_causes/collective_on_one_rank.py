@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC, COMPUTE_METRIC, SAVE_CHECKPOINT, SYNC_DIST
+from lightning_gpu_tools.advice.open_collectives import open_collective
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_examples import a_rank
 from lightning_gpu_tools.advice.waiting_ranks import all_waiting
@@ -24,7 +25,9 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
     waiting = all_waiting(ranks)
     if waiting is None or not waiting.rest:
         return None
-    odd = waiting.odd
+    odd, held_up = waiting.odd, open_collective(ranks)
+    if held_up is not None and held_up.differs and odd.collective not in _CALL_ON_EVERY_RANK:
+        return None
     why = f"{waiting.places}. A collective has to be called by every rank."
     call = _CALL_ON_EVERY_RANK.get(str(odd.collective), "Call it on every rank, outside of any `if` on the rank.")
     return Explanation("collective_on_one_rank", why, call, odd.rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC
+from lightning_gpu_tools.advice.open_collectives import open_collective
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_examples import a_rank
 from lightning_gpu_tools.advice.stall_words import where
@@ -24,10 +25,11 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
     waiting = all_waiting(ranks)
     if waiting is None:
         return None
+    or_shapes = ", or shapes differ" if open_collective(ranks) is None else ""
     return Explanation(
         "communication",
         f"All {len(ranks):,} ranks wait in {waiting.place}.",
-        "The network between them does not answer, or shapes differ. Run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
+        f"The network between them does not answer{or_shapes}. Run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
         "NCCL_DEBUG=INFO.",
     )
 
@@ -38,7 +40,7 @@ CAUSE = StallCause(
     change="the network; `TORCH_DISTRIBUTED_DEBUG=DETAIL`, `NCCL_DEBUG=INFO`",
     find=find,
     find_among_ranks=find_among_ranks,
-    after=("blocked_worker", "collective_on_one_rank"),
+    after=("blocked_worker", "collective_mismatch"),
     verified_on="measurements",
     sick=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, collective=BACKWARD_SYNC)),
     healthy=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, phase=DATA_LOADING)),

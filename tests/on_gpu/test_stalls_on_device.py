@@ -1,0 +1,97 @@
+"""Ranks that hang in collectives of NCCL, in which the host does not wait: what torch's record of them shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import start_ranks
+
+from lightning_gpu_tools import load_report
+from lightning_gpu_tools.advice.stalls import Stall
+from lightning_gpu_tools.errors import ReportError
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from stall_cases import AT, Data, Model, fit, hang
+
+pytestmark = pytest.mark.gpu
+
+STALL_S = 2.0
+
+
+def on_gpu(folder: Path, **options: Any) -> None:
+    fit(folder, STALL_S, accelerator="cuda", **options)
+
+
+def killed(folder: Path, rank: int) -> None:
+    def act(model: Model, step: int) -> None:
+        if step == AT and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    on_gpu(folder, model=Model(act))
+
+
+def other_size(folder: Path, rank: int) -> None:
+    def act(model: Model, step: int) -> None:
+        if step == AT:
+            torch.distributed.all_reduce(torch.ones(7 - 3 * rank, device=model.device))
+
+    on_gpu(folder, model=Model(act))
+
+
+def loading(folder: Path, rank: int) -> None:
+    on_gpu(folder, data=Data(lambda index: hang() if rank == 1 and index == 2 * AT else None))
+
+
+@pytest.fixture(scope="module")
+def stalls(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., None], Stall]:
+    """What is said of each training, of which all hang at the same time."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs, or simulated ones: .ci/simulated_gpu has them")
+    folders = {train: tmp_path_factory.mktemp("hangs") for train in (killed, other_size, loading)}
+    started = [process for train, folder in folders.items() for process in start_ranks(folder, train)]
+    found: dict[Callable[..., None], Stall] = {}
+    until_s = time.monotonic() + 90
+    try:
+        while time.monotonic() < until_s and len(found) < len(folders):
+            time.sleep(0.2)
+            for train, folder in folders.items():
+                with suppress(ReportError):
+                    found.update((train, stall) for stall in load_report(folder).stalls)
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    return found
+
+
+def test_a_killed_rank_leaves_the_others_in_a_collective(stalls: dict[Callable[..., None], Stall]) -> None:
+    stall = stalls[killed]
+    assert (stall.cause, stall.rank) == ("rank_silent", 1)
+    assert re.search(r"\. Rank 0 waits for all_reduce no\. \d+ of 5 float32 numbers\.$", stall.why)
+
+
+def test_calls_with_different_sizes_are_named(stalls: dict[Callable[..., None], Stall]) -> None:
+    """The stacks of both ranks show the same later call."""
+    stall = stalls[other_size]
+    assert (stall.cause, stall.rank) == ("collective_mismatch", None)
+    sizes = "rank 0 calls all_reduce of 7 float32 numbers; rank 1 calls all_reduce of 4 float32 numbers."
+    assert re.search(rf" As no\. \d+, {re.escape(sizes)}$", stall.why)
+
+
+def test_the_rank_that_has_not_called_it_is_behind(stalls: dict[Callable[..., None], Stall]) -> None:
+    stall = stalls[loading]
+    assert (stall.cause, stall.rank) == ("dataset", 1)
+    called = re.search(r"Rank 0 waits for all_reduce no\. (\d+) of 5 .*; rank 1 has called only (\d+)\.$", stall.why)
+    assert called is not None
+    assert int(called[1]) == int(called[2]) + 1

@@ -1,0 +1,140 @@
+"""The collectives that a process has called, by the record of a real process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import run_ranks
+from torch.torch_version import TorchVersion
+
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.collective_record import called_collectives
+
+distributed = torch.distributed
+HAS_RECORD = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
+
+
+def call_some(folder: Path, rank: int) -> None:
+    """Call collectives in two groups, the last one on rank 0 alone."""
+    compat.keep_collective_records()
+    distributed.init_process_group("gloo")
+    pair = distributed.new_group([0, 1], group_desc="pair")
+    for _ in range(12):
+        distributed.all_reduce(torch.ones(2, 3))
+    distributed.broadcast(torch.ones(4, dtype=torch.int64), 0, group=pair)
+    distributed.barrier()
+    if rank == 0:
+        distributed.all_reduce(torch.ones(7, dtype=torch.float16), async_op=True)
+    while sum(not call.is_done for group in called_collectives() for call in group.calls) > (rank == 0):
+        time.sleep(0.01)  # gloo's threads note the end of a call a little later
+    (folder / f"calls{rank}").write_text(json.dumps(called_collectives()))
+    store = compat.default_store()
+    store.set(f"wrote {rank}", "")
+    with suppress(RuntimeError):  # rank 0, which holds the store, may be gone
+        store.wait([f"wrote {1 - rank}"])
+    os._exit(0)
+
+
+@pytest.mark.skipif(not HAS_RECORD, reason="this torch keeps no record of gloo's calls")
+def test_the_calls_of_each_group_and_their_sizes(tmp_path: Path) -> None:
+    results = run_ranks(tmp_path, call_some)
+    assert [result.returncode for result in results] == [0, 0], results
+    waiting, behind = (json.loads((tmp_path / f"calls{rank}").read_text()) for rank in range(2))
+    done = [[number, "all_reduce", 6, "float32", True] for number in range(6, 13)]
+    barrier = [13, "barrier", None, "", True]
+    assert behind == [
+        ["gloo 0", "default_pg", [0, 1], [*done, barrier]],
+        ["gloo 1", "pair", [0, 1], [[1, "broadcast", 4, "int64", True]]],
+    ]
+    assert waiting == [
+        ["gloo 0", "default_pg", [0, 1], [*done, barrier, [14, "all_reduce", 7, "float16", False]]],
+        behind[1],
+    ]
+
+
+def test_nccls_collectives_have_the_names_that_users_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = {"process_group": ["0", "default_pg"], "is_p2p": False, "retired": False, "input_dtypes": ["BFloat16"]}
+    calls = [
+        ("_all_gather_base", "completed"),
+        ("all_reduce_barrier", "completed"),
+        ("_reduce_scatter_base", "started"),
+    ]
+    entries = [
+        {
+            **shown,
+            "collective_seq_id": n,
+            "profiling_name": f"nccl:{name}",
+            "state": state,
+            "input_sizes": [[2], [3, 4]],
+        }
+        for n, (name, state) in enumerate(calls, 1)
+    ]
+    entries.append({**entries[0], "is_p2p": True, "profiling_name": "nccl:send 0->1"})
+    record = json.dumps({"entries": entries}).encode()
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda: record, raising=False)
+    (group,) = called_collectives()
+    assert group.group == "nccl 0"
+    assert [tuple(call) for call in group.calls] == [
+        (1, "all_gather_into_tensor", 14, "bfloat16", True),
+        (2, "barrier", None, "bfloat16", True),
+        (3, "reduce_scatter_tensor", 14, "bfloat16", False),
+    ]
+    assert group.first_open == group.calls[2]
+
+
+@pytest.mark.parametrize("record", [b"", b"[]", b'{"entries": [{"is_p2p": false}]}', b'{"entries": 3}'])
+def test_a_record_of_another_version_is_none(monkeypatch: pytest.MonkeyPatch, record: bytes) -> None:
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: record, raising=False)
+    assert called_collectives() == ()
+
+
+def test_without_a_record_there_are_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in compat._COLLECTIVE_RECORDS:
+        monkeypatch.delattr(torch._C._distributed_c10d, name, raising=False)
+    assert called_collectives() == ()
+
+
+def test_the_timeout_of_a_process_group(tmp_path: Path) -> None:
+    assert compat.collective_timeout_s() is None
+    file = f"file://{tmp_path / 'ranks'}"
+    distributed.init_process_group("gloo", file, timeout=timedelta(seconds=77), rank=0, world_size=1)
+    try:
+        assert compat.collective_timeout_s() == 77
+    finally:
+        distributed.destroy_process_group()
+
+
+NEW, OLD = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+
+
+@pytest.mark.parametrize(
+    ("version", "knows_new_name", "users", "kept"),
+    [
+        ("2.13.0", True, {}, {}),
+        ("2.10.0+cu128", True, {}, {NEW: "2000"}),
+        ("2.6.0", False, {}, {OLD: "2000"}),
+        ("2.6.0", False, {OLD: "0"}, {OLD: "0"}),
+        ("2.10.0", True, {OLD: "20"}, {OLD: "20"}),
+    ],
+)
+def test_older_versions_are_asked_to_keep_a_record(
+    monkeypatch: pytest.MonkeyPatch, version: str, knows_new_name: bool, users: dict[str, str], kept: dict[str, str]
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    if knows_new_name:
+        monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", bytes, raising=False)
+    else:
+        monkeypatch.delattr(torch._C._distributed_c10d, "_dump_fr_trace_json", raising=False)
+    for name in (NEW, OLD):
+        monkeypatch.setenv(name, "")  # restored later, whatever the function sets
+        monkeypatch.delenv(name)
+    os.environ.update(users)
+    compat.keep_collective_records()
+    assert {name: os.environ[name] for name in (NEW, OLD) if name in os.environ} == kept
