@@ -30,6 +30,7 @@ from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.cli import parser
+from lightning_gpu_tools.dry_run.result import DryRun
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.report import LoaderSummary, Report
@@ -847,7 +848,7 @@ TABLES: dict[str, Callable[[], str]] = {
         kind.__name__: functools.partial(fields, kind)
         for kind in (
             *(Report, GpuSummary, Diagnosis, Finding, RankStep, SourceLine, MemoryAccount, OtherProcess),
-            *(LoaderSummary, ProcessId, Series, Stall),
+            *(LoaderSummary, ProcessId, Series, Stall, DryRun),
         )
     },
 }

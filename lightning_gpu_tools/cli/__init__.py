@@ -24,6 +24,7 @@ COMMANDS = {
     "gpus": "show all GPUs, who uses them and who has claimed them",
     "pick": "print the GPUs with the most free memory",
     "run": "claim GPUs and run a command on them",
+    "dry-run": "run a training's first steps on simulated GPUs, to see whether it fits",
     "report": "print a training report again, or compare two runs",
     "demo": "train with a slow loader, read the report, and fix it",
     "checkpoint": "inspect, verify, convert and compare checkpoint files",
@@ -93,7 +94,8 @@ def parser(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
         if name in called:
-            importlib.import_module(f"lightning_gpu_tools.cli.{name}").add_arguments(command)
+            module = f"lightning_gpu_tools.cli.{name.replace('-', '_')}"
+            importlib.import_module(module).add_arguments(command)
     return made
 
 

@@ -85,7 +85,7 @@ def need_of(report: Report, name: str) -> Need | None:
     if not sizes:
         return None
     peak_bytes, idle_bytes = max(sizes)
-    min_free_bytes = math.ceil(min(peak_bytes * (1 + MARGIN), max(peak_bytes, idle_bytes)))
+    min_free_bytes = _with_margin(peak_bytes, idle_bytes)
     kind, outcome = ("peak", "") if report.outcome == COMPLETED else ("at least", f"{printable(report.outcome, 200)}, ")
     script = report.settings.get("script")
     model = printable(report.settings.get("model", "a run")) + (f" in {printable(script)}" if script else "")
@@ -96,6 +96,15 @@ def need_of(report: Report, name: str) -> Need | None:
         f"min_free=last: {format_bytes(min_free_bytes)} ({kind} {format_bytes(peak_bytes)} of {model} on {date}, "
         f"{outcome}{name}, plus {percent:.0f} %)",
     )
+
+
+def min_free_for(need_bytes: int, total_bytes: int) -> int:
+    """Return what a job that needs this much should ask for on a GPU with so much memory."""
+    return _with_margin(need_bytes, _idle_bytes(total_bytes))
+
+
+def _with_margin(peak_bytes: float, idle_bytes: float) -> int:
+    return math.ceil(min(peak_bytes * (1 + MARGIN), max(peak_bytes, idle_bytes)))
 
 
 def _peak_bytes(account: MemoryAccount) -> int:

@@ -18,14 +18,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_gpu_tools.simulated.build import SimulatedCudaError, libraries
-from lightning_gpu_tools.simulated.models import MODELS
+from lightning_gpu_tools.simulated.models import MODELS, Model
 
 __all__ = ["MODELS", "Machine", "SimulatedCudaError", "host_waits"]
 
 VARIABLE = "SIMULATED_CUDA"
 # Copies between host and GPU over PCI Express 4.0 x16: 25 GB/s from pinned memory, 6 GB/s from pageable memory, which
 # the driver copies an extra time. A kernel takes at least 5 us. NCCL moves 200 GB/s. All are our defaults.
-_SPEEDS = {"kernel_us": 5, "pinned_gb_s": 25, "pageable_gb_s": 6, "nccl_gb_s": 200}
+_KERNEL_US = 5
+_SPEEDS = {"pinned_gb_s": 25, "pageable_gb_s": 6, "nccl_gb_s": 200}
+_RATES = ("memory_gb_s", "fp32_tflops", "tf32_tflops", "half_tflops")
 _MAX_GPUS = 16
 
 
@@ -36,6 +38,8 @@ class Machine:
         folder: An empty folder, which must exist as long as programs run on the machine.
         gpus: Names from ``MODELS``, one for each GPU.
         mig: For each GPU in MIG mode, by its position: the slices, out of 7, of each of its instances.
+        times_memory: Factor by which each GPU has more memory than its model.
+        times_speed: Factor by which kernels and copies take less time.
 
     Raises:
         SimulatedCudaError: The machine cannot be built here.
@@ -47,6 +51,8 @@ class Machine:
         folder: str | os.PathLike[str],
         gpus: Sequence[str] = ("h100-80gb",),
         mig: Mapping[int, Sequence[int]] = {},
+        times_memory: int = 1,
+        times_speed: float = 1,
     ) -> None:
         self.folder = Path(folder).resolve()
         for name in gpus:
@@ -55,11 +61,12 @@ class Machine:
         self._libraries = libraries()
         self.uuids: list[str] = []
         self._places: list[int] = []
-        lines = [f"{key} {value}" for key, value in _SPEEDS.items()]
+        lines = [f"{key} {value * times_speed:g}" for key, value in _SPEEDS.items()]
+        lines.append(f"kernel_us {_KERNEL_US / times_speed:g}")
         for position, name in enumerate(gpus):
             self._places.append(len(self.uuids) + sum(len(mig.get(i, ())) for i in range(position)))
             self.uuids.append(f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'simulated {position}')}")
-            lines += ["gpu", *(f"{key} {value}" for key, value in MODELS[name]._asdict().items())]
+            lines += ["gpu", *_lines_of(MODELS[name], times_memory, times_speed)]
             lines += [f"uuid {self.uuids[-1]}", f"pci 00000000:{16 * position + 11:02X}:00.0"]
             for number, slices in enumerate(mig.get(position, ())):
                 lines += ["mig", *_instance(name, position, number, slices)]
@@ -94,6 +101,12 @@ class Machine:
                 file.truncate(16 * _MAX_GPUS)
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 16 * _MAX_GPUS) as state:
             struct.pack_into("=Q", state, 16 * self._places[gpu] + offset, value)
+
+
+def _lines_of(model: Model, times_memory: int, times_speed: float) -> list[str]:
+    faster = {name: getattr(model, name) * times_speed for name in _RATES}
+    changed = model._replace(memory_mib=times_memory * model.memory_mib, **faster)
+    return [f"{key} {value}" for key, value in changed._asdict().items()]
 
 
 def _instance(name: str, position: int, number: int, slices: int) -> list[str]:

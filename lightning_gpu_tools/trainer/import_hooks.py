@@ -1,4 +1,4 @@
-"""Actions that run when a module of Lightning is imported.
+"""Actions that run when a module is imported, such as one of Lightning.
 
 ``import lightning_gpu_tools`` runs this file, so it imports nothing: importing `typing` alone takes as long as starting
 Python without it.
@@ -58,9 +58,12 @@ sys.meta_path.insert(0, _finder)
 
 
 def when_imported(part: str, act: Callable[[ModuleType], object], families: tuple[str, ...] = FAMILIES) -> None:
-    """Call ``act`` on a module of each family, now or when it is imported; its exceptions become warnings."""
+    """Call ``act`` on a module of each family, now or when it is imported; its exceptions become warnings.
+
+    ``part`` is the name of the module within its family; empty for the family itself.
+    """
     for family in families:
-        name = f"{family}.{part}"
+        name = f"{family}.{part}" if part else family
         module = sys.modules.get(name)
         if module is None:
             _finder.waiting.setdefault(name, []).append(act)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -185,6 +185,13 @@ def out_of_memory_observer() -> Any:
     Without it, the only facts about memory are those in the error message.
     """
     return getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+
+
+def call_once_cuda_starts(act: Callable[[], None]) -> None:
+    """Call a function when CUDA starts, or now if it has. Without torch's list of such calls, it is never called."""
+    later = getattr(torch.cuda, "_lazy_call", None)
+    if later is not None:
+        later(act)
 
 
 def memory_recorder() -> Any:

@@ -1,0 +1,153 @@
+"""The command ``dry-run``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import subprocess
+from typing import TYPE_CHECKING
+
+from lightning_gpu_tools.cli.options import say
+from lightning_gpu_tools.simulated.models import MODELS
+
+if TYPE_CHECKING:
+    from lightning_gpu_tools.dry_run.result import DryRun, Judgment
+
+_MORE_MEMORY = 16  # our default: factor for a second run, which tells how much a command needs that does not fit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments and the help."""
+    parser.description = (
+        "Run the first training steps of an unmodified command on simulated GPUs, and print whether they fit, what the "
+        "memory is used for, and on which other GPUs they fit. It needs Linux, gcc and torch's CUDA build, but no GPU. "
+        "torch's own allocator decides; kernels compute nothing. The command ends after these steps."
+    )
+    parser.epilog = (
+        'Example: lightning-gpu-tools dry-run --gpu a100-40gb --vary "--batch-size {}" -- python train.py. '
+        "Exit code: 0 fits, 1 does not fit, 2 wrong usage, 3 cannot be told: nothing could be simulated or recorded, "
+        "no GPU was used, or the command failed for a reason of its own, whose traceback is shown."
+    )
+    parser.add_argument("--gpu", required=True, choices=[*MODELS], help="The model of the GPUs.")
+    parser.add_argument("-n", "--count", type=int, default=1, metavar="N", help="How many, up to 16. Default: 1.")
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="K", help="End after K steps of the optimizer. Default: 3."
+    )
+    parser.add_argument(
+        "--vary",
+        metavar="TEXT",
+        help="Find the largest number that fits in the place of {} by more dry runs, with TEXT after the command. "
+        'Example: "--batch-size {}".',
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="Default: text.")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="The command and its arguments.")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command on simulated GPUs and print the result."""
+    args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not args.command:
+        args.parser.error("no command given: put it last, after --")
+    if args.steps < 1:
+        args.parser.error(f"--steps must be at least 1, got {args.steps}")
+    if not 1 <= args.count <= 16:
+        args.parser.error(f"-n must be from 1 to 16, got {args.count}")
+    if args.vary is not None and "{}" not in args.vary:
+        args.parser.error(f"--vary must have {{}} in the place of the number, got {args.vary!r}")
+    from lightning_gpu_tools.dry_run.result import EXIT_CODES, Judgment, result
+    from lightning_gpu_tools.dry_run.text import render
+    from lightning_gpu_tools.simulated import SimulatedCudaError
+    from lightning_gpu_tools.simulated.build import libraries
+
+    try:
+        libraries()  # which says what is missing, also outside Linux
+        found = _dry_run(args)
+    except (SimulatedCudaError, OSError) as error:
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        found = result(Judgment("cannot_be_told", None, why), args.gpu, args.count, args.steps)
+    except KeyboardInterrupt:
+        return 130  # as for a program ended by SIGINT, POSIX "Exit Status for Commands"
+    print(json.dumps(dataclasses.asdict(found), indent=2) if args.format == "json" else render(found))
+    return EXIT_CODES[found.verdict]
+
+
+def _dry_run(args: argparse.Namespace) -> DryRun:
+    from lightning_gpu_tools.dry_run.result import result
+
+    judgment = _trial(args, args.command, stdout=2 if args.format == "json" else None)
+    needs = None
+    if judgment.verdict == "does_not_fit":
+        say(f"It does not fit. It runs again on GPUs with {_MORE_MEMORY} times the memory, to tell what it needs.")
+        again = _quiet_trial(args, args.command, times_memory=_MORE_MEMORY)
+        needs = again.record if again.verdict == "fits" else None
+    found = result(judgment, args.gpu, args.count, args.steps, needs)
+    if args.vary is not None and found.needed_bytes is not None:
+        found = dataclasses.replace(found, trials=_vary(args, found))
+    if found.needed_bytes is not None:
+        found = dataclasses.replace(found, free_here=_free_here(found.needed_bytes))
+    return found
+
+
+def _vary(args: argparse.Namespace, found: DryRun) -> dict[int, bool]:
+    from lightning_gpu_tools.dry_run.result import next_trial
+
+    tried: dict[int, bool] = {}
+    batches: set[int | None] = set()
+    while (number := next_trial(tried, found.largest_batch or found.batch_size or 1)) is not None:
+        command = [*args.command, *shlex.split(args.vary.replace("{}", str(number)))]
+        judgment = _quiet_trial(args, command)
+        if judgment.record is None:
+            say(f"With {number}: cannot be told. {judgment.why_not}")
+            break
+        tried[number] = judgment.verdict == "fits"
+        say(f"With {number}: {'fits' if tried[number] else 'does not fit'}.")
+        if tried[number]:
+            if judgment.record.batch_size in batches:
+                say(f"The batch stays at {judgment.record.batch_size}: the command does not use the number.")
+                return {}
+            batches.add(judgment.record.batch_size)
+    return tried
+
+
+def _trial(
+    args: argparse.Namespace,
+    command: list[str],
+    *,
+    times_memory: int = 1,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> Judgment:
+    from lightning_gpu_tools.dry_run import launch
+    from lightning_gpu_tools.dry_run.records import Plan
+    from lightning_gpu_tools.dry_run.result import NCCL_BYTES, context_bytes, judge, usable_bytes
+
+    plan = Plan(args.steps, usable_bytes(args.gpu) - context_bytes(args.gpu, args.count))
+    ended = launch.run(
+        command,
+        [args.gpu] * args.count,
+        plan,
+        occupied_bytes=NCCL_BYTES if args.count > 1 else 0,
+        times_memory=times_memory,
+        stdout=stdout,
+        stderr=stderr,
+    )
+    return judge(ended.code, ended.records, args.steps, launch.torch_folder())
+
+
+def _quiet_trial(args: argparse.Namespace, command: list[str], *, times_memory: int = 1) -> Judgment:
+    nowhere = subprocess.DEVNULL
+    return _trial(args, command, times_memory=times_memory, stdout=nowhere, stderr=nowhere)
+
+
+def _free_here(needed_bytes: int) -> tuple[int, ...] | None:
+    """Return the GPUs of this machine with so much free memory; ``None`` without a driver."""
+    from lightning_gpu_tools.errors import NvmlUnavailableError
+    from lightning_gpu_tools.gpus import nvml
+
+    try:
+        return tuple(one.index for one in nvml.read_gpus() if (one.memory_free_bytes or 0) >= needed_bytes)
+    except NvmlUnavailableError:
+        return None

@@ -1,0 +1,1 @@
+"""Dry runs: an unmodified training on GPUs that are not there, to learn how much memory it needs."""

@@ -1,0 +1,139 @@
+"""Starting a command on simulated GPUs, and collecting what its processes record."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, VARIABLE, Plan, ProcessRecord
+from lightning_gpu_tools.reports.typed_json import read
+from lightning_gpu_tools.simulated import Machine
+
+_GRACE_S = 5.0  # our default: how long a command may go on after its ranks have ended
+_POLL_S = 0.1
+_TIMES_SPEED = 1e6  # nothing is measured in time, so nobody should wait for it
+_SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+_LIBC = ctypes.CDLL(None)
+_STARTUP = Path(__file__).parent / "startup"
+
+
+class Trial(NamedTuple):
+    """The end of a command that ran on simulated GPUs."""
+
+    code: int  # its exit code, negative for a signal; 0 if it was stopped after its ranks had ended
+    records: tuple[ProcessRecord, ...]
+
+
+def torch_folder() -> str:
+    """Return the folder of the torch of this Python environment; empty if there is none."""
+    spec = importlib.util.find_spec("torch")
+    return "" if spec is None or spec.origin is None else os.path.dirname(os.path.abspath(spec.origin))
+
+
+def run(
+    command: Sequence[str],
+    gpus: Sequence[str],
+    plan: Plan,
+    *,
+    occupied_bytes: int,
+    times_memory: int = 1,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> Trial:
+    """Run a command until its ranks have made the steps of the plan, or until it ends.
+
+    Whatever ends this process also ends the command and its children, and removes their temporary folder.
+
+    Args:
+        command: The command.
+        gpus: Names of simulated GPUs.
+        plan: What its processes have to know.
+        occupied_bytes: Memory of each GPU that is not torch's.
+        times_memory: Factor by which each GPU has more memory than its model.
+        stdout: Where its output goes, as for ``subprocess.Popen``.
+        stderr: Where its errors go.
+
+    Raises:
+        SimulatedCudaError: The machine cannot be built here.
+        OSError: The command cannot be started.
+    """
+    with tempfile.TemporaryDirectory(prefix="dry-run-", ignore_cleanup_errors=True) as name, ExitStack() as stack:
+        folder = Path(name)
+        # The kernel releases the lock with this process. The processes of the command wait for it, to end themselves.
+        lock = stack.enter_context((folder / LOCK).open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        machine = Machine(folder / "machine", gpus, times_memory=times_memory, times_speed=_TIMES_SPEED)
+        for number in range(len(gpus)):
+            machine.occupy(number, occupied_bytes)
+        (folder / PLAN).write_text(json.dumps(plan))
+        environ = machine.environment(_environment(folder))
+        process = subprocess.Popen(
+            command, env=environ, stdout=stdout, stderr=stderr, start_new_session=True, preexec_fn=_end_with_parent
+        )
+        stack.callback(_end, process)
+        return Trial(_wait(process, folder), _records(folder))
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    environ = {
+        **os.environ,
+        VARIABLE: str(folder),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH")))),
+        "LIGHTNING_GPU_TOOLS_CLAIMS_DIR": str(folder / "claims"),  # not those of this machine's GPUs
+        "SIMULATED_CUDA_WAITS_ASLEEP": "1",
+    }
+    environ.pop("CUDA_VISIBLE_DEVICES", None)
+    return environ
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(_SIGNAL_OF_PARENT, signal.SIGKILL)
+
+
+def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
+    """Return the exit code of a command that has ended, or that is to be ended because its ranks have."""
+    give_up_s = code = None
+    while give_up_s is None or time.monotonic() < give_up_s:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(_POLL_S)
+        if give_up_s is None and (code := _code_of_ranks(_records(folder))) is not None:
+            give_up_s = time.monotonic() + _GRACE_S
+    return code or 0
+
+
+def _code_of_ranks(records: Sequence[ProcessRecord]) -> int | None:
+    """Return the exit code of a job by its ranks; ``None`` while they may go on, or if another command may follow."""
+    complete = [one for one in records if one.outcome == "complete"]
+    if complete and len(complete) >= complete[0].world_size:
+        return 0
+    has_failed = any(one.outcome == "broken" or (one.error and one.world_size > 1) for one in records)
+    return 1 if has_failed else None
+
+
+def _records(folder: Path) -> tuple[ProcessRecord, ...]:
+    files = sorted(folder.glob(RECORD.format("*")))
+    return tuple(read(ProcessRecord, json.loads(file.read_text()), {}) for file in files)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the command and its children, also those in sessions of their own, as torchrun's."""
+    with suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,88 @@
+"""The peak of GPU memory between two moments: what is in use there, and for what. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from itertools import accumulate
+from typing import NamedTuple
+
+from lightning_gpu_tools.training.memory_lines import Block, Stack
+from lightning_gpu_tools.training.memory_trace import Allocated, Event
+
+# Functions of torch in which the training thread runs backward, and in which backward computes activations again.
+_BACKWARD = ("_engine_run_backward", "unpack_hook")
+_DDP_FILE = "torch/nn/parallel/distributed.py"
+
+
+class Peak(NamedTuple):
+    """The moment with the most memory in use."""
+
+    size: int  # in bytes, as requested
+    blocks: Mapping[int, Block]  # in use, by address
+    old: Set[int]  # addresses of those that were there at the beginning
+    kept: Set[int]  # addresses of those that are still there at the end
+    reached_by: Block | None  # the last one; None if it is the beginning
+
+
+def phase_of(stack: Stack) -> str:
+    """Return the phase of a step in which memory is allocated: forward, backward or optimizer.
+
+    Backward has threads of its own, in which no Python runs. Lightning runs forward within the optimizer's ``step``, so
+    the innermost of the two decides.
+    """
+    if not stack or any(frame["name"] in _BACKWARD for frame in stack):
+        return "backward"
+    for frame in stack:
+        file = frame["filename"].replace("\\", "/")
+        if "/torch/optim/" in file:
+            return "optimizer"
+        if "/torch/" not in file:
+            break
+    return "forward"
+
+
+def find_peak(before: Mapping[int, Block], events: Sequence[Event]) -> Peak:
+    """Return the peak of these events, given the blocks in use before them."""
+    changes = (event.size if event.is_allocated else -event.size for event in events)
+    sizes = list(accumulate(changes, initial=sum(block.size for block in before.values())))
+    place = max(range(len(sizes)), key=sizes.__getitem__)
+    live, at_peak, reached_by = dict(before), dict(before), None
+    for number, event in enumerate(events, 1):
+        if event.is_allocated:
+            live[event.address] = Block(event.size, event.stack, phase_of(event.stack), event.address)
+        else:
+            live.pop(event.address, None)
+        if number == place:
+            at_peak, reached_by = dict(live), live.get(event.address)
+    old = {address for address, block in at_peak.items() if before.get(address) is block}
+    kept = {address for address, block in at_peak.items() if live.get(address) is block}
+    return Peak(sizes[place], at_peak, old, kept, reached_by)
+
+
+def parts_at(
+    peak: Peak, names_before: Mapping[int, str], names_after: Mapping[int, str], workspace_sizes: Set[int]
+) -> Counter[str]:
+    """Return the parts of the memory in use at a peak, in bytes, with the names of ``memory_account.PARTS``.
+
+    ``names_before`` and ``names_after`` have the parts of known tensors at the beginning and the end, by address.
+    """
+    parts: Counter[str] = Counter()
+    for address, block in peak.blocks.items():
+        is_old = address in peak.old
+        name = (is_old and names_before.get(address)) or (address in peak.kept and names_after.get(address))
+        if not name and address in peak.kept and block.size in workspace_sizes:
+            name = "workspaces"
+        if not name and block.stack and block.stack[0]["filename"].endswith(_DDP_FILE):
+            name = "gradient_buckets"
+        parts[name or ("other_tensors" if is_old else "activations")] += block.size
+    return parts
+
+
+def moments_of(events: Sequence[Event]) -> Allocated:
+    """Return where the parts of a step begin and end, in allocations since its beginning."""
+    phases = [phase_of(event.stack) for event in events if event.is_allocated]
+    end = len(phases)
+    before_backward = phases.index("backward") if "backward" in phases else end
+    of_optimizer = (number for number in range(before_backward, end) if phases[number] == "optimizer")
+    return Allocated(0, before_backward, next(of_optimizer, end), end)

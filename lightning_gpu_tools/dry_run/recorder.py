@@ -1,0 +1,362 @@
+"""The record of a dry run, in a process of its command: torch's hooks count steps, its allocator tells the memory.
+
+The process ends after the steps that were asked for. Its speed does not matter, and nothing is measured in time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import fcntl
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_gpu_tools.advice.batch_size import largest_batch
+from lightning_gpu_tools.dry_run.peak import Peak, find_peak, moments_of, parts_at, phase_of
+from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, Moment, Plan, ProcessRecord
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.memory_counters import read_memory
+from lightning_gpu_tools.training.memory_holdings import plain_tensors, workspace_sizes_of
+from lightning_gpu_tools.training.memory_lines import Block, MemoryRecorder, by_line, live_blocks
+from lightning_gpu_tools.training.memory_readings import BlockEvent, MemoryLine, RecordedStep, RecordedSteps, Segment
+from lightning_gpu_tools.training.memory_trace import (
+    Event,
+    block_events,
+    gradient_sizes,
+    recorded_events,
+    segments,
+    sizes_in_16_bits,
+)
+from lightning_gpu_tools.training.source_lines import line_in
+from lightning_gpu_tools.training.stopwatch import Stopwatch
+from lightning_gpu_tools.training.sync_lines import SyncLines
+from lightning_gpu_tools.units import printable
+
+_RANKS_S = 60.0  # our default: how long a rank that is done waits for the others, which end within the same step
+_CUDNN_MODULES = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.RNNBase)
+_REPLAYED_STEPS = 2  # the one that creates the optimizer's states, and the first that begins with them
+
+
+class Recorder:
+    """A recorder of this process. One that fails ends the process: its training would go on to the end."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._plan = Plan(*json.loads((self._folder / PLAN).read_text()))
+        self._pid = os.getpid()
+        self._memory = MemoryRecorder()
+        self._gpus: dict[int, _Gpu] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}  # by id; kept, so that no other one gets the id
+        self._counts: Counter[int] = Counter()
+        self._steps = 0
+        self._in_step = False
+        self._batch_size: int | None = None
+        self._is_mixed = self._has_validated = self._has_convolutions = False
+        self._failures = self._requested_bytes = 0
+        self._failure: Moment | None = None
+        self._syncs: SyncLines | None = None
+
+    def start(self) -> None:
+        """Register with torch, and end this process with the dry run."""
+        threading.Thread(target=self._end_with_the_dry_run, daemon=True).start()
+        register_optimizer_step_post_hook(self._guarded(self._after_optimizer))
+        register_module_forward_pre_hook(self._guarded(self._before_forward))
+        compat.call_once_cuda_starts(self._guarded(self._cuda_starts))
+        atexit.register(self._guarded(self._at_exit))
+
+    def _guarded(self, act: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            if os.getpid() != self._pid:  # a worker of a loader
+                return
+            try:
+                act(*args)
+            except Exception as error:  # noqa: BLE001 - whatever it is, there is no result
+                self._write(ProcessRecord(torch=_torch_folder(), outcome="broken", error=_in_words(error)))
+                os._exit(1)
+
+        return call
+
+    def _end_with_the_dry_run(self) -> None:
+        with open(self._folder / LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # until the dry run lets go of it, as it does when it is killed
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(1)
+
+    def _cuda_starts(self) -> None:
+        self._memory.start("all")
+        attach = compat.out_of_memory_observer()
+        if attach is not None:
+            with contextlib.suppress(RuntimeError):  # cudaMallocAsync has none
+                attach(self._out_of_memory)
+
+    def _out_of_memory(self, gpu: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
+        with contextlib.suppress(Exception):  # an error here would replace torch's own
+            stack = _stack_of(sys._getframe(1) if sys._getframe().f_back else None)
+            training = sys._current_frames().get(threading.main_thread().ident or 0)
+            seen = line_in(stack) or line_in(_stack_of(training))
+            self._failures += 1
+            self._failure = Moment(self._step, phase_of(stack) if self._step else "", *(seen or ())[:3])
+            self._requested_bytes = requested_bytes
+            self._write(self._record("running"))
+
+    @property
+    def _step(self) -> int:
+        """The current step, or the next one between two; 0 before the first."""
+        return self._steps + 1 if self._in_step or self._steps else 0
+
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._in_step or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        trains = torch.is_grad_enabled()
+        self._has_validated |= not trains and not module.training
+        batch = next((one for one in plain_tensors(inputs) if one.is_cuda and one.dim()), None)
+        if batch is None or not (trains or not self._gpus):
+            return
+        self._read(is_step=False)
+        if trains:
+            self._in_step = True
+            self._batch_size = batch.shape[0]
+            self._is_mixed |= torch.is_autocast_enabled("cuda")
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+        self._counts[id(optimizer)] += 1
+        if self._counts[id(optimizer)] <= self._steps:  # another optimizer in the same step
+            return
+        self._steps += 1
+        if self._syncs is not None:
+            self._syncs.stop()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._read(is_step=self._in_step)
+        self._in_step = False
+        if self._steps == self._plan.steps:
+            self._finish()
+        if self._steps == self._plan.steps - 1 and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._syncs = SyncLines(
+                torch.device("cuda", torch.cuda.current_device()), Stopwatch("training_step"), lambda: None
+            )
+            self._syncs.start()
+
+    def _finish(self) -> None:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        record = self._record("complete")
+        self._write(record)
+        give_up_s = time.monotonic() + _RANKS_S
+        while len(list(self._folder.glob(RECORD.format("complete-*")))) < record.world_size:
+            if time.monotonic() > give_up_s:
+                break
+            time.sleep(0.05)
+        for child in multiprocessing.active_children():  # workers of loaders
+            child.kill()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed
+                stream.flush()
+        os._exit(0)
+
+    def _at_exit(self) -> None:
+        if self._syncs is not None:
+            self._syncs.stop()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            with contextlib.suppress(RuntimeError):  # CUDA may be what has failed
+                self._read(is_step=False)
+        error = getattr(sys, "last_value", None)  # set by Python where an error ends the main thread
+        record = self._record("ended")
+        self._write(dataclasses.replace(record, error="" if error is None else _in_words(error)))
+
+    def _read(self, *, is_step: bool) -> None:
+        """Read the memory of all GPUs, and what happened on them since the last reading."""
+        modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+        weights = [weight for module in modules for weight in module.parameters(recurse=False)]
+        weights += [w for one in self._optimizers.values() for group in one.param_groups for w in group["params"]]
+        names = _names(
+            parameters=weights,
+            gradients=[weight.grad for weight in weights if weight.grad is not None],
+            optimizer_states=[[*one.state.values()] for one in self._optimizers.values()],
+            buffers=[[*module.buffers(recurse=False)] for module in modules],
+        )
+        self._has_convolutions = any(isinstance(module, _CUDNN_MODULES) for module in modules)
+        for index in range(torch.cuda.device_count()):
+            reading = read_memory(torch.device("cuda", index))
+            if reading is not None and reading.peak_reserved_bytes:
+                gpu = self._gpus.setdefault(index, _Gpu(torch.device("cuda", index)))
+                gpu.read(self._steps if is_step else self._step, names)
+                if is_step and len(gpu.steps) < _REPLAYED_STEPS:
+                    gpu.keep_step(self._steps, self._batch_size or 1, weights, self._is_mixed)
+                elif not is_step:
+                    gpu.begin_step()
+        self._memory.stop()
+        self._memory.start("all")
+
+    def _record(self, outcome: Literal["complete", "ended", "running"]) -> ProcessRecord:
+        ranks = torch.distributed if torch.distributed.is_available() else None
+        is_rank = ranks is not None and ranks.is_initialized()
+        record = ProcessRecord(
+            torch=_torch_folder(),
+            outcome=outcome,
+            steps=self._steps,
+            world_size=ranks.get_world_size() if ranks is not None and is_rank else 1,
+            rank=ranks.get_rank() if ranks is not None and is_rank else 0,
+            uses_gpu=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
+            batch_size=self._batch_size,
+            failures=self._failures,
+            failure=self._failure,
+            requested_bytes=self._requested_bytes,
+            has_validated=self._has_validated,
+        )
+        watched = None if self._syncs is None else self._syncs.facts()
+        if watched is not None:
+            record = dataclasses.replace(record, syncs=watched.syncs)
+        if not self._gpus or outcome == "running":
+            return record
+        gpu = max(self._gpus.values(), key=lambda one: one.peak_bytes)
+        reading = read_memory(gpu.gpu)
+        assert reading is not None
+        fits = None
+        if outcome == "complete" and len(gpu.steps) == _REPLAYED_STEPS and gpu.is_complete:
+            fits = largest_batch(gpu.recorded(), self._plan.room_bytes).size
+        parts = dict(gpu.parts)
+        parts["activations"] = max(0, reading.peak_allocated_bytes - sum(parts.values()) + parts.get("activations", 0))
+        return dataclasses.replace(
+            record,
+            peak_allocated_bytes=reading.peak_allocated_bytes,
+            peak_reserved_bytes=reading.peak_reserved_bytes,
+            peak=gpu.peak,
+            parts_bytes={name: size for name, size in parts.items() if size},
+            lines=gpu.lines,
+            largest_batch=fits,
+            has_convolutions=self._has_convolutions,
+        )
+
+    def _write(self, record: ProcessRecord) -> None:
+        name = f"{record.outcome}-{self._pid}" if record.outcome == "complete" else str(self._pid)
+        file = self._folder / RECORD.format(name)
+        written = file.with_suffix(".new")
+        written.write_text(json.dumps(dataclasses.asdict(record)))
+        written.replace(file)
+
+
+@dataclass
+class _Gpu:
+    """The memory of a GPU so far."""
+
+    gpu: torch.device
+    peak_bytes: int = 0
+    peak: Moment | None = None
+    parts: Counter[str] = field(default_factory=Counter)
+    lines: tuple[MemoryLine, ...] = ()
+    steps: list[RecordedStep] = field(default_factory=list)
+    is_complete: bool = True  # no event of these steps is missing
+    _segments: tuple[Segment, ...] = ()  # when the first step began
+    _unnamed: dict[int, int] = field(default_factory=dict)  # sizes of unknown blocks there, by address
+    _between: list[Event] = field(default_factory=list)  # the events before a step began
+    _names: dict[int, str] = field(default_factory=dict)  # the rest is of the last reading
+    _live: dict[int, Block] = field(default_factory=dict)
+    _events: list[Event] = field(default_factory=list)
+    _is_whole: bool = True
+    _allocations: int = 0
+
+    def read(self, step: int, names: dict[int, str]) -> None:
+        """Read what has happened since the last reading, in this step."""
+        reading = read_memory(self.gpu)
+        assert reading is not None
+        self._events = recorded_events(self.gpu)
+        allocated = sum(event.is_allocated for event in self._events)
+        self._is_whole = allocated == reading.allocations - self._allocations
+        self._allocations = reading.allocations
+        found = find_peak(self._live, self._events if self._is_whole else ())
+        if found.size > self.peak_bytes:
+            self._keep_peak(found, step, names)
+        self._live = {one.address: one for one in live_blocks(self.gpu)}
+        self._names = names
+
+    def begin_step(self) -> None:
+        """Keep what was there when a step began, by the last reading."""
+        self.is_complete &= self._is_whole or not self.steps
+        if self.steps:
+            self._between = self._events
+        else:
+            self._segments = segments(self.gpu)
+            self._unnamed = {one: self._live[one].size for one in self._live.keys() - self._names.keys()}
+
+    def recorded(self) -> RecordedSteps:
+        """Return the steps for a replay. The first one begins with its batch, by what is freed later."""
+        freed = {event.address for step in self.steps for event in step.events if event.size < 0}
+        batch = {address: size for address, size in self._unnamed.items() if address in freed}
+        first, *others = self.steps
+        events = (*(BlockEvent(address, size, grows=True) for address, size in batch.items()), *first.events)
+        kept = []
+        for one in self._segments:
+            blocks = tuple((at, size, is_free or at in batch) for at, size, is_free in one.blocks)
+            # One for the batch alone would not be there before it.
+            if blocks == one.blocks or not all(is_free for _, _, is_free in blocks):
+                kept.append(Segment(one.is_small, blocks))
+        return RecordedSteps(segments=tuple(kept), steps=(first._replace(events=events), *others))
+
+    def _keep_peak(self, found: Peak, step: int, names: dict[int, str]) -> None:
+        last = found.reached_by
+        seen = None if last is None else line_in(last.stack)
+        phase = last.phase if last is not None and step else ""  # before training there are none
+        self.peak_bytes = found.size
+        self.peak = Moment(step, phase, *(seen or ())[:3])
+        self.parts = parts_at(found, self._names, names, workspace_sizes_of(self.gpu))
+        self.lines = by_line(found.blocks.values())
+
+    def keep_step(self, step: int, batch_size: int, weights: Iterable[torch.Tensor], is_mixed: bool) -> None:
+        """Keep the events of the last reading, which are those of a step, for a replay, with those before it."""
+        self.is_complete &= self._is_whole
+        happened = [*self._between, *self._events]
+        weights = {id(weight): weight for weight in weights}.values()
+        events = block_events(
+            happened,
+            moments_of(happened),
+            copies=sizes_in_16_bits(weights if is_mixed else ()),
+            gradients=gradient_sizes(weights),
+            fixed=workspace_sizes_of(self.gpu),
+        )
+        self.steps.append(RecordedStep(step, (batch_size,), events))
+
+
+def _names(**parts: object) -> dict[int, str]:
+    """Return the part of each block of GPU memory, by its address; the first part of several."""
+    return {
+        tensor.untyped_storage().data_ptr(): name
+        for name, tensors in reversed(parts.items())
+        for tensor in plain_tensors(tensors)
+        if tensor.is_cuda
+    }
+
+
+def _stack_of(frame: FrameType | None) -> list[dict[str, Any]]:
+    """Return a stack in the format in which torch records them."""
+    stack = []
+    while frame is not None:
+        code = frame.f_code
+        stack.append({"filename": code.co_filename, "line": frame.f_lineno or 0, "name": code.co_name})
+        frame = frame.f_back
+    return stack
+
+
+def _in_words(error: BaseException) -> str:
+    return printable(f"{type(error).__name__}: {error}", 300)
+
+
+def _torch_folder() -> str:
+    return os.path.dirname(os.path.abspath(torch.__file__))

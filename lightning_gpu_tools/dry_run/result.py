@@ -1,0 +1,257 @@
+"""The result of a dry run, and its judgment from what the processes recorded. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from lightning_gpu_tools.advice.lines import in_words, is_of_program
+from lightning_gpu_tools.dry_run.records import Moment, ProcessRecord
+from lightning_gpu_tools.reports.last_run import min_free_for
+from lightning_gpu_tools.simulated.models import MODELS
+from lightning_gpu_tools.training.memory_readings import MemoryLine
+from lightning_gpu_tools.training.run_measurements import SourceLine
+from lightning_gpu_tools.units import format_bytes
+
+SCHEMA_VERSION = 1
+NCCL_BYTES = 700 * 2**20  # of a group of more than two A100s: nccl issue 964
+_PRECISION = 0.05  # our default, of a search for the largest batch
+_MAX_TRIALS = 20  # our default
+
+Verdict = Literal["fits", "does_not_fit", "cannot_be_told"]
+EXIT_CODES: dict[Verdict, int] = {"fits": 0, "does_not_fit": 1, "cannot_be_told": 3}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRun:
+    """The result of a dry run, as ``--format json`` prints it. All sizes are in bytes; ``None`` = unknown.
+
+    Attributes:
+        schema_version: Version of this format.
+        verdict: ``fits``, ``does_not_fit`` or ``cannot_be_told``.
+        reason: The verdict in a sentence.
+        gpu: Name of the simulated GPU.
+        gpus: How many there were.
+        usable_bytes: Memory of one that programs can have.
+        needed_bytes: What the process with the highest peak needs on its GPU: what torch takes from the driver, the
+            CUDA context, and with several ranks NCCL's buffers.
+        min_free_bytes: What to give to ``--min-free``: that, and a fifth more.
+        steps: Training steps that were made.
+        world_size: Number of ranks.
+        batch_size: Size of the first dimension of the first tensor that the model got.
+        peak: When and where memory in tensors was most: step, phase, file, line, function.
+        failure: The same for the failure of the allocator, if it does not fit.
+        requested_bytes: What the allocator was asked for then.
+        parts_bytes: What ``needed_bytes`` is used for, by part as in ``gpu_report.json``.
+        lines: The ten lines that allocated most of it.
+        largest_batch: The largest batch size that fits, predicted from the recorded allocations.
+        trials: With ``--vary``: whether each number that was tried fits.
+        fits_on: For each model of GPU: ``yes``, ``no``, or ``perhaps`` if it fits without the allocator's cache.
+        estimated: Those that have another compute capability, on which attention may take another path.
+        free_here: Indexes of this machine's GPUs that have so much memory free now; ``None`` without a driver.
+        syncs: Lines at which the last step waited for the GPU, and how often.
+        unknown: What a dry run cannot know about this training, as sentences.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    verdict: Verdict
+    reason: str
+    gpu: str
+    gpus: int
+    usable_bytes: int
+    needed_bytes: int | None = None
+    min_free_bytes: int | None = None
+    steps: int = 0
+    world_size: int = 1
+    batch_size: int | None = None
+    peak: Moment | None = None
+    failure: Moment | None = None
+    requested_bytes: int | None = None
+    parts_bytes: Mapping[str, int] = field(default_factory=dict)
+    lines: tuple[MemoryLine, ...] = ()
+    largest_batch: int | None = None
+    trials: Mapping[int, bool] = field(default_factory=dict)
+    fits_on: Mapping[str, str] = field(default_factory=dict)
+    estimated: tuple[str, ...] = ()
+    free_here: tuple[int, ...] | None = None
+    syncs: tuple[SourceLine, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+class Judgment(NamedTuple):
+    """Whether a trial fits, and the process by which to tell; the sentence is empty unless it cannot be told."""
+
+    verdict: Verdict
+    record: ProcessRecord | None = None
+    why_not: str = ""
+
+
+def usable_bytes(gpu: str) -> int:
+    """Return the memory of a model of GPU that programs can have."""
+    return (MODELS[gpu].memory_mib - MODELS[gpu].reserved_mib) * 2**20
+
+
+def context_bytes(gpu: str, ranks: int) -> int:
+    """Return the memory that a rank takes on a GPU in addition to torch's allocator."""
+    return MODELS[gpu].context_mib * 2**20 + (NCCL_BYTES if ranks > 1 else 0)
+
+
+def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -> Judgment:
+    """Return whether a command fits that ended with this exit code, and should have made so many steps.
+
+    ``torch`` is the folder of the torch for which the simulated GPUs were made.
+    """
+    if not records:
+        return _untold(
+            f"No process of the command imported torch, and it ended with {_ending(code)}. Programs that Python starts "
+            "with -S, -I or -E, or without PYTHONPATH, cannot be recorded."
+        )
+    for one in records:
+        if one.outcome == "broken":
+            return _untold(f"A process of the command could not be recorded: {one.error}")
+        if one.torch != torch:
+            return _untold(
+                f"The command uses the torch in {one.torch}, and the simulated GPUs are made for that in {torch}. "
+                "Install lightning-gpu-tools in the command's Python environment, and run its dry-run."
+            )
+    fullest = max(records, key=lambda one: (one.outcome == "complete", one.steps, one.peak_reserved_bytes))
+    if fullest.outcome == "complete":
+        if not fullest.uses_gpu:
+            return _untold(f"The command made {fullest.steps} training steps and never used a GPU.")
+        return Judgment("fits", fullest)
+    failed = max(records, key=lambda one: one.failures)
+    error = next((one.error for one in records if one.error), "")
+    if (code or error) and (failed.failures or "out of memory" in error):
+        return Judgment("does_not_fit", failed)
+    if code or error:
+        return _untold(
+            f"The command ended with {error or _ending(code)} {_after(fullest.steps)}, as it may on a real GPU."
+        )
+    if not any(one.uses_gpu for one in records):
+        return _untold("The command never used a GPU.")
+    return Judgment("fits", max((one for one in records if one.uses_gpu), key=lambda one: one.peak_reserved_bytes))
+
+
+def _untold(why: str) -> Judgment:
+    return Judgment("cannot_be_told", None, why)
+
+
+def _ending(code: int) -> str:
+    if code == -9:
+        return "SIGKILL, as the kernel sends it where the memory of this machine is full"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _after(steps: int) -> str:
+    return f"after training step {steps}" if steps else "before the end of its first training step"
+
+
+def moment_in_words(moment: Moment) -> str:
+    """Return a moment as ``"in backward of step 2, at model.py:41 in forward"``."""
+    when = f"in {moment.phase or 'the course'} of step {moment.step}" if moment.step else "before the first step"
+    return f"{when}, at {in_words(*moment[2:])}" if is_of_program(moment.file) else when
+
+
+def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRecord | None = None) -> DryRun:
+    """Return the result of a trial on these GPUs.
+
+    ``needs`` is the record of the same command on GPUs with more memory, if it did not fit.
+    """
+    verdict, record, why_not = judgment
+    usable = usable_bytes(gpu)
+    if record is None:
+        return DryRun(verdict=verdict, reason=why_not, gpu=gpu, gpus=gpus, usable_bytes=usable)
+    failure = record.failure if verdict == "does_not_fit" else None
+    known = record if verdict == "fits" else needs
+    if known is None:
+        return DryRun(
+            verdict=verdict,
+            reason=f"needs more than {_all_of(gpu)}.{_failed(record)}",
+            gpu=gpu,
+            gpus=gpus,
+            usable_bytes=usable,
+            steps=record.steps,
+            world_size=record.world_size,
+            batch_size=record.batch_size,
+            failure=failure,
+            requested_bytes=record.requested_bytes,
+        )
+    context = context_bytes(gpu, known.world_size)
+    least, needed = known.peak_allocated_bytes + context, known.peak_reserved_bytes + context
+    peak = f" (peak {moment_in_words(known.peak)})" if known.peak and verdict == "fits" else ""
+    return DryRun(
+        verdict=verdict,
+        reason=f"needs {format_bytes(needed)} of {_all_of(gpu)}{peak}.{'' if verdict == 'fits' else _failed(record)}",
+        gpu=gpu,
+        gpus=gpus,
+        usable_bytes=usable,
+        needed_bytes=needed,
+        min_free_bytes=min_free_for(needed, usable if needed <= usable else 0),
+        steps=record.steps,
+        world_size=known.world_size,
+        batch_size=known.batch_size,
+        peak=known.peak,
+        failure=failure,
+        requested_bytes=record.requested_bytes if verdict == "does_not_fit" else None,
+        parts_bytes=_parts(known, context),
+        lines=known.lines,
+        largest_batch=known.largest_batch,
+        fits_on={one: _fits(one, least, needed) for one in MODELS},
+        estimated=tuple(one for one in MODELS if MODELS[one].capability != MODELS[gpu].capability),
+        syncs=known.syncs,
+        unknown=tuple(_unknown(known, steps)),
+    )
+
+
+def _all_of(gpu: str) -> str:
+    name = MODELS[gpu].name
+    return f"the {format_bytes(usable_bytes(gpu))} of {'an' if name.startswith('N') else 'a'} {name}"
+
+
+def _failed(record: ProcessRecord) -> str:
+    if record.failure is None:
+        return " It failed outside torch's allocator."
+    return f" It asked for {format_bytes(record.requested_bytes)} more {moment_in_words(record.failure)}."
+
+
+def _parts(record: ProcessRecord, context: int) -> dict[str, int]:
+    cache = max(0, record.peak_reserved_bytes - record.peak_allocated_bytes)
+    return {**record.parts_bytes, "cache_reusable": cache, "context": context}
+
+
+def _fits(gpu: str, least: int, needed: int) -> str:
+    return "yes" if needed <= usable_bytes(gpu) else "perhaps" if least <= usable_bytes(gpu) else "no"
+
+
+def _unknown(record: ProcessRecord, steps: int) -> list[str]:
+    found = []
+    if record.steps < steps:
+        found.append(f"The command ended {_after(record.steps)}, so the peak of later ones is unknown.")
+    if record.failures and record.outcome == "complete":
+        found.append(f"The allocator failed {record.failures} times, and the training continued.")
+    if record.steps and not record.has_validated:
+        found.append("No validation ran, so its peak is unknown.")
+    if record.has_convolutions:
+        found.append("cuDNN is not simulated, and its workspaces may take more or less.")
+    if record.world_size > 1:
+        found.append(f"NCCL's buffers are counted with {format_bytes(NCCL_BYTES)} a GPU, and are not simulated.")
+    return [*found, "Kernels compute nothing: losses and times mean nothing."]
+
+
+def next_trial(tried: Mapping[int, bool], guess: int) -> int | None:
+    """Return the next number to try for the largest that fits, starting at a guess; ``None`` at the end of the search.
+
+    Steps away from the guess grow, because a good one is nearly right and a bad one may be far off.
+    """
+    if not tried:
+        return max(1, guess)
+    largest = max((number for number, fits in tried.items() if fits), default=0)
+    too_large = min((number for number, fits in tried.items() if not fits), default=None)
+    step = max(1, int(_PRECISION * (largest or too_large or 0)))
+    if len(tried) >= _MAX_TRIALS or (too_large is not None and too_large - largest <= step):
+        return None
+    away: int = step * 4 ** (len(tried) - 1)
+    if too_large is None:
+        return largest + away
+    return (largest + too_large) // 2 if largest else max(too_large - away, too_large // 2)

@@ -1,0 +1,83 @@
+"""The result of a dry run for the terminal: at most 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.lines import in_words
+from lightning_gpu_tools.advice.memory_account import PARTS
+from lightning_gpu_tools.dry_run.result import DryRun
+from lightning_gpu_tools.reports.text import line_label
+from lightning_gpu_tools.units import format_bytes, number_ranges, printable
+
+_WIDTH = 100
+_MAX_LINES = 4
+_MAX_SYNCS = 3
+_MIN_SHARE = 0.005  # of what is needed: a smaller part or line is not shown
+_TITLES = {"fits": "Fits", "does_not_fit": "Does not fit", "cannot_be_told": "Cannot be told"}
+
+
+def render(run: DryRun) -> str:
+    """Return the result in about 25 lines, the verdict first."""
+    return "\n".join(_lines(run))
+
+
+def _lines(run: DryRun) -> Iterator[str]:
+    yield _wrapped(f"{_TITLES[run.verdict]}: {run.reason}", 1000)
+    needed = run.needed_bytes
+    if needed:
+        yield f"What the {format_bytes(needed)} are used for"
+        for name, part in PARTS.items():
+            size = run.parts_bytes.get(name, 0)
+            if size >= _MIN_SHARE * needed:
+                label = f"{part.label} ({part.group})" if name.startswith("cache") else part.label
+                yield f"  {format_bytes(size):>8}  {100 * size / needed:3.0f} %  {label}"
+        lines = [one for one in run.lines if one.bytes >= _MIN_SHARE * needed][:_MAX_LINES]
+        if lines:
+            yield "Lines that allocated most of it"
+            yield from (f"  {format_bytes(one.bytes):>8}  {printable(line_label(one), 85)}" for one in lines)
+    if run.batch_size and (run.largest_batch is not None or run.trials):
+        yield _wrapped(f"Largest batch: {_largest_batch(run)}")
+    if run.fits_on:
+        yield _wrapped(f"Fits on: {_models(run)}")
+    if run.min_free_bytes:
+        here = f" {_here(run.free_here)}" if run.free_here is not None else ""
+        yield f"For --min-free: {run.min_free_bytes / 2**30:.1f}GiB.{here}"
+    if run.syncs:
+        places = [f"{in_words(one.file, one.line, one.function)} ({one.samples}x)" for one in run.syncs[:_MAX_SYNCS]]
+        more = len(run.syncs) - len(places)
+        yield _wrapped(f"A step waits for the GPU at {', '.join(places)}{f', and {more} other lines' if more else ''}.")
+    if run.unknown:
+        yield _wrapped(" ".join(run.unknown), 1000)
+
+
+def _largest_batch(run: DryRun) -> str:
+    if not run.trials:
+        return f"{run.largest_batch}, predicted from the allocations of this batch of {run.batch_size}."
+    tried = [f"{number} {'fits' if fits else 'does not fit'}" for number, fits in sorted(run.trials.items())]
+    largest = max((number for number, fits in run.trials.items() if fits), default=None)
+    return f"{'none' if largest is None else largest} by dry runs with --vary ({', '.join(tried)})."
+
+
+def _models(run: DryRun) -> str:
+    def those(fits: str) -> str:
+        return ", ".join(f"~{one}" if one in run.estimated else one for one in run.fits_on if run.fits_on[one] == fits)
+
+    texts = [those("yes") or "none"]
+    if those("perhaps"):
+        texts.append(f"perhaps, with less cache, on {those('perhaps')}")
+    if those("no"):
+        texts.append(f"not on {those('no')}")
+    shown = "; ".join(texts)
+    return f"{shown}. ~: estimated, as attention may take another path there." if "~" in shown else f"{shown}."
+
+
+def _here(free: tuple[int, ...]) -> str:
+    if not free:
+        return "No GPU of this machine has so much free now."
+    return f"So much is free now on GPU{'s' * (len(free) > 1)} {number_ranges(free)} of this machine."
+
+
+def _wrapped(text: str, max_length: int = 500) -> str:
+    return textwrap.fill(printable(text, max_length), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)

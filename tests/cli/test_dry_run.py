@@ -1,0 +1,36 @@
+"""``dry-run`` without simulated GPUs: what it refuses. What it does is in tests/simulated."""
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+import torch
+
+RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--", "python", "train.py"], "--gpu"),
+        (["--gpu", "h1000", "--", "python"], "h1000"),
+        (["--gpu", "t4"], "no command given: put it last, after --"),
+        (["--gpu", "t4", "--steps", "0", "--", "python"], "--steps must be at least 1, got 0"),
+        (["--gpu", "t4", "-n", "17", "--", "python"], "-n must be from 1 to 16, got 17"),
+        (["--gpu", "t4", "--vary=--batch-size 4", "--", "python"], "--vary must have {} in the place of the number"),
+    ],
+)
+def test_wrong_usage(run_cli: RunCli, arguments: list[str], complaint: str) -> None:
+    result = run_cli("dry-run", *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert complaint in result.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_without_torchs_cuda_build_it_names_what_installs_it(run_cli: RunCli) -> None:
+    result = run_cli("dry-run", "--gpu", "t4", "--", "python", "train.py")
+    assert result.returncode == 3
+    text = " ".join(result.stdout.split())
+    assert text.startswith("Cannot be told: torch ")
+    assert "is built without CUDA" in text
+    assert "`pip install --force-reinstall torch`" in text

@@ -1,0 +1,124 @@
+"""The judgment of a dry run, its search for the largest batch, and its text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_gpu_tools.dry_run.records import Moment, ProcessRecord
+from lightning_gpu_tools.dry_run.result import NCCL_BYTES, Verdict, judge, next_trial, result
+from lightning_gpu_tools.dry_run.text import render
+from lightning_gpu_tools.training.memory_readings import MemoryLine
+from lightning_gpu_tools.training.run_measurements import SourceLine
+
+GIB, MIB = 2**30, 2**20
+COMPLETE = ProcessRecord(
+    torch="/torch",
+    outcome="complete",
+    steps=3,
+    uses_gpu=True,
+    batch_size=32,
+    peak_allocated_bytes=20 * GIB,
+    peak_reserved_bytes=23 * GIB,
+    peak=Moment(2, "forward", "model.py", 41, "attend"),
+    parts_bytes={"parameters": 4 * GIB, "activations": 16 * GIB},
+    lines=(MemoryLine(15 * GIB, 12, "forward", "model.py", 41, "attend"),),
+    largest_batch=54,
+    syncs=(SourceLine(phase="training_step", file="model.py", line=50, function="log", samples=2),),
+    has_validated=True,
+)
+FAILED = ProcessRecord(
+    torch="/torch",
+    outcome="ended",
+    error="OutOfMemoryError: CUDA out of memory.",
+    uses_gpu=True,
+    failures=1,
+    failure=Moment(1, "backward"),
+    requested_bytes=2 * GIB,
+)
+WITHOUT_GPU = ProcessRecord(torch="/torch", outcome="ended")
+
+
+@pytest.mark.parametrize(
+    ("code", "records", "verdict", "why_not"),
+    [
+        (0, [WITHOUT_GPU, COMPLETE], "fits", ""),
+        (0, [replace(COMPLETE, failures=3)], "fits", ""),  # which the training has survived
+        (1, [FAILED], "does_not_fit", ""),
+        (0, [FAILED], "does_not_fit", ""),  # a script that goes on after its training has failed
+        (1, [replace(FAILED, failures=0, error="RuntimeError: NCCL: out of memory")], "does_not_fit", ""),
+        (0, [replace(COMPLETE, outcome="ended", steps=1)], "fits", ""),
+        (1, [replace(FAILED, failures=0, error="KeyError: 'x'")], "cannot_be_told", "KeyError: 'x'"),
+        (2, [WITHOUT_GPU], "cannot_be_told", "exit code 2 before the end of its first training step"),
+        (-9, [WITHOUT_GPU], "cannot_be_told", "SIGKILL"),
+        (0, [WITHOUT_GPU], "cannot_be_told", "never used a GPU"),
+        (0, [replace(COMPLETE, uses_gpu=False)], "cannot_be_told", "never used a GPU"),
+        (0, [], "cannot_be_told", "No process of the command imported torch"),
+        (0, [replace(COMPLETE, torch="/other")], "cannot_be_told", "the torch in /other"),
+        (1, [replace(COMPLETE, outcome="broken", error="KeyError: 1")], "cannot_be_told", "could not be recorded"),
+    ],
+)
+def test_judgment(code: int, records: list[ProcessRecord], verdict: Verdict, why_not: str) -> None:
+    found = judge(code, records, 3, "/torch")
+    assert found.verdict == verdict
+    assert why_not in found.why_not
+    assert (found.record is None) == (verdict == "cannot_be_told")
+
+
+def test_what_fits_is_told_with_all_that_it_needs() -> None:
+    run = result(judge(0, [COMPLETE], 3, "/torch"), "a100-40gb", 1, 3)
+    assert run.needed_bytes == 23 * GIB + 500 * MIB == sum(run.parts_bytes.values())
+    assert run.min_free_bytes == pytest.approx(1.2 * run.needed_bytes)
+    fits = {name: run.fits_on[name] for name in ("t4", "l4", "rtx-4090", "l40s")}
+    assert fits == {"t4": "no", "l4": "perhaps", "rtx-4090": "yes", "l40s": "yes"}
+    assert "a100-80gb" not in run.estimated
+    assert "t4" in run.estimated
+    text = render(replace(run, free_here=(0, 3)))
+    assert text.startswith(
+        "Fits: needs 23.5 GiB of the 39.4 GiB of an NVIDIA A100-SXM4-40GB (peak in forward of step 2,"
+    )
+    assert "15.0 GiB  model.py:41 in attend (forward)" in text
+    assert "Largest batch: 54, predicted from the allocations of this batch of 32." in text
+    assert "For --min-free: 28.2GiB. So much is free now on GPUs 0 and 3 of this machine." in text
+    assert "model.py:50 in log (2x)" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "validation" not in text
+
+
+def test_ranks_need_nccls_buffers() -> None:
+    run = result(judge(0, [replace(COMPLETE, world_size=2)] * 2, 3, "/torch"), "a100-40gb", 2, 3)
+    assert run.needed_bytes == 23 * GIB + 500 * MIB + NCCL_BYTES
+    assert "NCCL" in " ".join(run.unknown)
+
+
+def test_what_does_not_fit_is_told_with_what_it_would_need() -> None:
+    judgment = judge(1, [FAILED], 3, "/torch")
+    run = result(judgment, "t4", 1, 3, COMPLETE)
+    assert run.reason == (
+        "needs 23.1 GiB of the 14.7 GiB of a Tesla T4. It asked for 2.00 GiB more in backward of step 1."
+    )
+    assert (run.failure, run.peak) == (FAILED.failure, COMPLETE.peak)
+    assert run.needed_bytes is not None
+    assert run.min_free_bytes == pytest.approx(1.2 * run.needed_bytes)  # on a GPU that is large enough
+    unknown = result(judgment, "t4", 1, 3)
+    assert render(unknown).startswith("Does not fit: needs more than the 14.7 GiB of a Tesla T4. It asked for 2.00 GiB")
+
+
+def test_what_is_missing_in_a_run_is_said() -> None:
+    record = replace(COMPLETE, outcome="ended", steps=1, has_validated=False, has_convolutions=True)
+    run = result(judge(0, [record], 3, "/torch"), "t4", 1, 3)
+    words = ("after training step 1", "No validation", "cuDNN", "Kernels compute nothing")
+    assert [word in said for word, said in zip(words, run.unknown, strict=True)] == [True] * 4
+
+
+@pytest.mark.parametrize("largest", [0, 1, 7, 35, 36, 64, 1000])
+@pytest.mark.parametrize("guess", [0, 1, 36, 500])
+def test_the_search_finds_the_largest_to_within_a_twentieth(largest: int, guess: int) -> None:
+    tried: dict[int, bool] = {}
+    while (number := next_trial(tried, guess)) is not None:
+        assert number not in tried
+        tried[number] = number <= largest
+    found = max((one for one, fits in tried.items() if fits), default=0)
+    assert largest - max(1, largest / 20) < found <= largest
+    assert len(tried) <= (4 if guess == largest else 14)
