@@ -313,6 +313,27 @@ class CollectingModel(ToyModel):
         return super().training_step(batch, batch_idx)
 
 
+class RecompilingModel(ToyModel):
+    """Compiles its loss again for each new length of a batch, as no limit keeps it from doing."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        no_limit = {"cache_size_limit": 10_000, "accumulated_cache_size_limit": 10_000}
+        with torch._dynamo.config.patch(**no_limit):
+            return self._loss(self.layer, batch)
+
+    @staticmethod
+    @torch.compile(backend="eager", dynamic=False)
+    def _loss(layer: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return layer(batch).square().mean() / 1e4
+
+
+class NewLengths(Slow):
+    """Samples of which every eighth is longer than all before it."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1 + index // 8, 4)
+
+
 class SlowCallback(Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         time.sleep(0.02)
@@ -464,6 +485,9 @@ TOYS = {
         "data_loading cold_cache", model=lambda: ToyModel(0.005), loader=lambda: DataLoader(ColdCache(0.03))
     ),
     "garbage collection": Toy("garbage_collection", model=lambda: CollectingModel(0.005)),
+    "new lengths, compiled": Toy(
+        "recompilation", model=RecompilingModel, loader=lambda: DataLoader(NewLengths(), shuffle=False)
+    ),
     "10 steps of slow data": Toy("too_short", loader=workers(0, 0.05), options={"max_steps": 10}),
 }  # fmt: skip
 

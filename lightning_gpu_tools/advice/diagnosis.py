@@ -9,7 +9,14 @@ from operator import attrgetter
 from statistics import fmean, median
 
 from lightning_gpu_tools.advice.cause import Cause
-from lightning_gpu_tools.advice.causes import CAUSES, cpu_contention, epoch_start, slow_steps, unexplained
+from lightning_gpu_tools.advice.causes import (
+    CAUSES,
+    cpu_contention,
+    epoch_start,
+    recompilation,
+    slow_steps,
+    unexplained,
+)
 from lightning_gpu_tools.advice.causes.shared_gpu import what_others_do
 from lightning_gpu_tools.advice.causes.unexplained import MAX_UNNAMED
 from lightning_gpu_tools.advice.causes.validation import MAX_USUAL as MAX_USUAL_VALIDATION
@@ -103,6 +110,8 @@ def diagnose(
         options = " and ".join(name for name, is_short in too_few.items() if is_short)
         next_step = f"Train longer, or lower {options} of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
     strays = [*stray_contexts(run.contexts)]
+    if not any(one.cause == "recompilation" for one in findings):
+        strays += recompilation.given_up(run)
     if out_of_memory is not None:
         of_memory, why, next_step = judge(run, out_of_memory)
         verdict, findings = "out_of_memory", (*of_memory, *findings)[:_MAX_FINDINGS]

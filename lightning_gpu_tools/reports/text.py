@@ -109,8 +109,10 @@ def _sentences(report: Report, full: bool) -> Iterator[str]:
         yield report.gpu_note
     if diagnosis.verdict != "out_of_memory":  # then the next step already says so
         yield from (finding.advice for finding in diagnosis.findings if finding.cause == "memory_growth")
-    strays = (finding.advice for finding in diagnosis.findings if finding.cause == "stray_contexts")
-    yield from (advice for advice in strays if advice not in diagnosis.next_step)
+    for finding in diagnosis.findings:  # whatever the verdict
+        is_apart = finding.cause == "stray_contexts" or "stopped_at_step" in finding.evidence
+        if is_apart and finding.advice not in diagnosis.next_step:
+            yield finding.advice
     if failures:
         yield (
             f"torch's allocator failed {failures} time{'s' * (failures > 1)}, and the run went on. It mostly empties "

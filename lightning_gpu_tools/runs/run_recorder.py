@@ -34,6 +34,7 @@ from lightning_gpu_tools.runs.contexts import Contexts
 from lightning_gpu_tools.runs.facts import Facts
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.compilations import Compilations
 from lightning_gpu_tools.training.cores import CoreUsers, added_s, pressure_s, runnable_s
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
 from lightning_gpu_tools.training.line_sampler import LineSampler
@@ -101,6 +102,7 @@ class RunRecorder:
         self.batch_bytes: int | None = None  # of the first batch
         self.core_users = core_users
         self.lines = lines
+        self.compilations = Compilations(lambda: clock.steps)
         self.facts = Facts()
         self._clock = clock
         self._rank_waits = rank_waits
@@ -125,6 +127,11 @@ class RunRecorder:
         has_workers = self.loader is not None and self.loader.num_workers
         unread = [f"{what} ({why})" for what, why in sorted(self.facts.unread.items())]
         return [*unread, *sorted((has_workers and self._workers.unseen) or ())]
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether torch.compile has compiled anything."""
+        return self.facts.read("what torch.compile has compiled", self.compilations.facts, None) is not None
 
     def note_batch(self, batch: Any) -> None:
         """Record the size of this step's batch."""
@@ -213,6 +220,8 @@ class RunRecorder:
             return {}
         if idle is None or len(idle.last_steps) < _MIN_GPU_SAMPLES:
             return {}
+        if BACKWARD not in idle.last_steps[-1]:  # it is inside a CUDA graph, and so is the wait
+            return {}
         own = (FORWARD, BACKWARD, OPTIMIZER)
         return {phase.partition("/")[2]: fmean(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
 
@@ -299,6 +308,8 @@ class RunRecorder:
             gpu_idle=read("when the GPU is idle", clock.gpu_idle, None),
             memory=None if memory is None else read("the GPU's memory", memory.facts, None),
             watched=clock.watched_steps(),
+            replays_per_step=clock.replays / max(1, clock.steps),
+            compiled=read("what torch.compile has compiled", self.compilations.facts, None),
             lines=read("source lines", partial(self.lines.seen, self._workers.pids), ()),
             ranks=self._ranks,
             contexts=self.contexts(),

@@ -40,7 +40,7 @@ from lightning_gpu_tools.training.cores import CoreUsers
 from lightning_gpu_tools.training.line_sampler import LineSampler, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_history import MemoryHistory
-from lightning_gpu_tools.training.phases import VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import CAPTURED, OPTIMIZER, VALIDATION, base_phase, is_backward
 from lightning_gpu_tools.training.rank_exchange import Board, RankExchange
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -188,6 +188,7 @@ class Session:
             self.ranks = Ranks(f"{self._name}/measured", self._store, recorder, is_monitored=self._is_monitored)
             if place.rank == 0:
                 self.background.add("Sampling who uses the cores", recorder.core_users.poll)
+                self.background.add("Reading what torch.compile has compiled", recorder.compilations.poll)
                 self._threads.append(lines)
                 lines.start()
             self._threads.append(self.ranks.exchange)
@@ -433,6 +434,14 @@ class Session:
             found += self.gpus.refused
             if self.ranks.exchange.ranks < self.run.place.world_size:
                 found.append("torch.distributed's store")
+        phases = self.clock.seconds
+        has_backward = any(map(is_backward, phases))
+        if CAPTURED in phases or (self.clock.replays and not has_backward):
+            found.append("the parts of a step inside a CUDA graph")
+        elif OPTIMIZER in phases and not has_backward and self.recorder is not None and self.recorder.has_compiled:
+            found.append("backward inside compiled code")
+        if self.timer.rank_waits.unseen:
+            found.append("waiting for other ranks within backward")
         if self.clock.knows_core_wait is False:
             found.append("waiting for a CPU core (schedstat)")
         if self.timer.memory is not None and self.timer.memory.failure is not None:

@@ -21,6 +21,7 @@ from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, overrides
 from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
+from lightning_gpu_tools.training.compat import keep_from_compiler
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
@@ -136,6 +137,7 @@ class FitTimer(Timer):
         if self.clock.running or self.is_trial:
             return
         trainer, clock = self._trainer, self.clock
+        keep_from_compiler()
         self._time("fit_loop.on_advance_start", EPOCH_START)
         self._time("fit_loop.epoch_loop.on_run_start", EPOCH_START)
         self._wrap("fit_loop.epoch_loop.on_run_start", partial(before, clock.begin_epoch))
@@ -189,6 +191,7 @@ class FitTimer(Timer):
     def _measure_gpu(self, device: torch.device, *, is_automatic: bool) -> None:
         gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
         memory = self.memory = MemoryCounters(self._run, self.clock)
+        self._wrappers.put(torch.cuda, "CUDAGraph.replay", gpu.counted)
         run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
         self._wrap(run, partial(_measured_step, self.clock, gpu, memory))
         around = {"backward": memory.around_backward}

@@ -26,6 +26,7 @@ from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
     CALLBACK,
+    CAPTURED,
     CHECKPOINT,
     DATA_LOADING,
     EPOCH_START,
@@ -65,7 +66,8 @@ class LoopTimer(Timer):
     A step lasts from one batch to the next. Up to backward, it counts as forward; after the last optimizer step, it
     counts as code that a Trainer would have in callbacks. A loop that fetches a batch in another loop's step, before an
     optimizer step, loads data for that step, as in ``zip(run.batches(a), run.batches(b))``. A loop without gradients is
-    validation if training has already had gradients.
+    validation if training has already had gradients. A step that replays a CUDA graph without a backward of its own is
+    one part, from the second such step on.
 
     ``enter`` is called with the phase when validation begins and when training resumes, ``after_step`` after each step,
     before the next one begins.
@@ -94,7 +96,8 @@ class LoopTimer(Timer):
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._forward, self._backward, self._optimizer = map(clock.account, (FORWARD, BACKWARD, OPTIMIZER))
         self._rest, self._after = clock.account(TRAINING_STEP), clock.account(AFTER_OPTIMIZER)
-        self._in_step = {self._forward, self._backward, self._optimizer, self._rest, self._after}
+        self._captured = clock.account(CAPTURED)
+        self._in_step = {self._forward, self._captured, self._backward, self._optimizer, self._rest, self._after}
         self._outside, self._data_loading = clock.account(OUTSIDE_LOOP), clock.account(DATA_LOADING)
         self._epoch_start, self._validation = clock.account(EPOCH_START), clock.account(VALIDATION)
         self._gpu = self.rank_waits.gpu = None if run.gpu is None else clock.measure_gpu(run.gpu)
@@ -105,6 +108,9 @@ class LoopTimer(Timer):
         self._gpu_is_in_step = False
         self._asides = 0
         self._has_trained = self._has_evaluated = False
+        self._is_captured = self._had_backward = False
+        self._replays = 0  # before the current step
+        self._is_kept_from_compiler = False
         self._optimizer_depth = self._optimizer_steps = 0
         self._usual_optimizer_steps = 1
 
@@ -125,6 +131,8 @@ class LoopTimer(Timer):
         put(torch.autograd, "backward", self._meeting_backward)
         if self._run.place.world_size > 1:
             put(torch.distributed, "Work.wait", self.rank_waits.timed)
+        if self._gpu is not None:
+            put(torch.cuda, "CUDAGraph.replay", self._gpu.counted)
         if self._fabric is not None:
             copy = partial(clock.timed_here, HOST_TO_DEVICE_COPY, except_in=VALIDATION)
             put(sys.modules[f"{family_of(self._fabric)}.wrappers"], MOVE_BATCH, copy)
@@ -201,14 +209,17 @@ class LoopTimer(Timer):
         self._fetching = None
         self._step_is_open = True
         self._optimizer_depth = self._optimizer_steps = 0
+        self._had_backward, self._replays = False, self._clock.replays
+        self._is_kept_from_compiler = self._is_kept_from_compiler or compat.keep_from_compiler()
+        begins = self._captured if self._is_captured else self._forward
         if not self._has_trained and not torch.is_grad_enabled():
             self._has_evaluated = True
         if self._gpu is not None:
-            self._gpu.begin_step(FORWARD)
+            self._gpu.begin_step(begins.phase)
             self._gpu_is_in_step = True
         if self.memory is not None:
             self.memory.begin_step()
-        self._clock.switch(self._forward)
+        self._clock.switch(begins)
         return True
 
     def close(self, loop: Loop) -> None:
@@ -241,6 +252,9 @@ class LoopTimer(Timer):
         if self._step_is_open:
             self._step_is_open = False
             self._end_gpu_step()
+            self._is_captured = self._clock.replays > self._replays and not self._had_backward
+            if self._is_captured:
+                self._note_training()
             self._usual_optimizer_steps = max(self._usual_optimizer_steps, self._optimizer_steps)
             self._after_step()
             self._run.logged_step += 1
@@ -328,6 +342,7 @@ class LoopTimer(Timer):
         """Return the account for the time after backward; ``None`` if this is not part of a step."""
         if not self._is_in_step():
             return None
+        self._had_backward = True
         self._note_training()
         if self.memory is not None:
             self.memory.note("before_backward", "forward")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -192,6 +194,55 @@ def call_once_cuda_starts(act: Callable[[], None]) -> None:
     later = getattr(torch.cuda, "_lazy_call", None)
     if later is not None:
         later(act)
+
+
+# Of torch._C: what torch.cuda.synchronize calls. Without it, such waits are not among the lines that wait for the GPU.
+SYNCHRONIZE = "_cuda_synchronize"
+
+
+def keep_from_compiler() -> bool:
+    """Keep torch.compile from compiling this package's own functions; return whether torch.compile is loaded.
+
+    Compiled code that is interrupted calls them, as in ``backward``. Without it, torch compiles them as well.
+    """
+    is_loaded = "torch._dynamo.trace_rules" in sys.modules
+    if is_loaded:
+        _keep_from_compiler()
+    return is_loaded
+
+
+@cache
+def _keep_from_compiler() -> None:
+    skip = getattr(sys.modules["torch._dynamo.trace_rules"], "add", None)
+    if skip is not None:
+        skip(__name__.partition(".")[0])
+
+
+def compilations() -> list[Any] | None:
+    """Return torch's record of its last 64 compilations; ``None`` if torch.compile is not loaded.
+
+    Without it, nothing is known of compiled code.
+    """
+    read = getattr(sys.modules.get("torch._dynamo.utils"), "get_compilation_metrics", None)
+    return None if read is None else read()
+
+
+def recompile_limit() -> tuple[str, int] | None:
+    """Return the setting that limits how often a function is compiled, by its name, which torch 2.7 has changed.
+
+    Without it, the advice does not name it.
+    """
+    config = sys.modules.get("torch._dynamo.config")
+    names = ("recompile_limit", "cache_size_limit")
+    return next(((name, limit) for name in names if (limit := getattr(config, name, None)) is not None), None)
+
+
+def compiles_backward() -> bool:
+    """Return whether compiled autograd runs backward, and a hook would become part of what it compiles.
+
+    Without it, the wait for other ranks in such a backward is measured by hooks, for which torch compiles it again.
+    """
+    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False))
 
 
 def memory_recorder() -> Any:

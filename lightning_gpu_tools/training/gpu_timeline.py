@@ -5,6 +5,9 @@ Events are read once the GPU has passed them; nothing ever waits for the GPU.
 The time between two events is all work if the host queued everything before the GPU reached the first event. If the
 GPU is not that far behind, a few steps are held: the GPU sleeps before each part, and after each wait of the host for
 the GPU. It sleeps longer than the host needed to queue the same part in an earlier step that was only watched.
+
+A step that records a CUDA graph is not sampled from there on: events and sleeps would become part of the graph. Steps
+that replay one are sampled like any other, with the replay as one part.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from lightning_gpu_tools.training.gpu_gaps import Gap, HostTime, idle_by_phase, 
 from lightning_gpu_tools.training.gpu_work import Hold, Part, Work, by_phase
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
+    CAPTURED,
     DATA_LOADING,
     FORWARD,
     OPTIMIZER,
@@ -50,7 +54,7 @@ _MAX_PARTS = 256  # of a step; further parts count toward the enclosing one
 _MAX_LAST_STEPS = 64
 # After these samples, one step is watched and the next one held: often at first, and 16 times in total.
 _LOOK_AFTER = frozenset(2**power for power in range(16))
-_HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, AFTER_STEP, BEFORE_STEP})
+_HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, CAPTURED, AFTER_STEP, BEFORE_STEP})
 _MIN_MEASURED = 2  # measurements needed to report the GPU's work
 _CYCLES_PER_S = 1e9  # of the GPU's sleep, until it has been timed; GPUs run at 1 to 2 GHz
 # torch returns the time between events in milliseconds as a 32-bit float, which loses 4 us after a minute.
@@ -99,6 +103,7 @@ class GpuTimeline:
     ) -> None:
         """``own_work`` charges its calls to this package; ``leave_out`` exempts the next two steps from being slow."""
         self.samples = 0  # read so far
+        self.replays = 0  # of CUDA graphs
         self.syncs = SyncLines(gpu, clock, self._synced)
         self._gpu = gpu
         self._clock = clock
@@ -141,6 +146,15 @@ class GpuTimeline:
         if self._steps_to_sample <= 0:
             self._own_work(self._guard, self._step_ended)
 
+    def counted(self, replay: _Function) -> _Function:
+        """Wrap the function that replays a CUDA graph to count its calls."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.replays += 1
+            return replay(*args, **kwargs)
+
+        return counted
+
     def part(self, phase: str, function: _Function) -> _Function:
         """Wrap a function that runs a part of a step to mark its start and end. Parts may be nested."""
 
@@ -174,7 +188,7 @@ class GpuTimeline:
     @property
     def own_step_s(self) -> float:
         """GPU seconds in forward, backward, and optimizer over the sampled steps."""
-        return sum(self._step_s.get(phase, 0.0) for phase in (FORWARD, BACKWARD, OPTIMIZER))
+        return sum(self._step_s.get(phase, 0.0) for phase in (FORWARD, BACKWARD, OPTIMIZER, CAPTURED))
 
     def facts(self) -> GpuIdle:
         """Return the measurements so far."""
@@ -204,16 +218,21 @@ class GpuTimeline:
         """Run an action that uses CUDA. An error that it surfaces is the program's, which will see it as well."""
         try:
             with torch.cuda.device(self._gpu):  # or events start CUDA on the current GPU, if that is another one
-                if action != self._read and torch.cuda.is_current_stream_capturing():  # which would keep queued events
-                    self._open = self.sample = None
-                    self.close()
+                if torch.cuda.is_current_stream_capturing():
+                    self._drop()
                 else:
                     action(*args)
         except Exception:  # noqa: BLE001 - an unknown torch is no reason to stop training, either
-            self._open = self.sample = None
+            self._drop()
             self.is_next_sampled, self._steps_to_sample = False, math.inf
             self._unread.clear()
-            self.close()
+
+    def _drop(self) -> None:
+        """Give up the current sample, and what its kind was to prepare."""
+        self._open = self.sample = None
+        self.is_next_sampled = self._origin is None
+        self._due.clear()
+        self.syncs.stop(is_whole=False)
 
     def _event(self, sample: _Sample) -> _Event:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

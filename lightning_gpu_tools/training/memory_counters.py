@@ -108,6 +108,7 @@ class MemoryCounters:
         self._steps_read = 0
         self._recorder = MemoryRecorder()
         self._records_step = False
+        self._replays = 0  # of CUDA graphs before the step that is read
         self._usual: set[int] = set()  # addresses of recorded blocks that the optimizer's first step has left
         self._peak_lines: tuple[MemoryLine, ...] = ()
         self._full_bytes = math.inf  # in tensors, from which on the GPU is nearly full
@@ -147,7 +148,7 @@ class MemoryCounters:
     def begin_step(self) -> None:
         """Begin a step, and read the counters if it is the next one to read."""
         if self._clock.steps >= self.next_step:
-            self._spent_s, self._moments = 0.0, {}
+            self._spent_s, self._moments, self._replays = 0.0, {}, self._clock.replays
             self._batch_step, self._batch_shape = self._clock.steps, None
             self.is_reading = True
             self.note("begin", "training")
@@ -207,12 +208,20 @@ class MemoryCounters:
     def _guard(self, action: _Function, *args: Any) -> None:
         began_s = perf_counter()
         try:
-            action(*args)
+            if torch.cuda.is_current_stream_capturing():  # into a graph, which keeps what it allocates
+                self._skip_step()
+            else:
+                action(*args)
         except Exception as error:  # noqa: BLE001 - renamed counters, an allocator without counters, an unusual tensor
             self.failure = error.with_traceback(None)  # frames in the traceback would keep a batch alive
             self.is_reading, self.next_step = False, math.inf
             self._recorder.stop()
         self._spent_s += perf_counter() - began_s
+
+    def _skip_step(self) -> None:
+        self._is_recorded &= not self._is_replayed()
+        self.is_reading = self._records_step = False
+        self._recorder.stop()
 
     def _read(self, phase: str) -> MemoryReading:
         reading = self._latest = read_memory(self._gpu)
@@ -243,7 +252,8 @@ class MemoryCounters:
         events, moments = recorded_events(self._gpu) if is_begun else [], self._allocated()
         if is_begun:
             self._recorder.stop()
-        if not (is_begun and is_complete(events, moments)):
+        has_graph = self._clock.replays > self._replays  # what it uses was allocated when it was recorded
+        if has_graph or not (is_begun and is_complete(events, moments)):
             self._is_recorded &= not is_replayed
             return 0
         self._peak_lines = by_line(blocks_at_peak(events, moments))

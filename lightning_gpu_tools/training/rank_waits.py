@@ -54,6 +54,7 @@ class RankWaits:
         """Wrap a function that runs backward to charge the wait at its end as a wait."""
 
         def timed(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            self.unseen = self.unseen or compat.compiles_backward()
             if self.unseen or not self._clock.running:
                 return backward(loss, *args, **kwargs)
             self._has_computed = False

@@ -33,7 +33,8 @@ class StepBlock:
     data_loading_cpu_s: float = 0.0  # of the training thread while it waits for data; near zero if workers load
     cpu_s: float = 0.0  # of all threads of the training process outside that wait; 0 if not measured
     host_to_device_copy_s: float = 0.0
-    forward_s: float = 0.0  # in the model's training_step; with manual optimization, without the next two
+    # In the model's training_step; with manual optimization, without the next two; also in a loop's CUDA graph.
+    forward_s: float = 0.0
     backward_s: float = 0.0
     optimizer_s: float = 0.0  # including zeroing, scaling, and clipping gradients
     paused_s: float = 0.0  # validation and checkpoints
@@ -138,6 +139,38 @@ class WatchedSteps:
     steps: int
     operations: float  # number per step that allocate GPU memory, as most operations do
     syncs: tuple[SourceLine, ...] = ()  # lines at which it waited, most frequent first; samples are waits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recompiled:
+    """A function that ``torch.compile`` compiled again during training.
+
+    Attributes:
+        file: Path of its file, as in ``SourceLine``.
+        line: Line at which it begins, or goes on after a graph break.
+        function: Its name.
+        count: Number of compilations after the first.
+        seconds: Their duration.
+        reason: The condition of earlier code that failed last; empty if unknown, as before torch 2.7.
+        stopped_at_step: Step from which it was not compiled any more, to within a second; ``None`` if it still is.
+    """
+
+    file: str
+    line: int
+    function: str
+    count: int
+    seconds: float
+    reason: str = ""
+    stopped_at_step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledCode:
+    """The code that ``torch.compile`` has compiled."""
+
+    functions: int
+    recompiled: tuple[Recompiled, ...] = ()  # most time first
+    limit: tuple[str, int] | None = None  # setting of torch._dynamo.config that limits compilations of a function
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,6 +330,8 @@ class RunMeasurements:
     gpu_idle: GpuIdle | None = None
     memory: RankMemory | None = None
     watched: WatchedSteps | None = None
+    replays_per_step: float = 0.0  # of CUDA graphs
+    compiled: CompiledCode | None = None  # None without torch.compile
     lines: tuple[SourceLine, ...] = ()  # most frequent first
     ranks: tuple[RankStep, ...] = ()  # empty with one rank
     contexts: tuple[HeldContext, ...] = ()  # of all ranks that see several GPUs

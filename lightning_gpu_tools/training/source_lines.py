@@ -104,7 +104,7 @@ def _owner(frame: _Frame) -> tuple[_Owner, str]:
     if known is None:
         if len(_files) >= _MAX_FILES:
             _files.clear()
-        known = _files[path] = _owner_of(path, frame.package), _shown(path)
+        known = _files[path] = _owner_of(path, frame.package), shown_path(path)
     return known
 
 
@@ -130,7 +130,8 @@ def _owner_of(path: str, package: str) -> _Owner:
     return "python" if path.startswith((*_PYTHON, "<")) else "user"
 
 
-def _shown(path: str) -> str:
+def shown_path(path: str) -> str:
+    """Return a path relative to the folder of installed packages, or to the current folder, if it is inside."""
     for part in _PACKAGES:
         if part in path:
             return path.rpartition(part)[2]

@@ -19,6 +19,7 @@ import torch
 from lightning_gpu_tools.training.cores import ThreadWait
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import (
+    CAPTURED,
     CHECKPOINT,
     DATA_LOADING,
     EPOCH_START,
@@ -209,6 +210,11 @@ class StepClock(Stopwatch):
     def _leave_out_next_steps(self) -> None:
         self.times.left_out |= {self.steps + 1, self.steps + 2}
 
+    @property
+    def replays(self) -> int:
+        """Number of CUDA graphs replayed so far."""
+        return 0 if self._gpu is None else self._gpu.replays
+
     def gpu_idle(self) -> GpuIdle | None:
         """Return the GPU's idle time between sampled steps; ``None`` without samples."""
         facts = None if self._gpu is None else self._gpu.facts()
@@ -319,7 +325,7 @@ class StepClock(Stopwatch):
     def _totals(self, now_s: float) -> StepBlock:
         seconds = self.seconds
         parts_s = {phase: spent_s for phase, spent_s in seconds.items() if phase.startswith(f"{TRAINING_STEP}/")}
-        forward_s = parts_s.get(FORWARD, 0.0)
+        forward_s = parts_s.get(FORWARD, 0.0) + parts_s.get(CAPTURED, 0.0)
         backward_s = sum(spent_s for phase, spent_s in parts_s.items() if is_backward(phase))
         return StepBlock(
             steps=self.steps,

@@ -1,6 +1,7 @@
 """Source lines at which the host waits for the GPU, found in a few steps with torch's sync debug mode.
 
-That mode does not report ``torch.cuda.synchronize()``, so calls to it are recorded separately.
+That mode does not report ``torch.cuda.synchronize()``, so calls to it are recorded separately: below that function,
+because ``torch.compile`` compiles code that calls it once more if the function itself is another one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.phases import MONITORING, base_phase
 from lightning_gpu_tools.training.run_measurements import SourceLine, WatchedSteps
 from lightning_gpu_tools.training.source_lines import line_of
@@ -59,15 +61,16 @@ class SyncLines:
         if torch.cuda.get_sync_debug_mode() != _OFF:
             return
         self._thread = threading.get_ident()
-        self._before = warnings.filters, warnings.showwarning, torch.cuda.synchronize
+        self._before = warnings.filters, warnings.showwarning, getattr(torch._C, compat.SYNCHRONIZE, None)
         warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined] # typed as a sequence
         warnings.showwarning = self._shown
-        torch.cuda.synchronize = self._synchronized
+        if self._before[2] is not None:
+            setattr(torch._C, compat.SYNCHRONIZE, self._synchronized)
         torch.cuda.set_sync_debug_mode("warn")
         self._operations_before = self._count()
 
-    def stop(self) -> None:
-        """Restore everything. Idempotent."""
+    def stop(self, *, is_whole: bool = True) -> None:
+        """Restore everything, and count the step if it ``is_whole``. Idempotent."""
         if self._before is None:
             return
         (filters, shown, synchronize), self._before = self._before, None
@@ -76,10 +79,11 @@ class SyncLines:
             filters.remove(_FILTER)
         if warnings.showwarning == self._shown:
             warnings.showwarning = shown
-        if torch.cuda.synchronize == self._synchronized:
-            torch.cuda.synchronize = synchronize
-        self._operations += self._count() - self._operations_before
-        self._steps += 1
+        if getattr(torch._C, compat.SYNCHRONIZE, None) == self._synchronized:
+            setattr(torch._C, compat.SYNCHRONIZE, synchronize)
+        if is_whole:
+            self._operations += self._count() - self._operations_before
+            self._steps += 1
 
     def _shown(self, message: Any, category: Any, *where: Any, **more: Any) -> None:
         text = str(message)
@@ -90,7 +94,7 @@ class SyncLines:
 
     def _synchronized(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return (torch.cuda.synchronize if self._before is None else self._before[2])(*args, **kwargs)
+            return (getattr(torch._C, compat.SYNCHRONIZE) if self._before is None else self._before[2])(*args, **kwargs)
         finally:
             self._note(sys._getframe(1))
 

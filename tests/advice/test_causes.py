@@ -31,7 +31,16 @@ from lightning_gpu_tools.advice.examples import (
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.idle_in_step import idle_in_step
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.training.run_measurements import GpuFacts, LoadingFacts, RunMeasurements, SourceLine
+from lightning_gpu_tools.training.run_measurements import (
+    CompiledCode,
+    GpuFacts,
+    LoadingFacts,
+    Recompiled,
+    RunMeasurements,
+    SlowSteps,
+    SourceLine,
+    StepTimes,
+)
 
 NO_TENSOR_CORES = on_hopper(tensor_active_percent=0.0)
 
@@ -87,6 +96,36 @@ def capped(percent: float, clock_percent: float | None, limit: float | None = 50
 )
 def test_what_resembles_a_cause_is_told_from_it(run: RunMeasurements, causes: list[str]) -> None:
     assert [finding.cause for finding in diagnose(run).findings] == causes
+
+
+@pytest.mark.parametrize(
+    ("options", "advised", "not_advised"),
+    [
+        ({}, "torch.compile(model", "already"),
+        ({"compiled": CompiledCode(functions=1)}, "mode='reduce-overhead' (CUDA graphs) for what torch", "(model"),
+        ({"replays_per_step": 2.0}, "outside of the 2 per step", "torch.compile"),
+        (
+            {"replays_per_step": 2.0, "compiled": CompiledCode(functions=1)},
+            "outside of the 2 per step",
+            "torch.compile",
+        ),
+    ],
+)
+def test_what_a_step_has_already_is_not_advised(options: dict[str, Any], advised: str, not_advised: str) -> None:
+    finding = first(gpu_run(STEP, 40.0, **watched(operations=1500), **options))
+    assert finding.cause == "launch_bound"
+    assert advised in finding.advice
+    assert not_advised not in finding.advice
+
+
+def test_slow_steps_that_compile_again_are_one_finding() -> None:
+    slow = SlowSteps(phase="training_step/forward", count=5, seconds=6.0, excess_s=5.8, steps=(31, 52, 83, 101, 145))
+    times = StepTimes(count=180, seconds=14.0, p50_s=0.05, p95_s=0.05, max_s=1.2, slow=(slow,))
+    again = Recompiled(file="train.py", line=41, function="forward", count=5, seconds=5.5)
+    steps = gpu_run(STEP, None, on_gpu=False, step_times=times)
+    compiled = CompiledCode(functions=1, recompiled=(again,))
+    assert [one.cause for one in diagnose(steps).findings] == ["slow_steps"]
+    assert [one.cause for one in diagnose(dataclasses.replace(steps, compiled=compiled)).findings] == ["recompilation"]
 
 
 @pytest.mark.parametrize(

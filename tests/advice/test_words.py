@@ -81,6 +81,7 @@ RUNS = [
     *(uneven(phase, 50, 1.0) for phase in ("training_step", "data_loading", "callback/A", "logging/A", "checkpoint")),
     uneven("training_step", 4, 0.05, accumulate_grad_batches=4),
     dataclasses.replace(cpu_run(STEP), blocks=[]),
+    CAUSES["recompilation"].sick,
 ]
 
 

@@ -35,7 +35,8 @@ def line_of(function: Callable[..., object], text: str) -> str:
 
 
 def state_of_warnings() -> tuple[object, ...]:
-    return tuple(warnings.filters), warnings.showwarning, torch.cuda.synchronize, torch.cuda.get_sync_debug_mode()
+    waits = torch.cuda.synchronize, torch._C._cuda_synchronize  # type: ignore[attr-defined]
+    return tuple(warnings.filters), warnings.showwarning, waits, torch.cuda.get_sync_debug_mode()
 
 
 def train(folder: Path, model: Model, steps: int = STEPS) -> Report:

@@ -118,6 +118,8 @@ class Loop:
         self.time, self.clock = HandClock(), StepClock()
         self.reads = 0
         self.fault: Exception | None = None
+        self.captures: list[int] = []  # steps that are recorded into a CUDA graph
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.clock.steps in self.captures)
         monkeypatch.setattr(memory_counters, "perf_counter", self.time)
         monkeypatch.setattr(memory_counters, "read_memory", self._read)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (2**32, 2**33))
@@ -175,6 +177,14 @@ def test_each_step_is_read_up_to_the_optimizers_first(monkeypatch: pytest.Monkey
     assert facts.first_step is not None
     assert (loop.read, facts.first_step.step) == ([1, 2, 3, 4], 4)
     assert facts.holdings is not None
+
+
+def test_a_step_that_is_captured_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, steps_per_optimizer_step=4)
+    loop.captures = [2, 3]
+    loop.run(5)
+    assert loop.read == [1, 4, 5]
+    assert loop.counters.failure is None
 
 
 def test_steps_that_a_scaler_skips_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:

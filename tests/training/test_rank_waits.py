@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._dynamo
 from torch.utils.checkpoint import checkpoint
 from trainings import HandClock
 
@@ -103,3 +104,20 @@ def test_a_torch_that_refuses_costs_only_the_distinction(monkeypatch: pytest.Mon
     assert model.spent_s == (7.0, 0.0)
     assert model.waits.unseen
     assert model.first.weight.grad is not None
+
+
+def test_a_backward_that_is_compiled_is_compiled_as_it_is_and_unseen() -> None:
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    model = Reducing()
+    for backward in (torch.Tensor.backward, model.waits.around_backward(torch.Tensor.backward)):
+        torch._dynamo.reset()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+            backward(torch.nn.Linear(4, 1)(torch.ones(2, 4)).square().mean())
+    without, found = graphs
+    assert found == without
+    assert model.waits.unseen

@@ -10,7 +10,9 @@ from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.idle_in_step import CAVEAT_OF_LARGER_BATCH, idle_in_step, is_tiny, larger_batch
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 
-_MIN_SHARE = 0.15  # our default: a well-fed GPU has some gaps, too
+# Our defaults.
+_MIN_SHARE = 0.15  # a well-fed GPU has some gaps, too
+_MIN_REPLAYS = 0.5  # of CUDA graphs per step; fewer are not part of the steps
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -30,12 +32,19 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         larger = larger or "a larger batch_size"
         advice = f"The model is too small for this GPU. Set {larger}, or train on the CPU.{CAVEAT_OF_LARGER_BATCH}"
     else:
-        advice = (
-            "The host launches kernels more slowly than the GPU runs them. Use torch.compile(model, "
-            "mode='reduce-overhead') (CUDA graphs), a fused optimizer (AdamW(..., fused=True))"
-            + (f", or {larger}.{CAVEAT_OF_LARGER_BATCH}" if larger else ".")
+        advice = f"The host launches kernels more slowly than the GPU runs them. Use {_fewer_launches(run)}" + (
+            f", or {larger}.{CAVEAT_OF_LARGER_BATCH}" if larger else "."
         )
     yield counted("launch_bound", share, evidence, advice, "heuristic" if idle is None else "measured")
+
+
+def _fewer_launches(run: RunMeasurements) -> str:
+    fused = "a fused optimizer (AdamW(..., fused=True))"
+    if run.replays_per_step >= _MIN_REPLAYS:
+        return f"CUDA graphs for what is still outside of the {run.replays_per_step:.0f} per step, {fused}"
+    if run.compiled is not None:
+        return f"mode='reduce-overhead' (CUDA graphs) for what torch.compile compiles already, {fused}"
+    return f"torch.compile(model, mode='reduce-overhead') (CUDA graphs), {fused}"
 
 
 CAUSE = Cause(

@@ -1,0 +1,104 @@
+"""The functions that torch.compile compiles again during a training, by torch's own record of its compilations."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.run_measurements import CompiledCode, Recompiled
+from lightning_gpu_tools.training.source_lines import shown_path
+
+_POLL_S = 1.0  # our default: torch keeps only its last 64 compilations
+_MAX_RECOMPILED = 10  # our default: functions to report
+_LIMIT = re.compile("(recompile|cache_size)_limit")  # in the error of a compilation that torch gave up
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")  # the rest of a function after a graph break
+_NUMBER = re.compile(r"^[\d/!]+: ")  # of the earlier code, before a reason
+
+
+@dataclass(slots=True)
+class _Function:
+    place: tuple[str, int, str] = ("", 0, "")
+    count: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    stopped_at_step: int | None = None
+
+
+class Compilations:
+    """A reader of that record, for any thread. ``steps`` returns the number of training steps begun."""
+
+    def __init__(self, steps: Callable[[], int]) -> None:
+        self._steps = steps
+        self._began_s = self._polled_s = time.time()
+        self._steps_polled = steps()
+        self._last: Any = None  # entry of the record that was read
+        self._functions: dict[str, _Function] = {}  # by torch's number
+        self._lock = threading.Lock()
+
+    def poll(self) -> float:
+        """Read what is new, and return the seconds until the next poll."""
+        with self._lock:
+            self._read()
+        return _POLL_S
+
+    def facts(self) -> CompiledCode | None:
+        """Return what was compiled so far; ``None`` if nothing was."""
+        with self._lock:
+            self._read()
+            if not self._functions:
+                return None
+            again = [one for one in self._functions.values() if one.count or one.stopped_at_step is not None]
+            again.sort(key=lambda one: -one.seconds)
+        return CompiledCode(
+            functions=len(self._functions),
+            recompiled=tuple(
+                Recompiled(
+                    file=one.place[0],
+                    line=one.place[1],
+                    function=one.place[2],
+                    count=one.count,
+                    seconds=one.seconds,
+                    reason=one.reason,
+                    stopped_at_step=one.stopped_at_step,
+                )
+                for one in again[:_MAX_RECOMPILED]
+            ),
+            limit=compat.recompile_limit(),
+        )
+
+    def _read(self) -> None:
+        entries = compat.compilations() or []
+        known = next((place for place, one in enumerate(entries, 1) if one is self._last), 0)
+        now_s, steps = time.time(), self._steps()
+        for one in entries[known:]:
+            self._add(one, now_s, steps)
+            self._last = one
+        self._polled_s, self._steps_polled = now_s, steps
+
+    def _add(self, one: Any, now_s: float, steps: int) -> None:
+        number, _, compiled_before = str(one.compile_id).rpartition("/")
+        function = self._functions.setdefault(number, _Function())
+        if one.co_name:
+            function.place = _place(one.co_filename or "", one.co_firstlineno or 0, one.co_name)
+        if not compiled_before.isdigit() or not int(compiled_before) or one.start_time_us / 1e6 < self._began_s:
+            return
+        function.seconds += (one.end_time_us - one.start_time_us) / 1e6
+        if one.is_forward is False:  # the second part of a compilation, when backward runs for the first time
+            return
+        function.reason = _NUMBER.sub("", getattr(one, "recompile_reason", None) or function.reason)
+        if one.fail_reason and _LIMIT.search(one.fail_reason):
+            since_s, all_s = one.end_time_us / 1e6 - self._polled_s, now_s - self._polled_s
+            passed = min(1.0, max(0.0, since_s / all_s)) if all_s > 0 else 1.0
+            function.stopped_at_step = self._steps_polled + round(passed * (steps - self._steps_polled))
+        else:
+            function.count += 1
+
+
+def _place(file: str, line: int, function: str) -> tuple[str, int, str]:
+    resumed = _RESUMED.fullmatch(function)
+    return (shown_path(file), line, function) if resumed is None else (shown_path(file), int(resumed[2]), resumed[1])

@@ -1,0 +1,216 @@
+"""Code of torch.compile in measured trainings: compiled as without the measurement, and said when compiled again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters, get_compilation_metrics
+from trainings import Model, Samples, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
+from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER
+from lightning_gpu_tools.types import Finding, Report
+
+STEPS = 40
+BATCHES = [torch.full((1, 4), float(index)) for index in range(STEPS)]
+
+Batches = Iterable[torch.Tensor]
+Backend = Callable[..., Any]
+
+
+class Compiled(NamedTuple):
+    graphs: list[list[str]]  # the operations of each
+    functions: list[str]
+    graph_breaks: int
+
+
+def compiled_by(train: Callable[[Backend], object]) -> Compiled:
+    """Return what torch.compile makes of a training that uses the backend it is given."""
+    torch._dynamo.reset()
+    counters.clear()
+    before, graphs = get_compilation_metrics()[-1:], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    train(backend)
+    metrics = get_compilation_metrics()
+    new = metrics[metrics.index(before[0]) + 1 :] if before else metrics
+    return Compiled(graphs, [str(one.co_name) for one in new], sum(counters["graph_break"].values()))
+
+
+def of_the_model(backend: Backend, batches: Batches) -> None:
+    net = torch.nn.Linear(4, 1)
+    forward, optimizer = torch.compile(net, backend=backend), torch.optim.SGD(net.parameters(), lr=1e-6)
+    for batch in batches:
+        forward(batch).square().mean().backward()
+        optimizer.step()
+
+
+def with_backward(backend: Backend, batches: Batches) -> None:
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+
+    @torch.compile(backend=backend)
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        net(batch).square().mean().backward()
+        loss = net(batch).abs().mean()
+        torch.autograd.backward(loss)
+        return loss * 2
+
+    for batch in batches:
+        step(batch)
+        optimizer.step()
+
+
+def with_compiled_autograd(backend: Backend, batches: Batches) -> None:
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    for batch in batches:
+        loss = net(batch).square().mean()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+            loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("train", [of_the_model, with_backward, with_compiled_autograd])
+def test_a_loop_is_compiled_as_without_the_monitor(train: Callable[[Backend, Batches], None], tmp_path: Path) -> None:
+    def watched(backend: Backend) -> None:
+        with watch(folder=tmp_path) as run:
+            train(backend, run.batches(BATCHES))
+
+    expected = compiled_by(lambda backend: train(backend, BATCHES))
+    assert expected.graphs
+    assert compiled_by(watched) == expected
+    assert {FORWARD, BACKWARD, OPTIMIZER} <= {*load_report(tmp_path).phase_s}
+
+
+def test_the_optimizer_in_a_compiled_step_is_seen_and_adds_no_compilation(tmp_path: Path) -> None:
+    """torch compiles less around it: hooks of optimizers interrupt its wrapper of ``step`` once instead of twice."""
+
+    def train(backend: Backend, batches: Batches) -> None:
+        net = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+
+        @torch.compile(backend=backend)
+        def step(batch: torch.Tensor) -> None:
+            net(batch).square().mean().backward()
+            optimizer.step()
+
+        for batch in batches:
+            step(batch)
+
+    def watched(backend: Backend) -> None:
+        with watch(folder=tmp_path) as run:
+            train(backend, run.batches(BATCHES))
+
+    without, found = compiled_by(lambda backend: train(backend, BATCHES)), compiled_by(watched)
+    assert found.graphs == without.graphs
+    assert found.graph_breaks <= without.graph_breaks
+    assert len(found.functions) <= len(without.functions)
+    assert {*found.functions} <= {*without.functions}
+    assert OPTIMIZER in load_report(tmp_path).phase_s
+
+
+class Unlogged(Model):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch).square().mean() / 1e4
+        return loss
+
+
+def test_a_compiled_module_of_a_trainer_is_compiled_as_without_the_monitor(tmp_path: Path) -> None:
+    def fit(backend: Backend, *callbacks: Any) -> None:
+        model = torch.compile(Unlogged(), backend=backend)
+        quiet_trainer(tmp_path, callbacks=[*callbacks]).fit(model, loader(Samples(STEPS)))  # type: ignore[arg-type]
+
+    expected = compiled_by(fit)
+    assert expected.graphs
+    assert compiled_by(lambda backend: fit(backend, GPUUtilizationMonitor())) == expected
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch compiles no backward with its loss"
+)
+def test_a_backward_that_is_compiled_with_its_loss_is_said_to_be_unseen(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+
+    @torch.compile(backend="eager")
+    def step(batch: torch.Tensor) -> None:
+        net(batch).square().mean().backward()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True), watch(folder=tmp_path) as run:
+        for batch in run.batches(BATCHES):
+            step(batch)
+            optimizer.step()
+    report = load_report(tmp_path)
+    assert BACKWARD not in report.phase_s
+    assert report.unseen == ("backward inside compiled code",)
+
+
+def varying(folder: Path, lengths: list[int], limit: int = 64) -> Report:
+    """Train on batches of these lengths, with a compiled loss whose sizes are all compiled in."""
+    torch._dynamo.reset()
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+
+    @torch.compile(backend="eager")
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        return net(batch).square().mean()
+
+    with (
+        torch._dynamo.config.patch(
+            automatic_dynamic_shapes=False, cache_size_limit=limit
+        ),  # a name that all torch know
+        watch(folder=folder, min_steps=10, min_seconds=0.001) as run,
+    ):
+        for batch in run.batches([torch.ones(length, 4) for length in lengths]):
+            loss_of(batch).backward()
+            optimizer.step()
+    return load_report(folder)
+
+
+def recompilations(report: Report) -> list[Finding]:
+    return [one for one in report.diagnosis.findings if one.cause == "recompilation"]
+
+
+def test_a_function_that_is_compiled_again_is_named_with_the_reason(tmp_path: Path) -> None:
+    (found,) = recompilations(varying(tmp_path, [1 + step % 20 for step in range(3 * STEPS)]))
+    line = varying.__code__.co_firstlineno + 6
+    assert found.evidence["recompilations"] == 19
+    assert found.evidence["source_lines"].endswith(f"test_compiled_steps.py:{line} in loss_of (100 %)")  # type: ignore[union-attr]
+    if hasattr(get_compilation_metrics()[-1], "recompile_reason"):  # since torch 2.7
+        assert "size mismatch at index 0. expected" in str(found.evidence["reason"])
+        assert "mark_dynamic(batch, 0)" in found.advice
+    assert 0.0 < found.evidence["recompile_s"] <= load_report(tmp_path).wall_s  # type: ignore[operator]
+    assert found.share == pytest.approx(found.evidence["recompile_s"] / load_report(tmp_path).wall_s)  # type: ignore[operator]
+    assert "recompilation" in {one["cause"] for one in _findings(tmp_path)}
+
+
+def test_a_function_that_is_compiled_once_is_no_finding(tmp_path: Path) -> None:
+    assert recompilations(varying(tmp_path, [4] * 3 * STEPS)) == []
+
+
+def test_compiled_code_that_is_no_longer_used_is_said_with_the_step(tmp_path: Path) -> None:
+    """However little time compiling took."""
+    report = varying(tmp_path, [8, *[9] * 5 * STEPS, *range(1, 8), *[9] * 5 * STEPS], limit=2)
+    (found,) = recompilations(report)
+    assert found.evidence["recompilations"] == 1
+    assert 1 <= int(found.evidence["stopped_at_step"]) <= 10 * STEPS + 8
+    text = " ".join(render_text(report).split())
+    assert "Compiled code is no longer used for new cases since about step" in text
+    assert "_limit (now 2)" in text
+
+
+def _findings(folder: Path) -> list[dict[str, Any]]:
+    report: dict[str, Any] = json.loads((folder / "gpu_report.json").read_text())
+    return report["diagnosis"]["findings"]  # type: ignore[no-any-return]
