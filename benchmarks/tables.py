@@ -157,6 +157,39 @@ def largest_batch() -> str:
     )
 
 
+def dry_run_peaks() -> str:
+    """Return how far the peaks of a simulated T4, and an estimate of them, are from those of a real one."""
+    names = ("dry_run_peaks", "dry_run_peaks_torch_2_11")
+    found = [results(name) for name in names]
+    keys = ("allocated", "reserved")
+
+    def percent(share: float) -> str:
+        return f"{100 * share:+.1f} %".replace("-0.0", "0").replace("+0.0", "0")
+
+    def sizes(shares: Sequence[float]) -> str:
+        return f"{100 * sum(map(abs, shares)) / len(shares):.1f} % ({percent(min(shares))} to {percent(max(shares))})"
+
+    rows = [
+        (
+            f"{runs[0]['model']}, {runs[0]['batch']} x {runs[0]['size']}",
+            *(format_bytes(runs[0]["real"][key]) for key in keys),
+            *(percent(run["error"][key]) for run in reversed(runs) for key in keys),
+        )
+        for runs in zip(*(one["runs"] for one in found), strict=True)
+    ]
+    versions = [one["machine"]["torch"] for one in found]
+    in_use = [sizes([run["error"]["in use"] for run in one["runs"]]) for one in found]
+    estimated = sizes([run["torch-preflight_error"] for run in found[0]["runs"]])
+    head = [f"{key}, torch {version}" for version in reversed(versions) for key in keys]
+    return block(
+        table(("training", "allocated on a real T4", "reserved", *head), *rows),
+        "Mean size of the errors (range) of all that the process holds, with its context: "
+        f"{in_use[1]} with torch {versions[1]}, with which the peaks were measured; {in_use[0]} with {versions[0]}; "
+        f"torch-preflight {found[0]['machine']['torch-preflight']}, which estimates from the network's dimensions, "
+        f"{estimated}. {source('dry_run_peaks.py', *names)}",
+    )
+
+
 def _gpu_times(found: Results) -> str:
     known = [(one["forward_ms"], one["forward_ms_known"]) for one in found["answers"] if one["forward_ms_known"]]
     errors = [abs(measured / truth - 1) for measured, truth in known if measured is not None]
@@ -822,6 +855,7 @@ TABLES: dict[str, Callable[[], str]] = {
             diagnosis,
             diagnosis_on_gpu,
             largest_batch,
+            dry_run_peaks,
             step_overhead,
             source_lines,
             loader_settings,

@@ -87,6 +87,56 @@ print(json.dumps([*held, used()]))
     assert reading["memory.used"] == "10840 MiB"  # the process has ended
 
 
+def test_torch_chooses_by_the_gpu_that_is_simulated(make_machine: MakeMachine, answer: Answer) -> None:
+    code = """
+import json, os, torch
+from torch.nn.attention import SDPBackend
+found = {}
+for device in range(torch.cuda.device_count()):
+    torch.cuda.set_device(device)
+    properties = torch.cuda.get_device_properties(device)
+    attention = []
+    for dtype in (torch.float16, torch.bfloat16):
+        query = torch.zeros(2, 4, 256, 64, device="cuda", dtype=dtype, requires_grad=True)
+        backend = SDPBackend(torch._fused_sdp_choice(query, query, query, None, 0.0, True))
+        attention.append(backend.name.partition("_")[0])
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+        torch.cuda.synchronize()
+    found[properties.name] = [
+        torch.cuda.get_device_capability(), properties.multi_processor_count, round(properties.total_memory / 2**30, 1),
+        torch.cuda.is_bf16_supported(), torch.cuda.is_bf16_supported(including_emulation=False), *attention,
+    ]
+print(json.dumps(found), flush=True)
+os._exit(0)  # torch's thread of backward may end later, which aborts Python on a busy machine
+"""
+    machine = make_machine(["t4", "rtx-3090", "a100-40gb", "h100-80gb", "b200"])
+    assert answer(machine, code) == {
+        "Tesla T4": [[7, 5], 40, 14.6, True, False, "EFFICIENT", "MATH"],
+        "NVIDIA GeForce RTX 3090": [[8, 6], 82, 23.7, True, True, "FLASH", "FLASH"],
+        "NVIDIA A100-SXM4-40GB": [[8, 0], 108, 39.4, True, True, "FLASH", "FLASH"],
+        "NVIDIA H100 80GB HBM3": [[9, 0], 132, 79.2, True, True, "FLASH", "FLASH"],
+        "NVIDIA B200": [[10, 0], 148, 178.4, True, True, "FLASH", "FLASH"],
+    }
+
+
+def test_what_decides_sizes_and_checks_is_not_what_the_memory_held(make_machine: MakeMachine, answer: Answer) -> None:
+    code = """
+import json, torch
+def numbers(count):  # leaves some in the memory that is used next
+    torch.randint(1, 2**31, (count,)).cuda()
+    return torch.empty(count, device="cuda", dtype=torch.long)
+seen = []
+for count in (1000, 3_000_000):  # counted by one kernel, and by two
+    mask = numbers(count) > 0
+    seen.append([len(mask.nonzero()), len(numbers(count)[mask]), mask.any().item(), mask.all().item(),
+                 torch.unique(numbers(count)).tolist(), len(torch.bincount(numbers(count), minlength=16))])
+sizes = torch.tensor([3, 70, 5]).cuda()
+print(json.dumps([*seen, sizes.max().item(), sizes.sum().item()]))
+"""
+    of_numbers = [False, True, [0, 1], 16]
+    assert answer(make_machine(), code) == [[1000] * 2 + of_numbers, [3_000_000] * 2 + of_numbers, 70, 78]
+
+
 def test_a_pool_keeps_what_is_freed_until_it_is_needed_elsewhere(make_machine: MakeMachine, answer: Answer) -> None:
     code = """
 import ctypes, json, torch

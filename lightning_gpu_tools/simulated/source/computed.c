@@ -1,6 +1,6 @@
-// The kernels whose results decide what the host does next: how long a sleep takes, and those by which torch sends
-// Python objects over NCCL (fill and join, and of sizes: add, compare, sum, largest). Names and arguments are those of
-// torch 2.6 to 2.15.
+// The kernels whose results decide what the host does next: how long a sleep takes, how much a mask selects, which
+// integers there are, whether any or all of something is true, and those by which torch sends Python objects over NCCL
+// (fill and join, and of sizes: add, compare, sum, largest). Names and arguments are those of torch 2.6 to 2.15.
 #define _GNU_SOURCE
 #include "runtime.h"
 #include "computed.h"
@@ -51,6 +51,16 @@ static struct effect *fill(const char *name, void **arguments, unsigned rows, do
   *f = (struct fill){.effect = {run_fill}, .count = count, .width = width};
   f->to = *(char **)arguments[2];
   memcpy(f->value, arguments[1], width);
+  return &f->effect;
+}
+
+// How much a mask selects, which decides sizes: all, the most that it can be. cub counts it with one kernel, or in parts
+// with one and all parts with another; the first part then has all. Arguments: input, output, how many.
+static struct effect *count(const char *name, void **arguments, unsigned rows, double *ns) {
+  if (!strstr(name, "NonZeroOp")) return copy_effect(*(void **)arguments[1], *(void **)arguments[0], sizeof(int));
+  struct fill *f = malloc(sizeof *f);
+  *f = (struct fill){.effect = {run_fill}, .to = *(char **)arguments[1], .count = 1, .width = sizeof(int)};
+  memcpy(f->value, arguments[2], sizeof(int));
   return &f->effect;
 }
 
@@ -145,9 +155,29 @@ static struct effect *join(const char *name, void **arguments, unsigned rows, do
   return &j->effect;
 }
 
+// The values of a tensor of integers, if they are asked for as torch.unique does: 0 and 1, as of labels. Arguments: input,
+// flags, values, how many there are, ..., how many elements.
+static const i64 numbers_to_2[] = {0, 1, 2};
+static struct effect *write_numbers(unsigned count, struct piece *pieces) {
+  struct join *j = malloc(sizeof *j + count * sizeof *pieces);
+  j->effect = (struct effect){run_join};
+  j->count = count;
+  memcpy(j->pieces, pieces, count * sizeof *pieces);
+  return &j->effect;
+}
+static struct effect *unique(const char *name, void **arguments, unsigned rows, double *ns) {
+  size_t width = width_of(strstr(name, "policy_hubI") + 11);
+  int found = *(int *)arguments[7] > 1 ? 2 : 1;
+  char *values = *(char **)arguments[2];
+  return write_numbers(found + 1, (struct piece[]){{*(char **)arguments[3], (char *)&numbers_to_2[found], sizeof(i64)},
+                                                   {values, (char *)&numbers_to_2[0], width},
+                                                   {values + width, (char *)&numbers_to_2[1], width}});
+}
+
 // reduce_kernel(functor): the sum or the largest of sizes. It begins with the operation, the identity, the size of an
 // element, and the numbers of inputs and outputs. Where it holds the pointers differs between versions: the input's,
-// the output's, and NULL.
+// the output's or those of two, and NULL. A minimum is 0, and so is the largest of the same numbers after it, or with
+// it: torch.bincount, which asks for both, then returns the length that it was asked for.
 struct reduction {
   struct effect effect;
   i64 *to;
@@ -162,16 +192,35 @@ static void run_reduction(struct effect *effect) {
   *r->to = result;
 }
 static struct effect *reduction(const char *name, void **arguments, unsigned rows, double *ns) {
+  static __thread const void *least_of;
   const int *numbers = arguments[0];
   void *const *words = arguments[0];
-  if (numbers[4] != sizeof(i64) || numbers[6] != 1 || numbers[5] > 65536) return NULL;
+  const void *before = least_of;
+  int both = strstr(name, "MinMaxOps") != NULL, least = strstr(name, "MinNanFunctor") != NULL;
+  least_of = NULL;
   for (int i = 8; i < 256; i++)
-    if (on_device(words[i]) && on_device(words[i + 1]) && !words[i + 2]) {
+    if (on_device(words[i]) && on_device(words[i + 1]) && (both ? on_device(words[i + 2]) : !words[i + 2])) {
+      if (least) least_of = words[i];
+      if (both || least || before == words[i]) 
+        return write_numbers(1 + both, (struct piece[]){{words[i + 1], (char *)numbers_to_2, sizeof(i64)},
+                                                        {words[i + 2], (char *)numbers_to_2, sizeof(i64)}});
+      if (numbers[4] != sizeof(i64) || numbers[6] != 1 || numbers[5] > 65536) return NULL;
       struct reduction *r = malloc(sizeof *r);
       *r = (struct reduction){
           {run_reduction}, words[i + 1], words[i], numbers[5], strstr(name, "MaxNanFunctor") != NULL};
       return &r->effect;
     }
+  return NULL;
+}
+
+// reduce_kernel(functor): whether any of truth values is true, or all: a check finds nothing, so not any, but all. Each of
+// the numbers before is smaller than for sizes.
+static struct effect *check(const char *name, void **arguments, unsigned rows, double *ns) {
+  const int *numbers = arguments[0];
+  void *const *words = arguments[0];
+  for (int i = 4; i < 256 && numbers[1] == 1 && numbers[3] > 0; i++)
+    if (on_device(words[i]) && on_device(words[i + 1]) && !words[i + 2])
+      return set_effect(words[i + 1], strstr(name, "and_kernel") != NULL, numbers[3]);
   return NULL;
 }
 
@@ -187,8 +236,16 @@ compute_t *compute_of(const char *name) {
       !strstr(name, "StoreWithCast"))
     return add;
   if (strstr(name, "13reduce_kernel") && strstr(name, "8ReduceOpIl") &&
-      (strstr(name, "11sum_functorIlllE") || strstr(name, "13MaxNanFunctorIlE")))
+      (strstr(name, "11sum_functorIlllE") || strstr(name, "13MaxNanFunctorIlE") || strstr(name, "13MinNanFunctorIlE") ||
+       strstr(name, "MinMaxOpsIlliE")))
     return reduction;
+  if (strstr(name, "13reduce_kernel") && strstr(name, "8ReduceOpIb") &&
+      (strstr(name, "or_kernel_cuda") || strstr(name, "and_kernel_cuda")))
+    return check;
+  if (strstr(name, "DeviceSelectSweepKernel") && strstr(name, "equal_to") && width_of(strstr(name, "policy_hubI") + 11))
+    return unique;
+  if (strstr(name, "DeviceReduce") && (strstr(name, "NonZeroOp") || strstr(name, "SingleTileKernelI") && strstr(name, "EPiS")))
+    return count;
   if (strstr(name, "CatArrayBatchedCopy") && strstr(name, "OpaqueTypeILj")) return join;
   return NULL;
 }

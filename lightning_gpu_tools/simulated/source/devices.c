@@ -75,15 +75,19 @@ static void find_devices(void) {
   for (int i = 0; i < n; i++) devices[i].gpu = shown[i];
   device_count = n;
 }
-// No cuDNN without a GPU: torch takes its own kernels, as after torch.backends.cudnn.enabled = False.
+// No cuDNN without a GPU: torch takes its own kernels, as after torch.backends.cudnn.enabled = False, and its own
+// attention, which is cuDNN's on Hopper and Blackwell otherwise.
 static void without_cudnn(void) {
   static int done;
   if (done) return;
   void *torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   if (!torch) return;
   void *(*context)(void) = (void *(*)(void))dlsym(torch, "_ZN2at13globalContextEv");
-  void (*enable)(void *, _Bool) = (void (*)(void *, _Bool))dlsym(torch, "_ZN2at7Context19setUserEnabledCuDNNEb");
-  if (context && enable) enable(context(), 0);
+  static const char *const switches[] = {"_ZN2at7Context19setUserEnabledCuDNNEb", "_ZN2at7Context14setSDPUseCuDNNEb"};
+  for (size_t i = 0; context && i < sizeof switches / sizeof *switches; i++) {
+    void (*enable)(void *, _Bool) = (void (*)(void *, _Bool))dlsym(torch, switches[i]);
+    if (enable) enable(context(), 0);
+  }
   done = 1;
 }
 static void start(void) {
@@ -149,6 +153,8 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 static int threads_per_sm(const struct gpu *g) {
   return g->major * 10 + g->minor == 75 ? 1024 : g->major == 8 && g->minor ? 1536 : g->major == 12 ? 1536 : 2048;
 }
+// A kilobyte of a multiprocessor's shared memory is the system's, but on Turing.
+static int shared_of_block(const struct gpu *g) { return (g->shared_kib - (g->major >= 8)) << 10; }
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute,
                                    int d) { // of CUDA's programming guide, by compute capability
   begin();
@@ -161,7 +167,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute,
     case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
     case cudaDevAttrMaxThreadsPerMultiProcessor: *value = threads_per_sm(g); break;
     case cudaDevAttrMaxSharedMemoryPerBlock: *value = 48 << 10; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (g->shared_kib - 1) << 10; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = shared_of_block(g); break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = g->shared_kib << 10; break;
     case cudaDevAttrMaxRegistersPerBlock:
     case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
@@ -226,7 +232,7 @@ cudaError_t PROPERTIES(struct cudaDeviceProp *p, int d) {
   p->warpSize = 32;
   p->maxBlocksPerMultiProcessor = 32;
   p->sharedMemPerBlock = 48 << 10;
-  p->sharedMemPerBlockOptin = (g->shared_kib - 1) << 10;
+  p->sharedMemPerBlockOptin = shared_of_block(g);
   p->sharedMemPerMultiprocessor = g->shared_kib << 10;
   p->regsPerBlock = p->regsPerMultiprocessor = 65536;
   p->l2CacheSize = g->l2_mib << 20;
