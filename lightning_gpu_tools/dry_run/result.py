@@ -19,6 +19,8 @@ NCCL_BYTES = 700 * 2**20  # of a group of more than two A100s: nccl issue 964
 _PRECISION = 0.05  # our default, of a search for the largest batch
 _MAX_TRIALS = 20  # our default
 
+_ABORTED = (-6, 134)  # exit codes of a process that SIGABRT has ended, and of a shell that ran it
+
 Verdict = Literal["fits", "does_not_fit", "cannot_be_told"]
 EXIT_CODES: dict[Verdict, int] = {"fits": 0, "does_not_fit": 1, "cannot_be_told": 3}
 
@@ -115,6 +117,8 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
                 f"The command uses the torch in {one.torch}, and the simulated GPUs are made for that in {torch}. "
                 "Install lightning-gpu-tools in the command's Python environment, and run its dry-run."
             )
+    if code in _ABORTED and all(one.outcome != "running" and not one.error for one in records):
+        code = 0  # after its end: torch's threads may lose a race with Python's shutdown
     fullest = max(records, key=lambda one: (one.outcome == "complete", one.steps, one.peak_reserved_bytes))
     if fullest.outcome == "complete":
         if not fullest.uses_gpu:

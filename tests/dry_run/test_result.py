@@ -49,6 +49,8 @@ WITHOUT_GPU = ProcessRecord(torch="/torch", outcome="ended")
         (0, [FAILED], "does_not_fit", ""),  # a script that goes on after its training has failed
         (1, [replace(FAILED, failures=0, error="RuntimeError: NCCL: out of memory")], "does_not_fit", ""),
         (0, [replace(COMPLETE, outcome="ended", steps=1)], "fits", ""),
+        (134, [replace(COMPLETE, outcome="ended", steps=1)], "fits", ""),  # torch's threads at the end of Python
+        (-6, [replace(COMPLETE, outcome="running", steps=1)], "cannot_be_told", "signal 6"),
         (1, [replace(FAILED, failures=0, error="KeyError: 'x'")], "cannot_be_told", "KeyError: 'x'"),
         (2, [WITHOUT_GPU], "cannot_be_told", "exit code 2 before the end of its first training step"),
         (-9, [WITHOUT_GPU], "cannot_be_told", "SIGKILL"),
