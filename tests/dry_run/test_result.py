@@ -98,13 +98,13 @@ def test_what_does_not_fit_is_told_with_what_it_would_need() -> None:
     judgment = judge(1, [FAILED], 3, "/torch")
     run = result(judgment, "t4", 1, 3, COMPLETE)
     assert run.reason == (
-        "needs 23.1 GiB of the 14.7 GiB of a Tesla T4. It asked for 2.00 GiB more in backward of step 1."
+        "needs 23.1 GiB of the 14.6 GiB of a Tesla T4. It asked for 2.00 GiB more in backward of step 1."
     )
     assert (run.failure, run.peak) == (FAILED.failure, COMPLETE.peak)
     assert run.needed_bytes is not None
     assert run.min_free_bytes == pytest.approx(1.2 * run.needed_bytes)  # on a GPU that is large enough
     unknown = result(judgment, "t4", 1, 3)
-    assert render(unknown).startswith("Does not fit: needs more than the 14.7 GiB of a Tesla T4. It asked for 2.00 GiB")
+    assert render(unknown).startswith("Does not fit: needs more than the 14.6 GiB of a Tesla T4. It asked for 2.00 GiB")
 
 
 def test_what_is_missing_in_a_run_is_said() -> None:
