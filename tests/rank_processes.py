@@ -137,14 +137,13 @@ def occupy(seconds: float) -> None:
 class _Slow(LightningModule):
     """Its GPU takes its time, or without one its host.
 
-    There, ranks meet in its forward pass, too: for the buffers of its BatchNorm, and for the metric that it logs.
+    Ranks meet in its forward pass, too: for the buffers of its BatchNorm and, without a GPU, to log a metric.
     """
 
     def __init__(self, forward_s: float, backward_s: float, optimizer_s: float, *, on_gpu: bool) -> None:
         super().__init__()
         self.spend, meets = (occupy, False) if on_gpu else (time.sleep, True)
-        norm = torch.nn.BatchNorm1d(4, track_running_stats=meets)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 1))
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
         self.meets = meets
         self.forward_s, self.backward_s, self.optimizer_s = forward_s, backward_s, optimizer_s
 
@@ -176,7 +175,7 @@ def train_slow_ranks(
         rank: This one.
         slow_ranks: By the phase in which it is slow.
         steps: How many each time.
-        on_gpu: Whether each rank has a GPU. Then ranks do not meet in the forward pass, where they would wait.
+        on_gpu: Whether each rank has a GPU.
     """
     blamed = {}
     for phase, slow_rank in slow_ranks.items():

@@ -256,7 +256,8 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
         return "Nothing reports how busy the GPU is, and nothing on the host slows training down."
     if verdict == "shared_gpu":
         return f"{what_others_do(findings[0].evidence)}, so its utilization says nothing about this training."
-    gpu = "" if run.utilization_percent is None else f"The GPU is busy {run.utilization_percent:.0f} % of the time. "
+    gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
+    gpu = "" if run.utilization_percent is None else f"The {gpus} busy {run.utilization_percent:.0f} % of the time. "
     if verdict == "healthy" or not findings:
         but, longest = slow_steps.unsaid(run, ()), _harmless(run)
         if longest:

@@ -11,6 +11,7 @@ from lightning_gpu_tools.training.phases import (
     HOST_TO_DEVICE_COPY,
     IN_WORKER,
     PAUSES,
+    RANK_WAIT,
     SLOW_STEP,
     TRAINING_STEP,
     VALIDATION,
@@ -25,7 +26,7 @@ _TINY_STEP_S = 0.005
 _TINY_GPU_S = 0.0005  # of work per step: about a hundred of the shortest kernels
 _MIN_SYNCS_PER_STEP = 0.5  # rarer waits leave the steps in between alone
 _SLOW_LAUNCH_S = 100e-6  # per operation; 10 to 50 us are usual, including the Python code around it
-_NOT_IN_STEP = (HOST_TO_DEVICE_COPY, *PAUSES)
+_NOT_IN_STEP = (HOST_TO_DEVICE_COPY, RANK_WAIT, *PAUSES)
 CAVEAT_OF_LARGER_BATCH = " With a larger batch, scale the learning rate and compare the validation metric."
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import fmean, median_low
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median, median_low
+from typing import Any
 
+from lightning_gpu_tools.gpus.readings import known
 from lightning_gpu_tools.training.run_measurements import RankStep
 
+_USUAL = 0.9  # our default
+_MIN_SAMPLES = 5  # our default: of steps that all ranks have sampled
 PARTS_OF_STEP = {"forward": "its forward pass", "backward": "its backward pass", "optimizer": "its optimizer's step"}
 
 
@@ -34,8 +40,19 @@ def unknown_parts(ranks: Sequence[RankStep]) -> list[str]:
     return [part for part, count in knowing.items() if 0 < count < len(ranks)]
 
 
+def usual_s(sampled_s: Iterable[float]) -> float:
+    """Return the mean of sampled steps without the longest tenth, because an accident counts too much among few."""
+    seconds = sorted(sampled_s)
+    return fmean(seconds[: math.ceil(_USUAL * len(seconds))])
+
+
+def waited_s(rank: RankStep) -> float | None:
+    """Return the time that a rank waits in a step for others that come later; ``None`` if unknown."""
+    return rank.wait_s if rank.others_late_s is None else rank.others_late_s
+
+
 def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
-    """Return the mean time that a rank waits for others in a step; ``None`` if unknown."""
+    """Return the mean time of a rank in collectives in a step; ``None`` if unknown."""
     waits = [rank.wait_s for rank in ranks if rank.wait_s is not None]
     return fmean(waits) if waits and len(waits) == len(ranks) else None
 
@@ -43,7 +60,31 @@ def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
 def waits_for_cores_of_others_s(ranks: Sequence[RankStep]) -> list[float]:
     """Return the time that each rank waits in a step for others without a core: at most as long as those wait.
 
-    It is 0 if the waiting time of a rank is unknown, as on a GPU.
+    It is 0 if the waiting time of a rank is unknown.
     """
     total_s = sum(rank.core_wait_s for rank in ranks)
-    return [min(rank.wait_s or 0.0, total_s - rank.core_wait_s) for rank in ranks]
+    return [min(waited_s(rank) or 0.0, total_s - rank.core_wait_s) for rank in ranks]
+
+
+def with_waits(ranks: tuple[RankStep, ...], waits: Mapping[int, Mapping[str, Any]]) -> tuple[RankStep, ...]:
+    """Add the waits of GPUs for other ranks, derived from what each rank tells: see ``RunRecorder.own_waits``."""
+    of_ranks = [waits[one.rank] for one in ranks]
+    if all(one.wait_s is not None for one in ranks) or not all(of_ranks):
+        return ranks
+    # Both are lower bounds: sampled steps may miss what is rare, and hosts wait for the rank that is last on average.
+    hosts_s = [one["of_host_s"] for one in of_ranks]
+    late_s: list[float | None] = [None] * len(ranks)
+    if any(hosts_s):  # a host also waits for its own GPU's work, which is not waiting for others
+        rooms_s = [one["step_s"] - rank.own_step_s for rank, one in zip(ranks, of_ranks, strict=True)]
+        late_s = [max(0.0, min(s - min(hosts_s), room_s)) for s, room_s in zip(hosts_s, rooms_s, strict=True)]
+    sending_s = None
+    steps = set.intersection(*(set(one["by_step"]) for one in of_ranks))
+    if len(steps) >= _MIN_SAMPLES:
+        least_s = {step: min(one["by_step"][step] for one in of_ranks) for step in steps}
+        sending_s = median(least_s.values())
+        sampled_s = [usual_s(one["by_step"][step] - least_s[step] for step in steps) for one in of_ranks]
+        late_s = [max(known([one_s, two_s])) for one_s, two_s in zip(late_s, sampled_s, strict=True)]
+    return tuple(
+        replace(rank, others_late_s=one_s, wait_s=None if sending_s is None or one_s is None else sending_s + one_s)
+        for rank, one_s in zip(ranks, late_s, strict=True)
+    )

@@ -134,6 +134,8 @@ class GpuSummary:
         others_memory_bytes_max: Peak memory of all other listed processes.
         own_utilization_percent: Utilization of the GPU by this job's processes.
         others_utilization_percent: Utilization of the GPU by other jobs.
+        rank_wait_percent: Share of time in which the GPU, busy for the driver, waited in a collective for later ranks;
+            ``None`` if unknown.
         sm_active_percent: Active multiprocessors. Hopper and later: mean over the run, as for the next three.
         sm_occupancy_percent: Resident warps relative to the maximum.
         tensor_active_percent: Active tensor cores.
@@ -161,6 +163,7 @@ class GpuSummary:
     others_memory_bytes_max: int | None = None
     own_utilization_percent: float | None = None
     others_utilization_percent: float | None = None
+    rank_wait_percent: float | None = None
     sm_active_percent: float | None = None
     sm_occupancy_percent: float | None = None
     tensor_active_percent: float | None = None

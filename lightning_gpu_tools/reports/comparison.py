@@ -17,6 +17,15 @@ from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.files import last_modified, matching
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report
 from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.scaling import (
+    SCALED,
+    Scaling,
+    efficiency_line,
+    kind_of_scaling,
+    loss_lines,
+    ranks_of,
+    scaling,
+)
 from lightning_gpu_tools.reports.text import cause_phase, escape_markdown, phase_label
 from lightning_gpu_tools.training.phases import PAUSES, PHASES, RANK_WAIT, TRAINING_STEP, base_phase
 from lightning_gpu_tools.units import format_duration, printable
@@ -76,7 +85,7 @@ class Comparison:
     verdict: Verdict
     reasons: tuple[str, ...]  # why the runs cannot be compared
     of: str = "median"  # or "mean"
-    per: str = "step"  # or "sample", after an advised change of the batch size
+    per: str = "step"  # or "sample", after an advised change of the batch size, or of the number of ranks
     old_step_s: float | None = None
     new_step_s: float | None = None
     slowdown: float | None = None  # 0.07 = a step takes 7 % longer
@@ -86,13 +95,17 @@ class Comparison:
     changes: tuple[Change, ...]  # of all settings
     followed: tuple[Change, ...] = ()  # of the settings in the older run's advice: what the runs test
     doubt: str | None = None  # why the gain is not due to them
+    scaling: Scaling | None = None  # if the runs differ in the number of ranks: the times are then of the whole job
 
 
 def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
     """Compare two runs by the time of their steady steps: ``slower`` means beyond the noise and the limit (0.05 = 5 %).
 
-    Settings that the older run's advice is about may differ: the comparison then shows the effect of following it.
+    Settings that the older run's advice is about may differ: the comparison then shows the effect of following it. The
+    number of ranks may differ, too, if a rank or the job has the same batch: it then shows how the program scales.
     """
+    kind = kind_of_scaling(new, old) if _is_same_program(new, old) else None
+    may_differ = SCALED if kind else ()
     names = sorted({*new.settings, *old.settings})
     changes = tuple(
         Change(setting=name, old=old.settings.get(name), new=new.settings.get(name))
@@ -101,11 +114,11 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
     )
     causes = [finding.cause for finding in old.diagnosis.findings] if _is_same_program(new, old) else []
     advised = {setting for cause in causes for setting in _ADVISED.get(cause, ())}
-    followed = tuple(change for change in changes if change.setting in advised)
+    followed = tuple(change for change in changes if change.setting in advised and change.setting not in may_differ)
     reasons = [
         f"{change.setting} differs: {_show(change.old)} before, {_show(change.new)} now"
         for change in changes
-        if change.setting in _MUST_MATCH and change not in followed
+        if change.setting in _MUST_MATCH and change not in followed and change.setting not in may_differ
     ]
     for name, report in (("old", old), ("new", new)):
         if len(report.step_s_blocks) < _MIN_BLOCKS:
@@ -113,8 +126,8 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
                 f"the {name} run is too short: it has {len(report.step_s_blocks)} blocks of steady steps, and at least "
                 f"{_MIN_BLOCKS} are needed to estimate its noise"
             )
-    per_sample = any(change.setting == "batch_size" for change in followed)
-    old_blocks, new_blocks = (_blocks(report, per_sample) for report in (old, new))
+    per_sample = bool(kind) or any(change.setting == "batch_size" for change in followed)
+    old_blocks, new_blocks = (_blocks(report, per_sample, ranks_of(report) if kind else 1) for report in (old, new))
     speed = _change_of_speed(old_blocks, new_blocks)
     verdict: Verdict = "same"
     if reasons:
@@ -132,6 +145,9 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
         followed=followed,
         **speed,
     )
+    if kind and not reasons:
+        phase_s = [steady_phase_s(report) for report in (new, old)]
+        return replace(comparison, scaling=scaling(kind, new, old, speed, phase_s))
     if followed:
         untouched = frozenset.intersection(*(_UNTOUCHED.get(one.setting, frozenset()) for one in followed))
         settings = {change.setting for change in followed}
@@ -144,9 +160,9 @@ def _is_same_program(new: Report, old: Report) -> bool:
     return all(new.settings.get(name) == old.settings.get(name) for name in _SAME_PROGRAM)
 
 
-def _blocks(report: Report, per_sample: bool) -> tuple[float, ...]:
+def _blocks(report: Report, per_sample: bool, ranks: int) -> tuple[float, ...]:
     size = report.settings.get("batch_size") if per_sample else 1
-    samples = size if isinstance(size, int) and size > 0 else 1
+    samples = ranks * (size if isinstance(size, int) and size > 0 else 1)
     return tuple(step_s / samples for step_s in report.step_s_blocks)
 
 
@@ -268,6 +284,8 @@ def headline(comparison: Comparison) -> str:
     noise = ", within the noise of the runs" if low <= 0 <= high else ""
     limit = f"; the limit is {100 * comparison.max_slowdown:+.1f} %" if comparison.max_slowdown else ""
     steps = f"{format_duration(old_s)} per {comparison.of} {comparison.per} before, {format_duration(new_s)} now"
+    if comparison.scaling is not None:
+        return efficiency_line(comparison.scaling)
     if comparison.followed and comparison.verdict != "not_comparable":
         faster, _, _ = _speedups(comparison)
         result = f"{verdict}: {_faster(faster)}" if comparison.verdict == "same" else _faster(faster).upper()
@@ -292,6 +310,7 @@ def details(comparison: Comparison, confirmation: str | None = None) -> list[str
     advised = () if is_test else comparison.followed
     return [
         *([comparison.doubt] if comparison.doubt else []),
+        *([] if comparison.scaling is None else loss_lines(comparison.scaling)),
         *(f"Not comparable: {reason}." for reason in comparison.reasons),
         *(f"Changed as advised: {change}." for change in advised),
         *(f"Changed: {change}." for change in comparison.changes if change.setting not in named),

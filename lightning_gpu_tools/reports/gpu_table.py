@@ -49,6 +49,7 @@ class _Column(NamedTuple):
 
 _COLUMNS = (
     _Column("busy", "%", "utilization_percent_mean", is_shown=lambda values: True),
+    _Column("waits", "%", "rank_wait_percent", is_shown=any),  # of it, for other ranks
     _Column("p5", "%", "utilization_percent_p5", of_node=False, compared=False),
     _Column("p95", "%", "utilization_percent_p95", of_node=False, compared=False),
     _Column("SMs", "%", "sm_active_percent"),

@@ -241,6 +241,7 @@ _COLUMNS: dict[str, Callable[[GpuSummary], str]] = {
     "GPU": gpu_label,
     "name": lambda gpu: gpu.name or gpu.uuid,
     "busy": lambda gpu: _number(gpu.utilization_percent_mean, "%"),
+    "waits for ranks": lambda gpu: _number(gpu.rank_wait_percent or None, "%"),
     "p5": lambda gpu: _number(gpu.utilization_percent_p5, "%"),
     "p95": lambda gpu: _number(gpu.utilization_percent_p95, "%"),
     "in validation": lambda gpu: _number(gpu.validation_utilization_percent_mean, "%"),

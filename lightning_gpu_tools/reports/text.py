@@ -266,16 +266,24 @@ def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str
     samples: Counter[str] = Counter()
     for one in report.lines:
         samples[one.phase] += one.samples
-    rows = []
+    rows: list[tuple[str, str, str, str]] = []
     for phase, whole in samples.most_common():
-        group, _, name = phase.partition("/")
-        label = _LABELS.get(group) or phase_label(group)
+        shown = _label_of_lines(phase)
         shares = seen_in([one for one in report.lines if one.phase == phase], phase)
-        for line in shares if full else shares[:_MAX_SOURCE_LINES]:
-            if full or line.samples >= _MIN_PART * whole:
-                shown = f"{label}: {printable(name)}" if name else label
-                rows.append((shown, f"{100 * line.share:.0f} %", str(line), f"{line.samples:,}"))
+        rows += (
+            (shown, f"{100 * line.share:.0f} %", str(line), f"{line.samples:,}")
+            for line in (shares if full else shares[:_MAX_SOURCE_LINES])
+            if full or line.samples >= _MIN_PART * whole
+        )
     return rows
+
+
+def _label_of_lines(phase: str) -> str:
+    group, _, name = phase.partition("/")
+    label = _LABELS.get(group) or phase_label(group)
+    if not name:
+        return label
+    return f"{label}: {_label_of_lines(name) if group == SLOW_STEP else printable(name)}"
 
 
 def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:

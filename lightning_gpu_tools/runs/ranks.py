@@ -117,6 +117,8 @@ class Ranks:
         recorder, gpus, fact = self._recorder, self._recorder.gpus, self._recorder.facts.read
         facts: dict[str, Any] = {
             "own_step": recorder.own_step(),
+            "waits": recorder.own_waits() if recorder.run.gpu is not None else {},
+            "lines": recorder.own_lines(),
             "throttled": {} if gpus is None else fact("throttled clocks", gpus.throttled_percent, dict[int, float]()),
             "largest_batch_size": recorder.largest_batch_size,
             "contexts": [*map(dataclasses.asdict, recorder.own_contexts())],

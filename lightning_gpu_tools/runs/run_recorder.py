@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from statistics import fmean
 from time import perf_counter  # by name: a program's tests may replace the functions of `time`
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
+from lightning_gpu_tools.advice.ranks import slowest_rank, usual_s, with_waits
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import known, weighted_mean
 from lightning_gpu_tools.gpus.sampler import Phase
@@ -32,14 +34,23 @@ from lightning_gpu_tools.host import (
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor, settings_of
 from lightning_gpu_tools.runs.contexts import Contexts
 from lightning_gpu_tools.runs.facts import Facts
-from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
 from lightning_gpu_tools.training.cores import CoreUsers, added_s, pressure_s, runnable_s
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
-from lightning_gpu_tools.training.phases import BACKWARD, EPOCH_START, FORWARD, OPTIMIZER, is_beside_step
+from lightning_gpu_tools.training.phases import (
+    BACKWARD,
+    EPOCH_START,
+    FORWARD,
+    OPTIMIZER,
+    RANK_WAIT,
+    SLOW_STEP,
+    base_phase,
+    is_beside_step,
+)
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
@@ -48,6 +59,7 @@ from lightning_gpu_tools.training.run_measurements import (
     LoaderSettings,
     RankStep,
     RunMeasurements,
+    SourceLine,
     StepBlock,
 )
 from lightning_gpu_tools.training.step_clock import StepClock
@@ -57,6 +69,7 @@ _POLL_EVERY_STEPS = 10
 _MIN_GPU_SAMPLES = 5  # our default: of a GPU's steps, to compare them between ranks
 _SEARCH_EVERY_S = 1.0  # our default: until the steps that tell the largest batch are recorded
 _MAX_PARTS = 16  # our default: of a run, to show when a rank was slow
+_MAX_LINES = 8  # our default: that a rank tells rank 0
 # Fields of GpuFacts that are means over windows of the GPUs.
 _GPU_MEANS = (
     "sm_active_percent",
@@ -177,11 +190,11 @@ class RunRecorder:
         if not clock.blocks:
             return None
         parts = ["data_loading", "host_to_device_copy"]
-        if not self._on_gpu and run.is_plain_ddp:
+        gpu_s = self._own_gpu_s()
+        if not gpu_s and (run.is_plain_ddp or self._on_gpu):  # over NCCL, the host waits for no rank within these
             parts += ["forward", "optimizer", *([] if self._rank_waits.unseen else ["backward"])]
         blocks = list(clock.blocks)
         total = sum(blocks, StepBlock())
-        gpu_s = self._own_gpu_s()
         gpu_step_s = sum(gpu_s.values())
         beside_s = {
             phase: seconds / max(1, clock.steps)
@@ -216,14 +229,31 @@ class RunRecorder:
         If it waits in forward, as for the statistics of SyncBatchNorm, it also waits in backward.
         """
         idle, waits = self._clock.gpu_idle(), self._rank_waits
-        if not self.run.is_plain_ddp or waits.unseen or waits.waited_within(FORWARD) or waits.waited_within(OPTIMIZER):
+        if not self.run.is_plain_ddp or waits.unseen_on_gpu or any(map(waits.waited_within, (FORWARD, OPTIMIZER))):
             return {}
         if idle is None or len(idle.last_steps) < _MIN_GPU_SAMPLES:
             return {}
         if BACKWARD not in idle.last_steps[-1]:  # it is inside a CUDA graph, and so is the wait
             return {}
         own = (FORWARD, BACKWARD, OPTIMIZER)
-        return {phase.partition("/")[2]: fmean(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
+        return {phase.partition("/")[2]: usual_s(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
+
+    def own_waits(self) -> dict[str, Any]:
+        """Return what tells how long a rank with a GPU waits for others; compared with theirs by `hear`."""
+        idle = self._clock.gpu_idle() if self._own_gpu_s() else None
+        total = sum(self._clock.blocks, StepBlock())
+        return {
+            "by_step": {} if idle is None else {str(step): round(s, 6) for step, s in idle.rank_wait_s.items()},
+            "of_host_s": total.rank_wait_s / max(1, total.steps),
+            "step_s": total.wall_s / max(1, total.steps),
+        }
+
+    def own_lines(self) -> list[dict[str, Any]]:
+        """Return the source lines at which this rank was sampled most often."""
+        nothing: tuple[SourceLine, ...] = ()
+        seen = self.facts.read("source lines", partial(self.lines.seen, self._workers.pids), nothing)
+        steady = (one for one in seen if base_phase(one.phase) not in (SLOW_STEP, RANK_WAIT))
+        return [asdict(one) for one in islice(steady, _MAX_LINES)]
 
     def own_contexts(self, *, at_end: bool = False) -> tuple[HeldContext, ...]:
         """Return this rank's CUDA contexts, in the training thread; ``at_end`` measures their memory again."""
@@ -250,7 +280,16 @@ class RunRecorder:
             for entry in entries
             if (own := entry.get("own_step")) is not None
         )
-        self._ranks = ranks if len(ranks) > 1 else ()
+        if len(ranks) > 1:
+            self._ranks = with_waits(ranks, {entry["rank"]: entry.get("waits") or {} for entry in entries})
+            slowest, _ = slowest_rank(self._ranks) or (None, 0.0)
+            lines = {entry["rank"]: entry.get("lines", ()) for entry in entries}
+            self._ranks = tuple(
+                replace(one, lines=tuple(SourceLine(**line) for line in lines[one.rank])) if one is slowest else one
+                for one in self._ranks
+            )
+        else:
+            self._ranks = ()
         self._batch_sizes = known(entry.get("largest_batch_size") for entry in entries)
         others = (entry for entry in entries if entry["rank"] != self.run.place.rank)
         self._others_contexts = tuple(HeldContext(**one) for entry in others for one in entry.get("contexts", ()))
@@ -298,6 +337,7 @@ class RunRecorder:
             host=replace(now.budget, cores_in_reach=in_reach),
             on_gpu=self._on_gpu,
             utilization_percent=read("how busy the GPU is", partial(utilization, "training"), None),
+            own_utilization_percent=read("how busy the GPU is", self._own_utilization, None),
             validation_utilization_percent=read("how busy the GPU is", partial(utilization, "validation"), None),
             loader=self.loader,
             worker_cpu_s_per_batch=worker_s,
@@ -324,6 +364,13 @@ class RunRecorder:
             largest_batch_size=read("the largest batch that fits", self._largest_on_all_ranks, None),
             has_trainer=run.has_trainer,
         )
+
+    def _own_utilization(self) -> float | None:
+        run, gpus = self.run, self.gpus
+        if gpus is None or run.gpu is None or len(run.gpus) == 1:
+            return None
+        (own,) = gpu_readings([run.gpu])
+        return _utilization([window for window in gpus.trained_on() if window.uuid == own.uuid])
 
     def _left_on_cpu(self) -> tuple[str, ...]:
         return left_on_cpu(self.run.module) if self._on_gpu and self.run.module is not None else ()

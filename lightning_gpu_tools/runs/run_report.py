@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +121,15 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
 def _with_gpus(report: Report, gpus: Iterable[GpuSummary]) -> Report:
     gpus = tuple(gpus)
     settings = {**report.settings, "gpu": sorted({gpu.name for gpu in gpus if gpu.name})}
-    return dataclasses.replace(report, gpus=gpus + tuple(report.gpus), settings=settings)
+    step_s = fmean(report.step_s_blocks) if report.step_s_blocks else 0.0
+    waits = {(rank.node, rank.gpu): rank.others_late_s for rank in report.ranks if rank.others_late_s is not None}
+    everyone = (
+        dataclasses.replace(gpu, rank_wait_percent=min(100.0, 100 * wait_s / step_s))
+        if step_s and (wait_s := waits.get((gpu.node, gpu.index))) is not None
+        else gpu
+        for gpu in gpus + tuple(report.gpus)
+    )
+    return dataclasses.replace(report, gpus=tuple(everyone), settings=settings)
 
 
 def _settings(recorder: RunRecorder, cores: float) -> dict[str, Any]:

@@ -189,9 +189,8 @@ class Session:
             if place.rank == 0:
                 self.background.add("Sampling who uses the cores", recorder.core_users.poll)
                 self.background.add("Reading what torch.compile has compiled", recorder.compilations.poll)
-                self._threads.append(lines)
-                lines.start()
-            self._threads.append(self.ranks.exchange)
+            lines.start()
+            self._threads += lines, self.ranks.exchange
             if memory is not None and self.gpus is not None:
                 memory.when_read = self.gpus.note_memory
             if memory is not None and self._is_monitored:

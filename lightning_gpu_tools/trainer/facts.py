@@ -222,13 +222,14 @@ class LoopRun:
             used = [torch.device("cuda", i) for i in range(local_ranks)]  # rank i has GPU i
         return used, device
 
-    def _weights(self) -> Iterator[torch.Tensor]:
+    def weights(self) -> Iterator[torch.Tensor]:
+        """Return the weights of the optimizers that have made a step."""
         return (weight for one in self.optimizers for group in one.param_groups for weight in group["params"])
 
     @property
     def device(self) -> torch.device:
         """This rank's GPU, or without one the device of the weights."""
-        return self._device or next((weight.device for weight in self._weights()), torch.device("cpu"))
+        return self._device or next((weight.device for weight in self.weights()), torch.device("cpu"))
 
     @property
     def gpu(self) -> torch.device | None:
@@ -268,7 +269,7 @@ class LoopRun:
     @property
     def is_plain_ddp(self) -> bool:
         """Whether this is plain DDP, judging by the weights: those of sharded models have other classes."""
-        return self.place.world_size > 1 and all(type(weight) is torch.nn.Parameter for weight in self._weights())
+        return self.place.world_size > 1 and all(type(weight) is torch.nn.Parameter for weight in self.weights())
 
     @property
     def accumulate_grad_batches(self) -> int:

@@ -89,7 +89,7 @@ class FitTimer(Timer):
     def __init__(self, trainer: Trainer, clock: StepClock, enter: Callable[[Phase], None] = lambda phase: None) -> None:
         self.clock = clock
         self.fault: Exception | None = None
-        self.rank_waits = RankWaits(clock)
+        self.rank_waits = RankWaits(clock, self._weights_in_buckets)
         self.memory: MemoryCounters | None = None
         self._trainer = trainer
         self._run = TrainerRun(trainer)
@@ -167,7 +167,10 @@ class FitTimer(Timer):
             self._time(compat.SIGNAL_CHECK, f"{RANK_WAIT}/signal check")
         self._wrap("strategy.backward", self.rank_waits.around_backward)
         if self._run.is_plain_ddp:
-            self._wrap("strategy.model._sync_buffers", self.rank_waits.timed)
+            self._wrap("strategy.model._sync_buffers", self.rank_waits.around_buffers)
+
+    def _weights_in_buckets(self) -> Iterator[torch.nn.Parameter]:
+        return self._trainer.lightning_module.parameters() if self._run.is_plain_ddp else iter(())
 
     def _time_step(self) -> None:
         clock, model = self.clock, self._trainer.lightning_module

@@ -84,7 +84,7 @@ class LoopTimer(Timer):
         after_step: Callable[[], None],
     ) -> None:
         self.fault: Exception | None = None
-        self.rank_waits = RankWaits(clock)
+        self.rank_waits = RankWaits(clock, lambda: run.weights() if run.is_plain_ddp else ())
         self.worker_lines = WorkerLines()
         self._run = run
         self._fabric = fabric

@@ -181,6 +181,38 @@ def queue_in_backward() -> Any:
     return getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
 
 
+def accumulation(weight: torch.Tensor) -> Any:
+    """Return the node of the autograd graph that accumulates a weight's gradient.
+
+    Without it, the same as without the next one.
+    """
+    return torch.autograd.graph.get_gradient_edge(weight).node
+
+
+def collectives_started() -> int:
+    """Return the number of collectives of the default process group so far; 0 if it does not count them.
+
+    Without it, the GPU's time in backward is not compared between ranks from torch 2.15 on.
+    """
+    count = getattr(torch.distributed.group.WORLD, "_get_sequence_number_for_group", int)
+    try:
+        return int(count())
+    except RuntimeError:  # a backend without numbers
+        return 0
+
+
+def waits_for_each_bucket() -> bool:
+    """Return whether GPUs wait for a bucket of gradients when it is sent, as NCCL's backend since torch 2.15 has them.
+
+    Without it, a rank slow in backward may not be told from those that wait for it.
+    """
+    get = getattr(torch.distributed.group.WORLD, "_get_backend", type)
+    try:
+        return type(get(torch.device("cuda"))).__name__ == "ProcessGroupNCCL2"
+    except RuntimeError:  # it has no backend for GPUs
+        return False
+
+
 def out_of_memory_observer() -> Any:
     """Return the function that registers a callback for allocator failures, and starts CUDA; ``None`` in CPU builds.
 

@@ -34,18 +34,28 @@ def idle_by_phase(gap: Gap) -> dict[str, float]:
     Validation runs kernels, and a GPU waits for other ranks inside an NCCL kernel, so neither counts. Once the host is
     in the next step, the GPU is copying the batch, which takes no kernel.
     """
-    idle: defaultdict[str, float] = defaultdict(float)
+    idle = {phase: s for phase, s in _by_phase(gap).items() if base_phase(phase) not in (VALIDATION, RANK_WAIT)}
+    copied_s = gap.gpu_end_s - max(gap.gpu_begin_s, gap.host_end_s)
+    if copied_s > 0:
+        idle[HOST_TO_DEVICE_COPY] = idle.get(HOST_TO_DEVICE_COPY, 0.0) + copied_s
+    return idle
+
+
+def rank_wait_s(gap: Gap) -> float:
+    """Return the seconds in which the host waited for other ranks, and the GPU as well."""
+    return sum(seconds for phase, seconds in _by_phase(gap).items() if base_phase(phase) == RANK_WAIT)
+
+
+def _by_phase(gap: Gap) -> dict[str, float]:
+    spent: defaultdict[str, float] = defaultdict(float)
     end_s = gap.host_end_s
     for phase, seconds in reversed(gap.spent):
         begin_s = end_s - seconds
-        alone_s = min(end_s, gap.gpu_end_s) - max(begin_s, gap.gpu_begin_s)
-        if alone_s > 0 and base_phase(phase) not in (VALIDATION, RANK_WAIT):
-            idle[phase] += alone_s
+        within_s = min(end_s, gap.gpu_end_s) - max(begin_s, gap.gpu_begin_s)
+        if within_s > 0:
+            spent[phase] += within_s
         end_s = begin_s
-    copied_s = gap.gpu_end_s - max(gap.gpu_begin_s, gap.host_end_s)
-    if copied_s > 0:
-        idle[HOST_TO_DEVICE_COPY] += copied_s
-    return idle
+    return spent
 
 
 class HostTime:

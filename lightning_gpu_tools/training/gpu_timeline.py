@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.gpu_gaps import Gap, HostTime, idle_by_phase, without_work
+from lightning_gpu_tools.training.gpu_gaps import Gap, HostTime, idle_by_phase, rank_wait_s, without_work
 from lightning_gpu_tools.training.gpu_work import Hold, Part, Work, by_phase
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
@@ -33,6 +33,7 @@ from lightning_gpu_tools.training.phases import (
     FORWARD,
     OPTIMIZER,
     PHASES,
+    RANK_WAIT_IN_STEP,
     TRAINING_STEP,
     VALIDATION,
     base_phase,
@@ -52,6 +53,7 @@ _SETTLED = 4  # steps skipped at the start, while kernels are loaded, and after 
 _MAX_UNREAD = 64  # samples, if the GPU is far behind the host
 _MAX_PARTS = 256  # of a step; further parts count toward the enclosing one
 _MAX_LAST_STEPS = 64
+_MAX_RANK_WAITS = 32  # steps, which ranks tell each other
 # After these samples, one step is watched and the next one held: often at first, and 16 times in total.
 _LOOK_AFTER = frozenset(2**power for power in range(16))
 _HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, CAPTURED, AFTER_STEP, BEFORE_STEP})
@@ -80,6 +82,7 @@ class _Sample:
     marks: list[_Mark] = field(default_factory=list)  # from the end of the previous step to the start of this one
     parts: list[Part] = field(default_factory=list)
     parts_before: int = 0  # number of parts before the step
+    step: int = 0
     events: list[_Event] = field(default_factory=list)
 
 
@@ -130,6 +133,8 @@ class GpuTimeline:
         self._step_s: _Seconds = defaultdict(float)
         self._seen = Counter[str]()
         self._last_steps: deque[Mapping[str, float]] = deque(maxlen=_MAX_LAST_STEPS)
+        self._steps = 0
+        self._rank_waits: deque[tuple[int, Gap, float]] = deque(maxlen=_MAX_RANK_WAITS)
         self._work: defaultdict[str, Work] = defaultdict(Work)
         self._measured = 0  # samples of work, held or not
 
@@ -140,6 +145,7 @@ class GpuTimeline:
 
     def end_step(self) -> None:
         """Mark the end of a step."""
+        self._steps += 1
         if self.sample is not None:
             self._own_work(self._guard, self._sample_ended)
         self._steps_to_sample -= 1
@@ -203,6 +209,7 @@ class GpuTimeline:
             seen=dict(self._seen),
             step_s=dict(self._step_s),
             last_steps=tuple(self._last_steps),
+            rank_wait_s={step: rank_wait_s(gap) + seconds for step, gap, seconds in self._rank_waits},
             work_s={
                 phase: work.usual_s * work.seen / self._measured
                 for phase, work in self._work.items()
@@ -266,7 +273,7 @@ class GpuTimeline:
             self._host_time.learn(begins.host_s, 0.0)
             return
         self.sample, self._open = self._open, None
-        self.sample.parts_before = len(self.sample.parts)
+        self.sample.parts_before, self.sample.step = len(self.sample.parts), self._steps
         self._gap_goes_on(self.sample, phase)
 
     def _gap_goes_on(self, sample: _Sample, phase: str) -> None:
@@ -352,7 +359,8 @@ class GpuTimeline:
         ended_s, begins_s = self._gpu_s(ended), self._gpu_s(begins)
         self._host_time.learn(ended.host_s, ended_s)
         self._host_time.learn(begins.host_s, begins_s)
-        self._gaps.append(Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.host_s, spent))
+        gap = Gap(self._host_time.at(ended_s), self._host_time.at(begins_s), begins.host_s, spent)
+        self._gaps.append(gap)
         if len(self._gaps) > _MAX_LAST_STEPS:
             _add(self._idle_s, self._idle_in(self._gaps.popleft()))
         step_s: _Seconds = defaultdict(float)
@@ -362,6 +370,7 @@ class GpuTimeline:
         _add(self._host_s, spent)
         _add(self._step_s, step_s.items())
         self._last_steps.append(step_s)
+        self._rank_waits.append((sample.step, gap, step_s.get(RANK_WAIT_IN_STEP, 0.0)))
         if begins_s - self._origin_s > _NEW_ORIGIN_S:
             self._origin, self._origin_s = begins.event, begins_s
 

@@ -16,19 +16,20 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import Any
 
 from typing_extensions import override
 
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
-from lightning_gpu_tools.training.phases import IN_WORKER, MONITORING, PAUSES, SLOW_STEP, base_phase
+from lightning_gpu_tools.training.phases import IN_WORKER, MONITORING, PAUSES, SLOW_STEP, base_phase, is_backward
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import Seen, line_of
 from lightning_gpu_tools.training.step_clock import StepClock
@@ -89,6 +90,10 @@ class _Sampler(BackgroundJobs):
         """Return the phases that a sample counts for. Called right after it was taken."""
         raise NotImplementedError
 
+    def _frame(self, frames: Mapping[int, FrameType]) -> FrameType | None:
+        """Return the innermost frame of the thread."""
+        return frames.get(self._thread_id)
+
     def _sample(self) -> float:
         try:
             wait_s = self._wait_s()
@@ -96,7 +101,7 @@ class _Sampler(BackgroundJobs):
                 self._switch_as_before()
                 return wait_s
             self._switch_quickly()
-            seen = line_of(sys._current_frames().get(self._thread_id))
+            seen = line_of(self._frame(sys._current_frames()))
             if seen is not None:
                 for phase in self._phases(seen):
                     self._counts.add(phase, seen.file, seen.line, seen.function)
@@ -124,6 +129,13 @@ class _Sampler(BackgroundJobs):
         self._switch_as_before()
 
 
+def _is_of_c(frame: FrameType) -> bool:
+    """Return whether a thread was started by code other than Python's, by its innermost frame."""
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name not in ("_bootstrap", "<module>")
+
+
 class LineSampler(_Sampler):
     """A sampler of a training thread: 10 s of steady steps, again when their pace changes, and 10 s of each pause."""
 
@@ -133,6 +145,7 @@ class LineSampler(_Sampler):
         self._workers = workers
         self._taken: Counter[str] = Counter()  # samples in this window, by pause; "" for steps
         self._windows = 1
+        self._others: set[int] = set()  # threads seen outside backward
         self._step_s: float | None = None  # pace in the last window, once it has ended
 
     def start(self) -> None:
@@ -165,6 +178,15 @@ class LineSampler(_Sampler):
         self._step_s = None
         self._taken.clear()
         return True
+
+    @override
+    def _frame(self, frames: Mapping[int, FrameType]) -> FrameType | None:
+        """Return that of autograd's thread for a GPU instead, if this one waits for it and it runs Python."""
+        if not is_backward(self._clock.current.phase):
+            self._others |= frames.keys()  # autograd's runs Python only in backward
+            return super()._frame(frames)
+        autograds = (frame for thread, frame in frames.items() if thread not in self._others and _is_of_c(frame))
+        return next(autograds, None) or super()._frame(frames)
 
     @override
     def _phases(self, seen: Seen) -> Sequence[str]:

@@ -6,10 +6,14 @@ The host only queues GPU collectives. On a GPU, the end of backward is marked on
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.bucket_waits import BucketWaits
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import BACKWARD, RANK_WAIT_IN_STEP, rank_wait_in
 from lightning_gpu_tools.training.step_clock import StepClock
@@ -25,7 +29,8 @@ class RankWaits:
     so a callback that is queued at the loss, before all others, marks the end of this rank's computation.
     """
 
-    def __init__(self, clock: StepClock) -> None:
+    def __init__(self, clock: StepClock, weights: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
+        """``weights`` returns those that are trained."""
         self.gpu: GpuTimeline | None = None  # marks the same waits on the GPU's own timeline
         self.unseen = False  # whether a backward's phase may include waiting
         self._clock = clock
@@ -34,6 +39,7 @@ class RankWaits:
         self._around = clock.current
         self._has_computed = False
         self._queue = compat.queue_in_backward()
+        self._buckets = BucketWaits(weights, self._enter)
 
     def timed(self, function: _Function) -> _Function:
         """Wrap a function that waits for other ranks, such as ``Work.wait``, to charge this thread's time as a wait."""
@@ -50,6 +56,16 @@ class RankWaits:
 
         return waiting
 
+    def around_buffers(self, send: _Function) -> _Function:
+        """Wrap the function with which DDP sends buffers in forward to charge it as a wait, also on the GPU."""
+        timed = self.timed(send)
+
+        def sending(*args: Any, **kwargs: Any) -> Any:
+            function = timed if self.gpu is None else self.gpu.part(RANK_WAIT_IN_STEP, send)
+            return function(*args, **kwargs)
+
+        return sending
+
     def around_backward(self, backward: _Function) -> _Function:
         """Wrap a function that runs backward to charge the wait at its end as a wait."""
 
@@ -61,7 +77,8 @@ class RankWaits:
             node = getattr(loss, "grad_fn", None)
             hook = None if node is None else node.register_prehook(self._begins)
             try:
-                return backward(loss, *args, **kwargs)
+                with self._in_buckets():
+                    return backward(loss, *args, **kwargs)
             finally:
                 if hook is not None:
                     hook.remove()
@@ -69,9 +86,22 @@ class RankWaits:
 
         return timed
 
+    @property
+    def unseen_on_gpu(self) -> bool:
+        """Whether the GPU's time in a backward may include waiting."""
+        return self.unseen or self._buckets.unseen
+
     def waited_within(self, phase: str) -> bool:
         """Return whether this phase waited for collectives, even if that took the host no time, as on a GPU."""
         return any(account.phase == phase for account in self._accounts)
+
+    def _in_buckets(self) -> AbstractContextManager[None]:
+        gpu = self.gpu
+        return nullcontext() if gpu is None else self._buckets.around_backward(is_sampled=gpu.sample is not None)
+
+    def _enter(self, phase: str) -> None:
+        if self.gpu is not None:
+            self.gpu.enter(phase)
 
     def _wait_within(self, account: Account) -> Account:
         if account not in self._accounts:
@@ -88,12 +118,10 @@ class RankWaits:
         if self._call_later(self._waited):  # runs after DistributedDataParallel's callback
             self._has_computed = True
             self._clock.switch(self._wait_within(self._around))
-            if self.gpu is not None:
-                self.gpu.enter(RANK_WAIT_IN_STEP)
+            self._enter(RANK_WAIT_IN_STEP)
 
     def _waited(self) -> None:
-        if self.gpu is not None:
-            self.gpu.enter(BACKWARD)
+        self._enter(BACKWARD)
         self._clock.switch(self._around)
 
     def _call_later(self, function: Callable[[], None]) -> bool:

@@ -89,6 +89,8 @@ class GpuIdle:
     seen: Mapping[str, int]  # number of gaps in which each phase occurred
     step_s: Mapping[str, float] = field(default_factory=dict)  # by part of the step, including the GPU's idle time
     last_steps: Sequence[Mapping[str, float]] = ()  # the same for each of the last steps
+    # Time in collectives by step, for the last of these steps: waits for other ranks, and sending.
+    rank_wait_s: Mapping[int, float] = field(default_factory=dict)
     # GPU work per step, by part, and after and before a step; parts with unknown work are left out.
     work_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -230,11 +232,16 @@ class RankStep:
         node: Number of its node.
         own_step_s: Mean time of its own work per step: the sum of ``phase_s``.
         phase_s: Parts of that time by phase. ``data_loading``, ``host_to_device_copy``, ``forward``, ``backward`` and
-            ``optimizer`` are means over steady steps, the last three by the GPU's clock if there is a GPU. Others are
-            means over all steps. Excludes the Trainer's own work, and time that may be waiting for other ranks.
+            ``optimizer`` are means over steady steps, the last three by the GPU's clock if there is a GPU: of sampled
+            steps, without the longest tenth. Others are means over all steps. Excludes the Trainer's own work, and time
+            that may be waiting for other ranks.
         own_s_over_time: Mean time in each of at most 16 consecutive parts of the steady steps.
         steps_over_time: Number of steps in each part; 0 if there are none.
-        wait_s: Mean wait for other ranks per steady step; ``None`` on a GPU, where the host does not see the wait.
+        wait_s: Mean time in collectives per step: waits for other ranks, and sending. On a GPU it is the GPU's, in
+            sampled steps; ``None`` if unknown, as with strategies other than DDP.
+        others_late_s: The part of it in which other ranks had not come yet: beyond the time of the rank that needed
+            least in the same step. ``None`` on the CPU, or if unknown.
+        lines: Its source lines, if it is the slowest rank.
         core_wait_s: Mean time per steady step in which its training thread was runnable but had no core; 0 if unknown.
         gpu: Device index of its GPU on the node; ``None`` without a GPU.
         throttled_percent: Share of time in which power or heat throttled its clocks; ``None`` if unknown.
@@ -248,6 +255,8 @@ class RankStep:
     own_s_over_time: tuple[float, ...] = ()
     steps_over_time: int = 0
     wait_s: float | None = None
+    others_late_s: float | None = None
+    lines: tuple[SourceLine, ...] = ()
     core_wait_s: float = 0.0
     gpu: int | None = None
     throttled_percent: float | None = None
@@ -320,6 +329,7 @@ class RunMeasurements:
     step_times: StepTimes | None = None
     on_gpu: bool = False
     utilization_percent: float | None = None  # mean over the trainer's GPUs, outside validation
+    own_utilization_percent: float | None = None  # of this rank's GPU; None: the same
     validation_utilization_percent: float | None = None
     loader: LoaderSettings | None = None  # None for anything but a torch.utils.data.DataLoader
     worker_cpu_s_per_batch: float | None = None
@@ -349,10 +359,11 @@ class RunMeasurements:
 
     @property
     def idle_share(self) -> float:
-        """Fraction of the wall time in which the GPU was idle outside validation; 1 if unknown."""
+        """Fraction of the wall time in which this rank's GPU was idle outside validation; 1 if unknown."""
         if self.utilization_percent is None:
             return 1.0
-        return (1 - self.utilization_percent / 100) * (1 - self.phase_s.get(VALIDATION, 0.0) / self.wall_s)
+        percent = self.utilization_percent if self.own_utilization_percent is None else self.own_utilization_percent
+        return (1 - percent / 100) * (1 - self.phase_s.get(VALIDATION, 0.0) / self.wall_s)
 
     @property
     def step_s(self) -> float:
@@ -397,8 +408,9 @@ class RunMeasurements:
         return self.exposed(phase) * self.phase_s.get(phase, 0.0) / self.wall_s
 
     def idle_by_phase(self) -> dict[str, float]:
-        """Return ``lost_share`` for each phase outside the training step."""
-        outside = {phase for phase in self.phase_s if phases.base_phase(phase) not in (TRAINING_STEP, VALIDATION)}
+        """Return ``lost_share`` for each phase outside the training step. A GPU that waits for other ranks is busy."""
+        busy = (TRAINING_STEP, VALIDATION, phases.RANK_WAIT)
+        outside = {phase for phase in self.phase_s if phases.base_phase(phase) not in busy}
         return {phase: share for phase in sorted({*outside, COPY}) if (share := self.lost_share(phase)) > 0}
 
     @property

@@ -17,7 +17,8 @@ from lightning_gpu_tools.advice.causes import straggler
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import Finding
-from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
+from lightning_gpu_tools.advice.ranks import usual_s, with_waits
+from lightning_gpu_tools.training.run_measurements import GpuIdle, RankStep, RunMeasurements, SourceLine, WatchedSteps
 
 
 def blamed(run: RunMeasurements) -> Finding | None:
@@ -49,6 +50,85 @@ def test_only_the_slowest_rank_is_ever_blamed(own_s: list[float], hidden: float)
     if finding is not None:
         assert finding.evidence["rank"] == own_s.index(max(own_s))
         assert max(own_s) > 1.1 * min(own_s)
+
+
+def on_gpus(by_step: Sequence[dict[str, float]], of_host_s: Sequence[float]) -> tuple[RankStep, ...]:
+    """Return ranks with their GPUs' times in collectives, and how long their hosts wait."""
+    ranks = tuple(RankStep(rank=i, node=0, own_step_s=0.01) for i in range(len(by_step)))
+    told = zip(by_step, of_host_s, strict=True)
+    waits = {i: {"by_step": steps, "of_host_s": s, "step_s": 0.050} for i, (steps, s) in enumerate(told)}
+    return with_waits(ranks, waits)
+
+
+def test_waiting_is_what_the_last_rank_of_a_step_does_not_need() -> None:
+    steps = [str(step) for step in range(10)]
+    sending, late = dict.fromkeys(steps, 0.002), dict.fromkeys(steps, 0.012)
+    first, last = on_gpus([late, sending], [0.0, 0.0])
+    assert (first.wait_s, first.others_late_s) == pytest.approx((0.012, 0.010))
+    assert (last.wait_s, last.others_late_s) == pytest.approx((0.002, 0.0))
+    in_turn = [{step: 0.012 if int(step) % 2 == rank else 0.002 for step in steps} for rank in range(2)]
+    assert [one.others_late_s for one in on_gpus(in_turn, [0.0, 0.0])] == pytest.approx([0.004, 0.004], abs=0.001)
+
+
+def test_hosts_tell_how_long_gpus_wait_where_steps_do_not() -> None:
+    first, last = on_gpus([{}, {}], [0.035, 0.005])
+    assert (first.others_late_s, last.others_late_s) == pytest.approx((0.030, 0.0))
+    assert first.wait_s is None
+    assert [one.others_late_s for one in on_gpus([{}, {}], [0.0, 0.0])] == [None, None]
+    assert on_gpus([{}, {}], [0.049, 0.0])[0].others_late_s == pytest.approx(0.040)  # the rest is its own work
+
+
+def test_one_accident_among_the_samples_does_not_make_a_rank_slow() -> None:
+    assert usual_s([0.010] * 15 + [0.700]) == pytest.approx(0.010)
+
+
+def test_ranks_that_are_late_in_turn_are_not_stragglers() -> None:
+    parts = [(0.010, 0.042, 0.010, 0.042), (0.030, 0.010, 0.030, 0.010)]
+    ranks = tuple(
+        RankStep(
+            rank=i, node=0, own_step_s=fmean(one), phase_s={"forward": fmean(one)}, own_s_over_time=one,
+            steps_over_time=10,
+        )
+        for i, one in enumerate(parts)
+    )  # fmt: skip
+    assert blamed(gpu_run({"training_step": 36}, 99.0, ranks=ranks)) is None
+    always = dataclasses.replace(ranks[1], own_s_over_time=(0.004, 0.036, 0.004, 0.036))
+    assert blamed(gpu_run({"training_step": 36}, 99.0, ranks=(ranks[0], always))) is not None
+
+
+@pytest.mark.parametrize(
+    ("late_s", "says"), [(0.018, "another rank is late each time"), (0.001, "send half the bytes")]
+)
+def test_a_busy_gpu_may_wait_for_later_ranks_or_send(late_s: float, says: str) -> None:
+    ranks = tuple(
+        RankStep(rank=i, node=0, own_step_s=0.01, phase_s={"backward": 0.01}, wait_s=0.02, others_late_s=late_s)
+        for i in range(2)
+    )
+    diagnosis = diagnose(gpu_run({"training_step": 30}, 99.0, ranks=ranks))
+    assert (diagnosis.verdict, diagnosis.findings[0].cause) == ("low", "communication")
+    assert says in diagnosis.findings[0].advice
+
+
+def test_the_slow_rank_s_own_lines_are_named() -> None:
+    line = SourceLine(phase="training_step/forward", file="train.py", line=57, function="augment", samples=40)
+    quick, slow = (RankStep(rank=i, node=0, own_step_s=s, phase_s={"forward": s}) for i, s in enumerate((0.01, 0.03)))
+    finding = blamed(gpu_run({"training_step": 30}, 99.0, ranks=(quick, dataclasses.replace(slow, lines=(line,)))))
+    assert finding is not None
+    assert finding.evidence["source_lines"] == "train.py:57 in augment (100 %)"
+    assert "100 % of this time is at train.py:57 in augment" in finding.advice
+
+
+def test_the_check_of_signals_is_no_line_that_waits_for_the_gpu() -> None:
+    place: dict[str, Any] = {"file": "loop.py", "line": 9, "function": "check", "samples": 10}
+    watched = WatchedSteps(steps=5, operations=10, syncs=(SourceLine(phase="rank_wait/signal check", **place),))
+    causes = {one.cause for one in diagnose(gpu_run({"training_step": 50}, 50.0, watched=watched)).findings}
+    assert "device_sync" not in causes
+
+
+def test_a_gpu_that_waits_within_a_step_is_not_idle() -> None:
+    idle = GpuIdle(samples=20, host_s={}, idle_s={}, seen={})
+    run = gpu_run({"rank_wait/training step": 30, "training_step": 10}, 90.0, gpu_idle=idle)
+    assert run.idle_residual == 0
 
 
 def test_a_rank_that_nobody_waits_for_is_not_blamed() -> None:

@@ -135,7 +135,7 @@ def test_a_loop_with_fabric_samples_and_logs_its_gpu(tmp_path: Path, family: str
 
 @pytest.mark.usefixtures("two_gpus")
 def test_gpus_of_ranks_are_compared_by_their_own_clock(tmp_path: Path) -> None:
-    slow_ranks = {"healthy": None, "backward": 0, "optimizer": 1}
+    slow_ranks = {"healthy": None, "forward": 1, "backward": 0, "optimizer": 1}
     results = run_ranks(tmp_path, train_slow_ranks, options={"slow_ranks": slow_ranks, "on_gpu": True})
     assert [result.returncode for result in results] == [0, 0], results[0].stderr
     blamed = json.loads((tmp_path / "blamed.json").read_text())

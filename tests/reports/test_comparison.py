@@ -57,7 +57,6 @@ def test_equal_runs_are_hardly_ever_called_different() -> None:
         ("gpu", ["NVIDIA L4"], "gpu differs"),
         ("batch_size", 32, "batch_size differs: 64 before, 32 now"),
         ("precision", "bf16-mixed", "precision differs"),
-        ("world_size", 8, "world_size differs: 2 before, 8 now"),
         ("accumulate_grad_batches", 2, "accumulate_grad_batches differs: None before, 2 now"),
     ],
 )

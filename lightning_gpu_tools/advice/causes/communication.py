@@ -17,14 +17,16 @@ _MIN_SHARE = 0.10  # of the step: torch's TensorBoard plugin
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    yield from _seen_by_host(run)
-    yield from _seen_by_gpu(run)
-
-
-def _seen_by_host(run: RunMeasurements) -> Iterator[Finding]:
     mean_s = mean_wait_s(run.ranks)
-    waits = None if mean_s is None else mean_s - fmean(waits_for_cores_of_others_s(run.ranks))
-    if waits is None or waits < _MIN_SHARE * run.step_s:
+    if mean_s is None:
+        yield from _seen_by_one_gpu(run)
+        return
+    waits = mean_s - fmean(waits_for_cores_of_others_s(run.ranks))
+    if waits < _MIN_SHARE * run.step_s:
+        return
+    late_s = fmean(rank.others_late_s or 0.0 for rank in run.ranks)
+    if run.on_gpu and late_s < mean_s / 2:
+        yield _sending(run, waits)
         return
     if all("backward" in rank.phase_s for rank in run.ranks):
         why = "No rank always works longer than the others: the network is slow, or another rank is late each time."
@@ -41,20 +43,23 @@ def _seen_by_host(run: RunMeasurements) -> Iterator[Finding]:
     )
 
 
-def _seen_by_gpu(run: RunMeasurements) -> Iterator[Finding]:
+def _seen_by_one_gpu(run: RunMeasurements) -> Iterator[Finding]:
     idle = run.gpu_idle
     if not run.on_gpu or idle is None:
         return
     wait_s = idle.step_s.get(RANK_WAIT_IN_STEP, 0.0) / max(1, idle.samples)
-    if wait_s < _MIN_SHARE * run.step_s:
-        return
+    if wait_s >= _MIN_SHARE * run.step_s:
+        yield _sending(run, wait_s)
+
+
+def _sending(run: RunMeasurements, wait_s: float) -> Finding:
     if run.has_trainer:
         seldom, ddp = "Trainer(accumulate_grad_batches=4)", "DDPStrategy"
         half = "DDPStrategy(ddp_comm_hook=...bf16_compress_hook)"
     else:
         seldom, ddp = "no_sync() in three batches of four", "DistributedDataParallel"
         half = "register_comm_hook(None, bf16_compress_hook)"
-    yield counted(
+    return counted(
         "communication",
         min(wait_s / run.step_s, 1.0),
         {"ms_per_step": wait_s * 1e3, "ranks": max(1, len(run.ranks))},
@@ -75,7 +80,8 @@ CAUSE = Cause(
     ],
     find=find,
     after=("straggler",),
-    verified_on="cpu",
+    counts_while_busy=True,  # a GPU that waits for another one is busy
+    verified_on="simulated GPU",
     sick=cpu_run({"training_step": 30}, **a_job_of(_QUICK, _QUICK, wait_s=0.02)),
     healthy=cpu_run({"training_step": 30}, **a_job_of(_QUICK, _QUICK, wait_s=0.001)),
 )

@@ -11,17 +11,27 @@ from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.examples import ranks as a_job_of
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
-from lightning_gpu_tools.advice.ranks import PARTS_OF_STEP, own_work_s, slowest_rank, unknown_parts
-from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, PHASES, base_phase
+from lightning_gpu_tools.advice.lines import sentence, where
+from lightning_gpu_tools.advice.ranks import PARTS_OF_STEP, own_work_s, slowest_rank, unknown_parts, waited_s
+from lightning_gpu_tools.gpus.readings import known
+from lightning_gpu_tools.training.phases import (
+    DATA_LOADING,
+    EPOCH_START,
+    IN_WORKER,
+    PHASES,
+    TRAINING_STEP,
+    base_phase,
+)
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.units import format_duration, number_ranges, printable
 
-# TraceML's rule: an excess over the median rank counts from 10 % of the step on, and a phase if it is 80 % of it.
+# TraceML's rule: an excess over the median rank counts from 10 % of the step on, and a phase has it from 80 % of it on.
 _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
 _SIGMA_PER_MAD = 1.4826  # standard deviation per median absolute deviation, of normal noise (Hampel's identifier)
 # Our defaults from here on.
 _MIN_WAITED = 0.50  # of the blamed rank's excess: the others' longer wait, or its own wait for a core
+_MOST = 2 / 3  # of the excess: a phase that is named at all
 _ALWAYS = 0.90  # of the parts of a run
 _ALIKE = 0.50  # of the slowest rank's excess: from here on, the ranks of a node are slow for the same reason
 _MIN_LATE_PARTS = 3  # fewer are an accident, unless there are few parts
@@ -58,15 +68,16 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if found is None:
         return
     slow, excess_s = found
-    phase = _phase_behind(ranks, slow, excess_s)
+    phase, coverage = _phase_behind(ranks, slow, excess_s)
     own_s = own_work_s(ranks)
     times_s = own_s if phase is None else [rank.phase_s.get(phase, 0.0) for rank in ranks]
     behind = _standing_out(times_s, run.step_s)
     usual_s = max((one_s for place, one_s in enumerate(own_s) if place not in behind), default=median_low(own_s))
     share = min((max(own_s) - usual_s) / run.step_s, 1.0)
     # It may be unknown whether the others wait for it, and a phase may itself include a wait.
-    waits = [rank.wait_s for rank in ranks if rank is not slow and rank.wait_s is not None]
-    is_waited_for = slow.wait_s is None or not waits or median(waits) - slow.wait_s >= _MIN_WAITED * excess_s
+    waits = known(waited_s(rank) for rank in ranks if rank is not slow)
+    own_wait_s = waited_s(slow)
+    is_waited_for = own_wait_s is None or not waits or median(waits) - own_wait_s >= _MIN_WAITED * excess_s
     if share < _MIN_EXCESS or not is_waited_for:
         return
     late = _lateness(ranks, slow, excess_s, run.step_s)
@@ -93,7 +104,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         group, _, name = phase.partition("/")
         advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[group]
         words = printable(name) or PARTS_OF_STEP.get(group) or PHASES[group].label
-        where = f"It loses the time in {words}: {advice}."
+        where = f"It loses {'the' if coverage >= _MIN_COVERAGE else 'most of the'} time in {words}: {advice}."
     sentences = (
         f"All ranks wait for {named}, which takes {format_duration(excess_s)} per step longer than the median of "
         f"{len(ranks):,} ranks.",
@@ -101,6 +112,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         others,
         where,
         _hardware_behind(ranks, slow, phase, evidence),
+        _line_behind(slow, phase, evidence),
     )
     yield counted("straggler", share, evidence, " ".join(filter(None, sentences)))
 
@@ -139,7 +151,8 @@ def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s
     steps = max(rank.steps_over_time for rank in ranks)
     parts = [_in_parts_of(steps, rank) for rank in ranks]
     count = min(map(len, parts))
-    typical_s = map(median_low, zip(*(one[:count] for one in parts), strict=True))
+    others = [one[:count] for one, rank in zip(parts, ranks, strict=True) if rank is not slow]
+    typical_s = map(median_low, zip(*others, strict=True))  # of the others, so that it can be above
     seen_s = [own_s - median_s for own_s, median_s in zip(_in_parts_of(steps, slow), typical_s, strict=False)]
     if count < 2 or unknown_parts(ranks) or fmean(seen_s) < excess_s / 2:  # it is late outside steady steps
         return 1.0, ""
@@ -190,12 +203,26 @@ def _hardware_behind(ranks: Iterable[RankStep], slow: RankStep, phase: str | Non
     return f"Its {what} {own_percent:.0f} % of the time, {those} of the median rank {median_low(known):.0f} %."
 
 
-def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) -> str | None:
-    for phase, seconds in slow.phase_s.items():
-        typical_s = median_low(rank.phase_s.get(phase, 0.0) for rank in ranks)
-        if seconds - typical_s >= _MIN_COVERAGE * excess_s and base_phase(phase) in _ADVICE:
-            return phase
-    return None
+def _line_behind(slow: RankStep, phase: str | None, evidence: Evidence) -> str:
+    if phase is None:
+        return ""
+    phases = [f"{TRAINING_STEP}/{phase}"] if phase in PARTS_OF_STEP else [phase]
+    if phase == DATA_LOADING and any(one.phase == IN_WORKER for one in slow.lines):
+        phases = [IN_WORKER]
+    evidence["source_lines"] = where(slow.lines, *phases)
+    return sentence(slow.lines, *phases)
+
+
+def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) -> tuple[str | None, float]:
+    """Return the phase that has most of the excess, and its share."""
+    behind_s = {
+        phase: seconds - median_low(rank.phase_s.get(phase, 0.0) for rank in ranks)
+        for phase, seconds in slow.phase_s.items()
+        if base_phase(phase) in _ADVICE
+    }
+    phase = max(behind_s, key=behind_s.__getitem__, default="")
+    coverage = behind_s.get(phase, 0.0) / excess_s if excess_s > 0 else 0.0
+    return (phase, coverage) if coverage >= _MOST else (None, coverage)
 
 
 _QUICK = {"forward": 0.01}
@@ -211,7 +238,7 @@ CAUSE = Cause(
     ],
     find=find,
     counts_while_busy=True,  # a rank that waits for another GPU keeps its own busy
-    verified_on="cpu",
+    verified_on="simulated GPU",
     sick=gpu_run(STEP, 99.0, **a_job_of(_QUICK, _QUICK, _QUICK, {"forward": 0.03})),
     healthy=gpu_run(STEP, 99.0, **a_job_of(_QUICK, _QUICK, _QUICK, {"forward": 0.012})),
 )
