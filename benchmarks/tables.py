@@ -762,7 +762,7 @@ def in_words(action: argparse.Action) -> str:
 
 
 def figures() -> str:
-    """Return the figures that README shows; docs/comparison.md has all of them."""
+    """Return the main figures; the tables below them have all."""
     peers, overhead, picks = results("diagnosis_peers"), results("step_overhead")["measured_us"], results("pick_speed")
     loads, saves, searches = results("checkpoint_keys"), results("checkpoint_io"), results("loader_settings")
     stalls = [one for one in results("stall_suite")["answers"] if one["known"]]
@@ -842,7 +842,7 @@ def figures() -> str:
     return block(
         table(("", "this package", "others", "measured by"), *measured),
         f"Each by `python benchmarks/NAME.py` on {', '.join(machines)}, which writes "
-        "[the raw results](benchmarks/results).",
+        f"[the raw results]({REPOSITORY}/benchmarks/results).",
     )
 
 
