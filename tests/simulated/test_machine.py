@@ -102,6 +102,7 @@ for device in range(torch.cuda.device_count()):
         attention.append(backend.name.partition("_")[0])
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
         torch.cuda.synchronize()
+    torch.rand(5000, device="cuda").sort()  # by code that is chosen by the GPU's architecture
     found[properties.name] = [
         torch.cuda.get_device_capability(), properties.multi_processor_count, round(properties.total_memory / 2**30, 1),
         torch.cuda.is_bf16_supported(), torch.cuda.is_bf16_supported(including_emulation=False), *attention,
@@ -109,11 +110,12 @@ for device in range(torch.cuda.device_count()):
 print(json.dumps(found), flush=True)
 os._exit(0)  # torch's thread of backward may end later, which aborts Python on a busy machine
 """
-    machine = make_machine(["t4", "rtx-3090", "a100-40gb", "h100-80gb", "b200"])
+    machine = make_machine(["t4", "rtx-3090", "a100-40gb", "l4", "h100-80gb", "b200"])
     assert answer(machine, code) == {
         "Tesla T4": [[7, 5], 40, 14.6, True, False, "EFFICIENT", "MATH"],
         "NVIDIA GeForce RTX 3090": [[8, 6], 82, 23.7, True, True, "FLASH", "FLASH"],
         "NVIDIA A100-SXM4-40GB": [[8, 0], 108, 39.4, True, True, "FLASH", "FLASH"],
+        "NVIDIA L4": [[8, 9], 58, 22.0, True, True, "FLASH", "FLASH"],  # torch has no code of its own for 8.9
         "NVIDIA H100 80GB HBM3": [[9, 0], 132, 79.2, True, True, "FLASH", "FLASH"],
         "NVIDIA B200": [[10, 0], 148, 178.4, True, True, "FLASH", "FLASH"],
     }

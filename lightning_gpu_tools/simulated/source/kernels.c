@@ -7,8 +7,13 @@
 #include <string.h>
 
 #define KERNELS (1 << 19) // places for names; torch 2.15 has some 100,000
+// The architectures, such as 86, for which a source file of torch was compiled.
+struct code {
+  int architectures[16], count;
+};
 static struct kernel {
   const void *function;
+  const struct code *code;
   const char *name;
   compute_t *compute;
   int known;
@@ -41,9 +46,21 @@ cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, 
   *(cudaStream_t *)s = pushed[pushes].stream;
   return 0;
 }
+// Machine code comes in a fat binary: a header, and entries with a header each, one per architecture.
 void **__cudaRegisterFatBinary(void *binary) {
-  static void *handle;
-  return &handle;
+  struct {
+    int magic, version;
+    const char *data;
+  } *wrapper = binary;
+  struct code *code = calloc(1, sizeof *code);
+  const char *data = wrapper->data;
+  if (wrapper->magic != 0x466243b1 || *(unsigned *)data != 0xba55ed50) return (void **)code;
+  const char *end = data + *(unsigned short *)(data + 6) + *(size_t *)(data + 8);
+  for (const char *entry = data + *(unsigned short *)(data + 6); entry < end && code->count < 16;) {
+    if (*(unsigned short *)entry == 2) code->architectures[code->count++] = *(int *)(entry + 28); // 2: no PTX
+    entry += *(unsigned *)(entry + 4) + *(size_t *)(entry + 8);
+  }
+  return (void **)code;
 }
 void __cudaRegisterFatBinaryEnd(void **handle) {}
 void __cudaUnregisterFatBinary(void **handle) {}
@@ -57,6 +74,16 @@ void __cudaRegisterFunction(void **handle, const char *function, char *device, c
   struct kernel *k = place(function);
   k->function = function;
   k->name = name;
+  k->code = (const struct code *)handle;
+}
+// The newest code that runs on a GPU: an architecture's runs on later ones of the same major number. cub chooses by it.
+static int version_of(const struct code *code, const struct gpu *gpu) {
+  int own = gpu->major * 10 + gpu->minor, best = 0;
+  for (int i = 0; code && i < code->count; i++) {
+    int architecture = code->architectures[i];
+    if (architecture / 10 == gpu->major && architecture <= own && architecture > best) best = architecture;
+  }
+  return best ? best : own;
 }
 static cudaError_t launch(const void *function, dim3 grid, dim3 block, void **arguments, cudaStream_t s) {
   static int shown = -1;
@@ -98,7 +125,7 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
   if (!device_count) return fail(cudaErrorNoDevice);
   a->maxThreadsPerBlock = 1024;
   a->numRegs = 32;
-  a->ptxVersion = a->binaryVersion = GPU(current)->major * 10 + GPU(current)->minor;
+  a->ptxVersion = a->binaryVersion = version_of(place(f)->code, GPU(current));
   a->maxDynamicSharedSizeBytes = (GPU(current)->shared_kib - 1) << 10;
   return 0;
 }
