@@ -102,7 +102,7 @@ def test_a_run_that_dies_leaves_what_was_known(
     check_cut_off(load_report(tmp_path))
     assert main(["report", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert f"(cut off after step {load_report(tmp_path).steps}; " in shown
+    assert f"(cut off after step {load_report(tmp_path).steps})\n" in shown
     assert "The process ended before it could report" in shown
 
 

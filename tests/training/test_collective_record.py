@@ -78,6 +78,8 @@ def test_nccls_collectives_have_the_names_that_users_call(monkeypatch: pytest.Mo
     ]
     entries.append({**entries[0], "is_p2p": True, "profiling_name": "nccl:send 0->1"})
     record = json.dumps({"entries": entries}).encode()
+    # Other tests of this process may have left calls of gloo.
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: b"{}", raising=False)
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda: record, raising=False)
     (group,) = called_collectives()
     assert group.group == "nccl 0"
@@ -91,7 +93,8 @@ def test_nccls_collectives_have_the_names_that_users_call(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("record", [b"", b"[]", b'{"entries": [{"is_p2p": false}]}', b'{"entries": 3}'])
 def test_a_record_of_another_version_is_none(monkeypatch: pytest.MonkeyPatch, record: bytes) -> None:
-    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: record, raising=False)
+    for name in compat._COLLECTIVE_RECORDS:
+        monkeypatch.setattr(torch._C._distributed_c10d, name, lambda: record, raising=False)
     assert called_collectives() == ()
 
 

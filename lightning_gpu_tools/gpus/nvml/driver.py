@@ -126,8 +126,9 @@ def session(limit_s: float = limits.OPENING_LIMIT_S) -> Iterator[None]:
     try:
         yield
     finally:
-        # A child forked in between has nothing to close, and closing may wait for a call that hangs.
-        if os.getpid() == pid and not limits.hangs():
+        # A child forked in between has nothing to close, closing may wait for a call that hangs, and at the end of
+        # Python no thread starts.
+        if os.getpid() == pid and not limits.hangs() and not sys.is_finalizing():
             with contextlib.suppress(pynvml.NVMLError):  # the driver was unloaded
                 limits.answers({"nvmlShutdown": pynvml.nvmlShutdown}, limits.LIMIT_S)
 

@@ -135,3 +135,10 @@ def test_threads_read_at_once(driver):
     assert results == [2] * 40
     with pytest.raises(pynvml.NVMLError_Uninitialized):
         pynvml.nvmlDeviceGetCount()
+
+
+def test_a_session_that_is_left_open_ends_with_its_program(driver, run_python):
+    driver.gpus = [gpu()]
+    start = f"probe = GpuProbe({driver.gpus[0].uuid!r}); probe.read()"
+    code = f"from lightning_gpu_tools.gpus.nvml.probe import GpuProbe; {start}"
+    assert run_python("-c", code, timeout=60).returncode == 0
