@@ -190,6 +190,21 @@ def dry_run_peaks() -> str:
     )
 
 
+def dry_run_error() -> str:
+    """Return how far the memory of a dry run, and an estimate of it, are from that of a real T4."""
+    found = results("dry_run_peaks_torch_2_11")
+    estimates = results("dry_run_peaks")["runs"]
+    errors = {
+        f"`dry-run`, torch {found['machine']['torch']} as there": [run["error"]["in use"] for run in found["runs"]],
+        f"torch-preflight {found['machine']['torch-preflight']}": [run["torch-preflight_error"] for run in estimates],
+    }
+    rows = [
+        (name, f"{100 * sum(map(abs, of_runs)) / len(of_runs):.1f} %", f"{100 * max(map(abs, of_runs)):.1f} %")
+        for name, of_runs in errors.items()
+    ]
+    return table((f"{len(found['runs'])} trainings on a real Tesla T4", "mean error of the memory", "worst"), *rows)
+
+
 def _gpu_times(found: Results) -> str:
     known = [(one["forward_ms"], one["forward_ms_known"]) for one in found["answers"] if one["forward_ms_known"]]
     errors = [abs(measured / truth - 1) for measured, truth in known if measured is not None]
@@ -856,6 +871,7 @@ TABLES: dict[str, Callable[[], str]] = {
             diagnosis_on_gpu,
             largest_batch,
             dry_run_peaks,
+            dry_run_error,
             step_overhead,
             source_lines,
             loader_settings,
