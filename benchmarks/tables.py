@@ -24,6 +24,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_gpu_tools.advice.cause import AnyCause
 from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.explained import GROUPS, shapes
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding, median_interval
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
@@ -726,7 +727,7 @@ def causes(known: Mapping[str, AnyCause]) -> str:
     """Return the causes of a folder, what the report says of each, what to change, and where it was seen."""
     rows = [
         (
-            f"`{cause.name}`" + (f", `{shape.kind}`" if shape.kind else ""),
+            _named(cause.name, shape.kind),
             shape.says,
             shape.change,
             cause.verified_on,
@@ -741,6 +742,21 @@ def stall_causes() -> str:
     """Return what makes a training stand still, how that looks, what to change, and where it was seen."""
     rows = [(f"`{one.name}`", one.seen_as, one.change, one.verified_on) for one in STALL_CAUSES.values()]
     return table(("cause", "what you see", "what to change", "seen on"), *sorted(rows))
+
+
+def all_causes() -> str:
+    """Return the causes of all folders, and what to change."""
+    rows = [
+        (_named(name, shape.kind), group.title, shape.change.replace("](#", f"]({group.page}#"))
+        for group in GROUPS
+        for name, cause in sorted(group.causes.items())
+        for shape in shapes(cause)
+    ]
+    return table(("cause", "of", "what to change"), *rows)
+
+
+def _named(cause: str, kind: str) -> str:
+    return f"`{cause}`" + (f", `{kind}`" if kind else "")
 
 
 def memory_parts() -> str:
@@ -886,6 +902,7 @@ TABLES: dict[str, Callable[[], str]] = {
             scale,
             stalls,
             stall_causes,
+            all_causes,
             options,
             commands,
             figures,

@@ -13,6 +13,7 @@ from sample_report import REPORT
 import lightning_gpu_tools
 from lightning_gpu_tools import errors, strategies, types
 from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.explained import explained
 from lightning_gpu_tools.advice.findings import Verdict
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
@@ -37,6 +38,14 @@ def test_every_cause_is_explained() -> None:
     first_column = "".join(re.findall(r"^\| ([^|]+) \|", LOW + FULL + HANGS, re.MULTILINE))
     for cause in (*CAUSES, *MEMORY_CAUSES, *STALL_CAUSES):
         assert f"`{cause}`" in first_column, cause
+
+
+def test_the_pages_that_explain_names_exist() -> None:
+    for page, _, anchor in {one.more.partition("#") for one in explained()}:
+        file = linked_file(page, DOCS)
+        assert page.startswith(SITE)
+        assert file is not None
+        assert anchor in anchors(file)
 
 
 def test_every_verdict_is_explained() -> None:

@@ -62,10 +62,7 @@ from lightning_gpu_tools.training.phases import (
 from lightning_gpu_tools.training.run_measurements import COPY, DATA_LOADING, TRAINING_STEP, RunMeasurements
 from lightning_gpu_tools.units import format_duration, printable
 
-# Our defaults.
-_MAX_FINDINGS = 4  # users with more to change start with these
-_MIN_EPOCHS = 5  # with fewer, the time to start epochs may be just that of the first one
-_MIN_UNEXPLAINED = 0.15  # share of the wall time that is idle without a cause
+_MAX_FINDINGS = 4  # our default: users with more to change start with these
 # Phases that occur now and then; their times are added up.
 _EVENTS = (CALLBACK, LOGGING, CHECKPOINT, GARBAGE_COLLECTION, EPOCH_START, COPY)
 
@@ -94,7 +91,7 @@ def diagnose(
     else:
         found = []
         # Short epochs have hardly any steady steps.
-        if run.steps >= min_steps and run.wall_s >= min_seconds and run.epochs >= _MIN_EPOCHS:
+        if run.steps >= min_steps and run.wall_s >= min_seconds and run.epochs >= epoch_start.MIN_EPOCHS:
             found = _worth_reporting(run, epoch_start.find(run))
         verdict = "low" if found else "too_short"
     findings = tuple(_with_lines(run, one) for one in sorted(found, key=_by_gain)[:_MAX_FINDINGS])
@@ -170,7 +167,7 @@ def _judge(
         return "healthy", remarks
     idle = 1.0 - run.utilization_percent / 100
     rest = without_cause(run, found)
-    if not found or rest >= _MIN_UNEXPLAINED:
+    if not found or rest >= unexplained.MIN_IDLE:
         found.append(unexplained.idle_in_step(run, rest if found else idle))
     if is_tiny(run):
         return "low", [_cause_of_tiny(sorted(found, key=_by_gain), idle)]

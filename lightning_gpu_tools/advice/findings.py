@@ -21,8 +21,7 @@ MIN_UTILIZATION_PERCENT = 70.0  # SageMaker's LowGPUUtilization rule
 # Our defaults.
 MIN_STEPS = 50  # steady steps before a verdict
 MIN_SECONDS = 20.0  # of steady steps, before a warning
-# The part of that before the verdict on an ended run: it cannot be measured longer, and its report is read later.
-AT_END = 0.25
+AT_END = 0.25  # of that, before the verdict on an ended run, which cannot be measured longer and is read later
 BUSY_PERCENT = 80.0  # a GPU that runs a kernel for this much of the time looks well used
 FIND_FUNCTION = (
     "Find the function that takes it: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."

@@ -22,8 +22,8 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements, Sourc
 MIN_SHARE = 0.05  # torch's TensorBoard plugin, for the DataLoader: a smaller share makes no finding
 _FEW_SMS_PERCENT = 50.0  # DCGM's guide: "likely" ineffective
 # Our defaults.
-_TINY_STEP_S = 0.005
-_TINY_GPU_S = 0.0005  # of work per step: about a hundred of the shortest kernels
+_TINY_STEP_S = 0.005  # a model with shorter steps, and
+_TINY_GPU_S = 0.0005  # less work per step, is too small for a GPU: about a hundred of the shortest kernels
 _MIN_SYNCS_PER_STEP = 0.5  # rarer waits leave the steps in between alone
 _SLOW_LAUNCH_S = 100e-6  # per operation; 10 to 50 us are usual, including the Python code around it
 _NOT_IN_STEP = (HOST_TO_DEVICE_COPY, RANK_WAIT, *PAUSES)

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_gpu_tools.gpus.readings import known
 from lightning_gpu_tools.training.run_measurements import RankStep
 
-_USUAL = 0.9  # our default
+_USUAL = 0.9  # our default: the part of the sampled steps that counts, the shortest ones
 _MIN_SAMPLES = 5  # our default: of steps that all ranks have sampled
 PARTS_OF_STEP = {"forward": "its forward pass", "backward": "its backward pass", "optimizer": "its optimizer's step"}
 

@@ -20,10 +20,10 @@ from lightning_gpu_tools.training.phases import (
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps, StepTimes
 from lightning_gpu_tools.units import printable
 
-MIN_UNEVEN = 0.10  # of the wall time
+MIN_UNEVEN = 0.10  # of the wall time; our default
 # Of the parts that add up to that, the largest is named, and each other one that is worth reporting.
 _MIN_SHARE = 1 - 1 / MIN_CEILING
-_TIMES = 2.0  # a slow step takes twice the median, and a step of a slow beginning twice as long as later ones
+_TIMES = 2.0  # our default: a slow step takes twice the median, one of a slow beginning twice as long as later ones
 # Our defaults from here on.
 _MIN_SLOW_STEPS = 3  # fewer are accidents, which no change would prevent
 # Three intervals in four are multiples of the period. At least two, and half of all, equal it.

@@ -26,6 +26,7 @@ COMMANDS = {
     "run": "claim GPUs and run a command on them",
     "dry-run": "run a training's first steps on simulated GPUs, to see whether it fits",
     "report": "print a training report again, or compare two runs",
+    "explain": "say what a cause in a report means, how it is measured, and what to change",
     "demo": "train with a slow loader, read the report, and fix it",
     "checkpoint": "inspect, verify, convert and compare checkpoint files",
 }

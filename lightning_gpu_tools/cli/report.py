@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Settings that OLD advised to change may differ; their gain is then the result. Runs on different numbers of "
         "GPUs, with the same batch for each GPU or for the job, show how the program scales. Exit code: 0 printed, or "
         "within the limit; 1 slower than the limit and beyond the runs' noise; 2 wrong usage; 3 the runs cannot be "
-        "compared, or a file is not a report. Without --against, 1 if FILE is not a report; 3 if --lines finds none."
+        "compared, or a file is not a report. Without --against, 1 if FILE is not a report; 3 if --lines finds none. "
+        "lightning-gpu-tools explain CAUSE says what a cause means."
     )
     parser.add_argument(
         "file",

@@ -1,4 +1,8 @@
-"""backward: on the CPU, backward takes far longer than forward accounts for."""
+"""backward: on the CPU, backward takes far longer than forward accounts for.
+
+The median times of forward and backward in steady steps are compared. That says something only without a GPU and with
+one rank: elsewhere both include waiting.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 # In multiples of forward: 2 (Kaplan et al. 2020, section 2.1), 3 with activation checkpointing, more on busy cores.
 _USUAL = 3.0
-_MAX = 8.0  # our default
+_MAX = 8.0  # times as long as forward; our default
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:

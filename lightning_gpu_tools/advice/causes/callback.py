@@ -1,4 +1,8 @@
-"""callback: callbacks, hooks of the model and schedulers take the training thread's time."""
+"""callback: callbacks, hooks of the model and schedulers take the training thread's time.
+
+Each callback, hook and scheduler has a line of its own, by class or by class and method. On a GPU only the time counts
+for which the GPU was idle.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""cpu_contention: threads of this training were ready to run and had no core."""
+"""cpu_contention: threads of this training were ready to run and had no core.
+
+Linux counts for how long a thread could run and had no core (schedstat), for the training thread, the loader's workers
+and other ranks. Who had the cores comes from the CPU times of all processes, the runnable threads of this job and the
+quota of its cgroup. What is due to missing cores is taken from data_loading, and irregular slow steps and unexplained
+time are then not reported.
+"""
 
 from __future__ import annotations
 

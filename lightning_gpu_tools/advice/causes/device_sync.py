@@ -1,4 +1,9 @@
-"""device_sync: the host waits for the GPU inside the step, and the GPU is idle when the host goes on."""
+"""device_sync: the host waits for the GPU inside the step, and the GPU is idle when the host goes on.
+
+A few steps run under torch.cuda.set_sync_debug_mode, which names the lines that wait, and torch.cuda.synchronize() is
+counted, too. What a step would take without these waits, at least as long as the host or the GPU works, bounds the
+gain.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE, idle_in_step, syn
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
-_MAX_LINES = 3
+_MAX_LINES = 3  # named; our default
 _LOG_WITHOUT_SYNC = " Pass the tensor itself to self.log; prog_bar=True syncs each time the bar is drawn."
 
 

@@ -1,4 +1,8 @@
-"""epoch_start: short epochs, whose start takes long."""
+"""epoch_start: short epochs, whose start takes long.
+
+It includes the iterator, starting the workers, and the first batch. It is found in runs whose epochs are too short for
+steady steps, too.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
 from lightning_gpu_tools.training.phases import EPOCH_START
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+MIN_EPOCHS = 5  # our default, in a run without enough steady steps: with fewer, it may be the start of the first alone
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:

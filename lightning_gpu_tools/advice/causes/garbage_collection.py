@@ -1,4 +1,7 @@
-"""garbage_collection: Python's garbage collector looks through all objects again and again."""
+"""garbage_collection: Python's garbage collector looks through all objects again and again.
+
+Only collections beyond the youngest generation count, by Python's gc.callbacks.
+"""
 
 from __future__ import annotations
 

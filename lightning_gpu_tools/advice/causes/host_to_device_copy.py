@@ -1,4 +1,8 @@
-"""host_to_device_copy: the GPU waits for batches to be copied; on the CPU, transfer hooks take long."""
+"""host_to_device_copy: the GPU waits for batches to be copied; on the CPU, transfer hooks take long.
+
+On a GPU only the time counts for which the GPU was idle, by CUDA events around sampled steps. On the CPU it is the time
+in the transfer hooks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""host_work: inside the training step, the GPU waits for code that gives it little to do."""
+"""host_work: inside the training step, the GPU waits for code that gives it little to do.
+
+The GPU's idle time inside the step, by CUDA events and the driver's utilization, where no line waits for the GPU and
+the host takes longer for each operation than launching needs. Operations are counted by their allocations of GPU
+memory; lines come from sampled stacks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""launch_bound: the host launches kernels more slowly than the GPU runs them."""
+"""launch_bound: the host launches kernels more slowly than the GPU runs them.
+
+The GPU's idle time inside the step, by CUDA events and the driver's utilization, where no line waits for the GPU and
+the host takes little time for each operation. A step that is short and hardly keeps the GPU busy counts as well.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""logging: loggers, and ``self.log``, take the training thread's time."""
+"""logging: loggers, and ``self.log``, take the training thread's time.
+
+Each logger has a line of its own, by class, and collecting the metrics of self.log has one. On a GPU only the time
+counts for which the GPU was idle.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""low_precision: 32-bit computing on a GPU whose tensor cores are idle."""
+"""low_precision: 32-bit computing on a GPU whose tensor cores are idle.
+
+The driver's counter of active tensor cores (GPM, on Hopper and later) is near zero at a precision of 32 bits. That
+products run twice as fast is a rule of thumb.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""power_cap: the driver lowers the clocks of a busy GPU at its power limit."""
+"""power_cap: the driver lowers the clocks of a busy GPU at its power limit.
+
+The driver's reasons for throttling and its clocks, while the GPU is busy. A GPU whose limit is the highest that it has
+is not reported, because nothing can be changed.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Finding, counted
 from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasurements
 
-# Our defaults: reaching the limit is normal at full load, but not for this long with clocks this far below the highest.
-_MIN_PERCENT = 50.0
-_MAX_CLOCK_PERCENT = 85.0
+# Our defaults. Reaching the limit is normal at full load, but not for this long with clocks this far below the highest.
+_MIN_PERCENT = 50.0  # of the time
+_MAX_CLOCK_PERCENT = 85.0  # of the highest clock
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:

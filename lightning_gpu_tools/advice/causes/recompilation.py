@@ -1,4 +1,8 @@
-"""recompilation: torch.compile compiles the same function again and again, or has given up on it."""
+"""recompilation: torch.compile compiles the same function again and again, or has given up on it.
+
+torch's own record of its compilations, which is read once a second: how often each function was compiled again, for how
+long, and which condition failed. A function that torch no longer compiles is reported whatever that costs.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ from lightning_gpu_tools.units import printable
 
 # Our defaults. torch compiles a function once more to let a size vary; that is no fault, and happens for a few sizes.
 _MIN_COUNT = 3
-_MAX_LINES = 3
-_MAX_REASON = 200
+_MAX_LINES = 3  # named
+_MAX_REASON = 200  # characters of torch's reason
 _SIZE = re.compile(r"tensor '(?P<tensor>.+?)' (?:size|stride) mismatch at index (?P<dimension>\d+)")
 
 

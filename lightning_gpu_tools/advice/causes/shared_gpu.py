@@ -1,4 +1,7 @@
-"""shared_gpu: other jobs compute on the same GPU, so its utilization says nothing about this training."""
+"""shared_gpu: other jobs compute on the same GPU, so its utilization says nothing about this training.
+
+The driver's utilization by process, and without it the memory of other processes. No other cause is judged then.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasureme
 from lightning_gpu_tools.units import format_bytes
 
 # Our defaults.
-_MIN_PERCENT = 5.0  # utilization, or if the driver does not report it:
-_MIN_BYTES = 2**30
+_MIN_PERCENT = 5.0  # that others use it; if the driver does not report that:
+_MIN_BYTES = 2**30  # that others hold
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:

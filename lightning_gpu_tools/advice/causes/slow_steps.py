@@ -1,4 +1,9 @@
-"""slow_steps: a few steps take much longer than the rest, or the first ones do."""
+"""slow_steps: a few steps take much longer than the rest, or the first ones do.
+
+A step that takes twice the median, or that many first steps, with the line of the report in which it loses that time.
+On a GPU only the time counts for which the GPU was idle. What is due to another cause goes into the evidence of that
+cause.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""small_batch: kernels that keep few of the GPU's multiprocessors busy, where a larger batch fits."""
+"""small_batch: kernels that keep few of the GPU's multiprocessors busy, where a larger batch fits.
+
+The driver's counter of active multiprocessors (GPM, on Hopper and later) is low while the GPU looks busy. The batch
+that fits comes from the memory of recorded steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""straggler: one rank, or all ranks of a node, for which all others wait in every step."""
+"""straggler: one rank, or all ranks of a node, for which all others wait in every step.
+
+Every rank publishes the times of its own work by phase. The rank is named that works longer than the median rank by
+more than the noise, if the others wait longer than it does, and not by accident.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""thermal_throttling: heat lowers the clocks of a busy GPU."""
+"""thermal_throttling: heat lowers the clocks of a busy GPU.
+
+The driver's reasons for throttling and its clocks. Kernels are taken to slow down in proportion to the clock.
+"""
 
 from __future__ import annotations
 

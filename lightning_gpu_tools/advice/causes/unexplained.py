@@ -1,4 +1,8 @@
-"""unexplained: time without a name, and a GPU that is idle inside the step for no known reason."""
+"""unexplained: time without a name, and a GPU that is idle inside the step for no known reason.
+
+The Trainer's own time beyond what is usual counts, too, and so does the GPU's idle time inside the step that no other
+finding explains.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,8 @@ from lightning_gpu_tools.advice.host_phases import seconds_of
 from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 
-MAX_UNNAMED = 0.10  # our default: from here on, no run is healthy
+MAX_UNNAMED = 0.10  # our default, of the wall time: from here on, no run is healthy
+MIN_IDLE = 0.15  # our default, of the wall time: idle in the step beyond what other findings explain
 # Lightning 2.6 takes 0.2 to 0.5 ms of its own around a step, and more where cores are few. No setting changes it.
 _USUAL_TRAINER_S = 0.001
 _NAME_IT = "Write `with run.phase('validation'):` around it if it is validation. "

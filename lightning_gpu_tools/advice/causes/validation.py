@@ -1,4 +1,8 @@
-"""validation: validation that is long and leaves the GPU idle."""
+"""validation: validation that is long and leaves the GPU idle.
+
+It is judged by what is usual and, on a GPU, by how busy the GPU is meanwhile. The only validation of a run does not
+count.
+"""
 
 from __future__ import annotations
 

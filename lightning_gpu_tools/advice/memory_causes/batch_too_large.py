@@ -1,4 +1,9 @@
-"""batch_too_large: the batch, in training or in validation, takes more memory than the model leaves."""
+"""batch_too_large: the batch, in training or in validation, takes more memory than the model leaves.
+
+By the counters of torch's allocator: what the step had taken, beyond what was there before it, when it asked for more.
+A batch that had fitted before, in less memory, is not the cause. The largest batch that fits is a replay of the
+allocations of recorded steps.
+"""
 
 from __future__ import annotations
 

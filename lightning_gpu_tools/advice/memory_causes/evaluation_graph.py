@@ -1,4 +1,7 @@
-"""evaluation_graph: validation keeps its results with their graph, because gradients are enabled in it."""
+"""evaluation_graph: validation keeps its results with their graph, because gradients are enabled in it.
+
+By the memory in tensors when each validation batch begins, which grows steadily while gradients are enabled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""fragmentation: memory that torch holds and no tensor uses is in pieces that are too small."""
+"""fragmentation: memory that torch holds and no tensor uses is in pieces that are too small.
+
+By the counters of torch's allocator: what it has reserved beyond its tensors would be enough, but was not to be had in
+one piece.
+"""
 
 from __future__ import annotations
 

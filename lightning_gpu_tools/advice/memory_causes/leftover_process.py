@@ -1,4 +1,7 @@
-"""leftover_process: a program that has ended left a process behind that holds GPU memory."""
+"""leftover_process: a program that has ended left a process behind that holds GPU memory.
+
+By the driver's list of processes on the GPU: one whose parent has ended, and for which the GPU did nothing meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""loading_checkpoint: a checkpoint was loaded onto the GPU, in addition to the model."""
+"""loading_checkpoint: a checkpoint was loaded onto the GPU, in addition to the model.
+
+By the call in which memory ran out.
+"""
 
 from __future__ import annotations
 

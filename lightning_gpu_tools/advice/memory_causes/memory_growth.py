@@ -1,4 +1,9 @@
-"""memory_growth: something keeps more memory with each step, or with each validation batch."""
+"""memory_growth: something keeps more memory with each step, or with each validation batch.
+
+By the memory in tensors when each step, or each validation batch, begins: it grows in all parts of the run. The memory
+of the training process and of the loader's workers is followed, too. In a run that goes on, it is a finding before
+memory is full.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""model_too_large: parameters, gradients and optimizer states leave no room for a batch."""
+"""model_too_large: parameters, gradients and optimizer states leave no room for a batch.
+
+By the sizes of parameters, gradients and optimizer states, and by what is there before the first batch. An error while
+the model is set up counts, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""optimizer_too_large: forward and backward fit, but the optimizer's step does not."""
+"""optimizer_too_large: forward and backward fit, but the optimizer's step does not.
+
+By the phase in which memory ran out.
+"""
 
 from __future__ import annotations
 

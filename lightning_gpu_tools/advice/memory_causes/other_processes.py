@@ -1,4 +1,8 @@
-"""other_processes: other jobs hold so much of the GPU that this one does not fit."""
+"""other_processes: other jobs hold so much of the GPU that this one does not fit.
+
+By the driver's list of processes, and what it calls used beyond them: without these, this job would fit. A job that
+needs more than it did before is not blocked by others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""shared_by_ranks: other ranks of this job train on the same GPU, and hold what this one lacks."""
+"""shared_by_ranks: other ranks of this job train on the same GPU, and hold what this one lacks.
+
+By the driver's list of processes and the PIDs of this job's ranks: without those on the same GPU, what was asked for
+would fit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
-_MAX_NAMED = 3  # our default
+_MAX_NAMED = 3  # processes in the report; our default
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:

@@ -1,4 +1,8 @@
-"""spike: this batch is much larger than others, or this step or a callback takes much more memory than steps do."""
+"""spike: this batch is much larger than others, or this step or a callback takes much more memory than steps do.
+
+By the number of elements of the batch, compared with the median batch, and by the memory that this step, callback or
+checkpoint took, compared with the largest of the steps before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""stray_contexts: ranks of this job also hold CUDA contexts on GPUs that are not theirs."""
+"""stray_contexts: ranks of this job also hold CUDA contexts on GPUs that are not theirs.
+
+Every rank asks the driver on which GPUs its process holds memory, before training, after the first step, and about once
+a minute. In a run that goes on, it is a finding, too, and changes no verdict.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from lightning_gpu_tools.units import format_bytes, number_ranges
 
 # Our default: on a GPU where no rank trains, a process with more than this in torch's allocator uses it on purpose.
 _MAX_RESERVED = 32 * 2**20
-_MAX_PIDS = 8  # our default
+_MAX_PIDS = 8  # in the report; our default
 
 
 def strays(contexts: Sequence[HeldContext]) -> list[list[HeldContext]]:

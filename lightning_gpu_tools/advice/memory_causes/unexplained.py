@@ -1,4 +1,8 @@
-"""unexplained: it is not known what filled the memory."""
+"""unexplained: it is not known what filled the memory.
+
+By what is left: more was free than was asked for, or no counter shows what filled the memory. On the host, it names the
+processes that grew.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Causes of stalls. Each has one file with everything about it.
 
-The folder is the registry. A new cause is a new file with a ``CAUSE``: the report, the table of
-docs/hanging_training.md and the tests take it from there.
+The folder is the registry. A new cause is a new file with a ``CAUSE``: the report, ``lightning-gpu-tools explain``, the
+tables of docs/ and the tests take it from there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""blocked_worker: one worker of the DataLoader does not finish its batch."""
+"""blocked_worker: one worker of the DataLoader does not finish its batch.
+
+By the state, CPU time and system call of each worker (/proc), and by the Python stacks of forked workers, for the one
+that has to deliver the next batch.
+"""
 
 from __future__ import annotations
 

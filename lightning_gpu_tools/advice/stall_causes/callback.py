@@ -1,4 +1,7 @@
-"""callback: a callback, a logger or a hook of the model does not return."""
+"""callback: a callback, a logger or a hook of the model does not return.
+
+By the phase in which the training thread is, and by its stack.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""code: the training step, validation or other code of the program stands still at a line that is named."""
+"""code: the training step, validation or other code of the program stands still at a line that is named.
+
+By the stack of the training thread, its CPU time and the GPU's utilization. With several ranks, by the first one that
+waits for no other.
+"""
 
 from __future__ import annotations
 

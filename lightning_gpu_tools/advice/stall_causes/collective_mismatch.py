@@ -1,4 +1,8 @@
-"""collective_mismatch: ranks call different collectives, or pass different sizes to the same one."""
+"""collective_mismatch: ranks call different collectives, or pass different sizes to the same one.
+
+By torch's flight recorder, which has the last collectives of each rank with their sizes: the first that has not ended
+is compared.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""collective_on_one_rank: ranks wait in different places, because only one has called a collective."""
+"""collective_on_one_rank: ranks wait in different places, because only one has called a collective.
+
+By the stacks of all ranks, which wait in different collectives.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""communication: all ranks wait for each other in the same place."""
+"""communication: all ranks wait for each other in the same place.
+
+By the stacks of all ranks. A rank that knows nothing of the others says that it waits.
+"""
 
 from __future__ import annotations
 

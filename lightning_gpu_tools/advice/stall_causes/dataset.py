@@ -1,4 +1,7 @@
-"""dataset: the training process itself loads data, and does not finish."""
+"""dataset: the training process itself loads data, and does not finish.
+
+By the phase in which the training thread is, and by its stack.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""dead_worker: a worker of the DataLoader has ended, and training still waits for its batch."""
+"""dead_worker: a worker of the DataLoader has ended, and training still waits for its batch.
+
+By the state of the workers' processes (/proc).
+"""
 
 from __future__ import annotations
 

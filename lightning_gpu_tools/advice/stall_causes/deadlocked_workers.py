@@ -1,4 +1,7 @@
-"""deadlocked_workers: each worker of the DataLoader waits for a lock that was held when it was forked."""
+"""deadlocked_workers: each worker of the DataLoader waits for a lock that was held when it was forked.
+
+By the system calls of all workers (/proc): each waits for a lock (futex) and computes nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""gpu: the GPU is fully busy, but training makes no progress."""
+"""gpu: the GPU is fully busy, but training makes no progress.
+
+By the driver's utilization of the GPU while the training makes no progress.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from lightning_gpu_tools.advice.stall_words import does_where
 from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
-_MIN_PERCENT = 90.0  # our default
+_MIN_PERCENT = 90.0  # of utilization; our default
 
 
 def find(facts: StallFacts) -> Explanation | None:

@@ -1,4 +1,7 @@
-"""held_lock: C code holds Python's lock (the GIL), so no Python thread can run."""
+"""held_lock: C code holds Python's lock (the GIL), so no Python thread can run.
+
+By a timer of faulthandler, which needs no lock: it writes all stacks where no thread of Python could stop it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""rank_left: a rank has left the training with an error that was caught, and the others wait for it."""
+"""rank_left: a rank has left the training with an error that was caught, and the others wait for it.
+
+By the job's key-value store, where each rank writes how its training has ended.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""rank_silent: a rank no longer sends messages, because it was killed or stopped, or cannot run Python."""
+"""rank_silent: a rank no longer sends messages, because it was killed or stopped, or cannot run Python.
+
+By the job's key-value store, to which each rank writes once in a while: this one has written nothing for long.
+"""
 
 from __future__ import annotations
 

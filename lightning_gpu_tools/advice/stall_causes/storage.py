@@ -1,4 +1,7 @@
-"""storage: the training process, or a worker of the DataLoader, waits for a file system that does not answer."""
+"""storage: the training process, or a worker of the DataLoader, waits for a file system that does not answer.
+
+By the state (D) and the system call of the training process and the workers (/proc).
+"""
 
 from __future__ import annotations
 

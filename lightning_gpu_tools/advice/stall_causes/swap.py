@@ -1,4 +1,7 @@
-"""swap: the machine has run out of memory and swaps it to a disk and back."""
+"""swap: the machine has run out of memory and swaps it to a disk and back.
+
+By the kernel's counters of swapped pages, and of the time in which tasks waited for memory (/proc/pressure/memory).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""uneven_batches: a rank has had fewer batches than the others, and has ended its epoch or its training."""
+"""uneven_batches: a rank has had fewer batches than the others, and has ended its epoch or its training.
+
+By the job's key-value store, where each rank writes its epoch, its step and where it waits.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,255 @@
+"""Everything known about the causes, by name: from their values, and from the source of their files.
+
+The docstring of a cause's file has its name and what it means, and after an empty line how it is measured. A threshold
+is a number in a constant of the file, or in one that its functions use from other files of ``advice``. Comments say
+what it means and where it comes from: the one beside it and the one above it. A threshold without a comment shares that
+of the one above. "Our defaults." at the beginning of a comment holds up to the next empty line.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from lightning_gpu_tools.advice.cause import AnyCause, Cause, Shape
+from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.memory_cause import MemoryCause
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.stall_cause import StallCause
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.training.phases import PHASES
+
+SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools"
+_ADVICE = "lightning_gpu_tools.advice"
+# What these are used for (predictions, words, examples) decides on no cause.
+_NO_JUDGES = {"batch_size", "caching_allocator", "examples", "lines", "loader_plan", "memory_remedies"}
+_OF_ALL = re.compile(r"(Our defaults[^.:]*\.)\s*(.*)")
+
+
+class Group(NamedTuple):
+    """Causes of the same kind, in a folder of their own."""
+
+    title: str
+    place: str  # in gpu_report.json
+    folder: str
+    causes: Mapping[str, AnyCause | StallCause]
+    page: str  # of docs/
+    heading: str  # of the table in it
+    common: str  # the file of advice/ whose thresholds apply to all of them; empty if there is none
+
+
+_FINDINGS, _STALLS = "diagnosis.findings[].cause", "stalls[].cause"
+_FIXES, _SEEN = "causes-and-fixes", "what-it-looks-like-and-what-to-change"
+GROUPS = (
+    Group("slow training", _FINDINGS, "causes", CAUSES, "low_gpu_utilization.md", _FIXES, "findings"),
+    Group("out of memory", _FINDINGS, "memory_causes", MEMORY_CAUSES, "out_of_memory.md", _FIXES, ""),
+    Group("no progress", _STALLS, "stall_causes", STALL_CAUSES, "hanging_training.md", _SEEN, "stall_patience"),
+)
+
+
+class Threshold(NamedTuple):
+    """A number that a cause is judged by.
+
+    Attributes:
+        name: Name of the constant, without a leading underscore.
+        value: Its value, in the unit that the name or a comment gives.
+        about: Comment above it, which other thresholds may share.
+        meaning: Comment beside it.
+    """
+
+    name: str
+    value: float | Sequence[float]
+    about: str
+    meaning: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """Everything known about a cause, as ``lightning-gpu-tools explain`` prints it.
+
+    Attributes:
+        name: Its name in ``gpu_report.json``.
+        group: Title of its group.
+        place: Where in ``gpu_report.json`` it is named.
+        meaning: What it means.
+        measured: How it is measured, in sentences.
+        needs: Attributes of ``RunMeasurements`` without which it is not judged.
+        shapes: Its forms, each with the text of the report, or what the user sees, and the change to make.
+        thresholds: Numbers that it is judged by.
+        common_thresholds: Numbers that apply to all causes of the group.
+        order: Which causes silence it or come before it, and which it silences or precedes, in sentences.
+        verified_on: Best machine on which the package found it in a training that has it.
+        more: Page of the documentation.
+    """
+
+    name: str
+    group: str
+    place: str
+    meaning: str
+    measured: str
+    needs: Sequence[str]
+    shapes: Sequence[Shape]
+    thresholds: Sequence[Threshold]
+    common_thresholds: Sequence[Threshold]
+    order: str
+    verified_on: str
+    more: str
+
+
+def explained() -> Iterator[Explained]:
+    """Yield all causes, by group and name. Names are unique within a group only."""
+    for group in GROUPS:
+        page = f"{SITE}/{group.page.removesuffix('.md')}/"
+        common = tuple(thresholds_in(f"{_ADVICE}.{group.common}")) if group.common else ()
+        for name, cause in sorted(group.causes.items()):
+            file = f"{_ADVICE}.{group.folder}.{name}"
+            meaning, measured = _docstring(file)
+            yield Explained(
+                name=name,
+                group=group.title,
+                place=group.place,
+                meaning=meaning,
+                measured=" ".join(filter(None, (_line_of_tree(group, name), measured))),
+                needs=cause.needs if isinstance(cause, Cause) else (),
+                shapes=[_plain(one, page) for one in shapes(cause)],
+                thresholds=[one for one in dict.fromkeys(_thresholds(file)) if one not in common],
+                common_thresholds=common,
+                order=_order(cause, group.causes),
+                verified_on=cause.verified_on,
+                more=f"{page}#{group.heading}",
+            )
+
+
+def shapes(cause: AnyCause | StallCause) -> Sequence[Shape]:
+    """Return the forms of a cause; a stall has one."""
+    return [Shape(cause.seen_as, cause.change)] if isinstance(cause, StallCause) else cause.shapes
+
+
+def _plain(shape: Shape, page: str) -> Shape:
+    """Return a form without Markdown's emphasis, and with the addresses of links in place of their words."""
+    plain = (re.sub(r"\*(\w+)\*", r"\1", text) for text in shape)
+    return Shape(*(re.sub(r"\[[^]]+\]\((#[\w-]+)\)", rf"{page}\1", text) for text in plain))
+
+
+def _line_of_tree(group: Group, name: str) -> str:
+    is_line = group.causes is CAUSES and name in PHASES
+    return f'Its time is the line "{PHASES[name].label}" of the report.' if is_line else ""
+
+
+def _order(cause: AnyCause | StallCause, causes: Mapping[str, AnyCause | StallCause]) -> str:
+    before = [name for name, one in causes.items() if cause.name in one.after]
+    said = []
+    if isinstance(cause, Cause):
+        if cause.after:
+            said.append(f"It is silent if {_listed(cause.after, 'or')} has a finding.")
+        if before:
+            said.append(f"It silences {_listed(before)}.")
+        if cause.is_remark:
+            said.append("It slows a busy GPU down and leaves none idle, so it makes no run LOW.")
+        if cause.counts_while_busy:
+            said.append("It makes a run LOW even if the GPU looks busy.")
+        return " ".join(said)
+    if isinstance(cause, MemoryCause) and cause.is_last_resort:
+        return "It is judged last, and only if no other cause applies."
+    places = {"after": cause.after, "before": before}
+    where = ", ".join(f"{word} {_listed(names)}" for word, names in places.items() if names)
+    said.append(f"It is judged {where}.")
+    if isinstance(cause, StallCause):
+        said.append("Only the first one found is reported.")
+    else:
+        said.append("Of several that apply, the first one gives Why and Next, and the others are listed after it.")
+    return " ".join(said)
+
+
+def _listed(names: Sequence[str], word: str = "and") -> str:
+    return f" {word} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+@cache
+def _parsed(file: str) -> tuple[ast.Module, dict[int, str], frozenset[int]]:
+    """Return a file's syntax tree, its comments by line, and the lines that have nothing but a comment."""
+    source = inspect.getsource(import_module(file))
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    alone = frozenset(number for number, line in enumerate(source.splitlines(), 1) if line.startswith("#"))
+    return ast.parse(source), comments, alone
+
+
+def _docstring(file: str) -> tuple[str, str]:
+    first, _, rest = (ast.get_docstring(_parsed(file)[0]) or "").partition("\n\n")
+    return _text(first.partition(": ")[2]), _text(rest)
+
+
+def _text(docstring: str) -> str:
+    return re.sub(r"\s+", " ", docstring).replace("``", "`").strip()
+
+
+def _thresholds(file: str) -> Iterator[Threshold]:
+    """Yield the thresholds of a cause's file, and those that its functions use from other files of ``advice``."""
+    yield from thresholds_in(file)
+    seen, names = set(), [(file, one.name) for one in _parsed(file)[0].body if isinstance(one, ast.FunctionDef)]
+    while names:
+        at = names.pop(0)
+        if at in seen:
+            continue
+        seen.add(at)
+        yield from (one for one in thresholds_in(at[0]) if at[1].lstrip("_") == one.name)
+        names += _used_by(*at)
+
+
+@cache
+def _used_by(file: str, name: str) -> Sequence[tuple[str, str]]:
+    """Return the files and names of what the function uses of its own file and of others in ``advice``."""
+    tree = _parsed(file)[0]
+    known = {one: (file, one) for one in vars(import_module(file))}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            known |= {one.asname or one.name: (str(node.module), one.name) for one in node.names}
+    function = next((one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name), None)
+    used = [node.id for node in ast.walk(function) if isinstance(node, ast.Name)] if function else []
+    found = (known[one] for one in dict.fromkeys(used) if one in known)
+    return [one for one in found if one[0].startswith(_ADVICE) and one[0].rpartition(".")[2] not in _NO_JUDGES]
+
+
+@cache
+def thresholds_in(file: str) -> Sequence[Threshold]:
+    """Return the numbers in a module's constants, in order, with their comments."""
+    tree, comments, alone = _parsed(file)
+    values: Mapping[str, Any] = vars(import_module(file))
+    constants = {node.lineno: node for node in tree.body if isinstance(node, ast.Assign)}
+    found, of_all, above, last = [], "", "", 0
+    for number in sorted({*alone, *constants}):
+        if number > last + 1:
+            of_all = above = ""
+        if number in alone:
+            above = f"{above} {comments[number]}".strip() if last in alone else comments[number]
+            if match := _OF_ALL.fullmatch(above):
+                of_all, above = match.groups()
+            last = number
+            continue
+        node = constants[number]
+        name, end = ast.unparse(node.targets[0]), node.end_lineno or number
+        if name.lstrip("_").isupper() and _is_number(values.get(name)):
+            beside = comments.get(end, "")
+            about = above if not beside or last in alone else ""
+            found.append(Threshold(name.lstrip("_"), values[name], " ".join(filter(None, (of_all, about))), beside))
+        last = end
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether it is a number, or a version, which is a tuple of integers."""
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(one, int) for one in value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,127 @@
+"""The command ``explain``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lightning_gpu_tools.advice.explained import Explained, Threshold
+
+_WIDTH = 100  # as that of the report
+_VERIFIED_ON = {
+    "measurements": "so far only in made-up measurements",
+    "cpu": "in trainings on a CPU",
+    "simulated GPU": "in trainings on a simulated GPU",
+    "hardware": "in trainings on a GPU",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments and the help."""
+    parser.description = (
+        "Explain a cause that a report names: what it means, how it is measured, what to change, its thresholds and "
+        "their sources, its order among other causes, and what it was verified on. Works without a GPU."
+    )
+    parser.epilog = "Exit code: 0 explained, 2 wrong usage or no cause of that name."
+    parser.add_argument(
+        "cause",
+        metavar="CAUSE",
+        nargs="?",
+        help="a cause or a kind of one, as gpu_report.json has it: data_loading, io_bound (default: list all causes)",
+    )
+    parser.add_argument(
+        "--format", choices=["text", "json"], default="text", help="json is a list of causes (default: %(default)s)"
+    )
+    parser.set_defaults(run=run, usage_error=parser.error)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the causes of that name, or list all causes."""
+    import json
+
+    from lightning_gpu_tools.advice.explained import explained
+
+    every = list(explained())
+    found = [one for one in every if args.cause in (None, *_names(one))]
+    if not found:
+        args.usage_error(_unknown(args.cause, [name for one in every for name in _names(one)]))
+    if args.format == "json":
+        print(json.dumps([_as_json(one) for one in found], indent=2))
+    elif args.cause is None:
+        print(_list(found))
+    else:
+        print("\n\n\n".join("\n".join(_lines(one)) for one in found))
+    return 0
+
+
+def _names(one: Explained) -> set[str]:
+    return {one.name, *(shape.kind for shape in one.shapes if shape.kind)}
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, sorted(set(known)))
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    return f'no cause is named "{name}".{meant} Without an argument, explain lists all of them.'
+
+
+def _as_json(one: Explained) -> dict[str, Any]:
+    tables = ("shapes", "thresholds", "common_thresholds")
+    return {**vars(one), **{name: [row._asdict() for row in getattr(one, name)] for name in tables}}
+
+
+def _list(causes: Sequence[Explained]) -> str:
+    from itertools import groupby
+
+    parts = []
+    for (group, place), some in groupby(causes, key=lambda one: (one.group, one.place)):
+        lines = (_filled(one.meaning, f"  {one.name:24}", " " * 26) for one in some)
+        parts.append("\n".join([f"{group.capitalize()} ({place} in gpu_report.json)", *lines]))
+    return "\n\n".join([*parts, "More about one: lightning-gpu-tools explain CAUSE"])
+
+
+def _lines(one: Explained) -> Iterator[str]:
+    yield _filled(f"{one.name}: {one.meaning}")
+    group = one.group.capitalize()
+    yield _filled(f"{group} ({one.place} in gpu_report.json). Verified {_VERIFIED_ON[one.verified_on]}.")
+    yield "\nHow it is measured"
+    yield _filled(one.measured, "  ")
+    if one.needs:
+        yield _filled(f"Not judged where this is unknown: {', '.join(one.needs)}.", "  ")
+    yield "\nWhat you see, and what to change"
+    for shape in one.shapes:
+        yield _filled(f"{shape.kind}: {shape.says}" if shape.kind else shape.says, "  ")
+        yield _filled(shape.change, "    -> ", "       ")
+    yield "\nThresholds"
+    yield from _table(one.thresholds) if one.thresholds else ["  none of its own"]
+    if one.common_thresholds:
+        yield "\nThresholds of all causes of this group"
+        yield from _table(one.common_thresholds)
+    if one.order:
+        yield "\nAmong other causes"
+        yield _filled(one.order, "  ")
+    yield f"\nMore: {one.more}"
+
+
+def _table(thresholds: Sequence[Threshold]) -> Iterator[str]:
+    from itertools import groupby
+
+    for about, some in groupby(thresholds, key=lambda one: one.about):
+        if about:
+            yield _filled(about, "  ")
+        for one in some:
+            value = ".".join(map(str, one.value)) if isinstance(one.value, tuple) else f"{one.value:,.6g}"
+            indent = "    " if about else "  "
+            yield _filled(f"{one.name} = {value}{one.meaning and f'  {one.meaning}'}", indent, f"{indent}  ")
+
+
+def _filled(text: str, first: str = "", others: str | None = None) -> str:
+    import textwrap
+
+    wrapper = textwrap.TextWrapper(_WIDTH, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = first, first if others is None else others
+    return wrapper.fill(text)
