@@ -63,6 +63,8 @@ def format_bytes(size_bytes: float) -> str:
 
 def format_duration(duration_s: float) -> str:
     """Return a duration in a readable unit: ``"4.2 ms"``, ``"38 s"``, ``"2 h 05 min"``."""
+    if not duration_s:
+        return "0 s"
     if duration_s < 0.0009995:  # not "1000 µs"
         return f"{duration_s * 1e6:.0f} µs"
     if duration_s < 0.9995:

@@ -66,6 +66,7 @@ def test_a_formatted_size_reads_back_within_its_three_digits(size_bytes: int) ->
 @pytest.mark.parametrize(
     ("duration_s", "text"),
     [
+        (0.0, "0 s"),
         (12e-6, "12 µs"),
         (0.0009997, "1 ms"),
         (0.0042, "4.2 ms"),

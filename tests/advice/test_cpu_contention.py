@@ -164,7 +164,7 @@ def test_a_rank_without_a_core_is_named_with_the_reason() -> None:
     ranks = [RankStep(rank=i, node=i, own_step_s=0.03 * (i + 1), core_wait_s=0.03 * i) for i in range(2)]
     (finding,) = diagnose(gpu_run({"training_step": 60}, 99.0, ranks=tuple(ranks))).findings
     assert finding.cause == "straggler"
-    assert "waits 30 ms per step for a core, that of the median rank 0 µs" in finding.advice
+    assert "waits 30 ms per step for a core, that of the median rank 0 s" in finding.advice
 
 
 def test_what_missing_cores_explain_has_no_other_cause() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +24,7 @@ from lightning_gpu_tools import GPUUtilizationMonitor, watch
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.nvml import driver as nvml_driver
 from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training import memory_counters
 from lightning_gpu_tools.training.memory_holdings import workspace_sizes
@@ -167,7 +169,8 @@ def test_a_report_accounts_for_the_memory_of_the_gpu(
     assert (other.pid, other.user is not None) == (other_process, same_namespace)
     assert [point.kept_bytes for point in account.timeline]
     assert report.unseen == ()
-    printed = capsys.readouterr().out
+    assert re.search(r"Memory in use on GPU 0 at the peak: \S+ [MG]iB of ", capsys.readouterr().out)
+    printed = render_text(report, full=True)
     assert "in use on GPU 0 are (100 % explained)" in printed
     assert f"(PID {other_process})" in printed
     assert logged(Path(logger.log_dir)).keys() >= {f"gpu_tools/memory_{name}_bytes" for name in parts}

@@ -22,6 +22,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, lo
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.reports.page import render_page
 from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training import memory_failures
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -166,9 +167,7 @@ def test_a_step_that_needs_far_more_for_the_same_batch_is_named(tmp_path: Path, 
     assert "times as much as the steps before (12" in report.diagnosis.why
 
 
-def test_what_steps_leave_is_named_by_line_before_memory_is_full(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_steps_leave_is_named_by_line_before_memory_is_full(tmp_path: Path) -> None:
     class Keeps(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -184,7 +183,7 @@ def test_what_steps_leave_is_named_by_line_before_memory_is_full(
     for lines in (account.peak_lines, account.kept_lines):
         assert lines[0].file.endswith("test_out_of_memory_on_device.py")
         assert (lines[0].function, lines[0].bytes, lines[0].blocks) == ("training_step", 4 * MIB, 1)
-    printed = capsys.readouterr().out
+    printed = render_text(load_report(tmp_path), full=True)
     assert "What a step adds at its peak, by line\n  4.00 MiB  " in printed
     assert "What stayed, by line\n  4.00 MiB  " in printed
     page = render_page(load_report(tmp_path))

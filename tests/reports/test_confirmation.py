@@ -145,7 +145,7 @@ def with_ceiling(run: Report, ceiling: float) -> Report:
 def test_a_faster_callback_is_named() -> None:
     new = report(5, phase_s={"training_step": 2.0})
     assert str(confirm(new, old_with("callback", "callback/Slow", "Slow"))) == (
-        "Slow 5 ms -> 0 µs per step: 100 % faster (95 % interval +99 to +101 %), confirmed."
+        "Slow 5 ms -> 0 s per step: 100 % faster (95 % interval +99 to +101 %), confirmed."
     )
 
 
