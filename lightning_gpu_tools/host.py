@@ -1,4 +1,4 @@
-"""The host's limits for this process (cores, memory, shared memory) and its use of them."""
+"""The host's limits for this process (cores, memory, shared memory), its use of them, and the file systems."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import functools
 import os
 import platform
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -18,6 +19,15 @@ from lightning_gpu_tools.processes import read_kernel_file
 _SHARED_MEMORY = Path("/dev/shm")  # workers pass batches through it
 _CGROUP_MOUNT, _CGROUP_MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _VMSTAT = Path("/proc/vmstat")
+_PRESSURE = Path("/proc/pressure/io")
+
+# Types of file systems as mountinfo has them; the part after "fuse." is the name of a program.
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+DISK_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs"})
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "afs", "wekafs", "panfs", "orangefs", "pvfs2"}
+    | {"fuse.sshfs", "fuse.gcsfuse", "fuse.s3fs", "fuse.rclone", "fuse.glusterfs", "fuse.juicefs", "fuse.ceph-fuse"}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +121,54 @@ def private_memory_bytes(pids: list[int]) -> list[int]:
     """Return the bytes that each process does not share with others, leaving out processes without that number."""
     private = [_sum_bytes(f"{pid}/smaps_rollup", "Private_Clean|Private_Dirty") for pid in pids]  # Linux 4.14
     return [size for size in private if size is not None]
+
+
+class Mount(NamedTuple):
+    """A mounted file system."""
+
+    point: str
+    file_system: str  # type, as the kernel names it: "ext4", "nfs4", "fuse.gcsfuse"
+    device: str  # "8:1"; the same for all mounts of one file system
+
+
+def read_mounts() -> dict[str, Mount]:
+    """Return the mounts that this process sees, by mount point; empty outside Linux."""
+    return parse_mounts(read_kernel_file("/proc/self/mountinfo"))
+
+
+def parse_mounts(mountinfo: str) -> dict[str, Mount]:
+    """Parse the text of proc_pid_mountinfo(5). A later mount hides an earlier one at the same point."""
+    found = {}
+    for line in mountinfo.split("\n"):
+        words, _, kind = line.partition(" - ")
+        fields = words.split(" ")
+        if kind and len(fields) > 4:
+            # Spaces, tabs, newlines and backslashes are in octal.
+            point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4])
+            found[point] = Mount(point, kind.split(" ")[0], fields[2])
+    return found
+
+
+def mount_of(path: str, mounts: Mapping[str, Mount]) -> Mount | None:
+    """Return the mount with the longest point that contains a real path; ``None`` without one."""
+    return next((mounts[folder] for folder in (path, *map(str, Path(path).parents)) if folder in mounts), None)
+
+
+def is_network(file_system: str) -> bool | None:
+    """Return whether a type of file system is on other machines; ``None`` if unknown, as for ``overlay``."""
+    if file_system in _NETWORK_FILE_SYSTEMS:
+        return True
+    return False if file_system in DISK_FILE_SYSTEMS | MEMORY_FILE_SYSTEMS else None
+
+
+def io_pressure_s() -> float | None:
+    """Return the seconds in which some task waited for I/O: of this cgroup or, without its own count, of the machine.
+
+    ``None`` before Linux 4.20.
+    """
+    files = [*(group / "io.pressure" for group in reversed(_cgroup_folders("io"))), _PRESSURE]
+    some = next(filter(None, map(read_kernel_file, files)), "").partition("total=")[2].split()
+    return int(some[0]) / 1e6 if some else None
 
 
 def oom_kills() -> int:

@@ -40,7 +40,8 @@ class Finding:
         ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it if the share was counted, not sampled.
         evidence: Numbers with the unit in the name, and text. ``"kind"`` is the subtype of ``data_loading``,
             ``slow_steps`` and ``cpu_contention``. ``"source_lines"`` are the program's lines that take most of the
-            time: ``"data.py:41 in decode (62 %)"``. For a torch DataLoader, ``"speedup"`` is the estimate for
+            time: ``"data.py:41 in decode (62 %)"``. ``"storage_path"`` is where the data or the checkpoints are, and
+            ``"file_system"`` its type: ``"nfs4"``. For a torch DataLoader, ``"speedup"`` is the estimate for
             ``"predicted_num_workers"`` workers, with a range from ``"speedup_lower"`` to ``"speedup_upper"``.
         advice: Exact change to make.
         basis: ``measured``, or ``heuristic`` if it relies on a rule of thumb.

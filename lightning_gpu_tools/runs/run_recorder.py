@@ -28,6 +28,7 @@ from lightning_gpu_tools.host import (
     children_cpu_s,
     cores_in_reach,
     idle_cpu_s,
+    io_pressure_s,
     read_host_budget,
     throttled_periods,
 )
@@ -61,8 +62,10 @@ from lightning_gpu_tools.training.run_measurements import (
     RunMeasurements,
     SourceLine,
     StepBlock,
+    Storage,
 )
 from lightning_gpu_tools.training.step_clock import StepClock
+from lightning_gpu_tools.training.storage import StorageWatch
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 _POLL_EVERY_STEPS = 10
@@ -93,6 +96,7 @@ class HostReading(NamedTuple):
     runnable_s: dict[int, float]  # of this process's threads
     throttled_periods: tuple[int, int]
     pressure_s: float | None
+    io_pressure_s: float | None
 
 
 class RunRecorder:
@@ -132,6 +136,11 @@ class RunRecorder:
             ready = self.loader.num_workers * (self.loader.prefetch_factor or 0)
             clock.warm_up_steps = max(clock.warm_up_steps, 2 * ready)
         self._workers = WorkerWatch(lambda: run.iterator)
+        self._storage = StorageWatch(
+            lambda: compat.worker_pids(run.iterator),
+            lambda: None if run.loader is None else run.loader.dataset,
+            lambda: run.checkpoint_folder,
+        )
         self._next_poll = 0
 
     @property
@@ -171,6 +180,10 @@ class RunRecorder:
     def _poll_workers(self) -> None:
         self._workers.before_fetch()
         self._workers.poll(self._clock.steps)
+
+    def poll_storage(self) -> float:
+        """Look at the storage of the dataset and of checkpoints, and return the seconds until the next look."""
+        return self.facts.read("the storage of the dataset", self._storage.poll, math.inf)
 
     def _loader_settings(self) -> LoaderSettings | None:
         return self.facts.read("the loader's settings", partial(loader_settings, self.run), None)
@@ -309,6 +322,7 @@ class RunRecorder:
             read("which threads want a core", runnable_s, {}),
             read("the cgroup's quota", throttled_periods, (0, 0)),
             read("pressure on the cores", pressure_s, None),
+            read("pressure on storage", io_pressure_s, None),
         )
 
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
@@ -343,6 +357,8 @@ class RunRecorder:
             worker_cpu_s_per_batch=worker_s,
             batch_bytes=self.batch_bytes,
             loading=read("the loader's workers", self._workers.facts, None),
+            storage=self._under_pressure(self._storage.data, now),
+            checkpoint_storage=self._under_pressure(self._storage.checkpoints, now),
             cores=read("who uses the cores", partial(self._core_facts, now), None),
             gpu=read("what the GPU is", self._gpu_facts, GpuFacts()) if self._on_gpu else None,
             gpu_idle=read("when the GPU is idle", clock.gpu_idle, None),
@@ -382,6 +398,10 @@ class RunRecorder:
         by_this = (now.own_cpu_s - began.own_cpu_s) / elapsed_s
         used = None if by_workers is None else self._local_ranks * (by_this + by_workers)
         return used, _per(now.idle_cpu_s, began.idle_cpu_s, elapsed_s)
+
+    def _under_pressure(self, storage: Storage | None, now: HostReading) -> Storage | None:
+        share = _per(now.io_pressure_s, self._began.io_pressure_s, now.at_s - self._began.at_s)
+        return storage and replace(storage, io_pressure_percent=None if share is None else 100 * share)
 
     def _core_facts(self, now: HostReading) -> CoreFacts | None:
         began, elapsed_s, is_known = self._began, now.at_s - self._began.at_s, self._clock.knows_core_wait

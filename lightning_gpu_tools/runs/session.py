@@ -189,6 +189,7 @@ class Session:
             if place.rank == 0:
                 self.background.add("Sampling who uses the cores", recorder.core_users.poll)
                 self.background.add("Reading what torch.compile has compiled", recorder.compilations.poll)
+                self.background.add("Looking at the storage", recorder.poll_storage)
             lines.start()
             self._threads += lines, self.ranks.exchange
             if memory is not None and self.gpus is not None:

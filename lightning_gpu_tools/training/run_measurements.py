@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
-from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.host import MEMORY_FILE_SYSTEMS, HostBudget
 from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.memory_readings import RankMemory
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
@@ -188,6 +188,43 @@ class LoadingFacts:
     delayed_share: float | None = None  # a worker was waiting for a core
     early_storage_bytes_per_batch: float | None = None  # read from storage, not the page cache, in the first third
     late_storage_bytes_per_batch: float | None = None  # the same in the last third of the run
+    read_ms: float | None = None  # that a worker waited for storage per call of read; median over samples
+    read_samples: int | None = None  # of one worker between two polls, in which it read
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A folder that can be written to, and its free room."""
+
+    path: str
+    file_system: str
+    free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """The storage of a dataset or of checkpoints.
+
+    Attributes:
+        path: Real path of the file or folder.
+        file_system: Type of its file system, as the kernel names it: ``"nfs4"``.
+        is_network: Whether that is on other machines; ``None`` if unknown, as for ``"overlay"``.
+        io_pressure_percent: Share of time in which some task of this job, or of the machine, waited for I/O; ``None``
+            if unknown.
+        elsewhere: A place on this machine to copy it to: a disk, or memory if it is known to fit; ``None`` if none is
+            better, or none was found.
+    """
+
+    path: str
+    file_system: str
+    is_network: bool | None = None
+    io_pressure_percent: float | None = None
+    elsewhere: Place | None = None
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether it is no storage at all, but memory."""
+        return self.file_system in MEMORY_FILE_SYSTEMS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,6 +372,8 @@ class RunMeasurements:
     worker_cpu_s_per_batch: float | None = None
     batch_bytes: int | None = None
     loading: LoadingFacts | None = None
+    storage: Storage | None = None  # of the dataset
+    checkpoint_storage: Storage | None = None
     cores: CoreFacts | None = None
     gpu: GpuFacts | None = None
     gpu_idle: GpuIdle | None = None

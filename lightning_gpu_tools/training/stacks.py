@@ -41,7 +41,7 @@ _CALLS: dict[str, dict[Wait, set[int]]] = {
 # read, write, readv, writev
 _OF_DESCRIPTORS = {"x86_64": {0, 1, 19, 20}, "aarch64": {63, 64, 65, 66}}
 _MACHINE = platform.machine()
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PROC = Path("/proc")
 
 
@@ -58,10 +58,10 @@ def stat_fields(*path: object) -> list[str]:
     return read_proc(*path, "stat").rpartition(")")[2].split()
 
 
-def io_bytes(pid: object, counter: str) -> int | None:
-    """Return a counter of proc_pid_io(5); ``None`` if unknown."""
-    value = _value(read_proc(pid, "io"), counter)
-    return None if value is None else int(value)
+def io_counters(pid: object) -> dict[str, int]:
+    """Return the counters of proc_pid_io(5), by name; empty like ``read_proc``."""
+    words = read_proc(pid, "io").replace(":", "").split()
+    return {name: int(count) for name, count in zip(words[::2], words[1::2], strict=False)}
 
 
 def _value(text: str, name: str) -> str | None:
@@ -75,7 +75,7 @@ def activity(pid: int, thread: int | None = None) -> Activity | None:
     if not fields:
         return None
     waits_for, target = _wait(folder, fields[0])
-    return Activity(pid, fields[0], waits_for, target, (int(fields[11]) + int(fields[12])) / _TICKS_PER_S)
+    return Activity(pid, fields[0], waits_for, target, (int(fields[11]) + int(fields[12])) / TICKS_PER_S)
 
 
 def _wait(folder: tuple[object, ...], state: str) -> tuple[Wait | None, str | None]:
@@ -121,7 +121,7 @@ def memory_stall_percent() -> float:
 
 def written_bytes() -> int:
     """Return the number of bytes that this process has passed to the kernel for writing; 0 if unknown."""
-    return io_bytes("self", "wchar") or 0
+    return io_counters("self").get("wchar", 0)
 
 
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from statistics import median
 from time import monotonic  # by name: a program's tests may replace those of `time`
 
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.run_measurements import LoadingFacts
-from lightning_gpu_tools.training.stacks import io_bytes, read_proc, stat_fields
+from lightning_gpu_tools.training.stacks import TICKS_PER_S, io_counters, read_proc, stat_fields
 
 _INTERVAL_S = 1.0
 # Our defaults.
 _MAX_POINTS = 60  # of bytes read from storage; beyond that, every second point is dropped
+_MAX_READ_SAMPLES = 10_000
+_STORAGE_TICKS = 39  # delayacct_blkio_ticks of proc_pid_stat(5), counted from the state
 LONG_WAIT_S = 0.001  # shorter waits for data do not count, here and in the diagnosis
 
 
@@ -32,6 +35,8 @@ class WorkerWatch:
         self._ran_s = self._delayed_s = self._watched_s = 0.0
         self._read_bytes: dict[int, int] = {}
         self._points: list[tuple[int, int]] = []  # steps done, bytes read from storage
+        self._reads: dict[int, tuple[int, int]] = {}  # by worker: calls of read, ticks that it waited for storage
+        self._read_s: list[float] = []  # that a worker waited for storage per call
 
     def after_long_wait(self) -> None:
         """Count how many other batches were ready after a step that waited for its batch."""
@@ -61,17 +66,25 @@ class WorkerWatch:
         self.pids.update(pids)
         self._polls += bool(pids)
         for pid in pids:
-            if fields := stat_fields(pid):
-                self._states += 1
-                self._waiting += fields[0] == "D"
             self._add_cpu(pid, now_s)
         for pid in pids or [os.getpid()]:
-            read = io_bytes(pid, "read_bytes")
-            if read is not None:
-                self._read_bytes[pid] = read
+            fields, counters = stat_fields(pid) if pids else [], io_counters(pid)
+            if "read_bytes" in counters:
+                self._read_bytes[pid] = counters["read_bytes"]
+            if fields:
+                self._states += 1
+                self._waiting += fields[0] == "D"
+            if len(fields) > _STORAGE_TICKS and "syscr" in counters:
+                self._add_reads(pid, counters["syscr"], int(fields[_STORAGE_TICKS]))
         self._points.append((steps, sum(self._read_bytes.values())))
         if len(self._points) > _MAX_POINTS:
             self._points = self._points[::2]
+
+    def _add_reads(self, pid: int, calls: int, ticks: int) -> None:
+        calls_before, ticks_before = self._reads.get(pid, (calls, ticks))
+        self._reads[pid] = calls, ticks
+        if calls > calls_before and len(self._read_s) < _MAX_READ_SAMPLES:
+            self._read_s.append((ticks - ticks_before) / TICKS_PER_S / (calls - calls_before))
 
     def _add_cpu(self, pid: int, now_s: float) -> None:
         counts = read_proc(pid, "schedstat").split()  # nanoseconds: the kernel's sched-stats.rst
@@ -86,6 +99,8 @@ class WorkerWatch:
     def facts(self) -> LoadingFacts:
         """Return the observations so far."""
         third = len(self._points) // 3
+        # Since Linux 5.14, the kernel counts these ticks only if kernel.task_delayacct is set.
+        is_counted = any(self._read_s)
         return LoadingFacts(
             samples=self._polls,
             storage_wait_share=self._waiting / self._states if self._states else None,
@@ -96,6 +111,8 @@ class WorkerWatch:
             delayed_share=self._delayed_s / self._watched_s if self._watched_s else None,
             early_storage_bytes_per_batch=_slope(self._points[: third + 1]),
             late_storage_bytes_per_batch=_slope(self._points[-1 - third :]),
+            read_ms=1e3 * median(self._read_s) if is_counted else None,
+            read_samples=len(self._read_s) if is_counted else None,
         )
 
 

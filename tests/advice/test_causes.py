@@ -14,6 +14,7 @@ from measured_runs import COPIES
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+from gpu_cases import cold_cache
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import (
@@ -35,11 +36,13 @@ from lightning_gpu_tools.training.run_measurements import (
     CompiledCode,
     GpuFacts,
     LoadingFacts,
+    Place,
     Recompiled,
     RunMeasurements,
     SlowSteps,
     SourceLine,
     StepTimes,
+    Storage,
 )
 
 NO_TENSOR_CORES = on_hopper(tensor_active_percent=0.0)
@@ -445,3 +448,81 @@ def test_persistent_workers_are_advised_only_where_workers_end(workers: int, per
     finding = first(gpu_run({"epoch_start": 20, "training_step": 5}, utilization_percent=20.0, loader=loader))
     assert finding.cause == "epoch_start"
     assert ("persistent_workers=True" in finding.advice) is advised
+
+
+# --- storage -----------------------------------------------------------------------------------------------------
+
+NFS = Storage(path="/data/set", file_system="nfs4", is_network=True)
+DISK = Storage(path="/data/set", file_system="ext4", is_network=False)
+MEMORY = Storage(path="/dev/shm/set", file_system="tmpfs", is_network=False)
+OVERLAY = Storage(path="/set", file_system="overlay", io_pressure_percent=43.0)
+LOCAL = Place(path="/local\x1b[2J", file_system="xfs", free_bytes=800 * GIB)
+SHM = Place(path="/dev/shm", file_system="tmpfs", free_bytes=30 * GIB)
+TIMED = dataclasses.replace(ON_STORAGE, read_ms=41.0, read_samples=212)
+
+
+def on_storage(storage: Storage | None, loading: LoadingFacts = ON_STORAGE) -> Finding:
+    return first(gpu_run(WAITS, 25.0, loading=loading, worker_cpu_s_per_batch=0.02, storage=storage))
+
+
+@pytest.mark.parametrize(
+    ("storage", "loading", "words"),
+    [
+        (None, ON_STORAGE, "60 % of the polls. Copy the data to a local disk, pack small files into large ones, or"),
+        (NFS, ON_STORAGE, "polls. /data/set is on nfs4, a network file system. Copy the data to a local disk, pack"),
+        (
+            dataclasses.replace(NFS, elsewhere=LOCAL),
+            TIMED,
+            "a network file system. A call of read waited 41 ms for storage (median of 212 samples). Copy the data to "
+            r"/local\x1b[2J (xfs, 800 GiB free), pack small",
+        ),
+        (DISK, ON_STORAGE, "/data/set is on ext4. Pack small files into large ones, or keep decoded samples in"),
+        (
+            dataclasses.replace(DISK, elsewhere=SHM),
+            ON_STORAGE,
+            "Copy the data to /dev/shm (tmpfs, 30.0 GiB free), pack",
+        ),
+        (OVERLAY, ON_STORAGE, "/set is on overlay. The I/O pressure was 43 %. Copy the data to a local disk, pack"),
+    ],
+)
+def test_storage_that_limits_is_named(storage: Storage | None, loading: LoadingFacts, words: str) -> None:
+    finding = on_storage(storage, loading)
+    assert finding.evidence["kind"] == "io_bound"
+    assert words in finding.advice
+
+
+def test_storage_is_in_the_evidence_as_far_as_it_is_known() -> None:
+    names = ("storage_path", "file_system", "io_pressure_percent", "read_ms")
+    for storage, loading, values in (
+        (OVERLAY, TIMED, ["/set", "overlay", 43.0, 41.0]),
+        (NFS, ON_STORAGE, ["/data/set", "nfs4", None, None]),
+        (None, ON_STORAGE, [None] * 4),
+    ):
+        assert list(map(on_storage(storage, loading).evidence.get, names)) == values
+
+
+def test_memory_is_not_blamed_for_slow_storage() -> None:
+    assert on_storage(MEMORY).evidence["kind"] == "too_few_workers"
+    run = dataclasses.replace(cold_cache(), storage=NFS)
+    assert "from the page cache. /data/set is on nfs4, a network file system. Later epochs" in first(run).advice
+    assert "first one, copy the data to a local disk" in first(run).advice
+    assert "copy the data" not in first(dataclasses.replace(run, storage=DISK)).advice
+    assert first(dataclasses.replace(run, storage=MEMORY)).evidence["kind"] != "cold_cache"
+
+
+@pytest.mark.parametrize(
+    ("storage", "words"),
+    [
+        (None, "AsyncCheckpointIO(PortableCheckpointIO())."),
+        (NFS, "Their folder /data/set is on nfs4, a network file system."),
+        (
+            dataclasses.replace(NFS, elsewhere=LOCAL),
+            r"a network file system. To save to /local\x1b[2J (xfs, 800 GiB free) and copy them later may be faster.",
+        ),
+        (MEMORY, "Their folder /dev/shm/set is on tmpfs, which is memory."),
+    ],
+)
+def test_the_folder_of_slow_checkpoints_is_named(storage: Storage | None, words: str) -> None:
+    finding = first(cpu_run({"checkpoint": 30, "training_step": 70}, checkpoint_storage=storage))
+    assert finding.advice.endswith(words)
+    assert finding.evidence.get("file_system") == (storage and storage.file_system)

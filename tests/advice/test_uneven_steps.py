@@ -15,6 +15,7 @@ from measured_runs import run_of
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import LOADER
 from lightning_gpu_tools.advice.uneven_steps import MIN_UNEVEN, period, uneven
+from lightning_gpu_tools.training.run_measurements import Storage
 
 Step = dict[str, float]
 WARM_UP = 20
@@ -121,6 +122,26 @@ def test_uneven_steps_are_named(
     assert evidence.items() <= first.evidence.items()
     assert why in diagnosis.why
     assert first.advice in diagnosis.next_step
+
+
+@pytest.mark.parametrize(
+    ("file_system", "is_network", "words"),
+    [
+        (
+            "nfs4",
+            True,
+            "/d is on nfs4, a network file system. To speed up the beginning, copy the data to a local",
+        ),
+        ("ext4", False, "Later steps need no change: by then the data is cached. /d is on ext4."),
+        ("tmpfs", False, "Later steps need no change. /d is on tmpfs, which is memory."),
+    ],
+)
+def test_the_storage_of_a_slow_beginning_is_named(file_system: str, is_network: bool, words: str) -> None:
+    storage = Storage(path="/d", file_system=file_system, is_network=is_network)
+    finding = diagnose(run_of(steps(data_loading=until(100, 0.1)), storage=storage)).findings[0]
+    assert words in finding.advice
+    assert ("copy" in finding.advice) is is_network
+    assert finding.evidence["file_system"] == file_system
 
 
 @pytest.mark.parametrize(

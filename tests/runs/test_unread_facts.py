@@ -26,6 +26,7 @@ SOURCES = {
     (run_recorder, "runnable_s"): "which threads want a core",
     (run_recorder, "throttled_periods"): "the cgroup's quota",
     (run_recorder, "pressure_s"): "pressure on the cores",
+    (run_recorder, "io_pressure_s"): "pressure on storage",
     (run_recorder, "affinity_cores"): "who uses the cores",
     (run_recorder, "settings_of"): "the loader's settings",
     (run_recorder, "batch_bytes"): "the batch's size",

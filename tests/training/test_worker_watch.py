@@ -155,3 +155,22 @@ def test_workers_in_state_d_wait_for_storage(proc: Path) -> None:
     stat = Kernel(proc, "stat", lambda step, pid: f"{pid} (a (b) c) {'D' if step % 2 else 'S'} 1 2 3")
     facts = seen(proc / "run", Samples(20), 2, stat)
     assert (facts.samples, facts.storage_wait_share) == (20, 0.5)
+
+
+def test_the_wait_of_a_read_is_that_of_most_polls(proc: Path) -> None:
+    """Four reads in each step: 20 ticks of waiting for storage in most steps, none in every fifth one."""
+    io = Kernel(proc, "io", lambda step, pid: f"rchar: 5\nsyscr: {4 * step}\nread_bytes: {step}\n")
+    fields = ["0"] * 38
+    stat = Kernel(
+        proc, "stat", lambda step, pid: f"{pid} (a) " + " ".join(["S", *fields, str(20 * (step - step // 5))])
+    )
+    facts = seen(proc / "run", Samples(20), 1, io, stat)
+    assert facts.read_ms == pytest.approx(1e3 * 20 / stacks.TICKS_PER_S / 4)
+    assert facts.read_samples == 19
+
+
+def test_a_kernel_that_does_not_count_the_waits_says_nothing_of_them(proc: Path) -> None:
+    io = Kernel(proc, "io", lambda step, pid: f"syscr: {4 * step}\n")
+    stat = Kernel(proc, "stat", lambda step, pid: f"{pid} (a) " + " ".join(["S", *["0"] * 50]))
+    facts = seen(proc / "run", Samples(20), 1, io, stat)
+    assert (facts.read_ms, facts.read_samples) == (None, None)

@@ -1,4 +1,7 @@
-"""checkpoint: training waits while checkpoints are written."""
+"""checkpoint: training waits while checkpoints are written.
+
+All that a checkpoint callback does counts, and every save; on a GPU only the time for which the GPU was idle.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
+from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
 from lightning_gpu_tools.training.phases import CHECKPOINT
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -17,15 +21,25 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if run.has_trainer:
         options = " (ModelCheckpoint(every_n_train_steps=... or every_n_epochs=...))"
         in_background += " with AsyncCheckpointIO(PortableCheckpointIO())"
+    storage, where = run.checkpoint_storage, ""
+    if storage is not None:
+        where = f" Their folder {described(storage)}."
+        if storage.elsewhere is not None:
+            where += f" To save to {elsewhere(storage)} and copy them later may be faster."
     for one in phases_of(run, CHECKPOINT):
-        advice = f"Save {one.times} times less often{options}, or save {in_background}."
-        yield counted("checkpoint", one.share, one.evidence, advice)
+        advice = f"Save {one.times} times less often{options}, or save {in_background}.{where}"
+        yield counted("checkpoint", one.share, {**one.evidence, **evidence_of(storage)}, advice)
 
 
 CAUSE = Cause(
     name="checkpoint",
     begins="Writing checkpoints takes",
-    shapes=[Shape("Writing checkpoints takes ...", "less often, as advised; `AsyncCheckpointIO`")],
+    shapes=[
+        Shape(
+            "Writing checkpoints takes ...; their folder is on `nfs4`, `ext4`, ...",
+            "less often, as advised; `AsyncCheckpointIO`; the local disk that is named",
+        )
+    ],
     find=find,
     phases=[CHECKPOINT],
     verified_on="cpu",

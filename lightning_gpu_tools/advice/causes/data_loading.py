@@ -1,4 +1,9 @@
-"""data_loading: training waits for batches."""
+"""data_loading: training waits for batches.
+
+The median wait in steady steps; on a GPU only as far as the GPU was idle meanwhile, by CUDA events around sampled
+steps. The kind comes from polls of the workers (/proc: running, without a core, waiting for storage), from batches that
+are ready early or late, and from CPU times.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +34,7 @@ from lightning_gpu_tools.advice.loader_plan import (
     settings_line,
     with_range,
 )
+from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
 from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
 from lightning_gpu_tools.training.run_measurements import (
     DATA_LOADING,
@@ -133,6 +139,7 @@ def _of_torch_loader(
         is_share = value is not None and name.endswith("_share")
         shown = f"workers_{name}" if name in ("runnable_share", "delayed_share") else name
         evidence[shown.replace("_share", "_percent")] = 100 * value if is_share else value
+    evidence |= evidence_of(run.storage)
     known = {name: value for name, value in evidence.items() if value is not None}
     found = with_range(replace(found, advice=advice, evidence={**found.evidence, **known}), tried, *speedup)
     # Other advice may end the wait altogether.
@@ -159,6 +166,7 @@ def _shortage(
     lower, expected, upper = speedup
     is_certain = expected >= MIN_CEILING and lower > MIN_CEILING_LOWER
     settings = settings_line(now, plan.settings)
+    in_memory, better = run.storage is not None and run.storage.is_memory, elsewhere(run.storage)
     if plan.settings.num_workers > run.host.cores:
         settings += ". torch warns of more workers than cores: that is fine where they wait for storage"
     if now.num_workers > 1 and out_of_order >= _READY_OUT_OF_ORDER:
@@ -169,18 +177,21 @@ def _shortage(
             f"prefetch_factor={2 * (now.prefetch_factor or 2)} (now {now.prefetch_factor}), or in_order=False, which "
             "changes the order of batches."
         )
-    elif early_bytes >= max(_MIN_STORAGE_BYTES, _COLD_READS * late_bytes) and _waits_less(run):
+    elif not in_memory and early_bytes >= max(_MIN_STORAGE_BYTES, _COLD_READS * late_bytes) and _waits_less(run):
         kind = "cold_cache"
         advice = (
-            f"Early batches read {format_bytes(early_bytes)} each from storage, later "
-            "ones from the page cache. Later epochs need no change. For the first one, copy the data to a local disk."
+            f"Early batches read {format_bytes(early_bytes)} each from storage, later ones from the page cache."
+            f"{_storage_facts(run)} Later epochs need no change."
+            f"{f' For the first one, copy the data to {better}.' if better else ''}"
         )
-    elif not computes and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
+    elif not in_memory and not computes and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
         kind = "io_bound"
+        changes = "pack small files into large ones, or keep decoded samples in memory"
+        changes = f"Copy the data to {better}, {changes}" if better else changes.capitalize()
         advice = (
-            f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f} % of the polls. "
-            "Copy the data to a local disk, pack small files into large ones, or keep decoded samples in memory. More "
-            f"workers help if the storage serves them in parallel: {settings}. {search} measures it."
+            f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f} % of the polls."
+            f"{_storage_facts(run)} {changes}. More workers help if the storage serves them in parallel: {settings}. "
+            f"{search} measures it."
         )
     elif not is_unpacking and (_has_no_free_core(seen) or (plan.limited_by == "cores" and not is_certain)):
         kind = "cpu_bound"
@@ -210,6 +221,19 @@ def _shortage(
             "Return few large tensors, not many small ones or Python objects, and collate in the workers."
         )
     return kind, advice
+
+
+def _storage_facts(run: RunMeasurements) -> str:
+    """Return what was measured of the storage, as sentences, each after a space."""
+    seen, storage, facts = run.loading or LoadingFacts(), run.storage, ""
+    if storage is not None:
+        facts += f" {described(storage)}."
+    if seen.read_ms is not None:
+        read = format_duration(seen.read_ms / 1e3)
+        facts += f" A call of read waited {read} for storage (median of {seen.read_samples} samples)."
+    if storage is not None and storage.io_pressure_percent is not None:
+        facts += f" The I/O pressure was {storage.io_pressure_percent:.0f} %."
+    return facts
 
 
 def _has_no_free_core(seen: LoadingFacts) -> bool:
@@ -258,7 +282,7 @@ CAUSE = Cause(
         ),
         Shape(
             "The workers were waiting for storage in ... % of the polls",
-            "a local disk; a few large files instead of many small ones",
+            "the local disk that is named; a few large files instead of many small ones",
             "io_bound",
         ),
         Shape(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import Basis, Finding, counted
+from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
 from lightning_gpu_tools.advice.uneven_steps import ACCUMULATION, Uneven, details, lost, quoted, rounded, uneven
 from lightning_gpu_tools.training.phases import (
     DATA_LOADING,
@@ -122,10 +123,13 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
         return replace(steady, evidence={**evidence, **steady.evidence})
     if begins:
         kind = "cold_cache"
-        advice = (
-            "Later steps need no change: by then the data is cached. To speed up the beginning, copy it to a local "
-            "disk beforehand."
-        )
+        storage, better = run.storage, elsewhere(run.storage)
+        cached = ": by then the data is cached" if storage is None or not storage.is_memory else ""
+        advice = f"Later steps need no change{cached}."
+        if storage is not None:
+            advice += f" {described(storage)}."
+        if better is not None:
+            advice += f" To speed up the beginning, copy the data to {better} beforehand."
     else:
         kind = "slow_batches"
         advice = (
@@ -133,7 +137,7 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
             f"{evidence['latest_steps']}. Find what the dataset does for them, or prefetch more batches than that "
             "(num_workers times prefetch_factor)."
         )
-    shown = {"kind": kind, "num_workers": workers, **evidence}
+    shown = {"kind": kind, "num_workers": workers, **evidence, **evidence_of(run.storage)}
     return counted("data_loading", one.share, shown, advice, "heuristic" if begins else "measured")
 
 
