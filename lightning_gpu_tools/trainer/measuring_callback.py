@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +34,7 @@ class FitSession(Session):
         super().__init__(TrainerRun(trainer), partial(FitTimer, trainer))
         self._trainer = trainer
         self._users: list[Callback] = []
+        self.acting: list[MeasuringCallback] = []  # those of which the first acts in each step, for all of them
         self._on_end = Wrappers()
         calls = lookup(trainer, compat.CALLS)
         self._on_end.put(calls, compat.AFTER_ERROR, self._after_error)
@@ -48,11 +50,16 @@ class FitSession(Session):
         if session is None:
             session = _sessions[trainer] = cls(trainer)
         session._users.append(user)
+        if isinstance(user, MeasuringCallback):
+            session.acting.append(user)
         return session
 
     def release(self, user: Callback) -> None:
         """Release the session; its measurements stay readable."""
         self._users = [one for one in self._users if one is not user]
+        self.acting = [one for one in self.acting if one is not user]
+        for one in self.acting[:1]:
+            one.hide_hooks(self)
         if not self._users:
             self._end()
 
@@ -94,7 +101,7 @@ _sessions: WeakKeyDictionary[Trainer, FitSession] = WeakKeyDictionary()
 
 # Hooks that Lightning calls in every step. It skips those that cannot be called, so a callback that does nothing in one
 # hides it while it takes part in a fit: each call saves a microsecond.
-_STEP_HOOKS = (
+STEP_HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
     "on_before_backward",
@@ -113,7 +120,7 @@ class MeasuringCallback(GuardedCallback):
         self._next_step = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in vars(self).items() if name not in _STEP_HOOKS}
+        kept = {name: value for name, value in vars(self).items() if name not in STEP_HOOKS}
         return {**kept, "_session": None}
 
     def _opened(self, trainer: Trainer, session: FitSession) -> None:
@@ -135,10 +142,26 @@ class MeasuringCallback(GuardedCallback):
         if stage == "fit" and not is_disabled() and not is_replaced:
             self._give_up()  # a fit whose end was not reported
             self._session = FitSession.of(trainer, self)
-            for hook in _STEP_HOOKS:
-                if not overrides(self, "Callback", hook):
-                    setattr(self, hook, None)
+            self.hide_hooks(self._session)
             self._opened(trainer, self._session)
+
+    def hide_hooks(self, session: FitSession) -> None:
+        """Hide the hooks in which this callback does nothing, also because another one of the session acts for it."""
+        is_first = session.acting[0] is self
+        acts = {
+            "on_train_batch_start": is_first and session.ending.allocator is not None,
+            "on_train_batch_end": is_first,
+        }
+        self._show_hooks()
+        for hook in STEP_HOOKS:
+            is_own = getattr(type(self), hook) is getattr(MeasuringCallback, hook)
+            if not (acts.get(hook) if is_own else overrides(self, "Callback", hook)):
+                setattr(self, hook, None)
+
+    def _show_hooks(self) -> None:
+        for hook in STEP_HOOKS:
+            with suppress(AttributeError):  # not by `vars`, after which CPython looks each method up anew
+                delattr(self, hook)
 
     def _is_replaced(self, callbacks: Sequence[Callback]) -> bool:
         # Lightning has added ours to the user's list, perhaps for an earlier Trainer as well.
@@ -152,7 +175,7 @@ class MeasuringCallback(GuardedCallback):
             self._next_step = 0.0
             self._began(trainer, self._session)
 
-    # The next two run in every step of each callback, so they make as few calls as possible.
+    # The next two run in every step, so they make as few calls as possible.
 
     @override
     @guards_itself
@@ -171,15 +194,22 @@ class MeasuringCallback(GuardedCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         session = self._session
-        if session is not None:
+        if session is not None and session.clock.steps != session.last_step:  # only the first callback's call counts
             try:
-                if session.clock.steps != session.last_step:  # only the first callback's call counts
-                    session.after_step(batch)
-                if session.clock.steps >= self._next_step or session.report_wanted:
-                    self._next_step = self._stepped(trainer, session)
+                session.after_step(batch)
             except Exception as error:
                 if not self.survives(error):
                     raise
+            for user in session.acting:
+                if session.clock.steps >= user._next_step or session.report_wanted:
+                    user._act(trainer, session)
+
+    def _act(self, trainer: Trainer, session: FitSession) -> None:
+        try:
+            self._next_step = self._stepped(trainer, session)
+        except Exception as error:
+            if not self.survives(error):
+                raise
 
     @override
     def on_validation_batch_start(
@@ -212,7 +242,6 @@ class MeasuringCallback(GuardedCallback):
     @override
     def _give_up(self) -> None:
         session, self._session = self._session, None
-        for hook in _STEP_HOOKS:
-            vars(self).pop(hook, None)
+        self._show_hooks()
         if session is not None:
             session.release(self)

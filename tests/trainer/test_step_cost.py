@@ -26,6 +26,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, lo
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs import run_report
+from lightning_gpu_tools.trainer.measuring_callback import STEP_HOOKS
 from lightning_gpu_tools.trainer.wrappers import Wrappers, before
 
 PACKAGE = str(Path(lightning_gpu_tools.__file__).parent)
@@ -153,3 +154,26 @@ def test_a_running_report_of_1024_ranks_is_made_beside_the_training_thread(
     assert threads
     assert threading.get_ident() not in threads
     assert rank_zero.calls.ours < 1016  # not even one for each GPU
+
+
+def test_lightning_calls_no_hook_of_a_step_that_does_nothing(tmp_path: Path) -> None:
+    class Overridden(GPUUtilizationAdvisor):
+        backwards = 0
+
+        def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+            super().on_after_backward(trainer, pl_module)
+            self.backwards += 1
+
+    class Seen(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+            self.shown = [
+                [name for name in STEP_HOOKS if callable(getattr(one, name))] for one in trainer.callbacks[:2]
+            ]
+
+    advisor, seen = Overridden(min_steps=1, min_seconds=0), Seen()
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), advisor, seen])
+    trainer.fit(Model(), loader(Samples(40)))
+    assert seen.shown == [["on_train_batch_end"], ["on_after_backward"]]  # the first acts for both
+    assert advisor.backwards == 40
+    assert advisor.diagnosis is not None
+    assert all(callable(getattr(one, name)) for one in trainer.callbacks[:2] for name in STEP_HOOKS)
