@@ -94,6 +94,7 @@ def _environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH")))),
         "LIGHTNING_GPU_TOOLS_CLAIMS_DIR": str(folder / "claims"),  # not those of this machine's GPUs
         "SIMULATED_CUDA_WAITS_ASLEEP": "1",
+        "TORCH_COMPILE_DISABLE": "1",  # compiled kernels cannot be simulated
     }
     environ.pop("CUDA_VISIBLE_DEVICES", None)
     return environ

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import gc
 import json
 import multiprocessing
@@ -68,7 +69,7 @@ class Recorder:
         self._steps = 0
         self._in_step = False
         self._batch_size: int | None = None
-        self._is_mixed = self._has_validated = self._has_convolutions = False
+        self._is_mixed = self._has_validated = self._has_convolutions = self._compiles = False
         self._failures = self._requested_bytes = 0
         self._failure: Moment | None = None
         self._syncs: SyncLines | None = None
@@ -80,6 +81,15 @@ class Recorder:
         register_module_forward_pre_hook(self._guarded(self._before_forward))
         compat.call_once_cuda_starts(self._guarded(self._cuda_starts))
         atexit.register(self._guarded(self._at_exit))
+        torch.compile = self._noted(torch.compile)
+
+    def _noted(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(compiled)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._compiles = True
+            return compiled(*args, **kwargs)
+
+        return noted
 
     def _guarded(self, act: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
@@ -220,6 +230,7 @@ class Recorder:
             failure=self._failure,
             requested_bytes=self._requested_bytes,
             has_validated=self._has_validated,
+            compiles=self._compiles,
         )
         watched = None if self._syncs is None else self._syncs.facts()
         if watched is not None:

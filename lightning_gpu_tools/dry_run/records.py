@@ -57,6 +57,7 @@ class ProcessRecord:
         syncs: Lines at which the last step waited for the GPU, most frequent first.
         has_validated: Whether a model in evaluation mode ran without gradients.
         has_convolutions: Whether a model has convolutions or recurrent layers, which use cuDNN on a GPU.
+        compiles: Whether it called ``torch.compile``, which is off.
     """
 
     torch: str
@@ -79,3 +80,4 @@ class ProcessRecord:
     syncs: tuple[SourceLine, ...] = ()
     has_validated: bool = False
     has_convolutions: bool = False
+    compiles: bool = False

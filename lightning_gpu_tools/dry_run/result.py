@@ -238,6 +238,8 @@ def _unknown(record: ProcessRecord, steps: int) -> list[str]:
         found.append("No validation ran, so its peak is unknown.")
     if record.has_convolutions:
         found.append("cuDNN is not simulated, and its workspaces may take more or less.")
+    if record.compiles:
+        found.append("torch.compile is off here. Compiled code usually needs less memory.")
     if record.world_size > 1:
         found.append(f"NCCL's buffers are counted with {format_bytes(NCCL_BYTES)} a GPU, and are not simulated.")
     return [*found, "Kernels compute nothing: losses and times mean nothing."]

@@ -108,10 +108,10 @@ def test_what_does_not_fit_is_told_with_what_it_would_need() -> None:
 
 
 def test_what_is_missing_in_a_run_is_said() -> None:
-    record = replace(COMPLETE, outcome="ended", steps=1, has_validated=False, has_convolutions=True)
+    record = replace(COMPLETE, outcome="ended", steps=1, has_validated=False, has_convolutions=True, compiles=True)
     run = result(judge(0, [record], 3, "/torch"), "t4", 1, 3)
-    words = ("after training step 1", "No validation", "cuDNN", "Kernels compute nothing")
-    assert [word in said for word, said in zip(words, run.unknown, strict=True)] == [True] * 4
+    words = ("after training step 1", "No validation", "cuDNN", "torch.compile is off", "Kernels compute nothing")
+    assert [word in said for word, said in zip(words, run.unknown, strict=True)] == [True] * 5
 
 
 @pytest.mark.parametrize("largest", [0, 1, 7, 35, 36, 64, 1000])
