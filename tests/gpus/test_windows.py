@@ -276,7 +276,7 @@ def test_every_metric_is_made_of_what_a_sample_has_and_goes_where_the_report_has
     assert reported - over_run(window, window).keys() == {
         *("index", "uuid", "name", "node", "validation_utilization_percent_mean", "power_watts_mean"),
         *("own_memory_bytes", "others_memory_bytes_max", "own_utilization_percent", "others_utilization_percent"),
-        *("errors", "timelines"),
+        *("errors", "timelines", "rank_wait_percent"),
     }
 
 
