@@ -2,8 +2,8 @@
 
 The docstring of a cause's file has its name and what it means, and after an empty line how it is measured. A threshold
 is a number in a constant of the file, or in one that its functions use from other files of ``advice``. Comments say
-what it means and where it comes from: the one beside it and the one above it. A threshold without a comment shares that
-of the one above. "Our defaults." at the beginning of a comment holds up to the next empty line.
+what it means and where it comes from: the one after it on its line and the one above it. A threshold without a comment
+shares that of the one above. "Our defaults." at the beginning of a comment holds up to the next empty line.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Threshold(NamedTuple):
         name: Name of the constant, without a leading underscore.
         value: Its value, in the unit that the name or a comment gives.
         about: Comment above it, which other thresholds may share.
-        meaning: Comment beside it.
+        meaning: Comment after it on its line.
     """
 
     name: str
@@ -241,9 +241,9 @@ def thresholds_in(file: str) -> Sequence[Threshold]:
         node = constants[number]
         name, end = ast.unparse(node.targets[0]), node.end_lineno or number
         if name.lstrip("_").isupper() and _is_number(values.get(name)):
-            beside = comments.get(end, "")
-            about = above if not beside or last in alone else ""
-            found.append(Threshold(name.lstrip("_"), values[name], " ".join(filter(None, (of_all, about))), beside))
+            after = comments.get(end, "")
+            about = above if not after or last in alone else ""
+            found.append(Threshold(name.lstrip("_"), values[name], " ".join(filter(None, (of_all, about))), after))
         last = end
     return found
 

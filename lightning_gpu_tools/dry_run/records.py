@@ -1,4 +1,4 @@
-"""What a process of a dry run leaves behind: plain data, in bytes."""
+"""Plain data that a process of a dry run leaves behind, in bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAN, LOCK, RECORD = "plan.json", "lock", "record-{}.json"
 
 
 class Plan(NamedTuple):
-    """What each process has to know."""
+    """The part of a dry run's settings that each process needs."""
 
     steps: int  # after which it ends
     room_bytes: int  # that torch can have on the target GPU

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from lightning_gpu_tools.advice.lines import in_words, is_of_program
@@ -166,38 +166,33 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
     usable = usable_bytes(gpu)
     if record is None:
         return DryRun(verdict=verdict, reason=why_not, gpu=gpu, gpus=gpus, usable_bytes=usable)
-    failure = record.failure if verdict == "does_not_fit" else None
-    known = record if verdict == "fits" else needs
-    if known is None:
-        return DryRun(
-            verdict=verdict,
-            reason=f"needs more than {_all_of(gpu)}.{_failed(record)}",
-            gpu=gpu,
-            gpus=gpus,
-            usable_bytes=usable,
-            steps=record.steps,
-            world_size=record.world_size,
-            batch_size=record.batch_size,
-            failure=failure,
-            requested_bytes=record.requested_bytes,
-        )
-    context = context_bytes(gpu, known.world_size)
-    least, needed = known.peak_allocated_bytes + context, known.peak_reserved_bytes + context
-    peak = f" (peak {moment_in_words(known.peak)})" if known.peak and verdict == "fits" else ""
-    return DryRun(
+    fits = verdict == "fits"
+    told = DryRun(
         verdict=verdict,
-        reason=f"needs {format_bytes(needed)} of {_all_of(gpu)}{peak}.{'' if verdict == 'fits' else _failed(record)}",
+        reason=f"needs more than {_all_of(gpu)}.{_failed(record)}",
         gpu=gpu,
         gpus=gpus,
         usable_bytes=usable,
+        steps=record.steps,
+        world_size=record.world_size,
+        batch_size=record.batch_size,
+        failure=None if fits else record.failure,
+        requested_bytes=None if fits else record.requested_bytes,
+    )
+    known = record if fits else needs
+    if known is None:
+        return told
+    context = context_bytes(gpu, known.world_size)
+    least, needed = known.peak_allocated_bytes + context, known.peak_reserved_bytes + context
+    peak = f" (peak {moment_in_words(known.peak)})" if known.peak and fits else ""
+    return replace(
+        told,
+        reason=f"needs {format_bytes(needed)} of {_all_of(gpu)}{peak}.{'' if fits else _failed(record)}",
         needed_bytes=needed,
         min_free_bytes=min_free_for(needed, usable if needed <= usable else 0),
-        steps=record.steps,
         world_size=known.world_size,
         batch_size=known.batch_size,
         peak=known.peak,
-        failure=failure,
-        requested_bytes=record.requested_bytes if verdict == "does_not_fit" else None,
         parts_bytes=_parts(known, context),
         lines=known.lines,
         largest_batch=known.largest_batch,

@@ -18,6 +18,7 @@ from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.phases import BACKWARD, RANK_WAIT_IN_STEP
 
 _SETTLED = 1  # backwards that send gradients, until DDP has arranged its buckets anew by their order
+_MAX_LEARNED = 3  # our default: backwards to learn from, because hooks on all weights take time
 
 
 class BucketWaits:
@@ -30,7 +31,7 @@ class BucketWaits:
         self._weights = weights
         self._enter = enter
         self._last: list[torch.Tensor] = []  # of each bucket
-        self._synced = 0  # backwards that have sent gradients
+        self._synced = self._learned = 0  # backwards that have sent gradients, and those learned from
         self._sent = 0  # collectives until the last hook of ours
         self._marked = 0  # collectives between marks in this backward
         self._missed = False
@@ -43,21 +44,26 @@ class BucketWaits:
     @contextmanager
     def around_backward(self, *, is_sampled: bool) -> Iterator[None]:
         """Return a context for a backward: it marks the waits if the step is sampled, else it learns the weights."""
-        if self._last and not is_sampled:
+        if not is_sampled and (self._last or self._learned == _MAX_LEARNED):
             yield
             return
         before = self._sent = compat.collectives_started()
         self._marked = 0
         with ExitStack() as hooks:
-            if is_sampled:
-                self._mark(hooks)
-            elif self._synced >= _SETTLED:
-                self._learn(hooks)
+            try:
+                if is_sampled:
+                    self._mark(hooks)
+                elif self._synced >= _SETTLED:
+                    self._learned += 1
+                    self._learn(hooks)
+            except Exception:  # noqa: BLE001 - weights that allow no hooks are no reason to stop training
+                self._learned, self._last = _MAX_LEARNED, []
+                hooks.close()
             yield
         sent = compat.collectives_started() - before
         self._synced += sent > 0
         if is_sampled:
-            # Beside buckets, DDP may send which weights were used.
+            # In addition to buckets, DDP may send which weights were used.
             self._missed = sent - self._marked > bool(self._last)
             if self._missed:
                 self._last = []

@@ -94,3 +94,27 @@ def test_an_error_in_backward_leaves_no_hook() -> None:
         loss.backward()
     handle.remove()
     assert not model.ddp.module[0].weight._post_accumulate_grad_hooks
+
+
+def test_a_model_without_buckets_in_backward_is_not_searched_in_each_step() -> None:
+    model, searched = Reducing(), []
+    model.waits._weights = lambda: searched.append(1) or ()
+    for _ in range(10):
+        model.backward()
+    assert len(searched) == 3
+
+
+def test_weights_that_allow_no_hooks_do_not_stop_training() -> None:
+    model = Reducing()
+    model.backward()
+    model.waits._weights = lambda: [model.ddp.module[0].weight, NoHooks()]
+    for is_sampled in (False, True, False):
+        model.backward(is_sampled=is_sampled)
+        assert not model.ddp.module[0].weight._post_accumulate_grad_hooks
+    assert model.ddp.module[0].weight.grad is not None
+
+
+class NoHooks:
+    """A weight of an odd class."""
+
+    requires_grad = is_leaf = True
