@@ -34,6 +34,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from machine import describe_machine
 from torch.utils.data import DataLoader, Dataset
+from toys import occupy
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 
@@ -84,7 +85,7 @@ class Model(LightningModule):
             be_late()
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        torch.cuda._sleep(int(self.gpu_s * 1e9))
+        occupy(self.gpu_s)
         self.late_in("forward")
         if self.part == "uneven" and batch_idx % self.trainer.world_size == self.global_rank:
             be_late()

@@ -33,7 +33,7 @@ from diagnosis_suite import in_words
 from lightning.pytorch import Callback, LightningModule, Trainer
 from machine import describe_machine
 from torch.utils.data import DataLoader, Dataset
-from toys import Slow, SlowCallback, Stop
+from toys import Slow, SlowCallback, Stop, occupy
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 
@@ -99,7 +99,7 @@ class Waiting(LightningModule):
         self.gpu_ms, self.before, self.after = gpu_ms, before, after
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        occupy(self.gpu_ms)
+        occupy(self.gpu_ms / 1e3)
         return self.layer(batch)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -117,27 +117,13 @@ class Waiting(LightningModule):
 
 class Augmenting(Waiting):
     def on_after_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
-        occupy(20.0)
+        occupy(0.020)
         return batch
 
 
 class Averaging(Callback):
     def on_train_batch_end(self, *args: Any) -> None:
-        occupy(20.0)
-
-
-@functools.cache
-def cycles_per_ms() -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    torch.cuda._sleep(50_000_000)
-    end.record()
-    end.synchronize()
-    return 50e6 / begin.elapsed_time(end)
-
-
-def occupy(ms: float) -> None:
-    torch.cuda._sleep(int(ms * cycles_per_ms()))
+        occupy(0.020)
 
 
 def item(loss: torch.Tensor) -> None:
@@ -301,6 +287,7 @@ def main() -> int:
         parser.error("this needs a CUDA device")
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    sys.modules.update(dict.fromkeys(["matplotlib", "bokeh"]))  # no pictures, which take longer than the trainings
     if args.train:
         train(CASES[args.train], args.seconds, os.getcwd())
         return 0

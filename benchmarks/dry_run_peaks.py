@@ -1,6 +1,9 @@
-"""Peak GPU memory of real trainings on a simulated Tesla T4, against the peaks that others measured on a real one.
+"""Peak GPU memory of real trainings on a simulated GPU, against the peaks on a real one.
 
     python -m lightning_gpu_tools.simulated --gpu t4 -- python benchmarks/dry_run_peaks.py [--output results.json]
+
+    python benchmarks/dry_run_peaks.py --output h100.json     # on a real GPU: its peaks, for a simulated one:
+    python -m lightning_gpu_tools.simulated -- python benchmarks/dry_run_peaks.py --against h100.json
 
 It needs torch's CUDA build, transformers and torchvision. The peaks of the real T4 are those of torch-preflight's
 calibration (its tests/calibration/measured_peaks.json, torch 2.11), of which its authors say that a second T4 had them
@@ -47,8 +50,8 @@ class Run(NamedTuple):
     model: str
     batch: int
     size: int
-    allocated: int
-    reserved: int
+    allocated: int = 0
+    reserved: int = 0
 
 
 CONTEXT = 141426688  # bytes that the real T4 had in use beside what torch reserved
@@ -61,6 +64,12 @@ RUNS = (
     Run("bert-base-uncased", 8, 256, 3185408000, 3491758080),
     Run("resnet50", 16, 224, 1119203840, 1195376640),
     Run("resnet50", 32, 224, 1839903232, 2000683008),
+)
+# What a larger GPU is used for; peaks of these are not published.
+LARGER = (
+    Run("gpt2", 32, 1024),
+    Run("bert-base-uncased", 64, 512),
+    Run("resnet50", 256, 224),
 )
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config()),
@@ -109,16 +118,18 @@ def estimate(run: Run) -> int | None:
 
     size = {"image_size" if run.model == "resnet50" else "seq_len": run.size}
     config = RunConfig(batch_size=run.batch, precision=PrecisionMode.AMP, optimizer=OptimizerKind.ADAMW, **size)
-    return costmodel.estimate(archdb.resolve(run.model), config, hardware.resolve("t4")[0]).total
+    return costmodel.estimate(
+        archdb.resolve(run.model), config, hardware.resolve("t4" if "T4" in torch.cuda.get_device_name() else "h100")[0]
+    ).total
 
 
-def compared(run: Run, context: int) -> dict[str, Any]:
+def compared(run: Run, context: int, real_context: int) -> dict[str, Any]:
     """Train, and return peaks in bytes, errors as fractions, and whether they are within the bounds.
 
     "in use" is what torch's allocator reserves and the context, which is what torch-preflight estimates.
     """
     ours, theirs = trained(run), estimate(run)
-    real = {"allocated": run.allocated, "reserved": run.reserved, "in use": run.reserved + CONTEXT}
+    real = {"allocated": run.allocated, "reserved": run.reserved, "in use": run.reserved + real_context}
     ours["in use"] = ours["reserved"] + context
     errors = {name: ours[name] / real[name] - 1 for name in real}
     found = {
@@ -138,19 +149,27 @@ def compared(run: Run, context: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="peaks of a real GPU (default: those that are published of a T4)")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.cuda.init()
     free, total = torch.cuda.mem_get_info()
     context = total - free - torch.cuda.memory_reserved()
-    runs = [compared(run, context) for run in RUNS]
-    packages = ("transformers", "torchvision", *(["torch-preflight"] if runs[0]["torch-preflight"] else []))
-    result = {
-        "benchmark": "dry_run_peaks",
-        "machine": describe_machine() | {name: importlib.metadata.version(name) for name in packages},
-        "bounds": BOUNDS,
-        "runs": runs,
-    }
+    result: dict[str, Any] = {"benchmark": "dry_run_peaks", "machine": describe_machine()}
+    result["machine"] |= {name: importlib.metadata.version(name) for name in ("transformers", "torchvision")}
+    if "SIMULATED_CUDA" not in os.environ:
+        peaks = [run._replace(**trained(run))._asdict() for run in RUNS + LARGER]
+        result |= {"context": context, "peaks": peaks}
+        print(json.dumps(peaks, indent=1))
+    else:
+        runs, real_context = RUNS, CONTEXT
+        if arguments.against:
+            real = json.loads(arguments.against.read_text())
+            runs, real_context = tuple(Run(**one) for one in real["peaks"]), real["context"]
+            result["real_machine"] = real["machine"]
+        result |= {"bounds": BOUNDS, "runs": [compared(run, context, real_context) for run in runs]}
+        if result["runs"][0]["torch-preflight"]:
+            result["machine"]["torch-preflight"] = importlib.metadata.version("torch-preflight")
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
 

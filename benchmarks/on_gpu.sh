@@ -1,31 +1,45 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command: the tests marked `gpu` and the benchmarks, with their raw results.
 #
-#     benchmarks/on_gpu.sh [FOLDER FOR THE RESULTS, default benchmarks/results]
+#     benchmarks/on_gpu.sh [PART ...]        all of them by default; they are the cases below
 #
-# On the simulated machine the folder is by default benchmarks/results/simulated_gpu, and each result names it:
+# RESULTS is the folder for the results, by default benchmarks/results, or on the simulated machine, whose results say
+# so, benchmarks/results/simulated_gpu:
 #
 #     python -m lightning_gpu_tools.simulated -n 2 -- benchmarks/on_gpu.sh
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-results=benchmarks/results
-step_overhead=() on_small_gpu=()
+parts=(tests peaks times advice diagnosis step_cost memory pick)
+folder=${RESULTS:-benchmarks/results}
 if [ -n "${SIMULATED_CUDA:-}" ]; then
-    results=benchmarks/results/simulated_gpu
-    step_overhead=(--rounds 14 --tool "monitor + advisor")
-    on_small_gpu=("$python" -m lightning_gpu_tools.simulated --gpu t4 -n 2 --)  # its largest batches fit the host
+    parts=(tests diagnosis step_cost memory pick)
+    folder=${RESULTS:-benchmarks/results/simulated_gpu}
     echo "Simulated GPU, torch's CUDA build: these results say nothing of a GPU's speed."
 fi
-folder=${1:-$results}
+[ $# -eq 0 ] || parts=("$@")
 mkdir -p "$folder"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv | tee "$folder/gpu_machine.csv"
-"$python" -m pytest -m gpu -v --junitxml="$folder/gpu_tests.xml" 2>&1 | tee "$folder/gpu_tests.log"
-tests=$?
-"$python" benchmarks/step_overhead.py "${step_overhead[@]}" --output "$folder/gpu_step_overhead.json"
-"$python" benchmarks/diagnosis_on_gpu.py --output "$folder/gpu_diagnosis.json"
-"${on_small_gpu[@]}" "$python" benchmarks/out_of_memory.py --output "$folder/gpu_out_of_memory.json"
-"$python" benchmarks/pick_speed.py --real --output "$folder/gpu_pick_speed.json"
-exit $tests
+failed=0
+for part in "${parts[@]}"; do
+    began=$SECONDS
+    case $part in
+        # An error of memory, or a GPU that fails, must not end all: xdist starts another process.
+        tests) command=(-m pytest tests/on_gpu -n 1 -v --durations=20 -p no:cacheprovider --junitxml="$folder/gpu_tests.xml") ;;
+        peaks) command=(benchmarks/dry_run_peaks.py --output "$folder/gpu_peaks.json") ;;
+        times) command=(benchmarks/gpu_times.py --output "$folder/gpu_times.json") ;;
+        advice) command=(benchmarks/following_advice.py --reports "$folder/following_advice" --output "$folder/following_advice.json") ;;
+        diagnosis) command=(benchmarks/diagnosis_on_gpu.py --output "$folder/gpu_diagnosis.json") ;;
+        step_cost) command=(benchmarks/step_overhead.py --rounds 14 --tool "monitor + advisor" --output "$folder/gpu_step_overhead.json") ;;
+        memory) command=(benchmarks/out_of_memory.py --output "$folder/gpu_out_of_memory.json") ;;
+        pick) command=(benchmarks/pick_speed.py --real --output "$folder/gpu_pick_speed.json") ;;
+        *) echo "There is no part $part" >&2; exit 2 ;;
+    esac
+    "$python" "${command[@]}" 2>&1 | tee "$folder/gpu_$part.log"
+    rc=${PIPESTATUS[0]}
+    [ "$rc" = 0 ] || failed=1
+    echo "== $part: exit code $rc after $((SECONDS - began)) s"
+done
+exit $failed

@@ -434,6 +434,14 @@ CASES = {
 }  # fmt: skip
 
 
+def warm_up() -> None:
+    """Have CUDA take what it takes for kernels when they are first used."""
+    layer = nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.zeros(8, 8, device="cuda")).tanh().square().mean().backward()
+    optimizer.step()
+
+
 def train(folder: Path, rank: int, name: str) -> None:
     """Train until it fails, and leave a report; in a process of its own, because a limit of torch's stays."""
     sys.modules.update(dict.fromkeys(["matplotlib", "bokeh"]))  # no pictures, which take longer than the training
@@ -447,7 +455,7 @@ def train(folder: Path, rank: int, name: str) -> None:
         if case.job:
             gpus, is_orphan = None if case.job == "before" else 1, case.job == "left over"
             take = jobs.enter_context(another_job(case.left, gpus, is_orphan=is_orphan))
-            torch.zeros(1, device="cuda")  # so that what CUDA takes is taken before
+            warm_up()
             if case.job == "starts":
                 callbacks.append(Starts(take))
             else:
@@ -708,7 +716,9 @@ def largest_that_trains(trains: Callable[[int], bool], guess: int) -> int:
 
 
 def predictions() -> list[dict[str, Any]]:
-    """Compare the largest batch sizes that are predicted from small ones with those that train."""
+    """Compare the largest batch sizes that are predicted from small ones with those that train, in 15 GiB."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, 15 * GIB / total))
     rows = []
     for name in MODELS:
         predicted = {}

@@ -9,6 +9,7 @@ them are healthy or too short, and must stay without a finding.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import random
@@ -37,6 +38,23 @@ def compute(seconds: float) -> None:
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
+
+
+@functools.cache
+def cycles_per_s() -> float:
+    """Return how many cycles the GPU waits in a second, once its clock has risen from that of an idle GPU."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(200_000_000)
+    begin.record()
+    torch.cuda._sleep(50_000_000)
+    end.record()
+    end.synchronize()
+    return 50e9 / begin.elapsed_time(end)
+
+
+def occupy(seconds: float) -> None:
+    """Keep the GPU busy for some seconds, and the host for hardly any time."""
+    torch.cuda._sleep(int(seconds * cycles_per_s()))
 
 
 class Slow(Dataset):

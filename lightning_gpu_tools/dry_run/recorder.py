@@ -34,7 +34,7 @@ from lightning_gpu_tools.dry_run.peak import Peak, find_peak, moments_of, parts_
 from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, Moment, Plan, ProcessRecord
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.memory_counters import read_memory
-from lightning_gpu_tools.training.memory_holdings import plain_tensors, workspace_sizes_of
+from lightning_gpu_tools.training.memory_holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
 from lightning_gpu_tools.training.memory_lines import Block, MemoryRecorder, by_line, live_blocks
 from lightning_gpu_tools.training.memory_readings import BlockEvent, MemoryLine, RecordedStep, RecordedSteps, Segment
 from lightning_gpu_tools.training.memory_trace import (
@@ -340,7 +340,7 @@ class _Gpu:
             moments_of(happened),
             copies=sizes_in_16_bits(weights if is_mixed else ()),
             gradients=gradient_sizes(weights),
-            fixed=workspace_sizes_of(self.gpu),
+            fixed=fixed_sizes_of(self.gpu),
         )
         self.steps.append(RecordedStep(step, (batch_size,), events))
 

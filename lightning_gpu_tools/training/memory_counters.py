@@ -17,8 +17,8 @@ from lightning_gpu_tools.training.memory_holdings import (
     Training,
     count_gradients,
     count_holdings,
+    fixed_sizes_of,
     weights_of,
-    workspace_sizes_of,
 )
 from lightning_gpu_tools.training.memory_lines import MemoryRecorder, by_line, live_blocks
 from lightning_gpu_tools.training.memory_readings import (
@@ -264,7 +264,7 @@ class MemoryCounters:
                 moments,
                 copies=sizes_in_16_bits(weights if is_mixed else ()),
                 gradients=gradient_sizes(weights),
-                fixed=workspace_sizes_of(self._gpu),
+                fixed=fixed_sizes_of(self._gpu),
             )
             step = RecordedStep(self._clock.steps, self._batch_shape or (), found)
             # Of the steps up to the optimizer's first, the first and the last.

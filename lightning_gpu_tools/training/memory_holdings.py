@@ -16,6 +16,8 @@ from lightning_gpu_tools.training.memory_readings import MemoryHoldings
 # Attributes of DeepSpeed's optimizers (0.19: ZeRO 3; 1 and 2).
 _MASTER_WEIGHTS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
 _GRADIENTS = ("grad_partitions_flat_buffer", "averaged_gradients")
+# Of cuBLASLt, by aten/src/ATen/cuda/CUDABlas.cpp, in versions of torch whose cuBLASLt does not share that of cuBLAS.
+_LT_WORKSPACE = 2**20
 _HOPPER = 9  # major compute capability, from which on workspaces are larger
 
 
@@ -107,6 +109,12 @@ def workspace_sizes(config: str, capability: tuple[int, int]) -> set[int]:
     if pairs:
         return {sum(kib * count for kib, count in pairs) * 2**10}
     return {8320 * 2**10, 32 * 2**20} if capability[0] >= _HOPPER else {8320 * 2**10}
+
+
+def fixed_sizes_of(gpu: torch.device | None) -> set[int]:
+    """Return the sizes of blocks that hold a workspace of cuBLAS or cuBLASLt on a GPU, whatever the batch size."""
+    lt_kib = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    return workspace_sizes_of(gpu) | {int(lt_kib) * 2**10 if lt_kib.isdecimal() else _LT_WORKSPACE}
 
 
 def weights_of(training: Training) -> list[torch.nn.Parameter]:

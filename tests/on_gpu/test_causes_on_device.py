@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -18,13 +19,12 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, lo
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.training.phases import FORWARD
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from toys import occupy
+
 pytestmark = pytest.mark.gpu
 STEPS = 130
-
-
-def occupy(seconds: float) -> None:
-    """Keep the GPU busy about so long, and the host for hardly any time."""
-    torch.cuda._sleep(int(seconds * 1e9))  # in cycles; the clock is between 1 and 2 GHz
 
 
 def line_of(function: Callable[..., object], text: str) -> str:

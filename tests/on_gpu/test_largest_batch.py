@@ -20,6 +20,7 @@ from lightning_gpu_tools import GPUUtilizationMonitor, watch
 from lightning_gpu_tools.advice.caching_allocator import CachingAllocator
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training.memory_readings import RankMemory
+from lightning_gpu_tools.training.memory_trace import segments
 
 pytestmark = pytest.mark.gpu
 WIDTH, DEPTH = 1024, 6
@@ -137,12 +138,14 @@ def test_a_loop_of_ones_own_is_recorded_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_model_of_the_allocator_takes_what_torch_takes(seed: int) -> None:
+    """Also beside what other tests have left."""
     chance, room = random.Random(seed), (2**40, 900 * 2**20)[seed % 2]
     gc.collect()
     torch.cuda.empty_cache()
-    before, total = torch.cuda.memory_reserved(), torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (before + room) / total))
-    model, live = CachingAllocator(room), dict[int, torch.Tensor]()
+    total = torch.cuda.get_device_properties(0).total_memory
+    room += torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, room / total))
+    model, live = CachingAllocator(room, segments(torch.device("cuda", 0))), dict[int, torch.Tensor]()
     try:
         for number in range(1500):
             if live and chance.random() < (0.5 if len(live) > 60 else 0.35):
@@ -154,6 +157,6 @@ def test_the_model_of_the_allocator_takes_what_torch_takes(seed: int) -> None:
                 with contextlib.suppress(torch.OutOfMemoryError):
                     live[number] = torch.empty(size, dtype=torch.uint8, device="cuda")
                 assert model.allocate(number, size) == (number in live)
-            assert model.reserved_bytes == torch.cuda.memory_reserved() - before
+            assert model.reserved_bytes == torch.cuda.memory_reserved()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,13 @@ from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import GpuIdle
 from lightning_gpu_tools.training.step_clock import StepClock
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from toys import occupy
+
 pytestmark = pytest.mark.gpu
 
 STEPS = 100
-
-
-def occupy(seconds: float) -> None:
-    """Keep the GPU busy about so long, and the host for hardly any time."""
-    torch.cuda._sleep(int(seconds * 1e9))  # in cycles; the clock is between 1 and 2 GHz
 
 
 class Busy(Model):
@@ -120,17 +120,7 @@ def test_of_a_copy_the_gpu_feels_its_own_part(tmp_path: Path, pinned: bool) -> N
 
 
 def as_built(seconds: float) -> Any:
-    """On hardware the clock, by which the GPU was to be busy, is between 1 and 2 GHz."""
-    return pytest.approx(seconds * nanoseconds_of_a_cycle(), rel=0.1, abs=0.0003)
-
-
-def nanoseconds_of_a_cycle() -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    torch.cuda._sleep(50_000_000)
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 50
+    return pytest.approx(seconds, rel=0.1, abs=0.0003)
 
 
 @pytest.mark.parametrize("starved_s", [0.0, 0.020], ids=["overlapping", "starved"])
@@ -138,6 +128,9 @@ def test_the_gpus_work_on_the_parts_of_a_step_is_measured(tmp_path: Path, starve
     """Also where it is idle within the step."""
 
     class Starved(Busy):
+        def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
+            torch.cuda.synchronize()  # so that no work of the step before hides what comes
+
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             occupy(self.forward_s / 2)
             time.sleep(starved_s)
@@ -192,8 +185,8 @@ def test_work_between_two_steps_is_no_idle_time(tmp_path: Path, callbacks: tuple
 
 
 def test_the_wait_for_a_slow_hook_is_told_from_work_before_it(tmp_path: Path) -> None:
-    _, idle = train(tmp_path, Busy(0.003), Averages(), Spending(time.sleep, "on_train_batch_start", 0.030))
-    assert 0.75 < idle_share(idle, "callback/Spending") <= 1.02
+    _, idle = train(tmp_path, Busy(0.003), Averages(), Spending(time.sleep, "on_train_batch_start", 0.060))
+    assert 0.55 < idle_share(idle, "callback/Spending") < 0.75  # of 60 ms, in the first 20 of which the GPU works
 
 
 def test_the_only_kernel_of_a_plain_loop_is_its_forward(tmp_path: Path) -> None:

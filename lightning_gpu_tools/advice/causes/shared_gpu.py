@@ -15,8 +15,8 @@ from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasureme
 from lightning_gpu_tools.units import format_bytes
 
 # Our defaults.
-_MIN_PERCENT = 5.0  # that others use it; if the driver does not report that:
-_MIN_BYTES = 2**30  # that others hold
+_MIN_PERCENT = 10.0  # that others use it; with less, the times of this training still hold
+_MIN_BYTES = 2**30  # that others hold, if the driver does not report what they use
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:

@@ -27,6 +27,8 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     unused = reserved - allocated - (oom.message.graph_pool_bytes or 0)
     left = max(0, (oom.room_bytes or 0) - reserved)
     is_enough = unused >= oom.requested_bytes or left < oom.requested_bytes <= unused + left
+    if oom.room_bytes is not None and oom.model.total_bytes > oom.room_bytes:
+        return  # the model alone would not fit without fragments, either
     if oom.is_pool_of_driver or unused < MIN_SHARE * reserved or not is_enough:
         return
     retries = None if oom.reading is None else oom.reading.retries
