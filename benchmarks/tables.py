@@ -60,8 +60,7 @@ from lightning_gpu_tools.units import format_bytes, format_duration
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Links of docs/ to other folders are absolute, because the site shows docs/.
-REPOSITORY = "https://github.com/lightning-gpu-tools/lightning_gpu_tools/blob/main"
+RESULTS = "../benchmarks/results"  # from a page in docs/
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 MAX_WIDTH = 1.25  # of a range, the upper end over the lower one: our aim
@@ -80,7 +79,7 @@ def source(command: str, *names: str) -> str:
     """Return how the figures came about: by which command, when, on which machine, with links to them."""
     found = results(names[0])
     machine, load = found["machine"], max(results(name).get("load_average_before", 0.0) for name in names)
-    links = ", ".join(f"[{name}.json]({REPOSITORY}/benchmarks/results/{name}.json)" for name in names)
+    links = ", ".join(f"[{name}.json]({RESULTS}/{name}.json)" for name in names)
     before = f", load average {load:.1f} before" if load > QUIET else ""
     repeat = ", to be repeated on a quiet machine" if load > machine["cores"] else ""
     return f"`python benchmarks/{command}` on {hardware(machine)}, {machine['date']}{before}{repeat}: {links}."
@@ -499,7 +498,7 @@ def versions() -> str:
     return block(
         table(("Python", "torch", "Lightning", "passed", "failed", "skipped"), *rows),
         f"`python tests/matrix.py` on {machines}, {dates}: "
-        f"[versions.json]({REPOSITORY}/benchmarks/results/versions.json)." + "".join(notes),
+        f"[versions.json]({RESULTS}/versions.json)." + "".join(notes),
     )
 
 
@@ -616,7 +615,7 @@ def how_projects_ran(*names: str) -> str:
         f"Rounds: {rounds}; medians, and ranges if there were several, of times compared within a round. Threads of "
         f"PyTorch (`OMP_NUM_THREADS`): {threads}. Load average before a run: {min(loads):.1f} to {max(loads):.1f}. "
         f"{', '.join(sorted(versions))}. `python benchmarks/real_projects.py {' '.join(names)}`, "
-        f"{'; '.join(sorted(machines))}: [real_projects.json]({REPOSITORY}/benchmarks/results/real_projects.json)."
+        f"{'; '.join(sorted(machines))}: [real_projects.json]({RESULTS}/real_projects.json)."
     )
 
 
@@ -879,7 +878,7 @@ def figures() -> str:
     return block(
         table(("", "this package", "others", "measured by"), *measured),
         f"Each by `python benchmarks/NAME.py` on {', '.join(machines)}, which writes "
-        f"[the raw results]({REPOSITORY}/benchmarks/results).",
+        f"[the raw results]({RESULTS}).",
     )
 
 
