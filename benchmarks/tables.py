@@ -140,7 +140,7 @@ def _prediction(sizes: list[dict[str, Any]], measured_at: int) -> str:
 
 
 def largest_batch() -> str:
-    """Return how large a batch was said to fit from small ones, and how large a one trains."""
+    """Return the largest batch that was predicted from small ones, and the largest that trains."""
     found = results("out_of_memory")
     rows = [
         (
@@ -152,7 +152,7 @@ def largest_batch() -> str:
     ]
     measured_at = list(found["sizes"][0]["predicted"])
     return block(
-        table(("model", *(f"said from batches of {size}" for size in measured_at), "trains"), *rows),
+        table(("model", *(f"predicted from batches of {size}" for size in measured_at), "trains"), *rows),
         source("out_of_memory.py", "out_of_memory"),
     )
 
@@ -382,8 +382,8 @@ def loader_settings() -> str:
     before, after = (found["example"][when]["steps_per_s"] for when in ("before", "after"))
     return block(
         table(("loader", "before", "chosen (workers x prefetch)", "best of the grid", "finder / grid"), *rows),
-        f"Batches a second, next to the best of an exhaustive grid; the step sleeps. `examples/train.py`, which "
-        f"computes on the same cores that it loads with, went from {before:.1f} to {after:.1f} steps a second. "
+        f"Batches per second, compared with the best of an exhaustive grid; the step sleeps. `examples/train.py`, which "
+        f"computes on the cores that its workers use, went from {before:.1f} to {after:.1f} steps per second. "
         + source("loader_settings.py", "loader_settings"),
     )
 
@@ -404,11 +404,12 @@ def ceilings() -> str:
             reached = ", ".join(f"{one['reached']:.2f}x" for one in runs)
             rows.append((name, workers, f"{expected}x ({lower}x to {upper}x)", reached, f"{inside} of {len(runs)}"))
         verdicts.append(
-            f"With steps {says}, the range held what was reached in {held} of {sum(map(len, pairs.values()))} runs, "
-            f"and was no wider than {MAX_WIDTH:g}x in {narrow} of {len(pairs)} pairs of loader and step."
+            f"With steps {says}, the speedup reached was within the range in {held} of "
+            f"{sum(map(len, pairs.values()))} runs, and the range was at most {MAX_WIDTH:g}x wide in {narrow} of "
+            f"{len(pairs)} pairs of loader and step."
         )
     return block(
-        table(("training on the CPU", "workers", "predicted (median run)", "reached", "held"), *rows),
+        table(("training on the CPU", "workers", "predicted (median run)", "reached", "in range"), *rows),
         " ".join(verdicts) + " " + source("ceilings.py", "ceilings"),
     )
 
@@ -612,8 +613,8 @@ def how_projects_ran(*names: str) -> str:
         for project in found
     }
     return (
-        f"Rounds: {rounds}; medians, and ranges if there were several, of times compared within a round. Threads of "
-        f"PyTorch (`OMP_NUM_THREADS`): {threads}. Load average before a run: {min(loads):.1f} to {max(loads):.1f}. "
+        f"Medians and ranges of {rounds} rounds; times are compared within a round. Threads of PyTorch "
+        f"(`OMP_NUM_THREADS`): {threads}. Load average before a run: {min(loads):.1f} to {max(loads):.1f}. "
         f"{', '.join(sorted(versions))}. `python benchmarks/real_projects.py {' '.join(names)}`, "
         f"{'; '.join(sorted(machines))}: [real_projects.json]({RESULTS}/real_projects.json)."
     )
@@ -713,8 +714,8 @@ _IN_PHASE = {
     MONITORING: "in a hook of this package",
     GARBAGE_COLLECTION: "in Python's garbage collector, beyond its youngest generation",
     TRAINER: "in the Trainer's own work around a step",
-    RANK_WAIT: "waiting in a collective for other ranks; after the slash, what it was doing. Every step has a check of "
-    "signals, where a rank waits for its own GPU, too",
+    RANK_WAIT: "waiting in a collective for other ranks; after the slash, what it was doing. Includes the check of "
+    "signals in every step, where a rank also waits for its own GPU",
     UNEXPLAINED: "anywhere else",
     EPOCH_START: "starting an epoch: its iterator, its workers, its first batch",
     DATA_LOADING: "waiting for a batch",
