@@ -382,7 +382,7 @@ def loader_settings() -> str:
     before, after = (found["example"][when]["steps_per_s"] for when in ("before", "after"))
     return block(
         table(("loader", "before", "chosen (workers x prefetch)", "best of the grid", "finder / grid"), *rows),
-        f"Batches per second, compared with the best of an exhaustive grid; the step sleeps. `examples/train.py`, which "
+        "Batches per second, compared with the best of an exhaustive grid; the step sleeps. `examples/train.py`, which "
         f"computes on the cores that its workers use, went from {before:.1f} to {after:.1f} steps per second. "
         + source("loader_settings.py", "loader_settings"),
     )
