@@ -498,8 +498,7 @@ def versions() -> str:
     dates = ", ".join(sorted({run["machine"]["date"] for run in runs}))
     return block(
         table(("Python", "torch", "Lightning", "passed", "failed", "skipped"), *rows),
-        f"`python tests/matrix.py` on {machines}, {dates}: "
-        f"[versions.json]({RESULTS}/versions.json)." + "".join(notes),
+        f"`python tests/matrix.py` on {machines}, {dates}: [versions.json]({RESULTS}/versions.json)." + "".join(notes),
     )
 
 
@@ -878,8 +877,7 @@ def figures() -> str:
     machines = sorted({hardware(results(row[3])["machine"]) for row in rows})
     return block(
         table(("", "this package", "others", "measured by"), *measured),
-        f"Each by `python benchmarks/NAME.py` on {', '.join(machines)}, which writes "
-        f"[the raw results]({RESULTS}).",
+        f"Each by `python benchmarks/NAME.py` on {', '.join(machines)}, which writes [the raw results]({RESULTS}).",
     )
 
 
