@@ -178,7 +178,7 @@ class MemoryCounters:
             self.is_reading = False
 
     def close(self) -> None:
-        """Restore torch to its original state, also within a step."""
+        """Restore torch to its original state, even within a step."""
         self._recorder.stop()
 
     def enter(self, phase: str) -> None:

@@ -204,7 +204,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _holder_of(tensor: object) -> tuple[str, object] | None:
-    """Describe the holder of a tensor, also in containers, and return what it holds; ``None`` if none is found."""
+    """Describe the holder of a tensor, even one in containers, and return its part; ``None`` if there is none."""
     queue: deque[tuple[object, object]] = deque([(tensor, None)])  # containers, each with the part that led to it
     modules, seen = _modules(), {id(queue)}
     for _ in range(_MAX_SEARCHES):

@@ -117,7 +117,7 @@ def why_late(function: str) -> str:
 
 @contextlib.contextmanager
 def session(limit_s: float = limits.OPENING_LIMIT_S) -> Iterator[None]:
-    """Keep the driver open, or raise ``NvmlUnavailableError`` with the reason and a remedy, also after ``limit_s``.
+    """Keep the driver open; raise ``NvmlUnavailableError`` if that fails or takes longer than ``limit_s``.
 
     Every function of this package opens its own session. Open one around repeated reads, because that may wake up GPUs.
     """
