@@ -60,8 +60,7 @@ from lightning_gpu_tools.units import format_bytes, format_duration
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Links of docs/ to other folders are absolute, because the site shows docs/.
-REPOSITORY = "https://github.com/lightning-gpu-tools/lightning_gpu_tools/blob/main"
+RESULTS = "../benchmarks/results"  # from a page in docs/
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 MAX_WIDTH = 1.25  # of a range, the upper end over the lower one: our aim
@@ -80,7 +79,7 @@ def source(command: str, *names: str) -> str:
     """Return how the figures came about: by which command, when, on which machine, with links to them."""
     found = results(names[0])
     machine, load = found["machine"], max(results(name).get("load_average_before", 0.0) for name in names)
-    links = ", ".join(f"[{name}.json]({REPOSITORY}/benchmarks/results/{name}.json)" for name in names)
+    links = ", ".join(f"[{name}.json]({RESULTS}/{name}.json)" for name in names)
     before = f", load average {load:.1f} before" if load > QUIET else ""
     repeat = ", to be repeated on a quiet machine" if load > machine["cores"] else ""
     return f"`python benchmarks/{command}` on {hardware(machine)}, {machine['date']}{before}{repeat}: {links}."
@@ -141,7 +140,7 @@ def _prediction(sizes: list[dict[str, Any]], measured_at: int) -> str:
 
 
 def largest_batch() -> str:
-    """Return how large a batch was said to fit from small ones, and how large a one trains."""
+    """Return the largest batch that was predicted from small ones, and the largest that trains."""
     found = results("out_of_memory")
     rows = [
         (
@@ -153,7 +152,7 @@ def largest_batch() -> str:
     ]
     measured_at = list(found["sizes"][0]["predicted"])
     return block(
-        table(("model", *(f"said from batches of {size}" for size in measured_at), "trains"), *rows),
+        table(("model", *(f"predicted from batches of {size}" for size in measured_at), "trains"), *rows),
         source("out_of_memory.py", "out_of_memory"),
     )
 
@@ -383,8 +382,8 @@ def loader_settings() -> str:
     before, after = (found["example"][when]["steps_per_s"] for when in ("before", "after"))
     return block(
         table(("loader", "before", "chosen (workers x prefetch)", "best of the grid", "finder / grid"), *rows),
-        f"Batches a second, next to the best of an exhaustive grid; the step sleeps. `examples/train.py`, which "
-        f"computes on the same cores that it loads with, went from {before:.1f} to {after:.1f} steps a second. "
+        "Batches per second, compared with the best of an exhaustive grid; the step sleeps. `examples/train.py`, which "
+        f"computes on the cores that its workers use, went from {before:.1f} to {after:.1f} steps per second. "
         + source("loader_settings.py", "loader_settings"),
     )
 
@@ -405,11 +404,12 @@ def ceilings() -> str:
             reached = ", ".join(f"{one['reached']:.2f}x" for one in runs)
             rows.append((name, workers, f"{expected}x ({lower}x to {upper}x)", reached, f"{inside} of {len(runs)}"))
         verdicts.append(
-            f"With steps {says}, the range held what was reached in {held} of {sum(map(len, pairs.values()))} runs, "
-            f"and was no wider than {MAX_WIDTH:g}x in {narrow} of {len(pairs)} pairs of loader and step."
+            f"With steps {says}, the speedup reached was within the range in {held} of "
+            f"{sum(map(len, pairs.values()))} runs, and the range was at most {MAX_WIDTH:g}x wide in {narrow} of "
+            f"{len(pairs)} pairs of loader and step."
         )
     return block(
-        table(("training on the CPU", "workers", "predicted (median run)", "reached", "held"), *rows),
+        table(("training on the CPU", "workers", "predicted (median run)", "reached", "in range"), *rows),
         " ".join(verdicts) + " " + source("ceilings.py", "ceilings"),
     )
 
@@ -498,8 +498,7 @@ def versions() -> str:
     dates = ", ".join(sorted({run["machine"]["date"] for run in runs}))
     return block(
         table(("Python", "torch", "Lightning", "passed", "failed", "skipped"), *rows),
-        f"`python tests/matrix.py` on {machines}, {dates}: "
-        f"[versions.json]({REPOSITORY}/benchmarks/results/versions.json)." + "".join(notes),
+        f"`python tests/matrix.py` on {machines}, {dates}: [versions.json]({RESULTS}/versions.json)." + "".join(notes),
     )
 
 
@@ -613,10 +612,10 @@ def how_projects_ran(*names: str) -> str:
         for project in found
     }
     return (
-        f"Rounds: {rounds}; medians, and ranges if there were several, of times compared within a round. Threads of "
-        f"PyTorch (`OMP_NUM_THREADS`): {threads}. Load average before a run: {min(loads):.1f} to {max(loads):.1f}. "
+        f"Medians and ranges of {rounds} rounds; times are compared within a round. Threads of PyTorch "
+        f"(`OMP_NUM_THREADS`): {threads}. Load average before a run: {min(loads):.1f} to {max(loads):.1f}. "
         f"{', '.join(sorted(versions))}. `python benchmarks/real_projects.py {' '.join(names)}`, "
-        f"{'; '.join(sorted(machines))}: [real_projects.json]({REPOSITORY}/benchmarks/results/real_projects.json)."
+        f"{'; '.join(sorted(machines))}: [real_projects.json]({RESULTS}/real_projects.json)."
     )
 
 
@@ -714,8 +713,8 @@ _IN_PHASE = {
     MONITORING: "in a hook of this package",
     GARBAGE_COLLECTION: "in Python's garbage collector, beyond its youngest generation",
     TRAINER: "in the Trainer's own work around a step",
-    RANK_WAIT: "waiting in a collective for other ranks; after the slash, what it was doing. Every step has a check of "
-    "signals, where a rank waits for its own GPU, too",
+    RANK_WAIT: "waiting in a collective for other ranks; after the slash, what it was doing. Includes the check of "
+    "signals in every step, where a rank also waits for its own GPU",
     UNEXPLAINED: "anywhere else",
     EPOCH_START: "starting an epoch: its iterator, its workers, its first batch",
     DATA_LOADING: "waiting for a batch",
@@ -878,8 +877,7 @@ def figures() -> str:
     machines = sorted({hardware(results(row[3])["machine"]) for row in rows})
     return block(
         table(("", "this package", "others", "measured by"), *measured),
-        f"Each by `python benchmarks/NAME.py` on {', '.join(machines)}, which writes "
-        f"[the raw results]({REPOSITORY}/benchmarks/results).",
+        f"Each by `python benchmarks/NAME.py` on {', '.join(machines)}, which writes [the raw results]({RESULTS}).",
     )
 
 

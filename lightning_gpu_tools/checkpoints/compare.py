@@ -167,7 +167,7 @@ def _same(one: Any, two: Any, compared: set[tuple[int, int]] | None = None) -> b
     compared = set() if compared is None else compared
     if isinstance(one, (Mapping, list, tuple)):
         if (id(one), id(two)) in compared:
-            return True  # else the first comparison of them would have ended this one
+            return True  # otherwise, the first comparison would have ended this one
         compared.add((id(one), id(two)))
     if isinstance(one, Mapping) and isinstance(two, Mapping):
         return one.keys() == two.keys() and all(_same(one[key], two[key], compared) for key in one)

@@ -80,7 +80,7 @@ def described_weights(structure: Structure) -> tuple[Any, dict[str, dict[str, st
 
 
 class _Builder:
-    """A builder of what torch would load, made from a description in half the time, with tensors mapped to the file.
+    """A builder that makes the content from its description, in half torch's time, with tensors mapped to the file.
 
     Raises :class:`NotPlainError` for anything but plain data and tensors. ``weights_alone`` makes parameters tensors.
     """

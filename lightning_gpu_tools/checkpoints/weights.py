@@ -113,19 +113,19 @@ def load_weights(
     ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights are read on the CPU and copied to
     the model's devices; other objects (hyperparameters, arguments) are left unread.
 
-    Loading is all-or-nothing: every error below is raised before the first number is copied. A model with load hooks or
-    its own ``load_state_dict`` is loaded twice, first to check. A model can be left partly loaded only by an interrupt,
-    an error in code that runs after the copying (``set_extra_state``), too little memory, a disk that cannot be read,
-    or a local file that is truncated meanwhile. The last two end the process (SIGBUS).
+    Loading is all-or-nothing: every error below is raised before anything is copied. A model with load hooks or its own
+    ``load_state_dict`` is loaded twice, the first time as a check. Only these can leave a model partly loaded: an
+    interrupt, an error in code that runs after copying (``set_extra_state``), too little memory, an unreadable disk, or
+    a local file that is truncated meanwhile. The last two end the process (SIGBUS).
 
     Args:
-        model: Any module, wrapped or not. Where it is sharded, every process has to call this.
+        model: Any module, wrapped or not. If it is sharded, every process has to call this function.
         path: A local file or folder of shards, or the URL of a file that fsspec can open.
         root: Attribute that only one side has, such as ``"model."``, or the entry of the file with the weights. A pair
             such as ``("bert.", "encoder.")`` replaces the first, in the checkpoint, with the second, in the model.
-            ``None`` searches for a root; ``""`` takes the names as they are.
+            ``None`` searches for a root; ``""`` keeps the names.
         strict: Whether every key of the model and of the checkpoint must match a key of the same shape in the other. If
-            false, whatever fits is loaded, and the rest is in the report.
+            false, the weights that fit are loaded, and the report lists the rest.
         weights_only: If false, everything in the file is opened, which may run code.
 
     Raises:

@@ -134,9 +134,9 @@ class GpuSummary:
         others_memory_bytes_max: Peak memory of all other listed processes.
         own_utilization_percent: Utilization of the GPU by this job's processes.
         others_utilization_percent: Utilization of the GPU by other jobs.
-        rank_wait_percent: Share of time in which the GPU, busy for the driver, waited in a collective for later ranks;
-            ``None`` if unknown.
-        sm_active_percent: Active multiprocessors. Hopper and later: mean over the run, as for the next three.
+        rank_wait_percent: Share of time in which the GPU looked busy to the driver but waited in a collective for later
+            ranks; ``None`` if unknown.
+        sm_active_percent: Active multiprocessors, mean over the run. Hopper and later, as for the next three.
         sm_occupancy_percent: Resident warps relative to the maximum.
         tensor_active_percent: Active tensor cores.
         dram_active_percent: Memory bandwidth used.

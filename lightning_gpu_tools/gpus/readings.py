@@ -20,7 +20,7 @@ class GpuProcess:
         memory_used_bytes: GPU memory; ``None`` if the driver does not report it (Windows, WSL).
         user: Owner; ``None`` if the process is not visible from here.
         name: Process name; ``None`` if the process is not visible from here.
-        graphics_only: Whether it only draws (a desktop) and does not compute.
+        graphics_only: Whether it only draws, like a desktop, and does not compute.
         utilization_percent: Its recent utilization of the GPU; ``None`` if not reported (MIG).
     """
 
@@ -38,7 +38,7 @@ class GpuReading:
 
     Attributes:
         index: Position in PCI bus order, as in ``nvidia-smi``, for display; a MIG instance has its GPU's index.
-        uuid: Identity, ``GPU-...`` or ``MIG-...``; ``None`` if the driver does not even report that.
+        uuid: Identity, ``GPU-...`` or ``MIG-...``; ``None`` if the driver does not report it.
         name: Product name.
         pci_bus_id: ``domain:bus:device.function``.
         memory_total_bytes: Total memory of the GPU.
@@ -77,13 +77,13 @@ class GpuReading:
 
 
 class GpuClaim(NamedTuple):
-    """The needs of a live job on some GPUs, recorded so that others do not take them away.
+    """A claim of a live job on some GPUs, recorded so that other jobs do not take them.
 
     Attributes:
         job: Random name of the job. Its children inherit the name, and treat the claim as their own.
         uuids: The GPUs and MIG instances, best first; if this user may not read the claim, prefixes of their UUIDs.
-        kind: ``memory``: the given number of bytes on each; ``whole``: all of each, but others are not refused;
-            ``exclusive``: all of each, and others are refused.
+        kind: ``memory``: the given number of bytes on each; ``whole``: each whole GPU, without refusing others;
+            ``exclusive``: each whole GPU, refusing others.
         memory_bytes: Bytes on each, for the kind ``memory``; else ``None``.
         pid: PID of the process that made the claim, in its own namespace (in a container, the PID there). ``None`` if
             this user may not read the claim, which then counts as exclusive.
@@ -91,9 +91,9 @@ class GpuClaim(NamedTuple):
         owner_id: UID of that user.
         hostname: Host or container of the process; ``None`` if this user may not read the claim.
         since_s: Time of the claim, seconds since the epoch.
-        group: A launcher's name for the processes of one job on this machine, with which they find the choice of the
+        group: A launcher's name for the processes of one job on this machine, which lets them find the choice of the
             first process; else ``None``.
-        process_ids: The job's processes as the driver lists them, as far as they were recognized.
+        process_ids: PIDs of the job's processes in the driver's list, if they were recognized.
     """
 
     job: str

@@ -29,7 +29,7 @@ _TIMELINE_POINTS = 2000  # the width of a screen; about 10 kB per metric in a re
 
 
 class _Poller(threading.Thread):
-    """The thread that polls one GPU, so that a GPU whose driver hangs holds up no other."""
+    """The thread that polls one GPU, so that a GPU whose driver hangs does not delay others."""
 
     def __init__(self, run: Callable[[_Poller], None], uuid: str) -> None:
         super().__init__(name="lightning-gpu-tools-sampler", daemon=True)
@@ -95,7 +95,7 @@ class Sampler:
 
     @property
     def polled(self) -> tuple[int, frozenset[str]]:
-        """The number of polls that every GPU has had, except those whose driver does not answer, and these."""
+        """The number of polls of every GPU whose driver answers, and the other GPUs."""
         late = frozenset(poller.uuid for poller in self._pollers if poller.is_late)
         return min((poller.done for poller in self._pollers if poller.uuid not in late), default=0), late
 

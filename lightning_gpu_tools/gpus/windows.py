@@ -132,7 +132,7 @@ class WindowBuilder:
                 continue
             before = self._counters.get(name)
             self._counters[name] = sample.time_s, value
-            # A counter that was reset, also by a new driver, starts over.
+            # A counter that was reset, even by a new driver, starts over.
             if before is not None and value >= before[1] and share > 0:
                 self._sum_up(name, share * (value - before[1]), share * (sample.time_s - before[0]))
 

@@ -266,7 +266,7 @@ def _burn(cpu_s: float) -> None:
 def _sample_indices(loader: DataLoader[Any]) -> list[Any]:
     """Return the indices that a copy of the loader's sampler yields."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    memo = {id(loader.dataset): loader.dataset}  # samplers may refer to it, too
+    memo = {id(loader.dataset): loader.dataset}  # samplers may also refer to it
     ends_s = time.perf_counter() + _MAX_SAMPLING_S
     found = []
     for index in itertools.islice(copy.deepcopy(sampler, memo), _MAX_INDICES):

@@ -25,7 +25,7 @@ SHUT_DOWN_WORKERS = "_shutdown_workers"
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
-    """Return the current settings of a DataLoader, also if we have changed them."""
+    """Return the current settings of a DataLoader, even if we have changed them."""
     if switch := vars(loader).get("switch"):
         in_use: LoaderSettings = switch.in_use
         return in_use

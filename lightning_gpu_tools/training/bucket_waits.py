@@ -18,7 +18,7 @@ from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.phases import BACKWARD, RANK_WAIT_IN_STEP
 
 _SETTLED = 1  # backwards that send gradients, until DDP has arranged its buckets anew by their order
-_MAX_LEARNED = 3  # our default: backwards to learn from, because hooks on all weights take time
+_MAX_LEARNED = 3  # our default: passes to learn from, because hooks on all weights take time
 
 
 class BucketWaits:
@@ -43,7 +43,7 @@ class BucketWaits:
 
     @contextmanager
     def around_backward(self, *, is_sampled: bool) -> Iterator[None]:
-        """Return a context for a backward: it marks the waits if the step is sampled, else it learns the weights."""
+        """Return a context for backward: it marks the waits if the step is sampled, and else learns the weights."""
         if not is_sampled and (self._last or self._learned == _MAX_LEARNED):
             yield
             return

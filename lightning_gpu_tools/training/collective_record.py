@@ -13,7 +13,7 @@ from lightning_gpu_tools.training.stall_facts import Collective, GroupCalls
 _MAX_DONE, _MAX_OPEN = 8, 32  # calls of a group that have ended, and that have not
 _MAX_GROUPS = 8  # those with open calls first
 
-# torch's internal names of what users call by another name.
+# torch's internal names of collectives that users call by another name.
 _PUBLIC_NAMES = {
     "_all_gather_base": "all_gather_into_tensor",
     "_reduce_scatter_base": "reduce_scatter_tensor",
@@ -37,8 +37,8 @@ _DTYPES = {
 def called_collectives() -> tuple[GroupCalls, ...]:
     """Return the last collectives of each process group; empty if torch has no record that can be read.
 
-    Call this from a thread while training stands still: it holds Python's lock for up to 0.1 s. It asks the GPU whether
-    collectives have ended and does not wait for them.
+    Call this from a thread during a stall: it holds Python's lock for up to 0.1 s. It asks the GPU whether collectives
+    have ended, and does not wait for them.
     """
     try:
         entries = [entry for record in compat.collective_records() for entry in json.loads(record).get("entries", ())]

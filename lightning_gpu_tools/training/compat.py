@@ -62,7 +62,7 @@ _RECORD_SIZE = "2000"  # collectives of all groups: torch's default since 2.13 a
 def keep_collective_records() -> None:
     """Have process groups that start later keep torch's record of collectives (the flight recorder).
 
-    From torch 2.13 on they do so by themselves. A size that the user has set stays.
+    From torch 2.13 on, torch keeps it by default. A size that the user has set stays.
     """
     if torch.__version__ < "2.13" and not any(name in os.environ for name in _RECORD_SIZES):
         module = getattr(torch._C, "_distributed_c10d", None)
@@ -72,8 +72,8 @@ def keep_collective_records() -> None:
 def collective_records() -> list[bytes]:
     """Return torch's records of the collectives that this process has called, as JSON.
 
-    They have no stacks: to name lines, torch would import its compiler, for 5 to 20 s. Without the records, the stacks
-    of the training threads alone say where ranks wait.
+    They have no stacks: to name lines, torch would import its compiler, which takes 5 to 20 s. Without the records,
+    only the stacks of the training threads show where ranks wait.
     """
     module = getattr(torch._C, "_distributed_c10d", None)
     dumps = [getattr(module, name, None) for name in _COLLECTIVE_RECORDS]
@@ -81,14 +81,14 @@ def collective_records() -> list[bytes]:
 
 
 def group_ranks() -> dict[str, list[int]]:
-    """Return the ranks of each process group by its name. Without it, those count that have called it."""
+    """Return the ranks of each process group by its name. Without it, only ranks that called a collective count."""
     world = getattr(torch.distributed.distributed_c10d, "_world", None)
     ranks = getattr(world, "pg_group_ranks", {})
     return {name: sorted(ranks.get(group, ())) for group, name in getattr(world, "pg_names", {}).items()}
 
 
 def collective_timeout_s() -> float | None:
-    """Return after how long torch ends a process that waits in a collective of the default group.
+    """Return the seconds after which torch ends a process that waits in a collective of the default group.
 
     Without it, a stall of a new kind may be reported too late.
     """
@@ -184,7 +184,7 @@ def queue_in_backward() -> Any:
 def accumulation(weight: torch.Tensor) -> Any:
     """Return the node of the autograd graph that accumulates a weight's gradient.
 
-    Without it, the same as without the next one.
+    Without it, the same as without ``collectives_started``.
     """
     return torch.autograd.graph.get_gradient_edge(weight).node
 
@@ -202,9 +202,9 @@ def collectives_started() -> int:
 
 
 def waits_for_each_bucket() -> bool:
-    """Return whether GPUs wait for a bucket of gradients when it is sent, as NCCL's backend since torch 2.15 has them.
+    """Return whether GPUs wait for a bucket of gradients when it is sent, as with NCCL's backend since torch 2.15.
 
-    Without it, a rank slow in backward may not be told from those that wait for it.
+    Without it, a rank that is slow in backward may look like those that wait for it.
     """
     get = getattr(torch.distributed.group.WORLD, "_get_backend", type)
     try:
@@ -235,7 +235,7 @@ SYNCHRONIZE = "_cuda_synchronize"
 def keep_from_compiler() -> bool:
     """Keep torch.compile from compiling this package's own functions; return whether torch.compile is loaded.
 
-    Compiled code that is interrupted calls them, as in ``backward``. Without it, torch compiles them as well.
+    Interrupted compiled code calls them, as in ``backward``. Without it, torch compiles them as well.
     """
     is_loaded = "torch._dynamo.trace_rules" in sys.modules
     if is_loaded:
@@ -253,14 +253,14 @@ def _keep_from_compiler() -> None:
 def compilations() -> list[Any] | None:
     """Return torch's record of its last 64 compilations; ``None`` if torch.compile is not loaded.
 
-    Without it, nothing is known of compiled code.
+    Without it, compiled code is not measured.
     """
     read = getattr(sys.modules.get("torch._dynamo.utils"), "get_compilation_metrics", None)
     return None if read is None else read()
 
 
 def recompile_limit() -> tuple[str, int] | None:
-    """Return the setting that limits how often a function is compiled, by its name, which torch 2.7 has changed.
+    """Return the name of the setting that limits compilations of a function, which torch 2.7 changed.
 
     Without it, the advice does not name it.
     """
@@ -270,7 +270,7 @@ def recompile_limit() -> tuple[str, int] | None:
 
 
 def compiles_backward() -> bool:
-    """Return whether compiled autograd runs backward, and a hook would become part of what it compiles.
+    """Return whether compiled autograd runs backward, so that a hook would become part of the compiled code.
 
     Without it, the wait for other ranks in such a backward is measured by hooks, for which torch compiles it again.
     """
@@ -278,7 +278,7 @@ def compiles_backward() -> bool:
 
 
 def memory_recorder() -> Any:
-    """Return the function that records allocations. Without it, no line and no largest batch is known."""
+    """Return the function that records allocations. Without it, there are no lines and no largest batch."""
     return getattr(torch.cuda.memory, "_record_memory_history", None)
 
 
@@ -294,9 +294,9 @@ def allowed_bytes(gpu: torch.device) -> float:
 
 
 def allocator_settings() -> str:
-    """Return the settings of torch's allocator, as its environment variable has them, or its backend if another one.
+    """Return the settings of torch's allocator, in the form of its environment variable, or its backend if not native.
 
-    Without the record of the allocator, they seem to be the default ones.
+    Without the allocator's record, they seem to be the defaults.
     """
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
@@ -306,7 +306,7 @@ def allocator_settings() -> str:
 
 
 def has_context() -> Any:
-    """Return the function that tells whether this process has a CUDA context on a GPU; ``None`` in CPU builds.
+    """Return the function that reports whether this process has a CUDA context on a GPU; ``None`` in CPU builds.
 
     Without it, contexts on GPUs of other ranks are not reported.
     """
@@ -314,7 +314,7 @@ def has_context() -> Any:
 
 
 def saved_by(function: Any) -> list[object]:
-    """Return what a function of an autograd graph has saved, as it is: unpacking may compute or copy it.
+    """Return the tensors that a function of an autograd graph has saved, still packed: unpacking may compute or copy.
 
     Without it, the tensors of graphs do not count for the tensors that lead to them.
     """

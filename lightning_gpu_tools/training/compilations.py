@@ -15,7 +15,7 @@ from lightning_gpu_tools.training.source_lines import shown_path
 
 _POLL_S = 1.0  # our default: torch keeps only its last 64 compilations
 _MAX_RECOMPILED = 10  # our default: functions to report
-_LIMIT = re.compile("(recompile|cache_size)_limit")  # in the error of a compilation that torch gave up
+_LIMIT = re.compile("(recompile|cache_size)_limit")  # in the error of an abandoned compilation
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")  # the rest of a function after a graph break
 _NUMBER = re.compile(r"^[\d/!]+: ")  # of the earlier code, before a reason
 
@@ -41,13 +41,13 @@ class Compilations:
         self._lock = threading.Lock()
 
     def poll(self) -> float:
-        """Read what is new, and return the seconds until the next poll."""
+        """Read new entries, and return the seconds until the next poll."""
         with self._lock:
             self._read()
         return _POLL_S
 
     def facts(self) -> CompiledCode | None:
-        """Return what was compiled so far; ``None`` if nothing was."""
+        """Return the compilations so far; ``None`` without any."""
         with self._lock:
             self._read()
             if not self._functions:

@@ -84,7 +84,7 @@ class CoreUsers:
     """Totals of other processes' CPU time on this job's cores while the training thread waits for one.
 
     ``waited_s`` returns the thread's wait so far. ``own_pids`` returns this job's processes on the machine; their
-    children count as the job's, too.
+    children also count as the job's.
     """
 
     def __init__(self, waited_s: Callable[[], float], own_pids: Callable[[], Iterable[int]]) -> None:

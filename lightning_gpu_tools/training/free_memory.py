@@ -49,11 +49,11 @@ class FreedMemory:
     """The result of :func:`free_memory`. Its ``str`` and ``repr`` are a text of a few lines.
 
     Attributes:
-        gpus: The GPUs of which torch took memory in this process; empty if CUDA has not started.
-        released: What was let go of, such as ``("the traceback of OutOfMemoryError", "Out[7]")``.
-        held: Who still holds GPU memory: variables, the largest first; then local variables of running functions; then
-            at most three others.
-        failure: The error of CUDA that keeps memory from being freed until the process ends; usually ``None``.
+        gpus: GPUs on which this process has used torch; empty if CUDA has not started.
+        released: Objects that were released, such as ``("the traceback of OutOfMemoryError", "Out[7]")``.
+        held: Holders of the remaining GPU memory: variables, largest first; then local variables of running functions;
+            then at most three others.
+        failure: CUDA error that keeps memory in use until the process ends; usually ``None``.
     """
 
     gpus: tuple[FreedGpu, ...] = ()
@@ -63,12 +63,12 @@ class FreedMemory:
 
     @property
     def freed_bytes(self) -> int:
-        """Size of what torch gave back to all GPUs, in bytes."""
+        """Memory that torch has returned on all GPUs, in bytes."""
         return sum(gpu.reserved_before_bytes - gpu.reserved_after_bytes for gpu in self.gpus)
 
     @property
     def elsewhere_bytes(self) -> int:
-        """Size of what no one in ``held`` accounts for, in bytes: tensors only C++ knows, and cuBLAS's workspaces."""
+        """Memory that no holder accounts for, in bytes: tensors known only to C++, and workspaces of cuBLAS."""
         allocated_bytes = sum(gpu.allocated_after_bytes for gpu in self.gpus)
         return max(0, allocated_bytes - sum(holder.size_bytes for holder in self.held))
 
@@ -103,16 +103,16 @@ class FreedMemory:
 def free_memory() -> FreedMemory:
     """Free the GPU memory that a stored error keeps in use, in a notebook, at a prompt, or in an ``except`` block.
 
-    After an error, Python and IPython keep its traceback, and that keeps the local variables of each function in it:
-    the batch, activations, the loss. This clears these variables and lets go of the error, and also of stored results
-    (``Out``, ``_``) that hold tensors on a GPU. Then it collects garbage, empties torch's cache, and searches for what
-    still holds GPU memory.
+    After an error, Python and IPython keep its traceback, and with it the local variables of each function in it: the
+    batch, activations, the loss. This function clears these variables and releases the error. It also releases stored
+    results (``Out``, ``_``) that hold tensors on a GPU. Then it collects garbage, empties torch's cache, and searches
+    for the holders of the remaining GPU memory.
 
-    Your own variables stay, and so do functions that are still running, and results without a tensor on a GPU. The
-    traceback of the last error is gone for ``%debug``, ``%tb`` and ``pdb.pm()``. CUDA is never started.
+    Your own variables, functions that are still running, and results without a GPU tensor stay. Afterward, ``%debug``,
+    ``%tb`` and ``pdb.pm()`` have no traceback of the last error. CUDA is never started.
 
     Returns:
-        What was freed on each GPU, and what still holds how much, by name. Printed, it is a text of a few lines.
+        The memory freed on each GPU, and the holders of the rest. ``print`` shows it as a few lines of text.
 
     Example:
         ``trainer.fit(model)`` has failed with ``OutOfMemoryError``. In the next cell::
@@ -148,12 +148,12 @@ def _readings() -> dict[int, tuple[int, int]]:
 
 
 def _ipython() -> Any:
-    """Return the running IPython, also that of a notebook; ``None`` without one."""
+    """Return the running IPython, including a notebook's; ``None`` without one."""
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 def _forget_errors(shell: Any) -> list[str]:
-    """Clear the variables in the tracebacks of stored errors, let go of these, and return what was let go of."""
+    """Clear the variables in the tracebacks of stored errors, release the errors, and return their names."""
     errors = [getattr(sys, name, None) for name in _STORED_ERROR] + [sys.exc_info()[1]]
     for name in _STORED_ERROR:
         if hasattr(sys, name):
@@ -168,7 +168,7 @@ def _forget_errors(shell: Any) -> list[str]:
 
 
 def _clear_frames(error: object, cleared: set[int]) -> None:
-    """Clear the variables in a traceback, or in all those of an exception and of the ones that it is chained to."""
+    """Clear the variables in a traceback, or in all tracebacks of an exception and its chain."""
     stack = [error]
     while stack:
         one = stack.pop()
@@ -194,7 +194,7 @@ def _is_suspended(frame: FrameType) -> bool:
 
 
 def _forget_results(shell: Any) -> list[str]:
-    """Let go of the stored results of cells that hold GPU memory, and return their names."""
+    """Release the stored results of cells that hold GPU memory, and return their names."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     if shell is None:

@@ -53,7 +53,7 @@ _SETTLED = 4  # steps skipped at the start, while kernels are loaded, and after 
 _MAX_UNREAD = 64  # samples, if the GPU is far behind the host
 _MAX_PARTS = 256  # of a step; further parts count toward the enclosing one
 _MAX_LAST_STEPS = 64
-_MAX_RANK_WAITS = 32  # steps, which ranks tell each other
+_MAX_RANK_WAITS = 32  # steps, which ranks publish
 # After these samples, one step is watched and the next one held: often at first, and 16 times in total.
 _LOOK_AFTER = frozenset(2**power for power in range(16))
 _HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, CAPTURED, AFTER_STEP, BEFORE_STEP})
@@ -235,7 +235,7 @@ class GpuTimeline:
             self._unread.clear()
 
     def _drop(self) -> None:
-        """Give up the current sample, and what its kind was to prepare."""
+        """Discard the current sample and its preparations."""
         self._open = self.sample = None
         self.is_next_sampled = self._origin is None
         self._due.clear()

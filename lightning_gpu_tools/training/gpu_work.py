@@ -60,7 +60,7 @@ class Part:
 
 
 class Work:
-    """The GPU's work in one phase, as far as it is known."""
+    """The measured work of the GPU in one phase."""
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=_MAX_MEASURED)

@@ -181,7 +181,7 @@ class LineSampler(_Sampler):
 
     @override
     def _frame(self, frames: Mapping[int, FrameType]) -> FrameType | None:
-        """Return that of autograd's thread for a GPU instead, if this one waits for it and it runs Python."""
+        """Return the frame of autograd's thread for a GPU, if this thread waits for it and it runs Python."""
         if not is_backward(self._clock.current.phase):
             self._others |= frames.keys()  # autograd's runs Python only in backward
             return super()._frame(frames)

@@ -52,8 +52,8 @@ _MAX_INTERVAL = 200  # steps, even if reading is slow
 _MAX_EARLY_STEPS = 64  # read until the optimizer steps; gradients are rarely accumulated over more steps
 _MAX_SKIPPED_STEPS = 4  # by a gradient scaler; an optimizer that has no state after more steps never has one
 _MAX_POINTS = 200
-# From this share of the memory that torch can have, the lines of new blocks are recorded for so many steps, and again
-# if still more is in use.
+# Above this share of the memory that torch can have, the lines of new blocks are recorded for this many steps, and
+# again whenever more is in use than before.
 _NEARLY_FULL, _NEARLY_FULL_STEPS, _FULLER = 0.9, 64, 1.01
 _Function = Callable[..., Any]
 
@@ -158,11 +158,11 @@ class MemoryCounters:
                 self._do(self._record_step)
 
     def _is_worth_a_record(self) -> bool:
-        """Return whether to record the allocations of this step: all that may be replayed, then ever fewer."""
+        """Return whether to record the allocations of this step: all that may be replayed, later fewer and fewer."""
         return self._is_replayed() or self._steps_read.bit_count() == 1
 
     def _is_replayed(self) -> bool:
-        """Return whether this step is one up to the first that begins with the optimizer's states."""
+        """Return whether this step is not after the first one that begins with the optimizer's states."""
         return self._first is None or self._last is self._first
 
     def note(self, moment: str, phase: str) -> None:
@@ -178,7 +178,7 @@ class MemoryCounters:
             self.is_reading = False
 
     def close(self) -> None:
-        """Restore torch to its original state, also within a step."""
+        """Restore torch to its original state, even within a step."""
         self._recorder.stop()
 
     def enter(self, phase: str) -> None:
@@ -343,7 +343,7 @@ class MemoryCounters:
         return RecordedSteps(segments=self._segments, steps=tuple(self._recorded), room_bytes=self._room_bytes)
 
     def _left_behind(self) -> tuple[MemoryLine, ...]:
-        """Return the lines of what recorded steps have left, beyond what the optimizer's first step did."""
+        """Return the lines of memory that recorded steps have left, without that of the optimizer's first step."""
         if self._holdings is None or self.is_reading:
             return ()
         return by_line(one for one in live_blocks(self._gpu) if one.stack and one.address not in self._usual)

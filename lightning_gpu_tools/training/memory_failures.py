@@ -1,4 +1,4 @@
-"""The state of torch's allocator when it failed, and what led to the failure.
+"""The state of torch's allocator when it failed, and the events before the failure.
 
 torch calls a function of this module at the failure. By the time the error reaches a hook, much memory is free again.
 """
@@ -22,7 +22,7 @@ from lightning_gpu_tools.training.memory_readings import MemoryLine, MemoryReadi
 from lightning_gpu_tools.training.timeline import Timeline
 
 # Our defaults.
-_EARLY_STEPS, _EVERY_STEPS = 64, 64  # reads at the start of all early steps, then of one in so many; 10 to 20 us each
+_EARLY_STEPS, _EVERY_STEPS = 64, 64  # reads at the start of the first steps, then of one step in 64; 10 to 20 µs each
 _MAX_POINTS = 200
 _MAX_BATCHES = 101
 _RECORDED_BATCHES = 3  # of each validation, whose blocks are recorded with their lines

@@ -1,6 +1,6 @@
 """The source lines that allocate GPU memory, from records of torch's allocator.
 
-While torch records, it keeps the Python stack of each new block, also after the end of the record, until the block is
+While torch records, it keeps the Python stack of each new block, even after the end of the record, until the block is
 freed. That takes about 2 µs for each allocation, so only some steps are recorded.
 """
 

@@ -134,7 +134,7 @@ class RankMemory:
     first_step: StepMemory | None = None  # with the optimizer's first step
     last_step: StepMemory | None = None  # the last step read to its end
     recorded: RecordedSteps | None = None  # not sent to other ranks
-    # The ten lines with most memory: at the peak of the last recorded step, and of what earlier recorded steps left.
+    # The ten lines with the most memory: at the peak of the last recorded step, and left by earlier recorded steps.
     peak_lines: tuple[MemoryLine, ...] = ()
     kept_lines: tuple[MemoryLine, ...] = ()
     # Peak of memory in tensors, by where it rose: before_training, forward, backward, optimizer, validation, or

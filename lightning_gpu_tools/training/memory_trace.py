@@ -70,7 +70,7 @@ def gradient_sizes(weights: Iterable[torch.Tensor]) -> Counter[int]:
 
 
 def blocks_at_peak(events: Sequence[Event], moments: Allocated) -> list[Block]:
-    """Return what a step has allocated and not freed at the moment with the most memory in use."""
+    """Return the blocks that a step has allocated and not freed at the peak of memory in use."""
     size = highest = peak = 0
     for place, event in enumerate(events, 1):
         size += event.size if event.is_allocated else -event.size
@@ -90,7 +90,7 @@ def blocks_at_peak(events: Sequence[Event], moments: Allocated) -> list[Block]:
 
 
 def peak_bytes(events: Iterable[Event]) -> int:
-    """Return the most that a step has in use beyond what it began with."""
+    """Return the largest memory in use during a step, beyond that at its start."""
     return max(accumulate((one.size if one.is_allocated else -one.size for one in events), initial=0))
 
 
@@ -111,7 +111,7 @@ def block_events(
         events: The events of a step.
         moments: When its parts began and ended.
         copies: How many 16-bit copies of weights there may be, by size: each in forward, and as a gradient in backward.
-        gradients: How many gradients there are, by size. Those that backward does not leave, it adds to older ones.
+        gradients: How many gradients there are, by size. Backward adds gradients that it does not leave to older ones.
         fixed: Sizes of blocks that do not grow if forward leaves them, such as workspaces.
     """
     place: dict[int, int] = {}  # by address: the event that allocated it

@@ -210,7 +210,7 @@ class RankExchange:
             self._jobs.run_now()
 
     def read_node(self) -> None:
-        """Wait a second at most until each rank of this node has an entry here."""
+        """Wait at most a second until each rank of this node has an entry here."""
         there, first = threading.Event(), self._place.rank - self._place.local_rank
         ranks = range(first, min(first + self._place.local_ranks, self._place.world_size))
 
@@ -226,7 +226,7 @@ class RankExchange:
             there.wait(_ANSWER_S)
 
     def finish(self, timeout_s: float) -> list[int]:
-        """Publish for the last time, wait for the ranks that this one gathers, and return those that are missing."""
+        """Publish once more, wait for the ranks that this one gathers, and return those that are missing."""
         self._facts = {"is_last": True, **self._facts}
         self._is_new = True
         self._ending = monotonic(), timeout_s if self._place.rank == 0 else _FOR_NODE * timeout_s

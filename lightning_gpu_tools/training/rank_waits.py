@@ -30,7 +30,7 @@ class RankWaits:
     """
 
     def __init__(self, clock: StepClock, weights: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
-        """``weights`` returns those that are trained."""
+        """``weights`` returns the trained weights."""
         self.gpu: GpuTimeline | None = None  # marks the same waits on the GPU's own timeline
         self.unseen = False  # whether a backward's phase may include waiting
         self._clock = clock

@@ -149,12 +149,12 @@ class Recompiled:
 
     Attributes:
         file: Path of its file, as in ``SourceLine``.
-        line: Line at which it begins, or goes on after a graph break.
+        line: First line, or the line after a graph break.
         function: Its name.
         count: Number of compilations after the first.
         seconds: Their duration.
-        reason: The condition of earlier code that failed last; empty if unknown, as before torch 2.7.
-        stopped_at_step: Step from which it was not compiled any more, to within a second; ``None`` if it still is.
+        reason: Last condition of earlier compiled code that failed; empty if unknown, as before torch 2.7.
+        stopped_at_step: Step since which it is no longer compiled, accurate to a second; ``None`` if it still is.
     """
 
     file: str
@@ -194,7 +194,7 @@ class LoadingFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A folder that can be written to, and its free room."""
+    """A writable folder, and its free space."""
 
     path: str
     file_system: str
@@ -211,8 +211,8 @@ class Storage:
         is_network: Whether that is on other machines; ``None`` if unknown, as for ``"overlay"``.
         io_pressure_percent: Share of time in which some task of this job, or of the machine, waited for I/O; ``None``
             if unknown.
-        elsewhere: A place on this machine to copy it to: a disk, or memory if it is known to fit; ``None`` if none is
-            better, or none was found.
+        elsewhere: A local place to copy it to: a disk, or memory if it is known to fit; ``None`` if no better place was
+            found.
     """
 
     path: str
@@ -223,7 +223,7 @@ class Storage:
 
     @property
     def is_memory(self) -> bool:
-        """Whether it is no storage at all, but memory."""
+        """Whether it is in memory, not on a disk."""
         return self.file_system in MEMORY_FILE_SYSTEMS
 
 
@@ -269,15 +269,15 @@ class RankStep:
         node: Number of its node.
         own_step_s: Mean time of its own work per step: the sum of ``phase_s``.
         phase_s: Parts of that time by phase. ``data_loading``, ``host_to_device_copy``, ``forward``, ``backward`` and
-            ``optimizer`` are means over steady steps, the last three by the GPU's clock if there is a GPU: of sampled
-            steps, without the longest tenth. Others are means over all steps. Excludes the Trainer's own work, and time
-            that may be waiting for other ranks.
+            ``optimizer`` are means over steady steps. With a GPU, the last three are GPU times of sampled steps,
+            without the longest tenth. Others are means over all steps. Excludes the Trainer's own work, and time that
+            may be waiting for other ranks.
         own_s_over_time: Mean time in each of at most 16 consecutive parts of the steady steps.
         steps_over_time: Number of steps in each part; 0 if there are none.
-        wait_s: Mean time in collectives per step: waits for other ranks, and sending. On a GPU it is the GPU's, in
-            sampled steps; ``None`` if unknown, as with strategies other than DDP.
-        others_late_s: The part of it in which other ranks had not come yet: beyond the time of the rank that needed
-            least in the same step. ``None`` on the CPU, or if unknown.
+        wait_s: Mean time in collectives per step: waits for other ranks, and sending. On a GPU, it is GPU time in
+            sampled steps. ``None`` if unknown, as with strategies other than DDP.
+        others_late_s: The part of it in which other ranks had not arrived yet: the time beyond that of the rank with
+            the shortest time in the same step. ``None`` on the CPU, or if unknown.
         lines: Its source lines, if it is the slowest rank.
         core_wait_s: Mean time per steady step in which its training thread was runnable but had no core; 0 if unknown.
         gpu: Device index of its GPU on the node; ``None`` without a GPU.

@@ -55,7 +55,7 @@ class StorageWatch:
         self._written: tuple[str | None, str] = (None, "")  # the folder of checkpoints, and its real path
 
     def poll(self) -> float:
-        """Look at some workers, and return the seconds until the next look."""
+        """Sample some workers, and return the seconds until the next sample."""
         self._looks += 1
         pids = self._worker_pids()
         own = _open_files("self") if pids else set()
@@ -157,7 +157,7 @@ def _storage(path: str | None, mounts: Mapping[str, Mount], size_bytes: int | No
 
 
 def _disk(mounts: Mapping[str, Mount], size_bytes: int | None) -> Place | None:
-    """Return the folder on a disk of this machine that has the most room; ``None`` if none has enough."""
+    """Return the folder on the local disk with the most free space; ``None`` if no disk has enough."""
     temporary = os.path.realpath(tempfile.gettempdir())
     folders: dict[str, tuple[str, Mount]] = {}  # by device
     for folder, mount in ((temporary, mount_of(temporary, mounts)), *mounts.items()):

@@ -1,7 +1,7 @@
 """Source lines at which the host waits for the GPU, found in a few steps with torch's sync debug mode.
 
-That mode does not report ``torch.cuda.synchronize()``, so calls to it are recorded separately: below that function,
-because ``torch.compile`` compiles code that calls it once more if the function itself is another one.
+That mode does not report ``torch.cuda.synchronize()``, so calls to it are recorded separately. They are recorded below
+that function, because replacing the function itself would make ``torch.compile`` recompile the code that calls it.
 """
 
 from __future__ import annotations

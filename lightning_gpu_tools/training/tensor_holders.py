@@ -20,8 +20,8 @@ from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.memory_holdings import plain_tensors
 from lightning_gpu_tools.units import printable
 
-# Our defaults: holders without a variable that are searched for, and objects on the way to each. To find the holders of
-# one object takes some 0.1 s, because it reads every object of the process.
+# Our defaults: holders without a variable that are searched for, and objects on the way to each. Finding the holders of
+# one object takes about 0.1 s, because it reads every object of the process.
 _MAX_SEARCHED, _MAX_SEARCHES = 3, 8
 
 _CONTAINERS = (dict, list, tuple, set, deque, CellType)
@@ -37,8 +37,8 @@ class MemoryHolder:
             ``"attribute cache of Sampler"``.
         type_name: Type of the object, such as ``"GPT"``.
         size_bytes: Size in bytes of the tensors on all GPUs, and of what their graphs hold. A tensor with several
-            holders counts for a module, or else the holder of the least. So this is 0 if others account for all of it.
-        is_variable: Whether it is a variable of the notebook or program, so that ``del`` lets go of it.
+            holders counts for a module, or else for the smallest holder. 0 if other holders account for all of it.
+        is_variable: Whether it is a variable of the notebook or program, which ``del`` removes.
     """
 
     name: str
@@ -204,7 +204,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _holder_of(tensor: object) -> tuple[str, object] | None:
-    """Describe the holder of a tensor, also in containers, and return what it holds; ``None`` if none is found."""
+    """Describe the holder of a tensor, even one in containers, and return its part; ``None`` if there is none."""
     queue: deque[tuple[object, object]] = deque([(tensor, None)])  # containers, each with the part that led to it
     modules, seen = _modules(), {id(queue)}
     for _ in range(_MAX_SEARCHES):

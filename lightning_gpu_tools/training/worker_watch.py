@@ -24,7 +24,7 @@ class WorkerWatch:
 
     def __init__(self, iterator: Callable[[], object]) -> None:
         self.pids: set[int] = set()  # of all workers seen so far
-        self.unseen: set[str] | None = None  # torch names that no poll has found, also because there were no workers
+        self.unseen: set[str] | None = None  # torch names that no poll has found, perhaps for lack of workers
         self._iterator = iterator
         self._due_s = 0.0
         self._polls = self._states = self._waiting = 0

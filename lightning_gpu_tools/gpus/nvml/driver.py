@@ -117,7 +117,7 @@ def why_late(function: str) -> str:
 
 @contextlib.contextmanager
 def session(limit_s: float = limits.OPENING_LIMIT_S) -> Iterator[None]:
-    """Keep the driver open, or raise ``NvmlUnavailableError`` with the reason and a remedy, also after ``limit_s``.
+    """Keep the driver open; raise ``NvmlUnavailableError`` if that fails or takes longer than ``limit_s``.
 
     Every function of this package opens its own session. Open one around repeated reads, because that may wake up GPUs.
     """
@@ -191,7 +191,7 @@ _STALE_AFTER_S = 30.0
 _INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
 
 
-_facts: dict[int, dict[str, Any]] = {}  # by NVML's index: what the last read has learned, also one that hangs
+_facts: dict[int, dict[str, Any]] = {}  # by NVML's index: the facts of the last read, even one that hangs
 
 
 def read_gpus(*, with_loads: bool = False, limit_s: float = limits.OPENING_LIMIT_S) -> tuple[GpuReading, ...]:
@@ -239,7 +239,7 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
     reading = GpuReading(**facts)
     if with_loads and reading.processes:
         reading = replace(reading, processes=_with_loads(handle, reading.processes))
-    if reading.mig_mode is not False:  # a container may be allowed to see the instances, and not the mode
+    if reading.mig_mode is not False:  # a container may see the instances, but not the mode
         instances = _read_mig_instances(handle, reading)
         reading = replace(reading, mig_mode=True if instances else reading.mig_mode, mig_instances=instances)
     return reading
@@ -254,7 +254,7 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
             try:
                 handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)
             except (*NEVER, pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
-                continue  # an empty slot, also in between, or one that was given to another container
+                continue  # an empty slot, even between others, or one of another container
             facts |= _identity(handle)
             facts |= _usage(handle, integrated=False)
         except pynvml.NVMLError as error:

@@ -55,7 +55,7 @@ class PerformanceMonitors:
         return metrics
 
     def close(self) -> None:
-        """Give the samples back to the driver."""
+        """Return the samples to the driver."""
         for sample in self._samples:
             tolerate(pynvml.nvmlGpmSampleFree, sample)
         self._samples = []

@@ -65,7 +65,7 @@ class ErrorEvents:
             raise
 
     def read(self) -> list[str]:
-        """Describe the events since the last read, also for a GPU that was just lost."""
+        """Describe the events since the last read, even for a GPU that was just lost."""
         found: list[str] = []
         for _ in range(_MAX_PER_READ):
             event = tolerate(pynvml.nvmlEventSetWait_v2, self._event_set, 0)
