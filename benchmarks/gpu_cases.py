@@ -29,7 +29,7 @@ from lightning_gpu_tools.advice.examples import (
     sampled_idle,
     watched,
 )
-from lightning_gpu_tools.training.phases import RANK_WAIT_IN_STEP
+from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import (
     GpuFacts,
     LoadingFacts,
@@ -71,6 +71,16 @@ MEASURED = {
         "healthy",
         gpu_run(
             {"host_to_device_copy": 19, "training_step": 1}, 99.0, gpu_idle=sampled_idle(host_to_device_copy=(19, 0.2))
+        ),
+    ),
+    "large products, of which the driver's readings are late": Measured(  # 3.5 s on an H200
+        "healthy",
+        dataclasses.replace(
+            gpu_run({"host_to_device_copy": 0.3, "data_loading": 14.0, "training_step": 32.1}, 50.5),
+            gpu_idle=dataclasses.replace(
+                sampled_idle(host_to_device_copy=(0.3, 0.2), data_loading=(14.0, 0.1)),
+                work_s={FORWARD: 0.0132, BACKWARD: 0.0243, OPTIMIZER: 0.0017},
+            ),
         ),
     ),
     "data that the GPU waits for": Measured(

@@ -162,10 +162,11 @@ def _judge(
         return ("low" if found else "unknown" if run.on_gpu else "healthy"), found
     remarks = [one for cause in CAUSES.values() if cause.is_remark for one in _found_by(cause, run)]
     remarks = _worth_reporting(run, remarks)
-    is_busy = run.utilization_percent >= min_utilization_percent and few_active_sms(run) is None
+    busy_percent = run.busy_percent or 0.0
+    is_busy = busy_percent >= min_utilization_percent and few_active_sms(run) is None
     if is_busy and not any(CAUSES[one.cause].counts_while_busy for one in found):
         return "healthy", remarks
-    idle = 1.0 - run.utilization_percent / 100
+    idle = 1.0 - busy_percent / 100
     rest = without_cause(run, found)
     if not found or rest >= unexplained.MIN_IDLE:
         found.append(unexplained.idle_in_step(run, rest if found else idle))
@@ -254,7 +255,7 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
     if verdict == "shared_gpu":
         return f"{what_others_do(findings[0].evidence)}, so its utilization says nothing about this training."
     gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
-    gpu = "" if run.utilization_percent is None else f"The {gpus} busy {run.utilization_percent:.0f} % of the time. "
+    gpu = "" if run.busy_percent is None else f"The {gpus} busy {run.busy_percent:.0f} % of the time. "
     if verdict == "healthy" or not findings:
         but, longest = slow_steps.unsaid(run, ()), _harmless(run)
         if longest:

@@ -29,6 +29,7 @@ _MIN_SLOW_STEPS = 3  # fewer are accidents, which no change would prevent
 # Three intervals in four are multiples of the period. At least two, and half of all, equal it.
 _REGULAR = 0.75
 _MIN_INTERVALS = 2
+_MANY = 100.0  # times; a larger number says no more
 _LONGER = 1.5  # times as many elements as in other batches
 ACCUMULATION = {True: "accumulate_grad_batches", False: "gradient accumulation"}  # by has_trainer
 
@@ -49,7 +50,9 @@ def details(evidence: Mapping[str, float | str]) -> str:
         count = "" if evidence["first_steps"] == 1 else f" {evidence['first_steps']:,}"
         first = f"the first{count} of {evidence['of_steps']:,} steps"
         if where:
-            return f"in {first} {where} took {rounded(evidence['times_later'])} times as long"
+            times = float(evidence["times_later"])
+            longer = rounded(times) if times < _MANY else f"over {_MANY:.0f}"
+            return f"in {first} {where} took {longer} times as long"
         return f"{evidence['first_percent']:.0f} % of it in {first}"
     if "slow_steps" not in evidence:
         return ""
