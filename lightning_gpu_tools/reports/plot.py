@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 # Lines differ in dashes as well as in shade, so that they are distinguishable in print.
 _LINE_STYLES = (("#000000", "-"), ("#000000", ":"), ("#777777", "-"), ("#777777", "--"))
 _MAX_POINTS = 600  # of a line; with more, four lines hide each other
+_FAR = 3.0  # times what is in use: drawn to that scale, nothing else would be seen, so the total is only named
 # In inches: one row, at most all rows, a line of text.
 _ROW, _ROWS, _TEXT = 0.28, 7.0, 0.17
 # Distinguishable with every common color blindness, and equal steps look equal (Nunez, Anderton and Renslow, 2018).
@@ -138,9 +139,13 @@ def _draw_lines(axis: Axes, report: Report, metric: str, gpus: Sequence[GpuSumma
         y = [value / divisor for _, value in points]
         axis.plot(x, y, label=gpu_label(gpu), color=color, linestyle=dashes, linewidth=1.2)
     if metric == "memory_used_bytes":
+        highest = axis.dataLim.ymax
         for total in {gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes}:
             whole = f"all of it, {format_bytes(total)}"
-            axis.axhline(total / divisor, color="#D55E00", linewidth=1, linestyle="--", label=whole)
+            if total / divisor > _FAR * highest:
+                axis.plot([], [], " ", label=whole)
+            else:
+                axis.axhline(total / divisor, color="#D55E00", linewidth=1, linestyle="--", label=whole)
     axis.set_ylim(0, 103 if metric == "utilization_percent" else None)
     axis.set_ylabel(label)
     axis.grid(alpha=0.25)
