@@ -195,7 +195,7 @@ CASES = {
         by_speed=True,
     ),
     ".item() after every layer": Case(
-        ("device_sync",), lambda: Layers(2048, 60, item=True), (512, 2048), options=_BF16
+        ("device_sync", "launch_bound"), lambda: Layers(2048, 60, item=True), (512, 2048), options=_BF16
     ),
     "many small kernels": Case(
         ("launch_bound",), lambda: Layers(64, 400), (32, 64), options=_BF16, by_speed=True
@@ -224,10 +224,10 @@ CASES = {
         ("host_work",), functools.partial(Waiting, 6.0, pure_python), (32, 32), line="pure_python", forward_ms=6.0
     ),
     "kernels in on_after_batch_transfer": Case(
-        ("healthy",), functools.partial(Augmenting, 6.0), (32, 32), forward_ms=6.0
+        ("healthy", "small_batch"), functools.partial(Augmenting, 6.0), (32, 32), forward_ms=6.0
     ),
     "kernels in a callback": Case(
-        ("healthy",), functools.partial(Waiting, 6.0), (32, 32), callback=Averaging, forward_ms=6.0
+        ("healthy", "small_batch"), functools.partial(Waiting, 6.0), (32, 32), callback=Averaging, forward_ms=6.0
     ),
 }  # fmt: skip
 

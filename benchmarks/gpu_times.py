@@ -1,12 +1,12 @@
-"""GPU times of forward, backward and optimizer in the report, against the sums of the kernels that torch.profiler counts.
+"""GPU times of forward, backward and optimizer in the report, next to the kernels that torch.profiler counts.
 
     python benchmarks/gpu_times.py [--seconds 6] [--output results.json]
 
-Needs a real GPU. Each network is trained twice: with the monitor at its defaults and without the profiler, and then with
-torch.profiler for some steps. A kernel belongs to the part of the step in which the host launched it, whatever thread
-it did that on. Between two kernels a GPU takes about a microsecond that is in the report's times and not in the
-profiler's. Some networks are starved, by data that comes late or by a host that cannot launch fast enough: elapsed time
-between events, which is what is often taken for the GPU's, is written next to them.
+It needs a real GPU. Each network trains twice: with torch.profiler for some steps, and with the monitor at its defaults
+and without the profiler. A kernel belongs to the part of the step in which the host launched it, on whatever thread.
+Between two kernels a GPU takes about a microsecond, which is in the report's times and not in the profiler's. Some
+networks are starved, by data that comes late or by a host that cannot launch fast enough. The elapsed time between two
+events around forward, which is often taken for the GPU's time, is written next to them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import torchvision
 import transformers
 from lightning.pytorch import Callback, LightningModule, Trainer
 from machine import describe_machine
-from toys import Stop
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader, Dataset
+from toys import Stop
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 

@@ -22,7 +22,8 @@ from lightning_gpu_tools.reports.text import render_text
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from tables import PAGES, ROOT, TABLES, filled, results
+from tables import PAGES, TABLES, filled
+from tables.markdown import ROOT, results
 
 DOCS = ROOT / "docs"
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()  # what .ci/run has

@@ -64,7 +64,7 @@ CAUSE = Cause(
     ],
     find=find,
     phases=named_phase(CALLBACK),
-    verified_on="cpu",
+    verified_on="hardware",
     sick=cpu_run({"callback/A": 20, "training_step": 20}),
     healthy=cpu_run({"callback/A": 0.4, "training_step": 20}),
 )

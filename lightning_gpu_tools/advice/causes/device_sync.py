@@ -53,7 +53,7 @@ CAUSE = Cause(
     ],
     find=find,
     needs=("watched",),
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=gpu_run(STEP, 50.0, **_SYNC),
     healthy=gpu_run(STEP, 97.0, **_SYNC),
 )

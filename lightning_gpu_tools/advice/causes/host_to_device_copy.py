@@ -82,7 +82,7 @@ CAUSE = Cause(
     ],
     find=find,
     phases=[COPY],
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=gpu_run(
         {"host_to_device_copy": 20, "training_step": 30},
         60.0,

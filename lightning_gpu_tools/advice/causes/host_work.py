@@ -53,7 +53,7 @@ CAUSE = Cause(
     find=find,
     phases=(TRAINING_STEP,),
     needs=("watched",),
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=gpu_run(STEP, 40.0, **_BUSY_HOST),
     healthy=gpu_run(STEP, 97.0, **_BUSY_HOST),
 )

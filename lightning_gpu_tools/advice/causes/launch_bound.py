@@ -62,7 +62,7 @@ CAUSE = Cause(
     ],
     find=find,
     phases=(TRAINING_STEP,),
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=gpu_run(STEP, 40.0, **watched(operations=1500)),
     healthy=gpu_run(STEP, 97.0, **watched(operations=1500)),
 )

@@ -51,7 +51,7 @@ CAUSE = Cause(
     shapes=[Shape("Other jobs keep the GPU ... busy", "use a free one: `lightning-gpu-tools pick --exclusive`")],
     find=find,
     needs=("gpu",),
-    verified_on="measurements",
+    verified_on="hardware",
     sick=gpu_run(WAITS, 30.0, gpu=GpuFacts(others_utilization_percent=40.0, others_memory_bytes=3 * GIB)),
     healthy=gpu_run(WAITS, 30.0, gpu=GpuFacts(others_utilization_percent=1.0, others_memory_bytes=3 * GIB)),
 )

@@ -85,7 +85,7 @@ CAUSE = MemoryCause(
     ],
     find=find,
     after=("model_too_large",),
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=an_error(begins=FLAT, batch_shape=(32, 512), memory=counted_steps(16, 8 * GIB, 18 * GIB)),
     healthy=an_error(
         begins=FLAT, batch_shape=(32, 512), usual_items=32 * 512, memory=counted_steps(32, 8 * GIB, 18 * GIB)

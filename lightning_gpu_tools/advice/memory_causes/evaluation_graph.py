@@ -37,7 +37,7 @@ CAUSE = MemoryCause(
     ],
     find=find,
     after=("other_processes",),
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=an_error(phase=VALIDATION, validation_begins=GROWING, grad_enabled=True),
     healthy=an_error(phase=VALIDATION, validation_begins=GROWING, grad_enabled=False),
 )

@@ -72,7 +72,7 @@ CAUSE = MemoryCause(
     ],
     find=find,
     after=("memory_growth",),
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=an_error(begins=FLAT, allocated=18 * GIB, cached=5 * GIB),
     healthy=an_error(begins=FLAT, cached=30 * MIB),
 )

@@ -41,7 +41,7 @@ CAUSE = MemoryCause(
     ],
     find=find,
     after=("spike",),
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=an_error(begins=FLAT, others={9: 6 * GIB}, orphans=(9,)),
     healthy=an_error(begins=FLAT, others={9: 6 * GIB}),
 )

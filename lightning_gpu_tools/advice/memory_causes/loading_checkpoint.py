@@ -41,7 +41,7 @@ CAUSE = MemoryCause(
         )
     ],
     find=find,
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=an_error(phase=LOADING_CHECKPOINT),
     healthy=an_error(phase=SETUP),
 )

@@ -112,7 +112,7 @@ CAUSE = MemoryCause(
     find=find,
     find_on_host=find_on_host,
     after=("evaluation_graph",),
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=an_error(begins=GROWING),
     healthy=an_error(begins=[*FLAT[:50], *((step, 20.0 * GIB) for step in range(51, 100))]),
 )

@@ -59,7 +59,7 @@ CAUSE = MemoryCause(
     ],
     find=find,
     after=("optimizer_too_large",),
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=an_error(phase=SETUP, model=ModelSize(parameters_bytes=24 * GIB)),
     healthy=an_error(begins=FLAT[:1]),
 )

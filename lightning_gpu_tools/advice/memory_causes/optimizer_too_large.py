@@ -45,7 +45,7 @@ CAUSE = MemoryCause(
     ],
     find=find,
     after=("fragmentation",),
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=an_error(phase=OPTIMIZER, begins=FLAT[:1]),
     healthy=an_error(phase=BACKWARD, begins=FLAT[:1]),
 )

@@ -85,7 +85,7 @@ CAUSE = MemoryCause(
     ],
     find=find,
     after=("leftover_process",),
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=an_error(begins=FLAT, others={9: 6 * GIB}),
     healthy=an_error(begins=FLAT, others={9: 6 * GIB}, memory=counted_steps(64, 8 * GIB, 18 * GIB)),
 )

@@ -113,7 +113,7 @@ CAUSE = MemoryCause(
     ],
     find=find,
     after=("stray_contexts",),
-    verified_on="simulated GPU",
+    verified_on="hardware",
     sick=an_error(batch_shape=(64, 2048), usual_items=64 * 512, memory=counted_steps(64, 8 * GIB, 18 * GIB)),
     healthy=an_error(batch_shape=(64, 512), usual_items=64 * 512, memory=counted_steps(64, 8 * GIB, 18 * GIB)),
 )

@@ -1,0 +1,76 @@
+"""Writes the tables of README.md and docs/: figures from benchmarks/results/, fields from docstrings, and options.
+
+    python -m benchmarks.tables
+
+Each stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. One with figures says how to measure them
+again, and on what machine they were measured. A test fails where a table is not what this program writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+
+from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.findings import Diagnosis, Finding
+from lightning_gpu_tools.advice.memory_account import MemoryAccount, OtherProcess
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.stalls import Stall
+from lightning_gpu_tools.dry_run.result import DryRun
+from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.processes import ProcessId
+from lightning_gpu_tools.reports.report import LoaderSummary, Report
+from lightning_gpu_tools.training.run_measurements import RankStep, SourceLine
+from lightning_gpu_tools.training.timeline import Series
+
+from . import checkpoints, costs, fields, figures, gpus, loaders, on_hardware, projects, suites
+from .markdown import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{
+        one.__name__: one
+        for one in (
+            *(gpus.pick_speed, gpus.diagnosis_on_gpu, gpus.largest_batch, gpus.dry_run_peaks, gpus.dry_run_error),
+            *(loaders.ceilings, loaders.loader_settings, loaders.loader_searches),
+            *(suites.diagnosis, suites.versions, suites.lightning_tests, suites.stalls),
+            *(costs.step_overhead, costs.source_lines, costs.scale),
+            *(checkpoints.checkpoint_keys, checkpoints.checkpoint_io),
+            *(projects.real_projects,),
+            *(
+                fields.phases,
+                fields.memory_parts,
+                fields.stall_causes,
+                fields.all_causes,
+                fields.options,
+                fields.commands,
+            ),
+            *(
+                on_hardware.h200_advice,
+                on_hardware.h200_diagnosis,
+                on_hardware.h200_gpu_times,
+                on_hardware.h200_peaks,
+                on_hardware.h200_tests,
+            ),
+            figures.figures,
+        )
+    },
+    "causes": functools.partial(fields.causes, CAUSES),
+    "memory_causes": functools.partial(fields.causes, MEMORY_CAUSES),
+    **{f"case_{name.replace('-', '_')}": functools.partial(projects.case, name) for name in projects.CASES},
+    **{
+        kind.__name__: functools.partial(fields.fields, kind)
+        for kind in (
+            *(Report, GpuSummary, Diagnosis, Finding, RankStep, SourceLine, MemoryAccount, OtherProcess),
+            *(LoaderSummary, ProcessId, Series, Stall, DryRun),
+        )
+    },
+}
+
+
+def filled(page: str) -> str:
+    """Return a page with its tables made anew."""
+    return _TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", page)

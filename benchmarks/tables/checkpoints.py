@@ -1,0 +1,54 @@
+"""Tables about checkpoints."""
+
+from __future__ import annotations
+
+from .markdown import block, results, source, table
+
+
+def checkpoint_io() -> str:
+    found = results("checkpoint_io")
+
+    def seconds(place: str, action: str) -> str:
+        one = found["results"][place][action]
+        return f"{one['seconds_median']:.2g} s ({min(one['seconds_all']):.2g} to {max(one['seconds_all']):.2g})"
+
+    ours, theirs = "PortableCheckpointIO", "TorchCheckpointIO"
+    cells = [
+        ("save to memory", "memory", f"save, {ours}", f"save, {theirs}"),
+        ("save to memory under `AsyncCheckpointIO`", "memory", f"async save, {ours}", f"async save, {theirs}"),
+        ("save to a disk, both with fsync", "disk", f"save, {ours}", f"save, {theirs} + fsync"),
+        ("load into a model, warm page cache", "memory", f"load into a model, {ours}", f"load into a model, {theirs}"),
+    ]
+    rows = [(what, *(seconds(place, action) for action in actions)) for what, place, *actions in cells]
+    return block(
+        table((f"{found['gib']:g} GiB", f"`{ours}`", f"Lightning's `{theirs}`"), *rows),
+        f"Medians of {found['repeats']} and their ranges. " + source("checkpoint_io.py", "checkpoint_io"),
+    )
+
+
+def checkpoint_keys() -> str:
+    found = results("checkpoint_keys")
+    files, harmful = found["files"], found["what must not load as it is"]
+    rules = {"torch": "consume", "this package": "ours"}  # by which a tool changes keys, if not under its own name
+    names = {"this package": "ours", "torch": "torch", "Lightning's `Fabric.load_raw`": "lightning"}
+    names |= {tool: tool for tool in ("timm", "mmengine", "accelerate") if tool in files}
+    wrappings = [row for table_ in found["who_loads_what"].values() for row in table_.values()]
+    rows = []
+    for name, tool in names.items():
+        rule = rules.get(name, tool)
+        keys = str(sum(row[rule] for row in wrappings)) if rule in wrappings[0] else "-"
+        loaded, wrong = ([*one[tool].values()].count(what) for one, what in ((files, "loads"), (harmful, "WRONG")))
+        rows.append((name, keys, str(loaded), str(wrong)))
+    versions = ", ".join(f"{tool} {found['machine'][tool]}" for tool in names.values() if tool != "ours")
+    head = (
+        "loads into the bare network",
+        f"keys, of {len(wrappings)} wrappings",
+        f"files, of {len(files['ours'])} kinds",
+        f"wrong without an error, of {len(harmful['ours'])} traps",
+    )
+    return block(
+        table(head, *rows),
+        f"{versions}. Peers' rules for keys are retyped, files go through the tools themselves. The kinds: "
+        f"{', '.join(files['ours'])}. The traps: {', '.join(harmful['ours'])}. "
+        + source("checkpoint_keys.py", "checkpoint_keys"),
+    )

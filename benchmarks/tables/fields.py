@@ -1,0 +1,161 @@
+"""Tables of what the package itself says: fields, causes, options and commands."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lightning_gpu_tools.advice.cause import AnyCause
+from lightning_gpu_tools.advice.explained import GROUPS, shapes
+from lightning_gpu_tools.advice.memory_account import PARTS
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.cli import parser
+from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.reports.schema import SCHEMA_VERSION
+from lightning_gpu_tools.selection.ranking import OPTIONS
+from lightning_gpu_tools.training.phases import (
+    CALLBACK,
+    CHECKPOINT,
+    DATA_LOADING,
+    EPOCH_START,
+    GARBAGE_COLLECTION,
+    HOST_TO_DEVICE_COPY,
+    LOGGING,
+    MONITORING,
+    OUTSIDE_LOOP,
+    PHASES,
+    RANK_WAIT,
+    TRAINER,
+    TRAINING_STEP,
+    UNEXPLAINED,
+    VALIDATION,
+)
+
+from .markdown import block, table
+
+
+def fields(kind: type) -> str:
+    """Return the fields of a dataclass as its JSON object has them, with what their docstrings say."""
+    described = inspect.getdoc(kind).split("Attributes:\n", 1)[1]  # type: ignore[union-attr]
+    hints = get_type_hints(kind)
+    rows = []
+    for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE):
+        meaning = re.sub(r"\s+", " ", text).replace("``None``", "``null``").replace("``", "`")
+        meaning = meaning.replace("see docs/report_schema.md", "see [Phases](#phases)")
+        rows.append((f"`{name}`", in_json(hints[name]), meaning))
+    assert [row[0] for row in rows] == [f"`{field.name}`" for field in dataclasses.fields(kind)], kind
+    first = (
+        ("`schema_version`", "integer", str(SCHEMA_VERSION)),
+        ("`summary`", "object", "The verdict and the first finding in short; see [below](#summary)."),
+    )
+    return table(("field", "type", "meaning"), *(first if kind is Report else ()), *rows)
+
+
+def in_json(kind: Any) -> str:
+    """Return what a type is in JSON, in words."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join("null" if one is NoneType else in_json(one) for one in get_args(kind))
+    if get_origin(kind) is Literal:
+        return "string"
+    is_object = dataclasses.is_dataclass(kind) or get_origin(kind) is Mapping
+    return {bool: "boolean", int: "integer", float: "number", str: "string"}.get(
+        kind, "object" if is_object else "list"
+    )
+
+
+_IN_PHASE = {
+    CALLBACK: "in a hook of a callback, the model, the DataModule or the strategy, or in a learning rate scheduler",
+    LOGGING: "in a logger, or collecting the metrics of `self.log`",
+    CHECKPOINT: "in a checkpoint callback, or saving one",
+    VALIDATION: "in validation",
+    OUTSIDE_LOOP: "in a loop without a Trainer: in code outside of `run.batches`",
+    MONITORING: "in a hook of this package",
+    GARBAGE_COLLECTION: "in Python's garbage collector, beyond its youngest generation",
+    TRAINER: "in the Trainer's own work around a step",
+    RANK_WAIT: "waiting in a collective for other ranks; after the slash, what it was doing. Includes the check of "
+    "signals in every step, where a rank also waits for its own GPU",
+    UNEXPLAINED: "anywhere else",
+    EPOCH_START: "starting an epoch: its iterator, its workers, its first batch",
+    DATA_LOADING: "waiting for a batch",
+    HOST_TO_DEVICE_COPY: "moving the batch to the device",
+    TRAINING_STEP: "in forward, backward and optimizer",
+}
+
+
+def phases() -> str:
+    rows = [(f"`{phase}`", _IN_PHASE[phase]) for phase in PHASES]
+    return table(("phase", "the training thread is"), *rows)
+
+
+def causes(known: Mapping[str, AnyCause]) -> str:
+    """Return the causes of a folder, what the report says of each, what to change, and where it was seen."""
+    rows = [
+        (
+            _named(cause.name, shape.kind),
+            shape.says,
+            shape.change,
+            cause.verified_on,
+        )
+        for cause in known.values()
+        for shape in cause.shapes
+    ]
+    return table(("cause", "the report says", "what to change", "seen on"), *sorted(rows))
+
+
+def stall_causes() -> str:
+    """Return what makes a training stand still, how that looks, what to change, and where it was seen."""
+    rows = [(f"`{one.name}`", one.seen_as, one.change, one.verified_on) for one in STALL_CAUSES.values()]
+    return table(("cause", "what you see", "what to change", "seen on"), *sorted(rows))
+
+
+def all_causes() -> str:
+    """Return the causes of all folders, and what to change."""
+    rows = [
+        (_named(name, shape.kind), group.title, shape.change.replace("](#", f"]({group.page}#"))
+        for group in GROUPS
+        for name, cause in sorted(group.causes.items())
+        for shape in shapes(cause)
+    ]
+    return table(("cause", "of", "what to change"), *rows)
+
+
+def _named(cause: str, kind: str) -> str:
+    return f"`{cause}`" + (f", `{kind}`" if kind else "")
+
+
+def memory_parts() -> str:
+    return table(("part", "what it is"), *((f"`{part.name}`", part.meaning) for part in PARTS.values()))
+
+
+def options() -> str:
+    """Return the options of a selection, which the accelerator and the strategies share."""
+    return table(("option", "meaning"), *((f"`{name}`", text) for name, text in OPTIONS.items()))
+
+
+def commands() -> str:
+    """Return what each command does, with its arguments."""
+    parts = []
+
+    def add(command: argparse.ArgumentParser) -> None:
+        actions = [one for one in command._actions if not isinstance(one, argparse._HelpAction)]
+        nested = next((one for one in actions if isinstance(one, argparse._SubParsersAction)), None)
+        if nested is None:
+            rows = [(f"`{in_words(one)}`", (one.help or "") % vars(one)) for one in actions]
+            parts.extend([f"## {command.prog}", command.description or "", table(("argument", "meaning"), *rows)])
+        for one in dict.fromkeys(nested.choices.values()) if nested else ():
+            add(one)
+
+    add(parser())
+    return "\n\n".join(part if part.startswith(("|", "#")) else block(part) for part in parts)
+
+
+def in_words(action: argparse.Action) -> str:
+    """Return an argument as a reader of ``--help`` knows it."""
+    choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else None
+    value = "" if action.nargs == 0 else str(action.metavar or choices or action.dest.upper())
+    return f"{', '.join(action.option_strings)} {value}".strip()
