@@ -309,7 +309,7 @@ CAUSE = Cause(
     find=find,
     phases=_phases,
     time="the loader's time",
-    verified_on="hardware",
+    verified_on="cpu",
     sick=cpu_run(WAITS),
     healthy=cpu_run({"data_loading": 0.2, "training_step": 40.0}),
 )
