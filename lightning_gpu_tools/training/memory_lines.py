@@ -79,8 +79,13 @@ def live_blocks(gpu: torch.device) -> list[Block]:
 def by_line(blocks: Iterable[Block]) -> tuple[MemoryLine, ...]:
     """Return the ten lines that allocated most of these blocks, most first."""
     found: defaultdict[tuple[str, Seen | None], list[int]] = defaultdict(list)
+    # Equal frames of a snapshot are the same object. The stacks are kept, so that no other object gets such an id.
+    known: dict[tuple[int, ...], tuple[Stack, Seen | None]] = {}
     for block in blocks:
-        found[block.phase, line_in(block.stack)].append(block.size)
+        frames = tuple(map(id, block.stack))
+        if frames not in known:
+            known[frames] = block.stack, line_in(block.stack)
+        found[block.phase, known[frames][1]].append(block.size)
     lines = [
         MemoryLine(sum(sizes), len(sizes), phase, *(() if seen is None else (seen.file, seen.line, seen.function)))
         for (phase, seen), sizes in found.items()
