@@ -171,9 +171,9 @@ def escape_markdown(text: str) -> str:
 
 def _wrapped(text: str, title: str = "") -> str:
     indent = " " * len(title) or "  "
-    text = printable(text, _MAX_PARAGRAPH)
+    text = printable(text, _MAX_PARAGRAPH).replace(" %", "\N{NO-BREAK SPACE}%")  # no line begins with a "%"
     lines = textwrap.fill(text, _WIDTH, initial_indent=title, subsequent_indent=indent, break_on_hyphens=False)
-    return lines or title
+    return lines.replace("\N{NO-BREAK SPACE}%", " %") or title
 
 
 def verdict_label(diagnosis: Diagnosis) -> str:
