@@ -6,8 +6,9 @@ to 0.2 GiB. Memory bandwidth, matrix rates, and power limits are dense peaks fro
 kernel is thus never slower than the data sheet allows. Multiprocessors, shared memory, and caches are from the
 architecture white papers and CUDA's programming guide.
 
-A CUDA context takes 500 MiB, our default, because it differs between drivers and versions of CUDA. That of a T4 was
-measured: 135 MiB with cuBLAS and cuDNN, by torch-preflight's calibration (torch 2.11, CUDA 12.8).
+A CUDA context takes 500 MiB, our default, because it differs between drivers and versions of CUDA: 498 MiB
+on an H200 with torch 2.11 and driver 580. That of a T4 was measured by torch-preflight's calibration: 135 MiB with
+cuBLAS and cuDNN (torch 2.11, CUDA 12.8).
 
 GPUs older than Turing are missing: torch's builds for CUDA 13 have no code for them.
 """
