@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -352,6 +353,39 @@ class NewLengths(Slow):
         return torch.ones(1 + index // 8, 4)
 
 
+class MedianCallback(Callback):
+    """Keeps the median of the losses of all samples, or of the latest ones, 300 in each step."""
+
+    def __init__(self, latest: int | None = None) -> None:
+        self.losses: deque[float] = deque(maxlen=latest)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses.extend(random.random() for _ in range(300))
+        self.median = sorted(self.losses)[len(self.losses) // 2]
+
+
+class NewNamesModel(ToyModel):
+    """Logs each loss under a name of its own."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log(f"loss of batch {batch_idx}", loss)
+        return loss
+
+
+class SumModel(ToyModel):
+    """Adds up its losses with their graphs, and trains on the sum."""
+
+    total_loss: Any = 0.0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.total_loss = self.total_loss + super().training_step(batch, batch_idx)
+        return self.total_loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward(retain_graph=True)
+
+
 class SlowCallback(Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         time.sleep(0.02)
@@ -506,6 +540,19 @@ TOYS = {
     "new lengths, compiled": Toy(
         "recompilation", model=RecompilingModel, loader=lambda: DataLoader(NewLengths(), shuffle=False)
     ),
+    "a list that grows": Toy("slowing_down kept_objects", model=lambda: ToyModel(0.002), callbacks=[MedianCallback]),
+    "a list of the latest": Toy(
+        "healthy", model=lambda: ToyModel(0.004), callbacks=[partial(MedianCallback, latest=1000)]
+    ),
+    "a log with new names": Toy(
+        "slowing_down rewritten_file", model=lambda: NewNamesModel(0.002),
+        options={"log_every_n_steps": 1, "logger": partial(CSVLogger, flush_logs_every_n_steps=10)},
+    ),
+    "a log with the same names": Toy(
+        "healthy", model=lambda: ToyModel(0.004),
+        options={"log_every_n_steps": 1, "logger": partial(CSVLogger, flush_logs_every_n_steps=10)},
+    ),
+    "a graph that is kept": Toy("slowing_down kept_graph", model=lambda: SumModel(0.002)),
     "10 steps of slow data": Toy("too_short", loader=workers(0, 0.05), options={"max_steps": 10}),
 }  # fmt: skip
 

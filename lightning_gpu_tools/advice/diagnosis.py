@@ -15,6 +15,7 @@ from lightning_gpu_tools.advice.causes import (
     epoch_start,
     recompilation,
     slow_steps,
+    slowing_down,
     unexplained,
 )
 from lightning_gpu_tools.advice.causes.shared_gpu import what_others_do
@@ -141,14 +142,18 @@ def _by_gain(finding: Finding) -> tuple[float, str]:
 
 def _with_lines(run: RunMeasurements, finding: Finding) -> Finding:
     """Return a finding with the source lines that take its time, if there are enough samples."""
-    cause = CAUSES[finding.cause]
-    phases = cause.phases(finding.evidence) if callable(cause.phases) else cause.phases
+    cause, phases = CAUSES[finding.cause], _phases(finding)
     lines = where(run.lines, *phases)
     if lines is None:
         return finding
     line = sentence(run.lines, *phases, whose=cause.time)
-    advice = f"{finding.advice.replace(FIND_FUNCTION, '')} {line}".strip() if line else finding.advice
+    advice = f"{finding.advice.replace(FIND_FUNCTION, '').strip()} {line}".strip() if line else finding.advice
     return replace(finding, evidence={**finding.evidence, "source_lines": lines}, advice=advice)
+
+
+def _phases(finding: Finding) -> Sequence[str]:
+    phases = CAUSES[finding.cause].phases
+    return phases(finding.evidence) if callable(phases) else phases
 
 
 def _judge(
@@ -161,6 +166,8 @@ def _judge(
     if not run.on_gpu or run.utilization_percent is None:
         return ("low" if found else "unknown" if run.on_gpu else "healthy"), found
     remarks = [one for cause in CAUSES.values() if cause.is_remark for one in _found_by(cause, run)]
+    for slower in (one for one in found if one.cause == "slowing_down"):
+        remarks = slowing_down.without_slowdown(run, remarks, slower, _phases)
     remarks = _worth_reporting(run, remarks)
     busy_percent = run.busy_percent or 0.0
     is_busy = busy_percent >= min_utilization_percent and few_active_sms(run) is None
@@ -187,6 +194,8 @@ def _causes(run: RunMeasurements, searched: LoaderResult | None) -> list[Finding
     named = _worth_reporting(run, found)
     slow_in = {finding.evidence["phase"] for finding in named if finding.cause == "slow_steps"}
     named += [finding for finding in unexplained.long_lines(run) if finding.evidence["phase"] not in slow_in]
+    for slower in _worth_reporting(run, [slowing_down.slowing_down(run)]):
+        named = [slower, *_worth_reporting(run, slowing_down.without_slowdown(run, named, slower, _phases))]
     loading = next(iter(_found_by(CAUSES["data_loading"], run)), None)
     contention = cpu_contention.cpu_contention(run, loading)
     if contention is None:

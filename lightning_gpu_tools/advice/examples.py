@@ -49,6 +49,7 @@ def a_block(
         cpu_s=steps * cpu_ms / 1e3,
         data_loading_cpu_s=steps * load_cpu_ms / 1e3,
         paused_s=steps * (phase_ms.get("validation", 0.0) + phase_ms.get("checkpoint", 0.0)) / 1e3,
+        phase_s={phase: steps * value / 1e3 for phase, value in phase_ms.items()},
         **{f"{phase}_s": steps * value / 1e3 for phase, value in ms.items()},
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
@@ -34,15 +34,17 @@ class Finding:
 
     Attributes:
         cause: Name of the cause: that of a file in ``advice/causes`` or ``advice/memory_causes``.
-        share: Fraction of the wall time lost to it, on a GPU at most the GPU's idle time; 0 for memory.
+        share: Fraction of the wall time lost to it; 0 for memory. On a GPU at most the GPU's idle time, except for what
+            makes a busy GPU slower.
         ceiling: Largest possible speedup from removing it: 1.31 = +31 %. If more workers are advised, at most the
             upper end of the range predicted for them.
         ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it if the share was counted, not sampled.
         evidence: Numbers with the unit in the name, and text. ``"kind"`` is the subtype of ``data_loading``,
-            ``slow_steps`` and ``cpu_contention``. ``"source_lines"`` are the program's lines that take most of the
-            time: ``"data.py:41 in decode (62 %)"``. ``"storage_path"`` is where the data or the checkpoints are, and
-            ``"file_system"`` its type: ``"nfs4"``. For a torch DataLoader, ``"speedup"`` is the estimate for
-            ``"predicted_num_workers"`` workers, with a range from ``"speedup_lower"`` to ``"speedup_upper"``.
+            ``slow_steps``, ``slowing_down`` and ``cpu_contention``. ``"source_lines"`` are the program's lines that
+            take most of the time: ``"data.py:41 in decode (62 %)"``. ``"storage_path"`` is where the data or the
+            checkpoints are, and ``"file_system"`` its type: ``"nfs4"``. For a torch DataLoader, ``"speedup"`` is the
+            estimate for ``"predicted_num_workers"`` workers, with a range from ``"speedup_lower"`` to
+            ``"speedup_upper"``.
         advice: Exact change to make.
         basis: ``measured``, or ``heuristic`` if it relies on a rule of thumb.
     """
@@ -137,6 +139,12 @@ def counted(
     return Finding(
         cause=cause, share=share, ceiling=bound, ceiling_lower=bound, evidence=known, advice=advice, basis=basis
     )
+
+
+def with_share(finding: Finding, share: float) -> Finding:
+    """Return a finding with a smaller share, because the rest is another finding's, and with bounds that fit it."""
+    bounds = {name: min(getattr(finding, name), ceiling(share)) for name in ("ceiling", "ceiling_lower")}
+    return replace(finding, share=share, **bounds)
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:

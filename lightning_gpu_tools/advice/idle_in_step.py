@@ -73,7 +73,9 @@ def _share_of_lines(run: RunMeasurements, lines: Sequence[SourceLine]) -> float:
 
 def without_cause(run: RunMeasurements, found: Sequence[Finding]) -> float:
     """Return the fraction of the wall time that the GPU idles inside the step without a cause."""
-    of_step = ("device_sync", "launch_bound", "host_work", "slow_steps", "cpu_contention", "recompilation")
+    of_step = ["device_sync", "launch_bound", "host_work", "slow_steps", "cpu_contention", "recompilation"]
+    slower = next((one.evidence["phase"] for one in found if one.cause == "slowing_down"), "")
+    of_step += ["slowing_down"] * (base_phase(str(slower)) == TRAINING_STEP)
     return max(0.0, (run.idle_in_step_share or 0.0) - sum(one.share for one in found if one.cause in of_step))
 
 

@@ -50,8 +50,8 @@ def details(evidence: Mapping[str, float | str]) -> str:
         count = "" if evidence["first_steps"] == 1 else f" {evidence['first_steps']:,}"
         first = f"the first{count} of {evidence['of_steps']:,} steps"
         if where:
-            times = float(evidence["times_later"])
-            longer = rounded(times) if times < _MANY else f"over {_MANY:.0f}"
+            later = float(evidence["times_later"])
+            longer = rounded(later) if later < _MANY else f"over {_MANY:.0f}"
             return f"in {first} {where} took {longer} times as long"
         return f"{evidence['first_percent']:.0f} % of it in {first}"
     if "slow_steps" not in evidence:

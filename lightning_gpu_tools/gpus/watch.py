@@ -57,6 +57,12 @@ class GpuWatch(Sampler):
         shares = {window.uuid: window.throttled_percent for window in self.trained_on()}
         return {gpu.index: share for uuid, gpu in self._gpus.items() if (share := shares.get(uuid)) is not None}
 
+    def lost_clock_percent(self) -> float | None:
+        """Return what heat and power take of the highest clock of the slowest GPU that trains; ``None`` if unknown."""
+        samples = [one for uuid, one in self.latest_listed().items() if uuid in self._trained_on]
+        lost = (100.0 - (one.held_clock_percent or 100.0) for one in samples if one.throttled_s is not None)
+        return max(lost, default=None)
+
     def sharing(self, window: GpuWindow) -> Sharing:
         """Return the use of a GPU by this job and by others."""
         return share_out(window.processes, self.own_pids)

@@ -303,7 +303,8 @@ def cause_phase(report: Report) -> str | None:
     cause = first.cause
     if cause == "communication" or (cause == "straggler" and first.evidence.get("rank") != 0):
         return RANK_WAIT  # the tree is that of rank 0
-    name = first.evidence.get("phase" if cause in ("unexplained", "slow_steps", "straggler") else "name")
+    has_phase = cause in ("unexplained", "slow_steps", "slowing_down", "straggler")
+    name = first.evidence.get("phase" if has_phase else "name")
     phases = (str(name), f"{cause}/{name}", f"{TRAINING_STEP}/{name}", f"{TRAINING_STEP}/{cause}", cause)
     return next((phase for phase in phases if phase in report.phase_s), None)
 

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -18,6 +19,7 @@ import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
 from lightning_gpu_tools.advice.ranks import slowest_rank, usual_s, with_waits
+from lightning_gpu_tools.files import local_path
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import known, weighted_mean
 from lightning_gpu_tools.gpus.sampler import Phase
@@ -33,6 +35,7 @@ from lightning_gpu_tools.host import (
     throttled_periods,
 )
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor, settings_of
+from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.runs.contexts import Contexts
 from lightning_gpu_tools.runs.facts import Facts
 from lightning_gpu_tools.runs.run import Run, gpu_readings
@@ -40,6 +43,7 @@ from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
 from lightning_gpu_tools.training.cores import CoreUsers, added_s, pressure_s, runnable_s
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
+from lightning_gpu_tools.training.drift import Drift, GraphSizes
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import (
@@ -111,6 +115,7 @@ class RunRecorder:
         memory: MemoryCounters | None,
         core_users: CoreUsers,
         lines: LineSampler,
+        graph: GraphSizes,
     ) -> None:
         self.run = run
         self.gpus = gpus
@@ -121,6 +126,8 @@ class RunRecorder:
         self.lines = lines
         self.compilations = Compilations(lambda: clock.steps)
         self.facts = Facts()
+        lost_clock_percent = (lambda: None) if gpus is None else gpus.lost_clock_percent
+        self.drift = Drift(clock, graph, _log_folders(run.loggers), FOLDER_NAME, lost_clock_percent)
         self._clock = clock
         self._rank_waits = rank_waits
         self._ranks: tuple[RankStep, ...] = ()
@@ -372,6 +379,8 @@ class RunRecorder:
             precision=read("the precision", lambda: run.precision, None),
             matmul_precision=read("the precision of products", compat.matmul_precision, None),
             spans=clock.timeline.spans(),
+            readings=read("what grows during training", lambda: self.drift.facts(self._workers.storage_points), {}),
+            log_files=dict(self.drift.log_files),
             log_every_n_steps=run.log_every_n_steps,
             optimizers=read("the optimizers", partial(optimizers_on_cpu, run.device, run.optimizers), {}),
             accumulate_grad_batches=run.accumulate_grad_batches,
@@ -470,6 +479,16 @@ class RunRecorder:
             others_memory_bytes=_largest(one.others_memory_bytes for one in sharing),
             others_utilization_percent=_largest(one.others_utilization_percent for one in sharing),
         )
+
+
+def _log_folders(loggers: Iterable[Any]) -> dict[str, str]:
+    """Return the local folders of loggers by class."""
+    found = {}
+    for logger in loggers:
+        with suppress(Exception):  # it has none, or a user's logger raises
+            if local := local_path(logger.log_dir):
+                found[type(logger).__name__] = local
+    return found
 
 
 def loader_settings(run: Run) -> LoaderSettings | None:

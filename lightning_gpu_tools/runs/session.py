@@ -37,6 +37,7 @@ from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.cores import CoreUsers
+from lightning_gpu_tools.training.drift import GraphSizes
 from lightning_gpu_tools.training.line_sampler import LineSampler, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_history import MemoryHistory
@@ -62,6 +63,7 @@ class Timer(Protocol):
 
     rank_waits: RankWaits  # takes waiting for other ranks out of the clock's phases
     worker_lines: WorkerLines
+    graph: GraphSizes
     memory: MemoryCounters | None  # of this rank's GPU; None on another device
     fault: Exception | None  # the error that ended the timing
 
@@ -184,12 +186,14 @@ class Session:
                 self.warn(*([self.gpu_note] if self.gpu_note else []))
             core_users = CoreUsers(lambda: self.clock.core_wait_s, lambda: self.ranks.pids_on_node() or ())
             lines = LineSampler(self.clock, self.timer.worker_lines)
-            recorder = RunRecorder(self.run, self.clock, self.timer.rank_waits, self.gpus, memory, core_users, lines)
+            rank_waits, graph = self.timer.rank_waits, self.timer.graph
+            recorder = RunRecorder(self.run, self.clock, rank_waits, self.gpus, memory, core_users, lines, graph)
             self.ranks = Ranks(f"{self._name}/measured", self._store, recorder, is_monitored=self._is_monitored)
             if place.rank == 0:
                 self.background.add("Sampling who uses the cores", recorder.core_users.poll)
                 self.background.add("Reading what torch.compile has compiled", recorder.compilations.poll)
                 self.background.add("Looking at the storage", recorder.poll_storage)
+                self.background.add("Reading what grows during training", recorder.drift.poll)
             lines.start()
             self._threads += lines, self.ranks.exchange
             if memory is not None and self.gpus is not None:

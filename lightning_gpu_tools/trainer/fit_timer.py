@@ -22,6 +22,7 @@ from lightning_gpu_tools.trainer.facts import TrainerRun
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, overrides
 from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
 from lightning_gpu_tools.training.compat import keep_from_compiler
+from lightning_gpu_tools.training.drift import GraphSizes
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
@@ -98,6 +99,7 @@ class FitTimer(Timer):
         self._wrappers = Wrappers()
         self._wrap = partial(self._wrappers.put, trainer)
         self.worker_lines = WorkerLines()
+        self.graph = GraphSizes(clock)
         self._wrappers.put(torch.utils.data, FETCH, noting_index)  # before workers are forked
         self._wrappers.put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
         self._wrap("fit_loop.on_run_start", self._timed_in_fit)
@@ -148,6 +150,7 @@ class FitTimer(Timer):
         if trainer.world_size > 1:
             self._book_rank_waits()
         self._time_step()
+        self._wrap("strategy.backward", self.graph.around)
         for method in compat.METRICS:
             self._time(method, f"{LOGGING}/{SELF_LOG}", except_in=VALIDATION)
         self._time("fit_loop.epoch_loop.val_loop.run", VALIDATION)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_gpu_tools.host import MEMORY_FILE_SYSTEMS, HostBudget
 from lightning_gpu_tools.training import phases
@@ -46,6 +46,7 @@ class StepBlock:
     beside_s: float = 0.0  # callbacks, loggers, checkpoints, and validation, without waits for other ranks
     gpu_steps: int = 0  # steps timed on the GPU
     gpu_step_s: float = 0.0  # GPU time of those steps in forward, backward, and optimizer
+    phase_s: Mapping[str, float] = field(default_factory=dict)  # all of the time, as in RunMeasurements
 
     @property
     def step_s(self) -> float:
@@ -53,13 +54,21 @@ class StepBlock:
         return (self.wall_s - self.paused_s) / self.steps
 
     def __add__(self, other: StepBlock) -> StepBlock:
-        return StepBlock(*map(operator.add, _parts(self), _parts(other)))
+        return _combined(operator.add, self, other)
 
     def __sub__(self, other: StepBlock) -> StepBlock:
-        return StepBlock(*map(operator.sub, _parts(self), _parts(other)))
+        return _combined(operator.sub, self, other)
 
 
-_parts = operator.attrgetter(*StepBlock.__dataclass_fields__)  # in C, because the training thread adds up blocks
+# In C, because the training thread adds up blocks.
+_parts = operator.attrgetter(*(name for name in StepBlock.__dataclass_fields__ if name != "phase_s"))
+
+
+def _combined(combine: Callable[[Any, Any], Any], one: StepBlock, other: StepBlock) -> StepBlock:
+    ones, others = one.phase_s, other.phase_s
+    phase_s = {phase: combine(ones.get(phase, 0.0), others.get(phase, 0.0)) for phase in {**ones, **others}}
+    parts: list[Any] = [*map(combine, _parts(one), _parts(other)), phase_s]
+    return StepBlock(*parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -355,6 +364,27 @@ class StepTimes:
     batch_items: float | None = None  # as in SlowSteps, for the other steps
 
 
+# What may grow along with the steps; lost_clock_percent is the part of the highest SM clock that heat and power take.
+Quantity = Literal[
+    "python_objects",
+    "resident_bytes",
+    "written_bytes_per_step",  # by the training thread
+    "storage_bytes_per_step",  # read by the loader's workers, or without them by this process
+    "batch_items",
+    "graph_nodes",
+    "lost_clock_percent",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogFile:
+    """The file in a logger's folder that has grown most, apart from this package's own."""
+
+    name: str
+    size_bytes: int
+    rows: int | None = None  # of a text file that is not too large to count them
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunMeasurements:
     """The measurements of a fit up to some moment."""
@@ -388,6 +418,9 @@ class RunMeasurements:
     ranks: tuple[RankStep, ...] = ()  # empty with one rank
     contexts: tuple[HeldContext, ...] = ()  # of all ranks that see several GPUs
     spans: Sequence[PhaseSpan] = ()
+    # Pairs of a step and what was read then, since the warm-up; a quantity that is unknown is missing.
+    readings: Mapping[Quantity, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    log_files: Mapping[str, LogFile] = field(default_factory=dict)  # by the logger's class
     precision: str | None = None  # the Trainer's, as "32-true"
     matmul_precision: str | None = None
     log_every_n_steps: int = 50

@@ -342,6 +342,7 @@ class StepClock(Stopwatch):
             beside_s=sum(s for phase, s in seconds.items() if is_beside_step(phase)),
             gpu_steps=0 if self._gpu is None else self._gpu.samples,
             gpu_step_s=0.0 if self._gpu is None else self._gpu.own_step_s,
+            phase_s=seconds,
         )
 
     def _close_block(self) -> None:

@@ -80,6 +80,11 @@ class WorkerWatch:
         if len(self._points) > _MAX_POINTS:
             self._points = self._points[::2]
 
+    @property
+    def storage_points(self) -> list[tuple[int, int]]:
+        """Pairs of a number of steps and the bytes read from storage until then."""
+        return list(self._points)
+
     def _add_reads(self, pid: int, calls: int, ticks: int) -> None:
         calls_before, ticks_before = self._reads.get(pid, (calls, ticks))
         self._reads[pid] = calls, ticks

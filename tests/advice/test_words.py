@@ -37,7 +37,7 @@ from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasureme
 OF_A_TRAINER = (
     r"Trainer|NumWorkersFinder|GPUUtilization|ModelCheckpoint|CheckpointIO|FreeMemoryCUDA|DDPStrategy|self\.log|"
     r"prog_bar|transfer_batch|batch_transfer|Lightning|"
-    r"[Tt]he callback |The logger  |every_n_|accumulate_grad|val_check|limit_val|interval"
+    r"[Tt]he callback |The logger  |every_n_|accumulate_grad|val_check|limit_val|_interval|\"interval"
 )
 OF_A_LOOP = r"run\.phase|run\.batches|watch\(|find_loader_settings|Fabric|no_sync|select_gpus|\.to\(device\)|The phase"
 
@@ -82,6 +82,7 @@ RUNS = [
     uneven("training_step", 4, 0.05, accumulate_grad_batches=4),
     dataclasses.replace(cpu_run(STEP), blocks=[]),
     CAUSES["recompilation"].sick,
+    CAUSES["slowing_down"].sick,
 ]
 
 

@@ -283,3 +283,27 @@ def test_metrics_are_made_once_for_each_poll(clock):
             assert "gpu/0/memory_used_bytes" in metrics
             assert watch.take_metrics() == ({}, [])
             assert watch.metrics == metrics
+
+
+def test_what_heat_takes_of_the_clock_is_that_of_the_slowest_gpu_that_trains(clock):
+    cool, hot, other = gpu(), gpu(throttled_thermal=1.0, sm_clock_mhz=1188), gpu(throttled_thermal=1.0, sm_clock_mhz=99)
+    clock.gpus = [cool, hot, other]
+    gpus = [GpuReading(index=index, uuid=card.uuid) for index, card in enumerate(clock.gpus)]
+    watch = GpuWatch(gpus, lambda: None, trained_on=gpus[:2], interval_s=3600.0, gpm=False, node=0)
+    with contextlib.closing(watch):
+        found = []
+        for _ in range(6):  # processes are listed in turn with something else
+            clock.advance(1)
+            watch.whole(wait_s=TIMEOUT_S)
+            found.append(watch.lost_clock_percent())
+    assert {None if lost is None else round(lost) for lost in found[3:]} == {40}
+
+
+def test_what_heat_takes_of_the_clock_is_unknown_where_the_driver_does_not_count_it(clock):
+    clock.gpus = [gpu(throttled_thermal=None, throttled_power=None)]
+    gpus = [GpuReading(index=0, uuid=clock.gpus[0].uuid)]
+    with contextlib.closing(
+        GpuWatch(gpus, lambda: None, trained_on=gpus, interval_s=3600.0, gpm=False, node=0)
+    ) as watch:
+        watch.whole(wait_s=TIMEOUT_S)
+        assert watch.lost_clock_percent() is None

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import contended
-from lightning_gpu_tools.advice.findings import Evidence, Finding, ceiling, counted
+from lightning_gpu_tools.advice.findings import Evidence, Finding, counted, with_share
 from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
 from lightning_gpu_tools.training.run_measurements import CoreFacts, RunMeasurements, StepBlock
 from lightning_gpu_tools.units import printable
@@ -72,8 +71,7 @@ def without_contention(run: RunMeasurements, found: Sequence[Finding], contentio
     for one in found:
         if one.cause == "data_loading":
             share = one.share * (1 - _delayed_by_others(run)) - _delayed_in_loading(run, one.share)
-            bounds = {name: min(getattr(one, name), ceiling(share)) for name in ("ceiling", "ceiling_lower")}
-            kept.append(replace(one, share=share, **bounds))
+            kept.append(with_share(one, share))
         elif not _has_no_reason(one) or one.share > contention.share:
             kept.append(one)
     return kept

@@ -68,6 +68,8 @@ def _is_about(finding: Finding, one: Uneven) -> bool:
     if finding.cause == "slow_steps":
         return finding.evidence["phase"] == one.phase
     group, _, name = one.phase.partition("/")
+    if finding.cause == "slowing_down":
+        return base_phase(str(finding.evidence["phase"])) == group
     if finding.cause == "recompilation":
         return group == TRAINING_STEP and finding.share >= _MOST * one.share
     if finding.cause in ("straggler", "communication"):
