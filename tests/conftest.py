@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import signal
@@ -36,6 +37,33 @@ hypothesis.settings.load_profile("ci")
 def pytest_xdist_auto_num_workers() -> int:
     """Return how many processes ``-n logical`` starts: half of its time a test waits for another process or a clock."""
     return (os.cpu_count() or 1) * 3 // 2
+
+
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Start pytest again with this machine's GPUs hidden, unless only tests that need them are asked for."""
+    tests = Path(__file__).resolve().parent
+    asked = [Path(config.invocation_params.dir, name.split("::")[0]).resolve() for name in config.args]
+    if all(path.is_relative_to(tests / "on_gpu") or path.is_relative_to(tests / "simulated") for path in asked):
+        return
+    # The loader reads LD_LIBRARY_PATH when a process starts, and finds files there that it cannot load. This hides the
+    # GPUs from CUDA and NVML, here and in every child. NVML ignores CUDA_VISIBLE_DEVICES, and tests change it.
+    folders = [str(tests / "no_gpu"), *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
+    if folders[0] == folders[1] or not any(map(_can_be_loaded, ("libcuda.so.1", "libnvidia-ml.so.1"))):
+        return
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
+    # Users of GPUs set the first two. The others are those of a simulated machine, whose libcuda is preloaded.
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "SIMULATED_CUDA", "LD_PRELOAD"):
+        os.environ.pop(name, None)
+    config.pluginmanager.getplugin("capturemanager").stop_global_capturing()  # gives standard input back
+    os.execv(sys.executable, sys.orig_argv)
+
+
+def _can_be_loaded(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that; the tests that press it need it.

@@ -18,7 +18,9 @@ def gpus() -> int:
 @pytest.fixture(autouse=True)
 def _needs_a_gpu() -> None:
     if not gpus():
-        pytest.skip("needs an NVIDIA GPU, or a simulated one: run .ci/simulated_gpu, which makes an environment for it")
+        # With other tests there is none: tests/conftest.py hides it.
+        where = "benchmarks/on_gpu.sh tests, python -m pytest tests/on_gpu, or on a simulated one .ci/simulated_gpu"
+        pytest.skip(f"needs an NVIDIA GPU: run {where}")
 
 
 @pytest.fixture
