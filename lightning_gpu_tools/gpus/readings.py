@@ -94,6 +94,7 @@ class GpuClaim(NamedTuple):
         group: A launcher's name for the processes of one job on this machine, which lets them find the choice of the
             first process; else ``None``.
         process_ids: PIDs of the job's processes in the driver's list, if they were recognized.
+        yields: Whether the job agreed to end once its GPUs are idle and another job waits for one of them.
     """
 
     job: str
@@ -107,6 +108,7 @@ class GpuClaim(NamedTuple):
     since_s: float
     group: str | None = None
     process_ids: frozenset[int] = frozenset()
+    yields: bool = False
 
     def __str__(self) -> str:
         return self.user if self.pid is None else f"{self.user} (pid {self.pid})"
@@ -143,6 +145,7 @@ class GpuWaiter(NamedTuple):
     pid: int  # in its own namespace
     user: str  # according to the file system
     owner_id: int = -1  # UID of that user
+    since_s: float = 0.0  # when it began to wait, seconds since the epoch
 
 
 class UtilizationSample(NamedTuple):

@@ -17,6 +17,9 @@ _TIMELINES = ("memory_used_bytes", "power_watts")  # besides utilization
 _OF_STATE = [metric for metric in METRICS if metric.reduction in ("mean", "max") and metric.source != "utilization"]
 _COUNTERS = sorted({m.source for m in METRICS if m.reduction in ("difference", "rate", "percent_of_time")})
 
+# The driver's buffer holds about 20 s: after a longer time between two samples, some of it is unknown.
+_MAX_GAP_S = 20.0
+
 # Limits for one window:
 _MAX_TEXTS = 100
 _MAX_SUMS = 256
@@ -72,6 +75,25 @@ class Phases:
             if since_s <= begin_s:
                 break
         return total_s
+
+
+class IdleTime:
+    """How long a GPU has been idle: at 0 % utilization in all that the driver reported, without a gap."""
+
+    def __init__(self) -> None:
+        self._since_s = self._until_s = -math.inf
+
+    def add(self, sample: GpuSample) -> None:
+        """Add the next sample."""
+        if sample.utilization:
+            is_busy = any(entry.percent > 0 for entry in sample.utilization)
+            if is_busy or sample.time_s - self._until_s > _MAX_GAP_S:
+                self._since_s = sample.time_s
+            self._until_s = sample.time_s
+
+    def seconds(self, now_s: float) -> float | None:
+        """Return the seconds; ``None`` if the driver does not report utilization, or no longer."""
+        return self._until_s - self._since_s if now_s - self._until_s <= _MAX_GAP_S else None
 
 
 class WindowBuilder:

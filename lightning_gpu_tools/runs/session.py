@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal, Protocol
@@ -33,7 +33,7 @@ from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.stall_watch import StallAfter, StallWatch
 from lightning_gpu_tools.runs.surroundings import read_surroundings
-from lightning_gpu_tools.selection import claims
+from lightning_gpu_tools.selection import claims, yielding
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.cores import CoreUsers
@@ -179,7 +179,7 @@ class Session:
             )
             if self._is_monitored and place.rank == 0:
                 self.background.add("Sampling the memory", self._poll_memory)
-            if self._is_monitored and claims.holds_claims():
+            if self._is_monitored and claims.held_claims():
                 self.background.add("Keeping the claim", self._keep_claims)
             if place.local_rank == 0:  # one process of a node is enough to sample its GPUs
                 self._open_gpus(**self._sampling)
@@ -234,8 +234,15 @@ class Session:
                     gpm=gpm,
                     node=self.run.place.node,
                 )
+                self._look_for_waiting_jobs(self.gpus, [str(gpu.uuid) for gpu in trained_on])
         except NvmlUnavailableError as error:
             self.gpu_note = f"No GPU was measured. {error}"
+
+    def _look_for_waiting_jobs(self, gpus: GpuWatch, uuids: Sequence[str]) -> None:
+        if self._is_monitored and uuids and not claims.is_kept():
+            # It may print from the thread: nothing trains on GPUs that have been idle for half an hour.
+            reminder = yielding.Reminder(uuids, lambda: gpus.idle_s(uuids), claims.warn)
+            self.background.add("Looking for jobs that wait", reminder.look)
 
     # Stepping
 

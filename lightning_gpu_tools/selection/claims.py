@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _Parsed = TypeVar("_Parsed")
 # Names of the jobs of this process and of its children, comma-separated.
 JOB_VARIABLE = "LIGHTNING_GPU_TOOLS_JOB"
+_KEPT_VARIABLE = "LIGHTNING_GPU_TOOLS_KEPT"  # set to 1 under ``run``, where a process keeps the claim
 _DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often differs between users
 _MAX_PID = 2**22  # PID_MAX_LIMIT of 64-bit Linux, proc_sys_kernel(5)
 _MAX_UUIDS = 1024  # more than on 16 GPUs in MIG mode
@@ -54,6 +55,11 @@ def is_of_own_job(claim: GpuClaim) -> bool:
 def is_trusted(claim: GpuClaim) -> bool:
     """Return whether a claim's job and group names, which all users can copy, can be trusted."""
     return claim.owner_id in (os.geteuid(), 0)  # root may have started this job for its user
+
+
+def is_kept() -> bool:
+    """Return whether a process of ``run`` keeps the claim of this job."""
+    return _KEPT_VARIABLE in os.environ
 
 
 def directory() -> str:
@@ -98,26 +104,40 @@ _held_claims: list[HeldClaim] = []  # of this process; forked children have a co
 
 
 class HeldClaim:
-    """A claim that this process holds until it ends or releases the claim."""
+    """A claim that this process holds until it ends or releases the claim.
 
-    def __init__(self, path: str, content: dict[str, Any], held: Held) -> None:
+    ``yield_after_s``: after so many seconds of idle GPUs, the job agreed to end for others; ``None``: it did not.
+    """
+
+    def __init__(self, path: str, content: dict[str, Any], held: Held, yield_after_s: float | None) -> None:
         self.job: str = content["job"]
         self._path = path
         self._content = content
         self._process = ProcessId.of(os.getpid())
         self._held = [held]
-        self._is_released = False
+        self.is_released = False
+        self.yield_after_s = yield_after_s
         self._said: set[str] = set()
         _held_claims.append(self)
 
     @property
     def is_own(self) -> bool:
         """Whether this process made the claim, not a process that forked this one."""
-        return self._process.pid == os.getpid()
+        return self.pid == os.getpid()
+
+    @property
+    def pid(self) -> int:
+        """The process that made the claim, or the program that it has executed since."""
+        return self._process.pid
+
+    @property
+    def uuids(self) -> list[str]:
+        """The claimed GPUs."""
+        return list(self._content["uuids"])
 
     def release(self) -> None:
         """Release the claim, even if forked children still hold it. Idempotent."""
-        self._is_released = True
+        self.is_released = True
         with contextlib.suppress(ValueError):
             _held_claims.remove(self)
         with contextlib.suppress(IndexError):
@@ -126,7 +146,7 @@ class HeldClaim:
 
     def keep(self) -> str:
         """Take the claim again if its files were removed. Return a message about it, or ``""`` if none is new."""
-        if self._is_released or any(held.is_in(self._path) for held in [*self._held]):
+        if self.is_released or any(held.is_in(self._path) for held in [*self._held]):
             return ""
         try:
             event = self._take_again()
@@ -153,7 +173,7 @@ class HeldClaim:
             owner = ledger.foreign_owner
         with contextlib.suppress(IndexError):  # released meanwhile
             self._held.pop(0).release()
-        if self._is_released:
+        if self.is_released:
             self.release()
         by = f", which belongs to {owner}" if owner else ""
         event = f"The claim of this job on {', '.join(uuids)} was removed from {printable_path(self._path)}{by}."
@@ -162,8 +182,11 @@ class HeldClaim:
         names = ", ".join(folded_claims(rivals, str))
         return f"{event} Meanwhile it was claimed by {names}. Both jobs use it now: agree with them, or stop this job."
 
-    def pass_on(self) -> None:
-        """Pass the claim on to a program that this process executes, and start a process that keeps it that long."""
+    def pass_on(self, meanwhile: Callable[[int], object]) -> None:
+        """Pass the claim on to a program that this process executes, and start a process that keeps it that long.
+
+        That process calls ``meanwhile`` with the end of a pipe, whose other end the program and its children have.
+        """
         self._held[0].pass_on()
         with contextlib.suppress(OSError):  # no process can be started: others may remove the claim unnoticed
             ended, job = os.pipe()  # the program and its children have one end; the kernel closes it with the last one
@@ -171,13 +194,14 @@ class HeldClaim:
             child = os.fork()
             if child == 0:
                 try:
-                    self._keep_until(ended)
+                    self._keep_until(ended, meanwhile)
                 finally:
                     os._exit(0)
             os.close(ended)
             os.waitpid(child, 0)  # wait until it has closed the claim's socket
+            os.environ[_KEPT_VARIABLE] = "1"
 
-    def _keep_until(self, ended: int) -> None:
+    def _keep_until(self, ended: int, meanwhile: Callable[[int], object]) -> None:
         """Keep the claim in a detached process until a pipe is closed."""
         import select
 
@@ -193,12 +217,12 @@ class HeldClaim:
                     os.close(descriptor)
         if os.fork():
             return
+        meanwhile(ended)
         poll = select.poll()
         poll.register(ended, 0)
         while not poll.poll(KEEP_EVERY_S * 1000):
             if event := self.keep():
-                with contextlib.suppress(OSError):  # nobody reads it anymore
-                    os.write(2, f"lightning-gpu-tools: {event}\n".encode())
+                write_line(event)
             # A reader of the program's output must not have to wait for the program's children. Without children, the
             # pipe closes before the kernel reports the end of the program.
             if self._process.is_running is False and not poll.poll(0):
@@ -206,14 +230,20 @@ class HeldClaim:
         self.release()
 
 
-def holds_claims() -> bool:
-    """Return whether this process holds claims."""
-    return any(claim.is_own for claim in _held_claims)
+def held_claims() -> list[HeldClaim]:
+    """Return the claims that this process holds."""
+    return [claim for claim in [*_held_claims] if claim.is_own]
 
 
 def keep_claims() -> list[str]:
     """Take claims of this process again if their files were removed. Return messages. Safe in any thread."""
-    return [event for claim in [*_held_claims] if claim.is_own and (event := claim.keep())]
+    return [event for claim in held_claims() if (event := claim.keep())]
+
+
+def write_line(text: str) -> None:
+    """Write a line to stderr without Python's locks, which a thread may have held when this process was forked."""
+    with contextlib.suppress(OSError):  # nobody reads it anymore
+        os.write(2, f"lightning-gpu-tools: {text}\n".encode())
 
 
 class Ledger:
@@ -244,9 +274,14 @@ class Ledger:
             claim = records[0][0]
             if process_ids and claim.kind == "memory":
                 holders = {process.pid for _, process in records if process and process.is_running}
-                claim = claim._replace(process_ids=_descendants(holders, process_ids))
+                claim = claim._replace(process_ids=descendants(holders, process_ids))
             found.append(claim)
         return tuple(found)
+
+    def records(self, jobs: Collection[str]) -> list[tuple[GpuClaim, ProcessId]]:
+        """Return the claims of these jobs of this user, one for each process, earliest first."""
+        mine = [(claim, process) for claim, process in self._claim_records if claim.owner_id == os.geteuid()]
+        return [(claim, process) for claim, process in mine if process and claim.job in jobs]
 
     @functools.cached_property
     def waiters(self) -> tuple[GpuWaiter, ...]:
@@ -265,20 +300,28 @@ class Ledger:
         *,
         group: str | None = None,
         job: str | None = None,
+        yield_after_s: float | None = None,
     ) -> HeldClaim:
         """Claim GPUs as in ``GpuClaim``, for a new job or as another process of an existing job."""
         job = job or os.urandom(8).hex()
         content = {"job": job, "uuids": list(uuids), "kind": kind, "memory_bytes": memory_bytes, "group": group}
+        content["yields"] = yield_after_s is not None
         held = self.put("claim", content, ProcessId.of(os.getpid()))
         assert self._folder is not None
-        return HeldClaim(self._folder.path, content, held)
+        return HeldClaim(self._folder.path, content, held, yield_after_s)
 
-    def join(self, claim: GpuClaim) -> HeldClaim | None:
+    def join(self, claim: GpuClaim, yield_after_s: float | None = None) -> HeldClaim | None:
         """Join a claim, which lives as long as its last holder; return ``None`` if this process already holds it."""
-        own = (claim.job, os.geteuid(), ProcessId.of(os.getpid()))
-        if own in ((one.job, one.owner_id, process) for one, process in self._claim_records):
+        own = ProcessId.of(os.getpid())
+        agreed = [one.yields for one, process in self.records([claim.job]) if process == own]
+        if agreed and (yield_after_s is None or any(agreed)):
             return None
-        return self.take(claim.uuids, claim.kind, claim.memory_bytes, group=claim.group, job=claim.job)
+        return self.take(
+            *(claim.uuids, claim.kind, claim.memory_bytes),
+            group=claim.group,
+            job=claim.job,
+            yield_after_s=yield_after_s,
+        )
 
     def queue(self, uuids: Sequence[str], count: int) -> Held:
         """Take the last place in the queue for ``count`` of these GPUs."""
@@ -430,6 +473,7 @@ def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]
         hostname=printable(_text(record, "hostname", 255)),
         since_s=entry.since_ns / 1e9,
         group=None if record.get("group") is None else _text(record, "group", 4096),
+        yields=record.get("yields") is True,
     )
     return claim, ProcessId(
         kernel=running_kernel(),  # sockets of an earlier kernel are dead
@@ -447,6 +491,7 @@ def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
         pid=_number(record, "pid", 1, _MAX_PID),
         user=user_name(entry.owner_id),
         owner_id=entry.owner_id,
+        since_s=entry.since_ns / 1e9,
     )
 
 
@@ -472,7 +517,7 @@ def _text(record: Any, name: str, max_length: int) -> str:
     return value
 
 
-def _descendants(holders: Collection[int], process_ids: Collection[int]) -> frozenset[int]:
+def descendants(holders: Collection[int], process_ids: Collection[int]) -> frozenset[int]:
     """Return the processes that are holders of a claim or their descendants."""
     found = set()
     for pid in process_ids:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError, CudaAlreadyInitializedError, NotEnoughGpusError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading, GpuWaiter
-from lightning_gpu_tools.selection import claims, cuda
+from lightning_gpu_tools.selection import claims, cuda, yielding
 from lightning_gpu_tools.selection.ranking import (
     Candidate,
     Ranking,
@@ -88,7 +88,7 @@ class GpuSelection:
     def pass_on(self) -> None:
         """Pass the claim on to a program that this process executes."""
         if self._claim:
-            self._claim.pass_on()
+            self._claim.pass_on(functools.partial(yielding.watch_program, self._claim))
 
     def release(self) -> None:
         """Release the claim. ``CUDA_VISIBLE_DEVICES`` does not change."""
@@ -136,6 +136,7 @@ def select_gpus(
     max_utilization: float | None = None,
     exclusive: bool = False,
     wait: float | str | None = None,
+    yield_after: float | str | None = None,
     claim: bool = True,
 ) -> GpuSelection:
     """Pick the GPUs with the most free memory, idle ones first, and claim them until this process ends.
@@ -154,6 +155,9 @@ def select_gpus(
         exclusive: Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.
         wait: Longest time to wait for them, ``"10m"`` or seconds; ``None``: do not wait. First come, first served: jobs
             that came earlier have as many GPUs reserved as they requested.
+        yield_after: Once the GPUs have been idle for so long (0 % utilization, by the driver) and another job waits for
+            one of them, the processes that claimed them get SIGTERM; ``"2h"`` or seconds, at least 60. ``None``: never,
+            nor on a driver that does not report utilization.
         claim: Whether to claim them. Claims of others count in any case.
 
     Raises:
@@ -164,9 +168,17 @@ def select_gpus(
         ValueError: An option is out of range.
     """
     request = Request(
-        count, min_free=min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
+        count,
+        min_free=min_free,
+        max_utilization=max_utilization,
+        exclusive=exclusive,
+        wait=wait,
+        yield_after=yield_after,
+        claim=claim,
     )
-    return pick(request, Attempt.choose)
+    selection = pick(request, Attempt.choose)
+    yielding.watch_claims()
+    return selection
 
 
 @dataclass
@@ -226,7 +238,7 @@ class Attempt:
         by_uuid = {gpu.uuid: gpu for gpu in visible}
         for claim in reversed(self.live_claims):
             if self.is_choice_of_job(claim) and by_uuid.keys() >= {*claim.uuids}:
-                held = self.ledger.join(claim) if self.ledger.takes_claims else None
+                held = self.ledger.join(claim, self.request.yield_after_s) if self.ledger.takes_claims else None
                 return GpuSelection(tuple(by_uuid[uuid] for uuid in claim.uuids), "", held)
         ranking = self.rank(self.request, self.ahead)
         if len(ranking.candidates) < self.request.count:
@@ -252,7 +264,7 @@ class Attempt:
 
     def take(self, uuids: Sequence[str], *, share: bool = False) -> HeldClaim:
         """Claim GPUs as requested, or as ``whole``, which refuses nobody, if others ``share`` them."""
-        take = functools.partial(self.ledger.take, uuids, group=self.group)
+        take = functools.partial(self.ledger.take, uuids, group=self.group, yield_after_s=self.request.yield_after_s)
         if not self.request.claim:
             return take("memory", 0)  # only so that the others of the group can find it
         if share or not self.request.promises:
@@ -265,7 +277,9 @@ class Attempt:
         named = self.among is not None and len(self.among) == self.request.count
         if (self.group is not None and not named) or (self.request.claim and self.request.promises):
             raise error
-        claims.warn_once(f"{error}{' The GPUs of this job are not claimed.' if self.request.claim else ''}")
+        consequence = " The GPUs of this job are not claimed." if self.request.claim else ""
+        consequence += " Nor does it yield them to others." if self.request.yield_after is not None else ""
+        claims.warn_once(f"{error}{consequence}")
 
     def _not_enough(self, ranking: Ranking) -> NotEnoughGpusError:
         count, mask, visible = self.request.count, os.environ.get("CUDA_VISIBLE_DEVICES"), self.visible
@@ -308,7 +322,7 @@ def pick(
             keep_open()
             return nvml.read_gpus(limit_s=limits.LIMIT_S)
 
-        if request.promises or waits:
+        if request.promises or waits or request.yield_after is not None:
             claims.warn_if_private()
         if not claims.own_jobs():  # otherwise the driver may not be needed
             keep_open()  # before taking the lock, because without persistence mode this takes seconds

@@ -23,6 +23,8 @@ OPTIONS = {
     "max_utilization": "Highest utilization that each GPU may have, in percent.",
     "exclusive": "Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.",
     "wait": "How long to wait for the GPUs, for example 90s, 10m or 2h. First come, first served.",
+    "yield_after": "Send this job SIGTERM once its GPUs have been idle for so long, for example 30m or 2h, and another "
+    "job waits for one of them.",
     "claim": "Claim the GPUs until the job ends. The claims of others count in any case.",
 }
 
@@ -37,6 +39,7 @@ class Request:
     max_utilization: float | None = None
     exclusive: bool = False
     wait: float | str | None = None
+    yield_after: float | str | None = None
     claim: bool = True
 
     def __post_init__(self) -> None:
@@ -49,7 +52,9 @@ class Request:
         is_number = isinstance(percent, (int, float)) and not isinstance(percent, bool)
         if percent is not None and not (is_number and 0 <= percent <= 100):
             raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
-        _ = self.min_free_bytes, self.wait_s  # raises if they are invalid
+        if self.yield_after is not None and not self.claim:
+            raise ValueError("yield_after needs a claim, by which others know whom to wait for. Leave claim at True.")
+        _ = self.min_free_bytes, self.wait_s, self.yield_after_s  # raises if they are invalid
 
     @property
     def promises(self) -> bool:
@@ -68,6 +73,17 @@ class Request:
         """Seconds to wait; ``None``: do not wait."""
         return None if self.wait is None else parse_duration(self.wait, "wait")
 
+    @property
+    def yield_after_s(self) -> float | None:
+        """Seconds of idle GPUs after which the job ends for others who wait; ``None``: it does not."""
+        seconds = None if self.yield_after is None else parse_duration(self.yield_after, "yield_after")
+        if seconds is not None and seconds < MIN_YIELD_AFTER_S:
+            raise ValueError(
+                f"yield_after must be at least {MIN_YIELD_AFTER_S:.0f} s, got {self.yield_after!r}: a training that "
+                'goes on also leaves its GPUs idle at times. Give for example "30m".'
+            )
+        return seconds
+
 
 def documented(cls: _Class) -> _Class:
     """Add the options to the docstring of a class that takes them."""
@@ -84,6 +100,7 @@ def documented(cls: _Class) -> _Class:
 # Source: nvitop's default threshold between light and moderate load (its option --gpu-util-thresh). A threshold, not a
 # scale, because one percent of noise must not outweigh 20 GiB of memory.
 BUSY_FROM_PERCENT = 10.0
+MIN_YIELD_AFTER_S = 60.0  # our default: reading data, saving and compiling can each take tens of seconds
 _MAX_REASONS = 16  # our default: with this many, a message fits on a screen of 24 lines
 
 

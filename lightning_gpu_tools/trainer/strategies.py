@@ -47,12 +47,18 @@ class _FreeMemory(FamilyStrategy):
         max_utilization: float | None = None,
         exclusive: bool = False,
         wait: float | str | None = None,
+        yield_after: float | str | None = None,
         claim: bool = True,
         bind_numa: bool = False,
         **kwargs: Any,
     ) -> None:
         self._request = requested(
-            min_free, max_utilization=max_utilization, exclusive=exclusive, wait=wait, claim=claim
+            min_free,
+            max_utilization=max_utilization,
+            exclusive=exclusive,
+            wait=wait,
+            yield_after=yield_after,
+            claim=claim,
         )
         self._bind_numa = bind_numa
         self._picked: list[torch.device] | None = None

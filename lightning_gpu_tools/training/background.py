@@ -47,10 +47,10 @@ class BackgroundJobs:
         """Whether there are no jobs."""
         return not self._entries
 
-    def add(self, what: str, job: _Job) -> None:
-        """Call a job now, then after the seconds that it returns (``inf`` = never). ``what`` names it in faults."""
+    def add(self, what: str, job: _Job, *, after_s: float = 0.0) -> None:
+        """Call a job after some seconds, then after those that it returns (``inf`` = never). Faults name ``what``."""
         with self._changed:
-            self._entries.append(_Entry(what, job))
+            self._entries.append(_Entry(what, job, monotonic() + after_s))
             self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lightning-gpu-tools-background", daemon=True)

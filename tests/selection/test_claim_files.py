@@ -99,7 +99,14 @@ def test_the_last_and_longest_mount_is_that_of_a_folder(folder: str, expected: t
 @needs_root
 @pytest.mark.parametrize(
     ("options", "count"),
-    [({}, 0), ({"claim": False}, 0), ({"min_free": 1}, 1), ({"exclusive": True}, 1), ({"wait": 1}, 1)],
+    [
+        ({}, 0),
+        ({"claim": False}, 0),
+        ({"min_free": 1}, 1),
+        ({"exclusive": True}, 1),
+        ({"wait": 1}, 1),
+        ({"yield_after": 60}, 1),
+    ],
 )
 def test_a_private_folder_is_named_only_where_a_promise_rests_on_it(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], count: int

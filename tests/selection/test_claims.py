@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_gpu_tools.selection import claims
-from lightning_gpu_tools.selection.claims import Ledger, directory, holds_claims, keep_claims, open_ledger, read_ledger
+from lightning_gpu_tools.selection.claims import Ledger, directory, held_claims, keep_claims, open_ledger, read_ledger
 
 HOLD = """
 import os, sys
@@ -125,7 +125,7 @@ def test_a_removed_claim_is_taken_again(
     monkeypatch.setattr(claims, "_held_claims", [])  # earlier tests of this process may hold some
     with opened(path) as ledger:
         mine = ledger.take(["GPU-a"], own)  # type: ignore[arg-type]
-    assert holds_claims()
+    assert held_claims()
     assert keep_claims() == []
     path.rename(path.with_name("old")) if is_folder_gone else [file.unlink() for file in path.iterdir()]
     if theirs:
@@ -142,7 +142,7 @@ def test_a_removed_claim_is_taken_again(
     if theirs:
         other.release()
     assert list(path.iterdir()) == []
-    assert not holds_claims()
+    assert not held_claims()
 
 
 def test_a_claim_that_cannot_be_made_again_is_named_once(path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_released_claim_is_not_taken_again(path: Path, monkeypatch: pytest.Mon
     with opened(path) as ledger:
         mine = ledger.take(["GPU-a"], "whole")
     if os.fork() == 0:  # a child does not hold it
-        os._exit(int(holds_claims() or bool(keep_claims())))
+        os._exit(int(bool(held_claims() or keep_claims())))
     assert os.wait()[1] == 0
     mine.release()
     assert mine.keep() == ""

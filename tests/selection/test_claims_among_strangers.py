@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.selection.claims import open_ledger, read_ledger, warn_once
+from lightning_gpu_tools.selection.yielding import Reminder
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 ALICE, BOB, CAROL = 4711, 4712, 4713
@@ -520,6 +522,52 @@ def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path, are_cl
         ahead.kill()
         ahead.wait()
         assert job.communicate(timeout=60)[0] == f"{uuid}\n"  # at the pace of the 1,001st it would be 300 s
+
+
+QUEUE = """
+with open_ledger(path) as ledger:
+    place = ledger.queue(["GPU-b", "GPU-a"], 2)
+"""
+
+
+@needs_root
+def test_an_idle_holder_is_told_who_waits_once_an_hour(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", str(path))
+    root_owned(path)
+    said: list[str] = []
+    idle_s = iter([1790.0, 1810.0, 5400.0])
+    one = Reminder(["GPU-a"], lambda: next(idle_s), said.append)
+    others = Reminder(["GPU-c"], lambda: 1e6, said.append)
+    with staying(BOB, path, QUEUE) as first, staying(CAROL, path, QUEUE):
+        one.look()
+        others.look()
+        assert said == []
+        one.look()
+        one.look()
+    (text,) = said
+    assert re.fullmatch(
+        rf"uid {BOB} \(pid {first.pid}\) has waited [\d.]+ m?s for this GPU, of which you have used 0 % for 30 min\. "
+        r"End it with Ctrl-C, or run with --yield-after 2h\.",
+        text,
+    )
+
+
+@needs_root
+def test_a_job_ends_for_another_user_as_agreed(driver: Driver, path: Path) -> None:
+    driver.gpus = [gpu(sample_period_s=0.05)]
+    root_owned(path)
+    open_log(path)
+    run = f"""{PICK}
+from lightning_gpu_tools.gpus import sampler
+from lightning_gpu_tools.selection import ranking, yielding
+yielding.LOOK_EVERY_S, yielding.POLL_EVERY_S, ranking.MIN_YIELD_AFTER_S = 0.1, 0.1, 0.0
+main(["run", "--exclusive", "--yield-after", "0.3s", "--", "sh", "-c", "echo there; exec sleep 100"])
+"""
+    with staying(ALICE, path, run) as holder:
+        answer = run_as(BOB, path, f"{PICK}print(*select_gpus(exclusive=True, wait=60).uuids)")
+        assert answer.stdout == f"{driver.gpus[0].uuid}\n", answer.stderr
+        assert f"claimed exclusively by uid {ALICE} (pid {holder.pid})" in answer.stderr
+        assert holder.wait() == -signal.SIGTERM
 
 
 @needs_root
