@@ -28,7 +28,8 @@ _MAX_FILES = 1000  # in a logger's folder
 _MAX_COUNTED_BYTES = 64 * 2**20  # of a file whose rows are counted
 _CHUNK_BYTES = 2**20
 _WITH_ROWS = (".csv", ".tsv", ".jsonl", ".txt", ".log")
-_FIRST_LOOKS_EVERY = 10  # steps, at the graph; then each look comes when the run is a quarter longer
+_FIRST_LOOKS_EVERY = 11  # steps, at the graph; then each look comes when the run is a quarter longer
+_MANY_NODES = 1000  # of a graph, which take so long to walk through that the step does not count for the step times
 _MAX_NODES = 10_000  # which take some milliseconds to walk through
 
 Points = Sequence[tuple[float, float]]
@@ -42,7 +43,7 @@ class GraphSizes:
 
     def __init__(self, clock: StepClock) -> None:
         self.points: list[tuple[float, float]] = []  # step, number of operations
-        self.next_step: float = WARM_UP_STEPS + 1
+        self.next_step: float = WARM_UP_STEPS + 3
         self._clock = clock
 
     def around(self, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +61,6 @@ class GraphSizes:
         """Record the size of a loss's graph. ``loss`` may also be a sequence of tensors."""
         step = self._clock.steps
         self.next_step = step + max(_FIRST_LOOKS_EVERY, step // 4)
-        self._clock.times.left_out.add(step)
         try:
             self._clock.as_own_work(self._count, step, loss)
         except Exception:  # noqa: BLE001 - the graph of a new torch, or a loss of the program's own class
@@ -69,7 +69,10 @@ class GraphSizes:
     def _count(self, step: int, loss: object) -> None:
         first = loss[0] if isinstance(loss, (list, tuple)) and loss else loss
         if isinstance(first, torch.Tensor) and first.grad_fn is not None:
-            self.points.append((step, _nodes_behind(first.grad_fn)))
+            nodes = _nodes_behind(first.grad_fn)
+            self.points.append((step, nodes))
+            if nodes > _MANY_NODES:
+                self._clock.times.left_out.add(step)
 
 
 def _nodes_behind(node: Any) -> int:

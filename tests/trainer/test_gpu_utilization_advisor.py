@@ -1,6 +1,5 @@
 """The advisor in real trainings on the CPU, where the loader, a callback or nothing is slow."""
 
-import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,11 @@ def test_the_diagnosis_can_be_asked_for_during_training(tmp_path: Path) -> None:
 
 
 def test_an_advisor_alone_brings_a_monitor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gc.collect()  # a plugin that an earlier test has left would add its callback to the first Trainer
+    def names(trainer: Trainer) -> list[str]:
+        # A plugin of an earlier test, which jsonargparse may keep, adds its callback to any Trainer.
+        found = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        return [name for name in found if name != "PortableCheckpointHooks"]
+
     other = Callback()
     for given, expected in (
         ([GPUUtilizationAdvisor(), other], ["GPUUtilizationAdvisor", "GPUUtilizationMonitor", "Callback"]),
@@ -85,12 +88,11 @@ def test_an_advisor_alone_brings_a_monitor(tmp_path: Path, capsys: pytest.Captur
     ):
         folder = tmp_path / str(len(given))
         trainer = quiet_trainer(folder, callbacks=given)
-        before = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        before = names(trainer)
         for epochs in (1, 2):  # the second fit has what the first has added
             trainer.fit_loop.max_epochs = epochs
             trainer.fit(Model(), loader(Samples(5)))
-            after = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-            assert after == (expected or before)
+            assert names(trainer) == (expected or before)
             assert load_report(folder).outcome == "completed"
             assert capsys.readouterr().out.count("Verdict:") == 1
 
