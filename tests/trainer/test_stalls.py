@@ -85,7 +85,8 @@ def test_what_hangs_is_named_while_it_hangs(name: str, said: dict[str, tuple[Sta
     if stall.cause == "held_lock":  # nobody can speak
         return
     texts = [(folder / f"stderr{rank}").read_text() for rank in range(case.ranks)]
-    assert [text.count(stall.why) for text in texts] == [1, *[0] * (case.ranks - 1)]  # one rank speaks for all
+    # One rank speaks for all: again after four times as long, which a busy machine may take to get here.
+    assert [stall.why in text for text in texts] == [True, *[False] * (case.ranks - 1)]
     assert "Training has made no progress for " in texts[0]
     assert "Stack of the training thread" in texts[0]
     assert stall.cause not in ("dataset", "callback") or " in hang" in " ".join(stall.stack)  # also of another rank
