@@ -184,23 +184,6 @@ static struct effect *moved(struct moved m) {
   n->effect = (struct effect){move};
   return &n->effect;
 }
-// A copy of what the host may change as soon as its call has returned.
-struct staged {
-  struct effect effect;
-  void *to;
-  size_t size;
-  char bytes[];
-};
-static void unload(struct effect *effect) {
-  struct staged *s = (struct staged *)effect;
-  memmove(s->to, s->bytes, s->size);
-}
-static struct effect *staged(void *to, const void *from, size_t size) {
-  struct staged *s = malloc(sizeof *s + size);
-  *s = (struct staged){{unload}, to, size};
-  memcpy(s->bytes, from, size);
-  return &s->effect;
-}
 struct effect *copy_effect(void *to, const void *from, size_t size) {
   return moved((struct moved){.to = to, .from = from, .size = size, .rows = 1});
 }
@@ -224,9 +207,7 @@ static cudaError_t copy(struct moved m, struct stream *s, int wait) {
   int pinned = to >= 0 ? from_pinned : from >= 0 ? to_pinned : 1;
   i64 ns = 3000 + size / (pinned ? machine->pinned_per_ns : machine->pageable_per_ns);
   if (s->capture || (pinned && !wait)) return enqueue(s, ns, 0, moved(m));
-  // Pageable memory: CUDA stages up to 64 KiB that go to the GPU (CUDA Runtime API, "API synchronization behavior"). For
-  // more, the host waits for the stream first, and then for the copy.
-  if (!wait && to >= 0 && m.rows == 1 && size <= 64 << 10) return enqueue(s, ns, 0, staged(m.to, m.from, size));
+  // Pageable memory: the host waits for the stream first, and then for the copy.
   simulated_cuda_waits[3]++;
   if ((error = wait_stream(s)) || (error = enqueue(s, ns, 0, NULL)) || (error = wait_stream(s))) return error;
   move(&m.effect);
