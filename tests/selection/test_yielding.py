@@ -141,7 +141,8 @@ def test_a_program_under_run_can_agree_itself(driver: Driver, claims_dir: Path) 
         assert holder.wait(60) == -signal.SIGTERM
         told = holder.stderr.read()
     assert "It gets SIGTERM now, as agreed" in told
-    assert "End it with Ctrl-C" not in told
+    # On a busy machine, `run` may look before the program has agreed.
+    assert "End it with Ctrl-C" not in told.partition("This job gets SIGTERM once")[2]
 
 
 RANKS = f"""{PLACE}
