@@ -19,7 +19,7 @@ def diagnosis() -> str:
     count, right = (Counter(one["ran"] for one in suite["answers"] if one["right"] or every) for every in (True, False))
     rows = [(words, f"{right[kind]} of {count[kind]}") for kind, words in kinds.items() if count[kind]]
     rows.append(("real trainings on a simulated GPU", f"{sum(gpu_rights)} of {len(gpu_rights)}"))
-    of_ranks = {version: results(f"simulated_gpu/ranks_torch_{version}") for version in ("2.8", "2.15")}
+    of_ranks = {version: results(f"simulated_gpu/ranks_torch_{version}") for version in ("2.6", "2.8", "2.15")}
     for version, found in of_ranks.items():
         words = f"real trainings of {found['ranks']} ranks over NCCL, on simulated GPUs, torch {version}"
         rows.append((words, f"{sum(one['right'] for one in found['answers'])} of {len(found['answers'])}"))
