@@ -17,6 +17,7 @@ from lightning_gpu_tools.advice.explained import explained
 from lightning_gpu_tools.advice.findings import Verdict
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.schema import SCHEMA_VERSION
 from lightning_gpu_tools.reports.text import render_text
 
@@ -111,6 +112,12 @@ def test_every_table_is_what_its_source_gives() -> None:
     for page in pages:
         assert filled(page) == page, "run: python -m benchmarks.tables"
     assert f"**Schema version {SCHEMA_VERSION}.**" in (DOCS / "report_schema.md").read_text()
+
+
+def test_the_report_in_the_readme_is_that_of_its_result() -> None:
+    shown = render_text(load_report(ROOT / "benchmarks" / "results" / "h200" / "following_advice_1.json"))
+    begins = shown.index("Verdict:")
+    assert shown[begins : shown.index("Run:")] in (ROOT / "README.md").read_text()
 
 
 def test_the_classifiers_name_the_pythons_that_were_run() -> None:

@@ -85,13 +85,13 @@ def plan_loader(
     """
     cores = _cores(host)
 
-    def beside_s(workers: int) -> float:
-        return _beside_workers(current, cost, step_s, min(step_cores, cores), cores, workers).expected
+    def workers_s(workers: int) -> float:
+        return _with_workers(current, cost, step_s, min(step_cores, cores), cores, workers).expected
 
-    best_s = min(beside_s(workers) for workers in (1, max(1, math.ceil(cores))))
+    best_s = min(workers_s(workers) for workers in (1, max(1, math.ceil(cores))))
     workers_needed = _workers_for(step_s, cost)
     workers = _workers_for(best_s, cost)
-    while workers < cores and beside_s(workers) > (1 + TOLERANCE) * best_s:
+    while workers < cores and workers_s(workers) > (1 + TOLERANCE) * best_s:
         workers += 1
     if cost.cpu_s and workers * cost.cpu_s > cores * cost.wall_s:  # more than can compute at the same time do not help
         workers = max(1, math.ceil(cores * cost.wall_s / cost.cpu_s))
@@ -109,7 +109,7 @@ def plan_loader(
             workers, limited_by = int(most), resource
     most_workers = min(limits.values())
     alone_s = cost.wall_s + step_s
-    predicted_s = max(beside_s(workers), cost.wall_s / workers) if workers else alone_s
+    predicted_s = max(workers_s(workers), cost.wall_s / workers) if workers else alone_s
     if alone_s <= (1 + TOLERANCE) * predicted_s:
         workers, predicted_s = 0, alone_s
     settings = LoaderSettings(
@@ -140,7 +140,7 @@ def predict_step(
 ) -> StepRange:
     """Return the predicted time of a step with this many workers; arguments as in :func:`plan_loader`."""
     cores = _cores(host)
-    beside = _beside_workers(current, cost, step_s, min(step_cores, cores), cores, workers)
+    with_workers = _with_workers(current, cost, step_s, min(step_cores, cores), cores, workers)
     computes = 2 * (cost.cpu_s or 0.0) >= cost.wall_s
     own_cores = 0.0 if cuda else min(1.0, step_cores)  # a GPU's step is not faster for a warm core
     slower, receive_s = _BESIDE_COMPUTING if computes else _BESIDE_WAITING
@@ -152,7 +152,7 @@ def predict_step(
     # If other programs take cores, workers may have to wait for one, as the training process does.
     crowded = max(1.0, host.cores / host.cores_in_reach) if host.cores_in_reach else 1.0
     slower = (*slower[:2], slower[2] * crowded)
-    ranges = zip(beside, slower, lost, receive_s, (won, 0.0, 0.0), strict=True)
+    ranges = zip(with_workers, slower, lost, receive_s, (won, 0.0, 0.0), strict=True)
     return StepRange(
         *(max((by + more - less) * one_s + more_s, cost.wall_s / workers) for one_s, by, more, more_s, less in ranges)
     )
@@ -162,7 +162,7 @@ def _cores(host: HostBudget) -> float:
     return (host.cores if host.cores_in_reach is None else min(host.cores, host.cores_in_reach)) / host.local_ranks
 
 
-def _beside_workers(
+def _with_workers(
     current: LoaderSettings, cost: LoadCost, step_s: float, step_cores: float, cores: float, workers: int
 ) -> StepRange:
     """Return the time of a step while workers load on the same cores.

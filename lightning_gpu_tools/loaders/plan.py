@@ -204,7 +204,7 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
     if case.original.num_workers:
         wanted.insert(0, case.original)
     tried = Counter(_key(trial.settings) for trial in trials)
-    for settings in [*wanted, *_further(case, trials, most), *_beside_the_choice(case, trials, most)]:
+    for settings in [*wanted, *_further(case, trials, most), *_next_to_the_choice(case, trials, most)]:
         if _key(settings) not in tried:
             return settings
     known = [one for one in combined(trials) if one.measured]
@@ -213,11 +213,11 @@ def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSetting
     best, chosen = min(known, key=_seconds), _fewest_of_the_best(known)
     less = [one for one in known if one.settings.num_workers < chosen.settings.num_workers]
     more = [one for one in known if one.settings.num_workers > chosen.settings.num_workers]
-    beside = [*sorted(less, key=_workers)[-1:], *sorted(more, key=_workers)[:1]]
-    close = [one for one in (best, chosen, *beside) if _seconds(one) <= _CLOSE * _seconds(best)]
+    rivals = [*sorted(less, key=_workers)[-1:], *sorted(more, key=_workers)[:1]]
+    close = [one for one in (best, chosen, *rivals) if _seconds(one) <= _CLOSE * _seconds(best)]
     due = {_key(one.settings): _TRIALS_OF_CLOSE for one in close}
     if more and _waits(chosen):
-        due.setdefault(_key(beside[-1].settings), 2)
+        due.setdefault(_key(rivals[-1].settings), 2)
     if len(due) < 2:
         return None
     again = [one.settings for one in known if tried[_key(one.settings)] < due.get(_key(one.settings), 0)]
@@ -245,7 +245,7 @@ def _further(case: LoaderCase, trials: Sequence[LoaderTrial], most: int) -> list
     return further
 
 
-def _beside_the_choice(case: LoaderCase, trials: Sequence[LoaderTrial], most: int) -> list[LoaderSettings]:
+def _next_to_the_choice(case: LoaderCase, trials: Sequence[LoaderTrial], most: int) -> list[LoaderSettings]:
     known = combined(trials)
     if not any(one.measured for one in known):
         return []

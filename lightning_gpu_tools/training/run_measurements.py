@@ -19,8 +19,8 @@ TRAINING_STEP, VALIDATION = phases.TRAINING_STEP, phases.VALIDATION
 
 # Our defaults.
 _MIN_SAMPLES = 5  # of a phase, to measure the GPU's idle time in it; with fewer, the whole phase counts as idle
-# Of the time between events, the most that is not work but between kernels: measured on an H200 next to torch.profiler
-# for ResNet-50 and GPT-2, 3 to 6 %.
+# Of the time between events, what may lie between kernels. Next to torch.profiler on an H200, it was 3 to 6 % for
+# ResNet-50 and GPT-2. With hundreds of tiny kernels it was a third, but of so little work that the GPU stays idle.
 _GAPS = 0.1
 _UNSETTLED = 1.10  # first blocks count as warm-up if this much slower: monitoring tools let windows differ by 10 %
 _MAX_UNSETTLED_SHARE = 0.25  # of all blocks

@@ -138,7 +138,7 @@ def test_a_loop_of_ones_own_is_recorded_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_model_of_the_allocator_takes_what_torch_takes(seed: int) -> None:
-    """Also beside what other tests have left."""
+    """Next to what other tests have left, too."""
     chance, room = random.Random(seed), (2**40, 900 * 2**20)[seed % 2]
     gc.collect()
     torch.cuda.empty_cache()

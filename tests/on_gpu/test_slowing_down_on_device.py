@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from trainings import Model, Samples, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.training import drift
 from lightning_gpu_tools.types import Finding, Report
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from toys import occupy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +53,7 @@ class Occupied(Model):
         self.more_s = more_s
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        torch.cuda._sleep(int((0.004 + self.more_s * batch_idx) * 1e9))  # in cycles; the clock is between 1 and 2 GHz
+        occupy(0.004 + self.more_s * batch_idx)
         loss = super().training_step(batch, batch_idx)
         loss.item()
         return loss
