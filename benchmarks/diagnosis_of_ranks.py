@@ -12,6 +12,7 @@ A GPU that waits for another one in NCCL is busy, so nothing but the ranks' own 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import os
@@ -143,6 +144,8 @@ class Case:
 
 
 LATE = partial(Case, line="be_late")
+# Four ranks on two cores are in each other's way.
+CONTENTION = ("cpu_contention other_programs", "cpu_contention own_threads")
 CASES = {
     "slow forward": LATE(("straggler forward",), partial(Model, "forward")),
     "slow data": LATE(("straggler data_loading",), late_data_s=LATE_S),
@@ -167,7 +170,7 @@ CASES = {
     ),
     "each rank slow in turn": Case(("communication", "host_work"), partial(Model, "uneven")),
     # Where a rank waits for a core, the others wait for that rank.
-    "no slow rank": Case(("healthy", "cpu_contention other_programs"), partial(Model, gpu_s=4 * GPU_S), steps=100),
+    "no slow rank": Case(("healthy", *CONTENTION), partial(Model, gpu_s=4 * GPU_S), steps=100),
 }  # fmt: skip
 
 
@@ -188,7 +191,7 @@ def train(case: Case, ranks: int, folder: str) -> dict[str, Any] | None:
         return None
     diagnosis = advisor.diagnosis
     assert diagnosis is not None
-    # That other programs take the cores is true of a busy machine, whatever the training does.
+    # That threads wait for cores is true of a busy machine, whatever the training does.
     own = replace(diagnosis, findings=tuple(one for one in diagnosis.findings if one.cause != "cpu_contention"))
     evidence = dict(own.findings[0].evidence) if own.findings else {}
     return {
@@ -221,6 +224,8 @@ def answer(case: Case, ranks: int, folder: str) -> dict[str, Any]:
     while children:
         child, status = os.wait()
         children.remove(child)
+        if status:
+            print(f"A rank ended with exit status {os.waitstatus_to_exitcode(status)}", file=sys.stderr, flush=True)
         for other in children if status else ():
             os.kill(other, signal.SIGKILL)  # it would wait for the one that failed
     return json.loads(file.read_text())
@@ -239,6 +244,7 @@ def main() -> int:
     parser.add_argument("--reports", type=Path, help="keep the reports in folders here")
     parser.add_argument("--output", type=Path, help="also write the result as JSON")
     args = parser.parse_args()
+    faulthandler.enable()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rows = []

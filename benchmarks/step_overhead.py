@@ -202,10 +202,6 @@ class Runner:
         wall_us, cpu_us = map(float, self.times.readline().split())
         return wall_us, cpu_us
 
-    def end(self) -> None:
-        self.turns.close()
-        self.process.wait(120)
-
 
 # The mean wall and CPU time of a step in us, of the turns of each round.
 Turns = list[tuple[float, float]]
@@ -221,16 +217,22 @@ def measure(tool: str, rounds: int) -> tuple[dict[str, Turns], Report | None]:
             for i, (name, variant) in enumerate(variants.items())
             for k in range(PROCESSES)
         ]
+        began_s = time.perf_counter()
         for runner in runners:
             runner.connect()
+        print(f"{tool}: {len(runners)} trainings began in {time.perf_counter() - began_s:.0f} s", file=sys.stderr)
         measured: dict[str, Turns] = {name: [] for name in variants}
         for number in range(WARM_UP_TURNS + rounds):
+            print(f"\rround {number + 1} of {WARM_UP_TURNS + rounds}", end="", file=sys.stderr, flush=True)
             times = {runner: runner.turn() for runner in random.sample(runners, len(runners))}
             for name in variants if number >= WARM_UP_TURNS else ():
                 wall_us, cpu_us = zip(*(times[runner] for runner in runners if runner.name == name), strict=True)
                 measured[name].append((mean(wall_us), mean(cpu_us)))
+        print(file=sys.stderr)
         for runner in runners:
-            runner.end()
+            runner.turns.close()  # all end at once
+        for runner in runners:
+            runner.process.wait(120)
         file = next(iter(sorted(Path(folder).rglob("gpu_report.json"))), None)
         return measured, None if file is None else load_report(file)
 

@@ -49,11 +49,11 @@ TABLES: dict[str, Callable[[], str]] = {
                 fields.commands,
             ),
             *(
+                on_hardware.h100_tests,
                 on_hardware.h200_advice,
                 on_hardware.h200_diagnosis,
                 on_hardware.h200_gpu_times,
                 on_hardware.h200_peaks,
-                on_hardware.h200_tests,
             ),
             figures.figures,
         )

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from measured_runs import run_of
 
+from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import a_host, contended, cpu_run, gpu_run
 from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RankStep, RunMeasurements
@@ -178,3 +179,16 @@ def test_what_missing_cores_explain_has_no_other_cause() -> None:
     assert [one.cause for one in diagnose(unnamed).findings] == ["cpu_contention"]
     named = contended(0.4, phase_ms={"training_step/forward": 20.0, "callback/A": 20.0})
     assert {one.cause for one in diagnose(named).findings} == {"cpu_contention", "callback"}
+
+
+def test_work_of_the_host_at_no_line_of_the_program_may_be_the_wait_for_a_core() -> None:
+    """Where the program's own line was sampled, both are reported."""
+    cores, busy_host = contended(0.9).cores, CAUSES["host_work"].sick
+    by_line = {
+        file: [dataclasses.replace(one, file=file) for one in busy_host.lines] for file in ("train.py", "torch/nn.py")
+    }
+    causes = {
+        file: {one.cause for one in diagnose(dataclasses.replace(busy_host, cores=cores, lines=tuple(lines))).findings}
+        for file, lines in by_line.items()
+    }
+    assert causes == {"train.py": {"cpu_contention", "host_work"}, "torch/nn.py": {"cpu_contention"}}

@@ -2,8 +2,8 @@
 
 Linux counts for how long a thread could run and had no core (schedstat), for the training thread, the loader's workers
 and other ranks. Who had the cores comes from the CPU times of all processes, the runnable threads of this job and the
-quota of its cgroup. What is due to missing cores is taken from data_loading, and irregular slow steps and unexplained
-time are then not reported.
+quota of its cgroup. What is due to missing cores is taken from data_loading. Irregular slow steps, unexplained time, and
+work of the host at no line of the program are then not reported.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import contended
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted, with_share
+from lightning_gpu_tools.advice.lines import sentence
 from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
-from lightning_gpu_tools.training.run_measurements import CoreFacts, RunMeasurements, StepBlock
+from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, CoreFacts, RunMeasurements, StepBlock
 from lightning_gpu_tools.units import printable
 
 # Our defaults.
@@ -64,22 +65,24 @@ def cpu_contention(run: RunMeasurements, loading: Finding | None) -> Finding | N
 def without_contention(run: RunMeasurements, found: Sequence[Finding], contention: Finding) -> list[Finding]:
     """Return the findings without the parts that missing cores explain.
 
-    These parts are waiting for data while workers had no core, irregular slow steps, and long unnamed work, which has
-    no other reason.
+    These parts are waiting for data while workers had no core, and what has no other reason: irregular slow steps,
+    long unnamed work, and work of the host at no line of the program.
     """
     kept = []
     for one in found:
         if one.cause == "data_loading":
             share = one.share * (1 - _delayed_by_others(run)) - _delayed_in_loading(run, one.share)
             kept.append(with_share(one, share))
-        elif not _has_no_reason(one) or one.share > contention.share:
+        elif not _has_no_reason(run, one) or one.share > contention.share:
             kept.append(one)
     return kept
 
 
-def _has_no_reason(finding: Finding) -> bool:
+def _has_no_reason(run: RunMeasurements, finding: Finding) -> bool:
     if finding.cause == "slow_steps":
         return finding.evidence["kind"] == "irregular"
+    if finding.cause == "host_work":
+        return not sentence(run.lines, TRAINING_STEP)
     return finding.cause == "unexplained" and "idle_percent" not in finding.evidence
 
 
