@@ -4,6 +4,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import get_args
 
 import pytest
@@ -114,10 +115,14 @@ def test_every_table_is_what_its_source_gives() -> None:
     assert f"**Schema version {SCHEMA_VERSION}.**" in (DOCS / "report_schema.md").read_text()
 
 
-def test_the_report_in_the_readme_is_that_of_its_result() -> None:
+def test_the_figures_of_the_readme_are_those_of_its_results() -> None:
+    readme = (ROOT / "README.md").read_text()
     shown = render_text(load_report(ROOT / "benchmarks" / "results" / "h200" / "following_advice_1.json"))
     begins = shown.index("Verdict:")
-    assert shown[begins : shown.index("Run:")] in (ROOT / "README.md").read_text()
+    assert shown[begins : shown.index("Run:")] in readme
+    off = [abs(one["error"]["in use"]) for one in results("h200/dry_run_peaks")["runs"]]
+    assert f"[{100 * mean(off):.1f} % from what a dry run predicted]" in readme
+    assert f"{100 * max(off):.1f} % at most" in readme
 
 
 def test_the_classifiers_name_the_pythons_that_were_run() -> None:
