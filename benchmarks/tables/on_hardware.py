@@ -105,6 +105,6 @@ def h100_tests() -> str:
     counted = Counter(outcome.partition(":")[0] for outcome in results("h100/tests")["outcomes"].values())
     failed = f"{counted['failed']} failed" if counted["failed"] else "none failed"
     return block(
-        f"**{counted['passed']} tests passed, {failed}**; {counted['skipped']} need more GPUs, a simulated one, or IPython: "
-        f"[h100/tests.json]({RESULTS}/h100/tests.json)."
+        f"**{counted['passed']} tests passed, {failed}**; {counted['skipped']} need more GPUs, a simulated one, or "
+        f"IPython: [h100/tests.json]({RESULTS}/h100/tests.json)."
     )

@@ -2,8 +2,8 @@
 
 Linux counts for how long a thread could run and had no core (schedstat), for the training thread, the loader's workers
 and other ranks. Who had the cores comes from the CPU times of all processes, the runnable threads of this job and the
-quota of its cgroup. What is due to missing cores is taken from data_loading. Irregular slow steps, unexplained time, and
-work of the host at no line of the program are then not reported.
+quota of its cgroup. What is due to missing cores is taken from data_loading. Irregular slow steps, unexplained time,
+and work of the host at no line of the program are then not reported.
 """
 
 from __future__ import annotations
