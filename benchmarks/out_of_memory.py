@@ -384,7 +384,7 @@ CASES = {
         "loading_checkpoint", "loading a checkpoint", "map_location", model=partial(LoadsOntoTheGpu, 8), allowed=1000
     ),
     "a batch too large, expandable_segments": Case(
-        "batch_too_large", "forward", "and 64.0 MiB do not depend on it", line="self.layers(batch).square()",
+        "batch_too_large", "forward", "in addition to 64.0 MiB of fixed memory", line="self.layers(batch).square()",
         batches=partial(Batches, 512), allocator="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     ),
     "outputs kept, expandable_segments": Case(
@@ -392,7 +392,7 @@ CASES = {
         batches=partial(Batches, 32, count=60), allocator="PYTORCH_ALLOC_CONF=expandable_segments:True",
     ),
     "memory in pieces, expandable_segments": Case(
-        "fragmentation", "forward", "expandable_segments:True, which is set", model=Fragments, allowed=4300,
+        "fragmentation", "forward", "expandable_segments:True is set", model=Fragments, allowed=4300,
         allocator="PYTORCH_ALLOC_CONF=expandable_segments:True",
     ),
     "memory in pieces, max_split_size_mb": Case(
@@ -400,7 +400,7 @@ CASES = {
         model=Fragments, allowed=4300, allocator="PYTORCH_ALLOC_CONF=max_split_size_mb:64",
     ),
     "a batch too large for a limit": Case(
-        "batch_too_large", "forward", "raise it (torch.cuda.set_per_process", batches=partial(Batches, 512),
+        "batch_too_large", "forward", "Raise it: torch.cuda.set_per_process", batches=partial(Batches, 512),
         allocator="PYTORCH_ALLOC_CONF=per_process_memory_fraction:{fraction},garbage_collection_threshold:0.8",
     ),
     "a batch that fits in forward alone, cudaMallocAsync": Case(
@@ -416,7 +416,7 @@ CASES = {
         options={"accumulate_grad_batches": 4},
     ),
     "ranks on one GPU": Case(
-        "shared_by_ranks", "forward", "Give each rank a GPU", model=SharesTheGpu, ranks=2,
+        "shared_by_ranks", "forward", "Give each rank its own GPU", model=SharesTheGpu, ranks=2,
         options={"strategy": OnOneGpu(process_group_backend="gloo")},  # NCCL refuses it
     ),
     "a hook that takes too much": Case(

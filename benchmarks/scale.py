@@ -230,7 +230,7 @@ def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
         time.sleep(0.2)
     entries = job.exchange.entries()
     recorder: Any = SimpleNamespace()  # of which that needs nothing
-    listing_s = median(timed_s(lambda: RunRecorder.hear(recorder, entries)) for _ in range(REPEATS))
+    listing_s = median(timed_s(lambda: RunRecorder.receive(recorder, entries)) for _ in range(REPEATS))
     run = gpu_run({"training_step": 100}, 99.0, ranks=recorder._ranks)
     judging_s = median(timed_s(lambda: list(straggler.find(run))) for _ in range(REPEATS))
     found = next(straggler.find(run), None)
@@ -284,7 +284,7 @@ class AskForReports(Callback):
         if trainer.global_step != 150 or session is None or running is None:
             return
         session.ranks.exchange._board.entries |= {entry["rank"]: entry for entry in self.entries}
-        session.begin().hear(session.ranks.exchange.entries())
+        session.begin().receive(session.ranks.exchange.entries())
         report_file = Path(running.file.path)
         running._host = session.begin().read_host()  # as the background thread does before it asks
         took_s, pauses_s, cpus_s = [], [], []

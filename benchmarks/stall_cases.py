@@ -421,7 +421,7 @@ STALLS = {
     "swap thrash": Case(swapping, "swap", "every task waited for memory in 91 %"),
     "C code that holds Python's lock": Case(held_lock, "held_lock", "The training thread was in hold ("),
     "an error swallowed on one rank": Case(
-        swallowed_error, "rank_left", "Rank 1 has left the training at step 13 (stopped by ValueError", 2, 1
+        swallowed_error, "rank_left", "Rank 1 stopped training at step 13 (stopped by ValueError", 2, 1
     ),
     "uneven numbers of batches": Case(uneven_batches, "uneven_batches", "the end of the epoch at step 12", 2, 1),
     "sync_dist on one rank": Case(
@@ -429,13 +429,13 @@ STALLS = {
     ),
     "a checkpoint on one rank": Case(save_on_one_rank, "collective_on_one_rank", "rank 0 in saving a checkpoint", 2, 0),
     "a rank that was stopped": Case(stopped_rank, "rank_silent", "Rank 1 (PID ", 2, 1),
-    "a rank that waits for data": Case(late_rank, "dataset", "All wait for rank 1, at step 13", 2, 1),
-    "a rank in an endless loop": Case(endless_loop, "code", "All wait for rank 1, at step 13, in forward.", 2, 1),
+    "a rank that waits for data": Case(late_rank, "dataset", "All ranks wait for rank 1, at step 13", 2, 1),
+    "a rank in an endless loop": Case(endless_loop, "code", "All ranks wait for rank 1, at step 13, in forward.", 2, 1),
     "another collective on one rank": Case(
         another_collective, "collective_mismatch", "rank 1 calls broadcast of 4 float32 numbers in act (", 2
     ),
     "validation on one rank": Case(
-        validation_on_one_rank, "code", "All wait for rank 1, at step 12, in validation.", 2, 1
+        validation_on_one_rank, "code", "All ranks wait for rank 1, at step 12, in validation.", 2, 1
     ),
 }
 HAS_RECORD = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # of gloo's calls, since torch 2.8

@@ -77,7 +77,7 @@ _IN_PHASE = {
     MONITORING: "in a hook of this package",
     GARBAGE_COLLECTION: "in Python's garbage collector, beyond its youngest generation",
     TRAINER: "in the Trainer's own work around a step",
-    RANK_WAIT: "waiting in a collective for other ranks; after the slash, what it was doing. Includes the check of "
+    RANK_WAIT: "waiting in a collective for other ranks; after the slash, what it was doing. Includes the check for "
     "signals in every step, where a rank also waits for its own GPU",
     UNEXPLAINED: "anywhere else",
     EPOCH_START: "starting an epoch: its iterator, its workers, its first batch",

@@ -1,1 +1,1 @@
-"""Advice from measurements: what slows a training down, and what to change."""
+"""Advice from measurements: what slows training down, and what to change."""

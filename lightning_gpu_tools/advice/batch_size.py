@@ -1,7 +1,7 @@
 """The largest batch size that fits a GPU's memory, from the record of a smaller one. All sizes are in bytes.
 
-The recorded steps are replayed on a model of torch's allocator with the sizes that another batch would have. So what is
-lost in fragments counts as it would in training.
+The recorded steps are replayed on a model of torch's allocator with the sizes of another batch, so that memory lost in
+fragments counts as it would in training.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from lightning_gpu_tools.advice.caching_allocator import CachingAllocator, block
 from lightning_gpu_tools.training.memory_readings import RecordedStep, RecordedSteps
 
 # Our defaults.
-_SPARE = 0.02  # of the memory, which a search leaves free
+_SPARE = 0.02  # of the memory, left free by a search
 _PRECISION = 0.01  # of a search
-_MAX_TIMES = 2**20  # the recorded batch
-_LOST = 0.16  # of the memory that a failed step could have, at most; measured with ten models
+_MAX_TIMES = 2**20  # of the recorded batch
+_LOST = 0.16  # of the memory of a failed step, at most; measured with ten models
 
 _NOBODY = None, 0
+NOT_RECORDED = "No step was recorded in which the batch determined the memory."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +29,8 @@ class LargestBatch:
     """The largest batch size that fits, or the reason why it is unknown."""
 
     size: int | None = None  # 0: not even one sample fits
-    is_bound: bool = False  # an upper bound: it is only known that larger sizes do not fit
-    why_not: str = ""  # why there is no size, as a sentence
+    is_bound: bool = False  # an upper bound: only larger sizes are known not to fit
+    why_not: str = ""  # the reason why there is no size, as a sentence
 
 
 def largest_batch(
@@ -50,7 +51,7 @@ def largest_batch(
         keeps_gradients: Whether gradients stay during steps, as with accumulation.
     """
     if not any(event.grows for event in recorded.steps[-1].events):
-        return LargestBatch(why_not="No step was recorded whose batch made the memory rise.")
+        return LargestBatch(why_not=NOT_RECORDED)
 
     def fits(size: int) -> bool:
         room = (1 - _SPARE) * room_bytes
@@ -69,9 +70,9 @@ def largest_batch(
 
 
 def bound_by_failure(batch_size: int, taken_bytes: float, fixed_bytes: float, room_bytes: float) -> LargestBatch:
-    """Return an upper bound from a step that failed, and had taken this much in addition to what is ``fixed``."""
+    """Return an upper bound from a failed step that had taken ``taken_bytes`` in addition to ``fixed_bytes``."""
     if taken_bytes <= 0:
-        return LargestBatch(why_not="No step was recorded whose batch made the memory rise.")
+        return LargestBatch(why_not=NOT_RECORDED)
     size = math.floor(batch_size * (1 - _LOST) * (room_bytes - fixed_bytes) / taken_bytes)
     return LargestBatch(size=max(0, min(size, batch_size - 1)), is_bound=True)
 
@@ -98,7 +99,7 @@ def _trains(
         for place, event in enumerate(step.events):
             if event.size > 0:
                 key: Hashable = (step.step, place)
-                # What the same step has left is still there, and gradients that stay get no memory of their own.
+                # Blocks left by the same step still exist, and gradients that stay are not allocated again.
                 if place in stays or key in allocator:
                     continue
                 if not allocator.allocate(key, math.ceil(times * event.size) if event.grows else event.size):
@@ -123,7 +124,7 @@ def _release(
     owners: dict[int, tuple[Hashable, int]],
     left: dict[int, list[Hashable]],
 ) -> None:
-    """Free the block that the recorded address stands for, or else one of its size that the step before has left."""
+    """Free the block that the recorded address stands for, or else one of its size left by the previous step."""
     key, own_size = owners.pop(address, (address, size))
     if own_size == size and key in allocator:
         allocator.free(key)
@@ -137,7 +138,7 @@ def _release(
 
 
 def _left_by(step: RecordedStep) -> frozenset[int]:
-    """Return the places of the events whose blocks a step leaves, but for those that grow with the batch."""
+    """Return the positions of events whose blocks remain after the step, without those that grow with the batch."""
     live: dict[int, int] = {}
     for place, event in enumerate(step.events):
         if event.size > 0:
@@ -150,7 +151,7 @@ def _left_by(step: RecordedStep) -> frozenset[int]:
 def split(batch_size: int, fits: int, accumulate: int = 1) -> tuple[int, int]:
     """Return a batch size of at most ``fits``, and the number of batches over which to accumulate gradients.
 
-    They keep the effective batch size. It is exact if at most twice the minimum number of parts divides it.
+    They keep the effective batch size: exactly if a number of parts up to twice the minimum divides it.
     """
     least = math.ceil(batch_size / fits)
     parts = next((parts for parts in range(least, 2 * least + 1) if batch_size % parts == 0), least)

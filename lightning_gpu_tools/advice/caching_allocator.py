@@ -1,7 +1,7 @@
-"""A model of torch's caching allocator: which blocks it cuts from which segments, and when memory runs out. Pure.
+"""A model of torch's caching allocator: its segments and blocks, and when memory runs out. Pure.
 
-It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.6 to 2.15 with its default settings, for one stream, and takes
-the same memory to the byte. All sizes are in bytes.
+It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.6 to 2.15 with default settings and one stream, and reserves the
+same memory to the byte. All sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class _Block:
         self.after: _Block | None = None
 
 
-_Free = list[tuple[int, int, _Block]]  # sorted by size and address, as torch looks for the best fit
+_Free = list[tuple[int, int, _Block]]  # sorted by size and address, like torch's search for the best fit
 
 
 class CachingAllocator:
-    """An allocator with so much memory, whose segments may have been taken before."""
+    """An allocator with ``room_bytes`` of memory, and the segments that it has already reserved."""
 
     def __init__(self, room_bytes: float, segments: Iterable[Segment] = ()) -> None:
         self.reserved_bytes = 0
@@ -94,7 +94,7 @@ class CachingAllocator:
         return True
 
     def free(self, key: Hashable) -> None:
-        """Free the block under this key; it joins free neighbors."""
+        """Free the block under this key, and merge it with free neighbors."""
         block = self._used.pop(key)
         free = self._free[block.is_small]
         before, after = block.before, block.after

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
-# The machine on which a cause was found in a training that has it; "measurements": so far only in made-up ones.
+# The best machine on which a cause was found in a real run; "measurements": so far only in synthetic measurements.
 Machine = Literal["measurements", "cpu", "simulated GPU", "hardware"]
 
 
@@ -20,8 +20,8 @@ class Shape(NamedTuple):
     """One form of a cause, as a row of the table in docs/.
 
     Attributes:
-        says: The text of the report, in short.
-        change: The change to make, in short.
+        says: Short form of the text in the report.
+        change: Short form of the change to make.
         kind: Its ``evidence["kind"]``; empty if it has none.
     """
 
@@ -38,7 +38,7 @@ class AnyCause:
         name: The value of ``Finding.cause``, and the name of its file.
         shapes: Its rows in the table.
         after: Causes that are judged earlier.
-        verified_on: The best machine on which the package found it in a training that has it.
+        verified_on: The best machine on which the package found it in a real run.
     """
 
     name: str
@@ -52,16 +52,16 @@ class Cause(AnyCause):
     """One thing that slows training down. It reports nothing if a cause in ``after`` has a finding.
 
     Attributes:
-        begins: The beginning of *Why*, before "... % of the wall time". If it varies, a function of the evidence and
+        begins: The beginning of *Why*, before "... % of the wall time": text, or a function of the evidence and
             ``has_trainer``.
         find: Returns its findings; none if it costs nothing. ``None`` if ``diagnosis.py`` derives it from the others.
-        phases: Phases, or groups of them, whose source lines it names. If they vary, a function of the evidence.
-        time: The words for the time of these lines.
+        phases: Phases, or groups of them, whose source lines it reports: a sequence, or a function of the evidence.
+        time: Words for the time spent in these lines.
         needs: Attributes of ``RunMeasurements`` that must not be ``None`` to judge it.
         is_remark: Whether it slows a busy GPU down but leaves none idle, so it makes no run ``low``.
         counts_while_busy: Whether it makes a run ``low`` even if the GPU looks busy.
-        sick: Measurements that have it as the first finding.
-        healthy: Similar measurements that do not have it.
+        sick: Measurements whose first finding is this cause.
+        healthy: Similar measurements without it.
     """
 
     begins: str | Callable[[Mapping[str, float | str], bool], str]
@@ -76,7 +76,7 @@ class Cause(AnyCause):
 
 
 def in_folder(package: str, path: Iterable[str]) -> dict[str, Any]:
-    """Return the ``CAUSE`` of each file by its name, each after the causes that are judged before it."""
+    """Return the ``CAUSE`` of each file by name, in the order in which they are judged."""
     files = [import_module(f"{package}.{module.name}") for module in iter_modules(path)]
     named = {file.CAUSE.name: file.CAUSE for file in files}
     order = TopologicalSorter({cause.name: cause.after for cause in named.values()}).static_order()

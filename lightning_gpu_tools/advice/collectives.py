@@ -10,7 +10,7 @@ from lightning_gpu_tools.training.stall_facts import Frame, users_frame
 SAVE_CHECKPOINT = "saving a checkpoint"
 SYNC_DIST = "self.log(..., sync_dist=True)"
 COMPUTE_METRIC = "computing a metric"
-SIGNAL_CHECK = "the check of signals"
+SIGNAL_CHECK = "the check for signals"
 END_OF_EPOCH = "the end of the epoch"
 BACKWARD_SYNC = "backward"
 FORWARD_SYNC = "DistributedDataParallel's forward"
@@ -32,7 +32,7 @@ _COLLECTIVES = {
 
 
 def collective_of(stack: Sequence[Frame], phase: str, ranks: int) -> str | None:
-    """Return in words the collective in which a rank waits for the others; ``None`` if it does not wait."""
+    """Return the name of the collective in which a rank waits for the others; ``None`` if it does not wait."""
     if ranks < 2:
         return None
     names = [frame.function for frame in stack]

@@ -81,8 +81,8 @@ def diagnose(
 ) -> Diagnosis:
     """Return the verdict and the findings, based on the measurements and other facts about the run.
 
-    ``failure`` is what ended the run, if more is known than its error. Only steady steps count toward ``min_steps``,
-    and only their seconds toward ``min_seconds``.
+    ``failure`` is the reason why the run ended, if known beyond its error. Only steady steps count toward
+    ``min_steps``, and only their seconds toward ``min_seconds``.
     """
     steady, steady_s = sum(block.steps for block in run.blocks), sum(block.wall_s for block in run.blocks)
     if run.on_gpu and run.utilization_percent is None:  # the driver's first sample may still be missing
@@ -101,8 +101,8 @@ def diagnose(
         why, next_step = _why(run, verdict, findings), _next_step(verdict, findings)
     else:
         why = (
-            f"Measured {steady} steady steps in {format_duration(steady_s)}; at least {min_steps} steps and "
-            f"{format_duration(min_seconds)} are needed. The first steps of the run and of each epoch do not count."
+            f"Measured {steady} steady steps in {format_duration(steady_s)}, but a verdict needs at least {min_steps} "
+            f"steps and {format_duration(min_seconds)}. The first steps of the run and of each epoch do not count."
         )
         too_few = {"min_steps": steady < min_steps, "min_seconds": steady_s < min_seconds}
         options = " and ".join(name for name, is_short in too_few.items() if is_short)
@@ -141,7 +141,7 @@ def _by_gain(finding: Finding) -> tuple[float, str]:
 
 
 def _with_lines(run: RunMeasurements, finding: Finding) -> Finding:
-    """Return a finding with the source lines that take its time, if there are enough samples."""
+    """Add the source lines that take a finding's time, if there are enough samples."""
     cause, phases = CAUSES[finding.cause], _phases(finding)
     lines = where(run.lines, *phases)
     if lines is None:
@@ -214,7 +214,7 @@ def _is_known(run: RunMeasurements, name: str) -> bool:
 
 
 def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> list[Finding]:
-    # If the GPU's own times contradict the driver's utilization, a share may be too large by the difference.
+    # If the GPU's times contradict the driver's utilization, a share may be too large by the difference.
     doubt = run.idle_residual
     surer = [
         replace(one, ceiling_lower=min(one.ceiling_lower, ceiling(one.share * _repeated(run, one) - doubt)))
@@ -232,9 +232,9 @@ def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> l
 
 
 def _repeated(run: RunMeasurements, finding: Finding) -> float:
-    """Return the part of a share that is no accident, based on how it is spread over the run.
+    """Return the part of a share that is not due to chance, from how it is spread over the run.
 
-    One event, or even three, may be an accident: one in twenty other runs would have none of them.
+    Up to three events may be chance: one in twenty runs would have none of them.
     """
     if finding.cause not in _EVENTS or (run.on_gpu and finding.cause == COPY):
         return 1.0
@@ -244,7 +244,7 @@ def _repeated(run: RunMeasurements, finding: Finding) -> float:
 
 
 def _cause_of_tiny(found: Sequence[Finding], idle: float) -> Finding:
-    # For a model that is too small for a GPU, report one cause: one on the host if that dominates.
+    # For a model that is too small for a GPU, report one cause: a host cause if it dominates.
     first = next((finding for finding in found if finding.cause != "unexplained"), found[0])
     launch = next((finding for finding in found if finding.cause == "launch_bound"), first)
     return first if first.share >= idle / 2 else launch
@@ -260,31 +260,31 @@ def _idle_percent(run: RunMeasurements) -> dict[str, float]:
 
 def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) -> str:
     if verdict == "unknown":
-        return "Nothing reports how busy the GPU is, and nothing on the host slows training down."
+        return "The driver does not report GPU utilization, and nothing on the host slows training down."
     if verdict == "shared_gpu":
-        return f"{what_others_do(findings[0].evidence)}, so its utilization says nothing about this training."
+        return f"{what_others_do(findings[0].evidence)}, so its utilization says nothing about this run."
     gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
     gpu = "" if run.busy_percent is None else f"The {gpus} busy {run.busy_percent:.0f} % of the time. "
     if verdict == "healthy" or not findings:
-        but, longest = slow_steps.unsaid(run, ()), _harmless(run)
+        but, longest = slow_steps.not_in_findings(run, ()), _harmless(run)
         if longest:
-            return f"{gpu}{longest}{but and f' Besides, {but}.'}"
+            return f"{gpu}{longest}{but and f' In addition, {but}.'}"
         return f"{gpu}Nothing on the host slows training down{but and f', but {but}'}."
     first = findings[0]
     begins = CAUSES[first.cause].begins
     costs = begins if isinstance(begins, str) else begins(first.evidence, run.has_trainer)
     numbers = "; ".join(filter(None, (_numbers(first.evidence), details(first.evidence))))
-    besides = slow_steps.unsaid(run, findings)
+    also = slow_steps.not_in_findings(run, findings)
     return (
         f"{gpu}{costs} {100 * first.share:.0f} % of the wall time{numbers and f' ({numbers})'}."
-        f"{besides and f' Besides, {besides}.'}"
+        f"{also and f' In addition, {also}.'}"
     )
 
 
 def _harmless(run: RunMeasurements) -> str:
     """Return why the longest line of a healthy run's time tree is not a cause; empty without a long line."""
     if run.on_gpu:
-        return ""  # the utilization says enough
+        return ""
     groups: defaultdict[str, float] = defaultdict(float)
     for phase, seconds in run.phase_s.items():
         groups[base_phase(phase)] += seconds / run.wall_s
@@ -298,17 +298,17 @@ def _harmless(run: RunMeasurements) -> str:
         if waits_s < each_s / 2:
             reason = f"a steady step waits only {format_duration(waits_s)}"
         else:
-            reason = f"it is {format_duration(waits_s)} per step, about what handing over a ready batch takes"
+            reason = f"it is {format_duration(waits_s)} per step, about the time to receive a ready batch"
     elif group == VALIDATION:
         reason = f"less than {100 * MAX_USUAL_VALIDATION:.0f} % is usual"
     elif group in (TRAINER, TRAINING_STEP):
         reason = f"it is {format_duration(each_s)} per step, which no setting changes"
     elif group == RANK_WAIT and any(waits_for_cores_of_others_s(run.ranks)):
-        reason = "other ranks had no free core then"
+        reason = "other ranks had no free core at that time"
     elif each_s < MIN_COST_S_PER_STEP:
-        reason = f"it is {format_duration(each_s)} per step, too little to gain from"
+        reason = f"it is {format_duration(each_s)} per step, too little to matter"
     else:
-        reason = "it came too rarely to be more than an accident"
+        reason = "it occurred too rarely to be more than chance"
     label = PHASES[group].label if group in PHASES else printable(group)
     return f"{label[0].upper()}{label[1:]} takes {100 * share:.0f} % of the wall time, but {reason}."
 
@@ -331,7 +331,7 @@ def _numbers(evidence: Mapping[str, float | str]) -> str:
 def _next_step(verdict: Verdict, findings: Sequence[Finding]) -> str:
     if not findings:
         if verdict == "unknown":
-            return "Check nvidia-smi dmon. On a MIG instance the driver reports no utilization."
+            return "Check nvidia-smi dmon. On a MIG instance, the driver reports no utilization."
         return "No change needed."
     first = findings[0]
     if verdict == "shared_gpu":

@@ -1,4 +1,4 @@
-"""Made-up measurements of trainings: the sick and healthy examples of causes, also used by tests."""
+"""Synthetic measurements: the sick and healthy examples of causes, also used by tests."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def cpu_run(phase_ms: Mapping[str, float], **options: Any) -> RunMeasurements:
 
 
 def watched(operations: float = 400, line: int | None = None) -> dict[str, Any]:
-    """Return the options of a run with this many operations per step, and a line that waits for the GPU in each."""
+    """Return the options of a run with this many operations per step, and a line that waits for the GPU each step."""
     place: dict[str, Any] = {
         "phase": "training_step/forward",
         "file": "train.py",

@@ -1,9 +1,9 @@
-"""Everything known about the causes, by name: from their values, and from the source of their files.
+"""Explanations of all causes, by name, from their values and the source of their files.
 
-The docstring of a cause's file has its name and what it means, and after an empty line how it is measured. A threshold
-is a number in a constant of the file, or in one that its functions use from other files of ``advice``. Comments say
-what it means and where it comes from: the one after it on its line and the one above it. A threshold without a comment
-shares that of the one above. "Our defaults." at the beginning of a comment holds up to the next empty line.
+The docstring of a cause's file contains its name and meaning, and after an empty line how it is measured. A threshold
+is a number in a constant of the file, or in a constant that its functions use from other files of ``advice``. The
+comment after it on its line, and the comment above it, give its meaning and source. A threshold without a comment
+shares the comment of the one above. "Our defaults." at the start of a comment applies up to the next empty line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_gpu_tools.training.phases import PHASES
 
 SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools"
 _ADVICE = "lightning_gpu_tools.advice"
-# What these are used for (predictions, words, examples) decides on no cause.
+# These files make predictions, texts and examples, and decide on no cause.
 _NO_JUDGES = {"batch_size", "caching_allocator", "examples", "lines", "loader_plan", "memory_remedies"}
 _OF_ALL = re.compile(r"(Our defaults[^.:]*\.)\s*(.*)")
 
@@ -73,20 +73,20 @@ class Threshold(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Explained:
-    """Everything known about a cause, as ``lightning-gpu-tools explain`` prints it.
+    """An explanation of a cause, as ``lightning-gpu-tools explain`` prints it.
 
     Attributes:
         name: Its name in ``gpu_report.json``.
         group: Title of its group.
-        place: Where in ``gpu_report.json`` it is named.
-        meaning: What it means.
+        place: Field of ``gpu_report.json`` that contains it.
+        meaning: Its meaning, as a sentence.
         measured: How it is measured, in sentences.
         needs: Attributes of ``RunMeasurements`` without which it is not judged.
-        shapes: Its forms, each with the text of the report, or what the user sees, and the change to make.
+        shapes: Its forms, each with the text of the report, or the symptom, and the change to make.
         thresholds: Numbers that it is judged by.
         common_thresholds: Numbers that apply to all causes of the group.
-        order: Which causes silence it or come before it, and which it silences or precedes, in sentences.
-        verified_on: Best machine on which the package found it in a training that has it.
+        order: Causes that suppress or precede it, and that it suppresses or precedes, in sentences.
+        verified_on: Best machine on which the package found it in a real run.
         more: Page of the documentation.
     """
 
@@ -129,12 +129,12 @@ def explained() -> Iterator[Explained]:
 
 
 def shapes(cause: AnyCause | StallCause) -> Sequence[Shape]:
-    """Return the forms of a cause; a stall has one."""
+    """Return the forms of a cause; a stall cause has one."""
     return [Shape(cause.seen_as, cause.change)] if isinstance(cause, StallCause) else cause.shapes
 
 
 def _plain(shape: Shape, page: str) -> Shape:
-    """Return a form without Markdown's emphasis, and with the addresses of links in place of their words."""
+    """Return a form without Markdown emphasis, and with URLs in place of links."""
     plain = (re.sub(r"\*(\w+)\*", r"\1", text) for text in shape)
     return Shape(*(re.sub(r"\[[^]]+\]\((#[\w-]+)\)", rf"{page}\1", text) for text in plain))
 
@@ -146,27 +146,29 @@ def _line_of_tree(group: Group, name: str) -> str:
 
 def _order(cause: AnyCause | StallCause, causes: Mapping[str, AnyCause | StallCause]) -> str:
     before = [name for name, one in causes.items() if cause.name in one.after]
-    said = []
+    sentences = []
     if isinstance(cause, Cause):
         if cause.after:
-            said.append(f"It is silent if {_listed(cause.after, 'or')} has a finding.")
+            sentences.append(f"It is not reported if {_listed(cause.after, 'or')} has a finding.")
         if before:
-            said.append(f"It silences {_listed(before)}.")
+            sentences.append(f"If it has a finding, {_listed(before)} {'are' if before[1:] else 'is'} not reported.")
         if cause.is_remark:
-            said.append("It slows a busy GPU down and leaves none idle, so it makes no run LOW.")
+            sentences.append("It slows a busy GPU down but leaves none idle, so it makes no run LOW.")
         if cause.counts_while_busy:
-            said.append("It makes a run LOW even if the GPU looks busy.")
-        return " ".join(said)
+            sentences.append("It makes a run LOW even if the GPU looks busy.")
+        return " ".join(sentences)
     if isinstance(cause, MemoryCause) and cause.is_last_resort:
         return "It is judged last, and only if no other cause applies."
     places = {"after": cause.after, "before": before}
     where = ", ".join(f"{word} {_listed(names)}" for word, names in places.items() if names)
-    said.append(f"It is judged {where}.")
+    sentences.append(f"It is judged {where}.")
     if isinstance(cause, StallCause):
-        said.append("Only the first one found is reported.")
+        sentences.append("Only the first cause found is reported.")
     else:
-        said.append("Of several that apply, the first one gives Why and Next, and the others are listed after it.")
-    return " ".join(said)
+        sentences.append(
+            "If several causes apply, Why and Next come from the first, and the others are listed after it."
+        )
+    return " ".join(sentences)
 
 
 def _listed(names: Sequence[str], word: str = "and") -> str:
@@ -175,7 +177,7 @@ def _listed(names: Sequence[str], word: str = "and") -> str:
 
 @cache
 def _parsed(file: str) -> tuple[ast.Module, dict[int, str], frozenset[int]]:
-    """Return a file's syntax tree, its comments by line, and the lines that have nothing but a comment."""
+    """Return a file's syntax tree, its comments by line, and the lines that contain only a comment."""
     source = inspect.getsource(import_module(file))
     comments = {
         token.start[0]: token.string.lstrip("# ")
@@ -210,7 +212,7 @@ def _thresholds(file: str) -> Iterator[Threshold]:
 
 @cache
 def _used_by(file: str, name: str) -> Sequence[tuple[str, str]]:
-    """Return the files and names of what the function uses of its own file and of others in ``advice``."""
+    """Return (file, name) of everything that the function uses from its own file and others in ``advice``."""
     tree = _parsed(file)[0]
     known = {one: (file, one) for one in vars(import_module(file))}
     for node in tree.body:
@@ -249,7 +251,7 @@ def thresholds_in(file: str) -> Sequence[Threshold]:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether it is a number, or a version, which is a tuple of integers."""
+    """Return whether ``value`` is a number, or a version as a tuple of integers."""
     if isinstance(value, tuple):
         return bool(value) and all(isinstance(one, int) for one in value)
     return isinstance(value, (int, float)) and not isinstance(value, bool)

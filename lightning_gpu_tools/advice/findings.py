@@ -21,21 +21,21 @@ MIN_UTILIZATION_PERCENT = 70.0  # SageMaker's LowGPUUtilization rule
 # Our defaults.
 MIN_STEPS = 50  # steady steps before a verdict
 MIN_SECONDS = 20.0  # of steady steps, before a warning
-AT_END = 0.25  # of that, before the verdict on an ended run, which cannot be measured longer and is read later
+AT_END = 0.25  # of MIN_SECONDS, before the verdict on a finished run, which cannot be measured longer
 BUSY_PERCENT = 80.0  # a GPU that runs a kernel for this much of the time looks well used
 FIND_FUNCTION = (
-    "Find the function that takes it: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
+    "Find the slow function: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that slows training down, or fills the memory.
+    """One reason why training is slow, or memory is full.
 
     Attributes:
         cause: Name of the cause: that of a file in ``advice/causes`` or ``advice/memory_causes``.
-        share: Fraction of the wall time lost to it; 0 for memory. On a GPU at most the GPU's idle time, except for what
-            makes a busy GPU slower.
+        share: Fraction of the wall time lost to it; 0 for memory. On a GPU, at most the GPU's idle time, except for
+            causes that make a busy GPU slower.
         ceiling: Largest possible speedup from removing it: 1.31 = +31 %. If more workers are advised, at most the
             upper end of the range predicted for them.
         ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it if the share was counted, not sampled.
@@ -110,7 +110,7 @@ def ceiling(share: float) -> float:
 
 
 def as_times(speedup: float) -> str:
-    """Return a speedup with digits that suit an estimate: ``"1.9x"``, and below 1.2 ``"1.08x"``."""
+    """Return a speedup as text, rounded like an estimate: ``"1.9x"``, or ``"1.08x"`` below 1.2."""
     return f"{speedup:.2f}x" if speedup < 1.2 else f"{speedup:.1f}x" if speedup < 10 else f"{speedup:.0f}x"
 
 
@@ -142,7 +142,7 @@ def counted(
 
 
 def with_share(finding: Finding, share: float) -> Finding:
-    """Return a finding with a smaller share, because the rest is another finding's, and with bounds that fit it."""
+    """Return a finding with a smaller share, because the rest belongs to another finding, and matching bounds."""
     bounds = {name: min(getattr(finding, name), ceiling(share)) for name in ("ceiling", "ceiling_lower")}
     return replace(finding, share=share, **bounds)
 
@@ -150,7 +150,7 @@ def with_share(finding: Finding, share: float) -> Finding:
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return an interval that holds the median with at least 95 % confidence; ``None`` for fewer than six values.
 
-    It spans the k-th smallest to the k-th largest value: as many coin tosses rarely (2.5 %) show fewer than k heads.
+    It spans the k-th smallest to the k-th largest value: n coin tosses show fewer than k heads in at most 2.5 %.
     """
     count = len(values)
     rank, ways_below = 0, 1

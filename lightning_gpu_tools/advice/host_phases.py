@@ -1,4 +1,4 @@
-"""The training thread's work outside the steps, by phase, and how much less often to do it. Pure."""
+"""Work of the training thread outside the steps, by phase, and how much less often to do it. Pure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lightning_gpu_tools.advice.findings import Evidence
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
-_REST_SHARE = 0.02  # our default: left to the cause by the advised change; a smaller gain is not worth reporting
+_REST_SHARE = 0.02  # our default: the share of the cause after the advised change
 
 
 class HostPhase(NamedTuple):
     """A phase of a callback, a logger, ..., and its cost."""
 
-    name: str  # of the code that runs there, to print
+    name: str  # of the callback, logger, ..., to print
     method: str  # "optimizer_step" of "LitModel.optimizer_step"; empty if it is not a method
     share: float  # of the wall time; on a GPU, while it was idle
     evidence: Evidence
 
     @property
     def times(self) -> int:
-        """The factor by which to make it rarer, to bring its cost down to a negligible part."""
+        """How many times less often it must run for its cost to be negligible."""
         return times_less(self.share)
 
 

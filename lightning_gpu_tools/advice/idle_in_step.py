@@ -19,23 +19,23 @@ from lightning_gpu_tools.training.phases import (
 )
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, SourceLine
 
-MIN_SHARE = 0.05  # torch's TensorBoard plugin, for the DataLoader: a smaller share makes no finding
+MIN_SHARE = 0.05  # torch's TensorBoard plugin, for the DataLoader: a smaller share is not reported
 _FEW_SMS_PERCENT = 50.0  # DCGM's guide: "likely" ineffective
 # Our defaults.
 _TINY_STEP_S = 0.005  # a model with shorter steps, and
-_TINY_GPU_S = 0.0005  # less work per step, is too small for a GPU: about a hundred of the shortest kernels
-_MIN_SYNCS_PER_STEP = 0.5  # rarer waits leave the steps in between alone
+_TINY_GPU_S = 0.0005  # less GPU work per step, is too small for a GPU: about a hundred of the shortest kernels
+_MIN_SYNCS_PER_STEP = 0.5  # rarer waits do not affect the steps in between
 _SLOW_LAUNCH_S = 100e-6  # per operation; 10 to 50 us are usual, including the Python code around it
 _NOT_IN_STEP = (HOST_TO_DEVICE_COPY, RANK_WAIT, *PAUSES)
 CAVEAT_OF_LARGER_BATCH = " With a larger batch, scale the learning rate and compare the validation metric."
 
 
 class IdleInStep(NamedTuple):
-    """Reasons why the GPU waits inside the training step, in shares of the wall time."""
+    """Reasons why the GPU waits inside the training step, as shares of the wall time."""
 
-    syncs: float  # for a host that had waited for the GPU before it went on
-    launches: float  # for a host that is slower than the kernels it launches
-    host_work: float  # for a host that does something else
+    syncs: float  # the host continues only after it has waited for the GPU
+    launches: float  # the host launches kernels more slowly than they run
+    host_work: float  # the host does something else
 
 
 def syncs_in_step(run: RunMeasurements) -> list[SourceLine]:
@@ -52,7 +52,7 @@ def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
     by_syncs = 0.0
     syncs = syncs_in_step(run)
     if sum(one.samples for one in syncs) >= _MIN_SYNCS_PER_STEP * watched.steps:
-        # While the GPU is idle, the host does not wait for it. Without syncs, a step would therefore take at least the
+        # While the GPU is idle, the host does not wait for it. So without syncs, a step would still take at least the
         # GPU's idle time, and at least its busy time.
         busy = 1 - run.idle_share - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
         by_syncs = min(in_step, max(0.0, busy), _share_of_lines(run, syncs))
@@ -63,7 +63,7 @@ def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
 
 
 def _share_of_lines(run: RunMeasurements, lines: Sequence[SourceLine]) -> float:
-    """Return the share of the time in which the training thread was at these lines; 1 if that was not sampled."""
+    """Return the share of samples of the training thread at these lines; 1 if there are too few samples."""
     sampled = [one for one in run.lines if base_phase(one.phase) not in (IN_WORKER, SLOW_STEP)]
     count = sum(one.samples for one in sampled)
     places = {(one.file, one.line) for one in lines}
@@ -80,7 +80,7 @@ def without_cause(run: RunMeasurements, found: Sequence[Finding]) -> float:
 
 
 def is_tiny(run: RunMeasurements) -> bool:
-    """Return whether the model is too small to gain from a GPU: its steps hardly keep the GPU busy."""
+    """Return whether the model is too small to gain from a GPU: its steps hardly use the GPU."""
     step_s, percent = run.steady_step_s, run.utilization_percent
     if not run.on_gpu or step_s is None or percent is None:
         return False

@@ -1,4 +1,4 @@
-"""The source lines that take the time of a phase, by how often they were sampled. Pure."""
+"""Source lines that take the time of a phase, by their number of samples. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_gpu_tools.units import format_bytes, printable
 
 # Our defaults.
 MIN_SAMPLES = 20  # of a phase: with 20, a share is known to within 22 points either way (95 %), with 200 to within 7
-_MIN_SHARE = 0.10  # a line that takes less is not worth starting with
+_MIN_SHARE = 0.10  # a line with less is not worth reporting
 _MAX_LINES = 3
 _MAX_NAME = 100  # characters of a file or a function
-# If the innermost line is in one of these, the program has no line of its own to change there.
+# If the innermost line is in one of these, the program has no line to change there.
 _FRAMEWORKS = ("torch/", "lightning/", "pytorch_lightning/", "lightning_fabric/")
 
 
@@ -39,14 +39,14 @@ def in_words(file: str, line: int, function: str) -> str:
 
 
 def is_of_program(file: str) -> bool:
-    """Return whether a file is the program's own, and not a framework's."""
+    """Return whether a file belongs to the program, not to a framework."""
     return bool(file) and not file.replace("\\", "/").startswith(_FRAMEWORKS)
 
 
 def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[LineShare]:
-    """Return the lines seen in any of these phases, or phases of these groups, most frequent first.
+    """Return the lines sampled in these phases, or in phases of these groups, most frequent first.
 
-    The shares add up to 1: samples without a line of the user's code count for the framework's line.
+    Shares add up to 1: samples without a line of the user's code count for the framework's line.
     """
     samples: Counter[tuple[str, int, str]] = Counter()
     for one in lines:
@@ -57,8 +57,8 @@ def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[LineShare]:
     return [LineShare(*place, count / whole, count) for place, count in by_share if count]
 
 
-def worth_naming(shares: Sequence[LineShare]) -> list[LineShare]:
-    """Return the few lines with a share worth naming; none if there are too few samples."""
+def worth_reporting(shares: Sequence[LineShare]) -> list[LineShare]:
+    """Return the lines with the largest shares; none if there are too few samples."""
     if sum(one.samples for one in shares) < MIN_SAMPLES:
         return []
     return [one for one in shares if one.share >= _MIN_SHARE][:_MAX_LINES]
@@ -69,12 +69,12 @@ def where(lines: Sequence[SourceLine], *phases: str) -> str | None:
 
     ``"data.py:41 in decode (62 %), data.py:57 in __getitem__ (20 %)"``; ``None`` if there are too few samples.
     """
-    named = worth_naming(seen_in(lines, *phases))
+    named = worth_reporting(seen_in(lines, *phases))
     return ", ".join(f"{one} ({100 * one.share:.0f} %)" for one in named) or None
 
 
 def holding(lines: Sequence[MemoryLine]) -> str | None:
-    """Return the program's lines that allocated most of the memory that ``lines`` tell of, and at least a tenth of it.
+    """Return the program's lines that allocated most of the memory in ``lines``, each at least 10 % of it.
 
     ``"net.py:41 in forward (1.20 GiB), net.py:57 in forward (310 MiB)"``; ``None`` without one.
     """
@@ -84,8 +84,8 @@ def holding(lines: Sequence[MemoryLine]) -> str | None:
 
 
 def sentence(lines: Sequence[SourceLine], *phases: str, whose: str = "this time") -> str:
-    """Return a sentence about the line that takes most of these phases; empty if it is not the program's own."""
-    for one in worth_naming(seen_in(lines, *phases))[:1]:
+    """Return a sentence about the line that takes most of these phases; empty if it is not in the program."""
+    for one in worth_reporting(seen_in(lines, *phases))[:1]:
         if is_of_program(one.file):
             return f"{100 * one.share:.0f} % of {whose} is at {one}."
     return ""

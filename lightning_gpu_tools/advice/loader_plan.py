@@ -1,4 +1,4 @@
-"""The number of workers that a DataLoader needs and a machine can feed; trials of settings and their result. Pure."""
+"""The number of workers for a DataLoader; trials of settings and their result. Pure."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lightning_gpu_tools.training.run_measurements import LoaderSettings
 _HEADROOM = 1.15
 # Our defaults from here on.
 TOLERANCE = 0.03  # smaller differences in predicted speed count as equal
-_SHM_SHARE = 0.8  # queues and unpickling need room in /dev/shm, too
-_MEMORY_SHARE = 0.5  # the rest is for memory that training has yet to take, and for the page cache
-# (spread, prefetch_factor): batches come in order, so all wait for a slow one; a longer queue bridges that. These are
-# the spreads of log-normal distributions whose 95th percentile is 3 or 1.5 medians.
+_SHM_SHARE = 0.8  # queues and unpickling also need room in /dev/shm
+_MEMORY_SHARE = 0.5  # the rest is for memory that training will still take, and for the page cache
+# (spread, prefetch_factor): batches come in order, so all wait for a slow one, and a longer queue bridges that.
+# These are the spreads of log-normal distributions whose 95th percentile is 3 or 1.5 medians.
 _PREFETCH_FROM_SPREAD = ((1.25, 8), (1.03, 4))
 # A step whose threads wait for each other loses time whenever a worker takes the core of one. The loss is this part of
 # the time that workers take from it, or of its own time, whichever is less. Large matrix products lose the least,
-# convolutions the most. Each is (least, expected, most), from trainings of benchmarks/ceilings.py on two cores, of an
+# convolutions the most. Each is (least, expected, most), from runs of benchmarks/ceilings.py on two cores, of an
 # Intel and of an AMD processor.
 _LOST_OF_EXCESS = (0.45, 0.65, 0.90)
 _LOST_OF_STEP = (0.50, 1.00, 2.40)
-_LOST_BESIDE_ONE = (0.05, 0.35, 0.75)  # of the excess: a single worker takes only one core
+_LOST_TO_ONE = (0.05, 0.35, 0.75)  # of the excess: a single worker takes only one core
 # The same for a step while another process loads: a multiple of its time, the seconds to receive the batch, and, if
 # both compute, this part of the step's own computing.
-_BESIDE_COMPUTING = ((1.00, 1.02, 1.06), (0.0003, 0.0010, 0.0018))
-_BESIDE_WAITING = ((1.00, 1.00, 1.04), (0.0, 0.0002, 0.0010))
+_WITH_COMPUTING_WORKERS = ((1.00, 1.02, 1.06), (0.0003, 0.0010, 0.0018))
+_WITH_WAITING_WORKERS = ((1.00, 1.00, 1.04), (0.0, 0.0002, 0.0010))
 _LOST_OF_COMPUTING = (0.0, 0.0, 0.2)
-# A core that no longer sleeps between two steps is faster: its caches are warm, and its clock is up. A step that
+# A core that no longer sleeps between two steps is faster: its caches are warm, and its clock is high. A step that
 # computes on it gains up to this part of its time.
 _WON = 0.40
 BETWEEN_RUNS = 0.03  # the median steps of two runs of the same training differ by this much
@@ -56,10 +56,10 @@ class LoaderPlan:
     """Settings for a DataLoader, and their predicted effect."""
 
     settings: LoaderSettings
-    limited_by: Limit | None  # what keeps training from running as fast as its step
+    limited_by: Limit | None  # the resource that keeps training from running as fast as its step
     workers_needed: int  # to feed the step without a wait
     step_s: float  # predicted time from step to step
-    most_workers: int | None = None  # that fit into memory and /dev/shm; None if that was not measured
+    most_workers: int | None = None  # that fit into memory and /dev/shm; None if not measured
 
 
 class StepRange(NamedTuple):
@@ -81,7 +81,7 @@ def plan_loader(
 ) -> LoaderPlan:
     """Return the smallest number of workers that comes within 3 % of the best speed this host can reach.
 
-    ``step_s`` excludes any wait for data. ``step_cores`` is how many cores the training process keeps busy then.
+    ``step_s`` excludes any wait for data. ``step_cores`` is the number of cores that the training process keeps busy.
     """
     cores = _cores(host)
 
@@ -93,7 +93,7 @@ def plan_loader(
     workers = _workers_for(best_s, cost)
     while workers < cores and workers_s(workers) > (1 + TOLERANCE) * best_s:
         workers += 1
-    if cost.cpu_s and workers * cost.cpu_s > cores * cost.wall_s:  # more than can compute at the same time do not help
+    if cost.cpu_s and workers * cost.cpu_s > cores * cost.wall_s:  # workers without a core do not help
         workers = max(1, math.ceil(cores * cost.wall_s / cost.cpu_s))
     limited_by: Limit | None = "cores" if best_s > (1 + TOLERANCE) * step_s else None
     least_prefetch = current.prefetch_factor or _DEFAULT_PREFETCH_FACTOR
@@ -143,13 +143,13 @@ def predict_step(
     with_workers = _with_workers(current, cost, step_s, min(step_cores, cores), cores, workers)
     computes = 2 * (cost.cpu_s or 0.0) >= cost.wall_s
     own_cores = 0.0 if cuda else min(1.0, step_cores)  # a GPU's step is not faster for a warm core
-    slower, receive_s = _BESIDE_COMPUTING if computes else _BESIDE_WAITING
+    slower, receive_s = _WITH_COMPUTING_WORKERS if computes else _WITH_WAITING_WORKERS
     lost = tuple(part * own_cores for part in _LOST_OF_COMPUTING) if computes else (0.0, 0.0, 0.0)
     won = 0.0 if computes else _WON * own_cores
-    if current.num_workers:  # then the step was measured next to workers and already includes all that
+    if current.num_workers:  # the step was measured while workers ran, and already includes all of this
         receive_s = lost = (0.0, 0.0, 0.0)
         won = 0.0
-    # If other programs take cores, workers may have to wait for one, as the training process does.
+    # If other programs use cores, workers may have to wait for one, like the training process.
     crowded = max(1.0, host.cores / host.cores_in_reach) if host.cores_in_reach else 1.0
     slower = (*slower[:2], slower[2] * crowded)
     ranges = zip(with_workers, slower, lost, receive_s, (won, 0.0, 0.0), strict=True)
@@ -167,14 +167,14 @@ def _with_workers(
 ) -> StepRange:
     """Return the time of a step while workers load on the same cores.
 
-    CPU time that workers take beyond the free cores delays the step. One worker delays it by all of that time, because
-    the step's threads wait for each other; several delay it in parallel. Threads in lockstep lose more.
+    CPU time of workers beyond the free cores delays the step. One worker delays it by all of that time, because the
+    step's threads wait for each other; several delay it in parallel. Threads in lockstep lose more.
     """
     excess_s = 0.0 if cost.cpu_s is None else max(0.0, cost.cpu_s + (step_cores - cores) * step_s)
-    if current.num_workers:  # then the step was measured next to workers and already includes their delay
+    if current.num_workers:  # the step was measured while workers ran, and already includes their delay
         return StepRange(*(step_s + excess_s / cores,) * 3)
     lockstep = min(1.0, max(0.0, (step_cores - 1) / (cores - 1))) if cores > 1 else 0.0
-    of_excess = _LOST_BESIDE_ONE if workers == 1 else _LOST_OF_EXCESS
+    of_excess = _LOST_TO_ONE if workers == 1 else _LOST_OF_EXCESS
     lost_s = (
         lockstep * min(one * excess_s, other * step_s) for one, other in zip(of_excess, _LOST_OF_STEP, strict=True)
     )
@@ -196,7 +196,7 @@ def most_workers_in_shm(cost: LoadCost, host: HostBudget, prefetch_factor: int) 
 # Half of 30 steps on the CPU were slower or faster than their stand-in by more than this.
 _TRIAL_ERROR = 0.15
 _PREDICTED = ("advised_num_workers", "predicted_num_workers", "speedup", "speedup_lower", "speedup_upper")
-# Advice says so until a search has measured its settings.
+# Part of the advice until a search has measured its settings.
 BY_THE_FINDER = "NumWorkersFinder() finds and applies them."
 
 
@@ -209,9 +209,9 @@ class LoaderTrial:
     batches: int = 0  # measured, once the workers ran steadily
     seconds: float = 0.0  # of the trial, including the start of the workers
     wait_s: float = 0.0  # mean part of batch_s spent waiting
-    start_s: float | None = None  # until the first batch came; None without workers
-    measured: bool = True  # False without workers, where batch_s is known without a trial
-    failed: str | None = None  # why the settings could not be tried
+    start_s: float | None = None  # until the first batch arrived; None without workers
+    measured: bool = True  # False without workers, where batch_s needs no trial
+    failed: str | None = None  # the error, if the settings could not be tried
 
     @property
     def batches_per_s(self) -> float | None:
@@ -225,12 +225,12 @@ class LoaderResult:
 
     Attributes:
         original: The original settings of the loader; ``None`` if it is not a torch DataLoader.
-        settings: The settings found: the original ones if nothing is better, or nothing may be changed.
+        settings: The best settings: the original ones if nothing is better, or nothing may be changed.
         reason: The reason for them, with numbers.
-        applied: Whether the settings found are in use.
+        applied: Whether the best settings are in use.
         confirmed: Whether they were as good in their first hundred steps; ``None`` if training ended too early.
         trials: The trials, in order.
-        seconds: Duration of the search, in which training stood still.
+        seconds: Duration of the search, during which training paused.
         wait_share: Share of the time in which training waited for data, with ``settings`` if they were tried;
             ``None`` if unknown.
     """
@@ -276,7 +276,7 @@ def trial_of(trials: Iterable[LoaderTrial], settings: LoaderSettings | None) -> 
 
 
 def settings_line(now: LoaderSettings, wanted: LoaderSettings) -> str:
-    """Return the settings to change, to paste: ``"DataLoader(..., num_workers=4, pin_memory=True) (now 0, False)"``."""
+    """Return the changed settings as code: ``"DataLoader(..., num_workers=4, pin_memory=True) (now 0, False)"``."""
     names = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
     changed = [name for name in names if getattr(wanted, name) != getattr(now, name)]
     code = ", ".join(f"{name}={getattr(wanted, name)}" for name in changed)
@@ -291,7 +291,7 @@ def with_range(finding: Finding, workers: int, lower: float, expected: float, up
 
 def advised(finding: Finding) -> Finding:
     """Return a finding that advises the workers for which its range was predicted."""
-    # A step that no longer follows a wait can gain more than the wait: its caches stay warm.
+    # A step without a wait before it can gain more than the wait, because its caches stay warm.
     bound = min(float(finding.evidence["speedup_upper"]), ceiling(finding.share))
     evidence = {**finding.evidence, "advised_num_workers": finding.evidence["predicted_num_workers"]}
     return replace(finding, evidence=evidence, ceiling=bound, ceiling_lower=min(finding.ceiling_lower, bound))
@@ -302,7 +302,7 @@ def as_searched(finding: Finding, result: LoaderResult) -> Finding:
     before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
     if before is None or after is None or not before.batch_s or not after.batch_s or result.original is None:
         return replace(finding, advice=finding.advice.replace(BY_THE_FINDER, result.reason))
-    measured = f"NumWorkersFinder measured it: {result.reason}"
+    measured = f"Measured by NumWorkersFinder: {result.reason}"
     if result.settings is not None and result.settings != result.original and not result.applied:
         advice = f"Set {settings_line(result.original, result.settings)}. {measured}"
         found = replace(finding, evidence={**finding.evidence, "kind": "too_few_workers"}, advice=advice)
@@ -314,8 +314,8 @@ def as_searched(finding: Finding, result: LoaderResult) -> Finding:
     cpu_ms, wall_ms = (float(evidence.get(name, 0.0)) for name in ("load_cpu_ms_per_batch", "load_ms_per_batch"))
     evidence["kind"] = "cpu_bound" if cpu_ms >= wall_ms / 2 else "io_bound"
     advice = (
-        f"{measured} To load faster, do less work per sample: cache what is "
-        "computed each time, or store decoded or smaller samples."
+        f"{measured} To load faster, do less work per sample: cache repeated computations, or store decoded or smaller "
+        "samples."
     )
     bound = ceiling(finding.share)
     lower = min(finding.ceiling_lower, bound)

@@ -25,7 +25,7 @@ _TENSORS, _CACHE = "tensors at their peak", "allocator cache"
 
 
 class MemoryPart(NamedTuple):
-    """A part of a GPU's memory: its name in ``parts_bytes``, and its label and group in the report."""
+    """A part of a GPU's memory: its name in ``parts_bytes``, its label and group in the report, and its meaning."""
 
     name: str
     label: str
@@ -42,35 +42,35 @@ PARTS = {
         MemoryPart("optimizer_states", "optimizer states", _TENSORS,
                    "states of the optimizers, master weights included"),
         MemoryPart("gradients", "gradients", _TENSORS,
-                   "gradients in full, though a peak within backward may have only some of them"),
-        MemoryPart("gradient_buckets", "DDP's copies of gradients", _TENSORS,
-                   "what DistributedDataParallel sends; `gradient_as_bucket_view=True` saves it"),
-        MemoryPart("workspaces", "workspaces of cuBLAS", _TENSORS,
-                   "what torch gives cuBLAS for each of its handles and streams: 8 MiB, or 32 MiB on Hopper"),
+                   "all gradients, even if a peak within backward has only some of them"),
+        MemoryPart("gradient_buckets", "DDP gradient buckets", _TENSORS,
+                   "DistributedDataParallel's copies of gradients; `gradient_as_bucket_view=True` saves them"),
+        MemoryPart("workspaces", "cuBLAS workspaces", _TENSORS,
+                   "torch's workspaces for each cuBLAS handle and stream: 8 MiB, or 32 MiB on Hopper"),
         MemoryPart("earlier_tensors", "tensors from before training", _TENSORS,
-                   "what existed before training and is neither the model's nor the optimizer's"),
+                   "tensors that existed before training, without the model and the optimizer"),
         MemoryPart("other_tensors", "batch, and other tensors kept", _TENSORS,
-                   "what else is there when a step begins: its batch, metrics, caches, whatever is kept by mistake"),
+                   "other tensors at the start of a step: its batch, metrics, caches, tensors kept by mistake"),
         MemoryPart("activations", "activations and temporaries", _TENSORS, "the rest of the peak"),
-        MemoryPart("cache_reusable", "reusable", _CACHE, "free, and held by torch's allocator beyond the peak"),
-        MemoryPart("cache_fragmented", "in pieces between tensors", _CACHE,
-                   "likewise, but only for tensors that fit into the gaps between others"),
+        MemoryPart("cache_reusable", "reusable", _CACHE, "free memory that torch's allocator holds beyond the peak"),
+        MemoryPart("cache_fragmented", "fragmented", _CACHE,
+                   "the same, but only usable by tensors that fit into the gaps between others"),
         MemoryPart("context", "CUDA context, libraries, NCCL", "",
-                   "what this job's processes use beyond torch's allocator: contexts, kernels, libraries, "
+                   "memory of this job's processes outside torch's allocator: contexts, kernels, libraries, "
                    "communication buffers"),
         MemoryPart(OTHER_PROCESSES, "other processes", "", "processes of other jobs"),
-        MemoryPart("driver", "the driver itself", "", "what the driver keeps for itself"),
-        MemoryPart("unexplained", "unexplained", "", "the rest of what the driver says is used"),
+        MemoryPart("driver", "reserved by the driver", "", "memory that the driver reserves"),
+        MemoryPart("unexplained", "unexplained", "", "the rest of the used memory that the driver reports"),
     )
 }  # fmt: skip
 
-# Our default: if the processes that the driver lists hold this share of the used memory, none is hidden.
+# Our default: if the processes that the driver lists hold this share of the used memory, no process is hidden.
 _ALL_LISTED = 0.98
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverMemory:
-    """The driver's report on one GPU at one moment of the training; ``None`` = not reported."""
+    """The driver's report on one GPU at one time; ``None`` = not reported."""
 
     index: int  # as in the report's ``gpus``
     uuid: str
@@ -111,17 +111,17 @@ class MemoryAccount:
         used_bytes: Total memory in use, as reported by the driver.
         free_bytes: Rest of the memory.
         parts_bytes: Parts by name; their sum is ``used_bytes``, or without it the memory that torch has reserved.
-        explained_share: Share of ``used_bytes`` that has a name.
-        peak_reserved_bytes: Most that torch has held, tensors and cache, over the training; not that of an earlier one.
+        explained_share: Share of ``used_bytes`` that belongs to a known part.
+        peak_reserved_bytes: Peak memory of torch, tensors and cache, in this run; without the peaks of an earlier run.
         others: Processes of other jobs, largest first.
         moments_bytes: Bytes in tensors ``before_training``, at ``step_start``, ``after_forward``, ``after_backward``,
             ``after_step`` and ``after_first_step``, of the rank with the highest peak.
         peaks_bytes: Peak bytes in tensors by phase, of the same rank: ``before_training``, ``forward``, ``backward``,
             ``optimizer``, ``validation``, and ``training`` between two readings.
         timeline: Steps of rank 0 that were read, if it trains on this GPU; at most 200 points.
-        peak_lines: The ten lines that allocated most of what a step of the same rank added at its peak, largest first.
-            Only some steps are recorded.
-        kept_lines: The same for what recorded steps left behind, and that is still in use.
+        peak_lines: The ten lines that allocated most of the memory added by a step of the same rank at its peak,
+            largest first. Only some steps are recorded.
+        kept_lines: The same for memory of recorded steps that is still in use.
     """
 
     index: int
@@ -159,7 +159,7 @@ def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAcco
     # The driver's reading may be older than torch's.
     if used_bytes is not None and 0 < own_bytes < reserved_bytes:
         used_bytes += reserved_bytes - own_bytes
-    # How much older is unknown, or Windows lets a process use memory of the host.
+    # Its age is unknown, or Windows lets a process use host memory.
     if used_bytes is not None and used_bytes < reserved_bytes:
         used_bytes, others = None, []
     if used_bytes is not None:
@@ -206,7 +206,7 @@ def _readings(rank: RankMemory) -> list[MemoryReading]:
 def _peak_reserved(rank: RankMemory) -> int:
     peak, before = rank.latest.peak_reserved_bytes, rank.before_training
     held = [reading.reserved_bytes for reading in _readings(rank)]
-    # A peak that did not rise in this training is an earlier fit's, or that of a search for the largest batch.
+    # A peak that did not rise in this run is from an earlier fit, or from a search for the largest batch.
     return max(held if before is not None and peak <= before.peak_reserved_bytes else [*held, peak])
 
 
@@ -214,7 +214,7 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
     latest, readings = rank.latest, _readings(rank)
     reserved_bytes = max(latest.reserved_bytes, latest.allocated_bytes)
     nearest = max(readings, key=lambda reading: reading.allocated_bytes)
-    # The peak before training may be an earlier fit's.
+    # The peak before training may be from an earlier fit.
     peaks = {phase: size for phase, size in rank.peaks_bytes.items() if phase != "before_training"}
     peak_in = max(peaks, key=lambda phase: peaks[phase], default="")
     # The peak may date from before the allocator emptied its cache.
@@ -241,15 +241,16 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
 def _own_pids(driver: DriverMemory, ranks: int, reserved_bytes: int) -> frozenset[int] | None:
     """Return this job's PIDs among the processes that the driver lists; ``None`` if they are unknown.
 
-    In a container, PIDs are the host's: the only process that is large enough is ours, if all are listed.
+    In a container the driver lists the host's PIDs. If all processes are listed, the only one that is large enough is
+    ours.
     """
     if driver.own_pids is not None:
         return frozenset(driver.own_pids)
     sizes = {one.pid: one.memory_used_bytes or 0 for one in driver.processes or ()}
     large = [pid for pid, size in sizes.items() if size >= reserved_bytes > 0]
     listed_bytes = sum(sizes.values()) + (driver.driver_bytes or 0)
-    is_told = ranks == len(large) == 1 and listed_bytes >= _ALL_LISTED * (driver.used_bytes or 0)
-    return frozenset(large) if is_told else None
+    is_unique = ranks == len(large) == 1 and listed_bytes >= _ALL_LISTED * (driver.used_bytes or 0)
+    return frozenset(large) if is_unique else None
 
 
 def _moments(rank: RankMemory) -> dict[str, int]:
@@ -266,9 +267,9 @@ def _moments(rank: RankMemory) -> dict[str, int]:
 
 
 _WHOSE = {
-    "gpu": "The GPU memory in tensors between steps",
-    "process": "The memory of the process",
-    "workers": "The memory of the DataLoader's workers",
+    "gpu": "GPU memory in tensors between steps",
+    "process": "Memory of the training process",
+    "workers": "Memory of the DataLoader's workers",
 }
 _IN_LISTS = (
     "Find what is kept from {what} to {what}: losses and outputs in lists (keep loss.item() or loss.detach()), caches, "
@@ -277,29 +278,29 @@ KEPT = {
     "gpu": _IN_LISTS + "metrics that are never reset.",
     "process": _IN_LISTS + "figures and loggers that are never closed.",
     # https://github.com/pytorch/pytorch/issues/13246: reading an object writes its reference count, so the kernel
-    # copies the page on which it is.
+    # copies its page.
     "workers": (
         "A worker copies each Python object of the dataset that it reads. Keep file names and labels in arrays (numpy, "
-        "torch, pyarrow), not in lists or dicts. Caches in the dataset grow in each worker, too."
+        "torch, pyarrow), not in lists or dicts. Caches in the dataset also grow in each worker."
     ),
 }
 
 
-LEFT = "What was recorded of it was allocated at {}."
+LEFT = "The recorded part of it was allocated at {}."
 
 
 def pace(growth: MemoryGrowth) -> str:
-    """Return in words how fast memory grows."""
+    """Return a sentence about how fast memory grows."""
     where = f" in {growth.phase}" if growth.phase else ""
-    end = "" if growth.left_s is None else f"; at this pace it is full in {format_duration(growth.left_s)}"
+    end = "" if growth.left_s is None else f"; at this rate it is full in {format_duration(growth.left_s)}"
     rate = format_bytes(growth.bytes_per_s * 60)
-    return f"{_WHOSE[growth.whose]} grows steadily, by {rate} a minute{where}{end}."
+    return f"{_WHOSE[growth.whose]} grows steadily, by {rate} per minute{where}{end}."
 
 
 def growing_memory(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine] = ()) -> Finding:
     """Return a finding on growing memory, which costs no time until it is full.
 
-    ``kept_lines`` are those whose blocks on the GPU were still in use steps later.
+    ``kept_lines`` are lines whose blocks on the GPU were still in use some steps later.
     """
     lines = holding(kept_lines) if growth.whose == "gpu" else None
     evidence = {

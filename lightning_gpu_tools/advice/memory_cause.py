@@ -28,14 +28,14 @@ Rule = Callable[[RunMeasurements, OutOfMemory], Iterable[Ruling]]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCause(AnyCause):
-    """One reason why memory runs out. If several apply, the verdict is the first one; the others are reported, too.
+    """One reason why memory runs out. If several apply, the first is the verdict; the others are also reported.
 
     Attributes:
-        find: Returns its rulings on an error of a GPU's memory; none if it is not a cause.
-        find_on_host: The same for the host's memory; ``None`` if it does not fill the host.
+        find: Returns its rulings on an out-of-memory error of a GPU; none if it is not a cause.
+        find_on_host: The same for an error of the host; ``None`` if this cause does not fill the host's memory.
         is_last_resort: Whether it is judged last, and only if no other cause has a ruling.
-        sick: An error that has it as the first finding, with a training on a GPU.
-        healthy: A similar error that does not have it.
+        sick: An error on a GPU whose first finding is this cause.
+        healthy: A similar error without it.
     """
 
     find: Rule

@@ -1,4 +1,4 @@
-"""Made-up out-of-memory errors: the sick and healthy examples of causes, also used by tests."""
+"""Synthetic out-of-memory errors: the sick and healthy examples of causes, also used by tests."""
 
 from __future__ import annotations
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from lightning_gpu_tools.advice.batch_size import LargestBatch, bound_by_failure, largest_batch, split
+from lightning_gpu_tools.advice.batch_size import NOT_RECORDED, LargestBatch, bound_by_failure, largest_batch, split
 from lightning_gpu_tools.advice.lines import holding
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.phases import FORWARD, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
-MARGIN = 0.20  # loadtune's, as a part of a job's need: for rounding, fragments and cuDNN's workspaces
+MARGIN = 0.20  # loadtune's, of a job's need: for rounding, fragments and cuDNN's workspaces
 _LEFT_BY_CHECKPOINTING = 0.2  # measured in a transformer of 6 layers: 5.7 of 28.2 MiB per sample
 
 
@@ -23,20 +23,20 @@ def in_validation(oom: OutOfMemory) -> bool:
 def largest_that_fits(run: RunMeasurements, oom: OutOfMemory, *, by_items: bool = False) -> LargestBatch:
     """Return the largest batch size that fits, in samples or in elements."""
     if oom.room_bytes is None:
-        return LargestBatch(why_not="The error does not say how much memory there is.")
+        return LargestBatch(why_not="The error does not include the size of the memory.")
     if oom.batch_shape and not by_items and samples(run, oom) is None:
-        return LargestBatch(why_not="The first tensor of a batch does not begin with its samples.")
-    bound = LargestBatch(why_not="No step was recorded whose batch made the memory rise.")
+        return LargestBatch(why_not="The first dimension of the first tensor of a batch is not its samples.")
+    bound = LargestBatch(why_not=NOT_RECORDED)
     if oom.batch_shape and oom.allocated_bytes is not None and oom.begin_bytes is not None:
         begin = oom.begin_bytes - oom.batch_bytes
-        # Memory that comes with the first step of the optimizer takes room, too.
+        # The first step of the optimizer will take memory as well.
         fixed = begin if in_validation(oom) else max(begin, oom.model.total_bytes)
         batch = math.prod(oom.batch_shape) if by_items else oom.batch_shape[0]
         bound = bound_by_failure(batch, oom.wanted_bytes - begin, fixed, oom.room_bytes)
     recorded = None if oom.memory is None or in_validation(oom) else oom.memory.recorded
     if recorded is None:
         return bound
-    # As advised: more batches, with the same effective size.
+    # The advice is more batches with the same effective size, so gradients stay.
     found = largest_batch(recorded, oom.room_bytes, run.batch_bytes or 0, by_items=by_items, keeps_gradients=True)
     if found.size is None or not oom.batch_shape:
         return bound if found.size is None else found
@@ -50,7 +50,7 @@ def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits
     if size is None or fits.size is None:
         return f"Lower the batch size{where}{f' (now {size})' if size else ''}. {fits.why_not}".strip()
     if fits.size < 1:
-        return "Not even a batch of 1 fits by measured memory."
+        return "By measured memory, not even a batch of 1 fits."
     known = f"At most {fits.size} fit" if fits.is_bound else f"{fits.size} fit by measured memory"
     if in_validation(oom):
         return f"Set batch_size={fits.size}{where} (now {size}). {known}."
@@ -58,13 +58,13 @@ def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits
     if run.has_trainer:
         keep = f"accumulate_grad_batches={accumulate} (now {run.accumulate_grad_batches})"
     else:
-        keep = f"optimizer.step() after every {accumulate} batches, with the loss divided by {accumulate}"
-    more = ", because the step that failed did not come to its end" if fits.is_bound else ""
-    return f"Set batch_size={smaller} (now {size}), and to keep the effective batch size {keep}. {known}{more}."
+        keep = f"call optimizer.step() after every {accumulate} batches, with the loss divided by {accumulate},"
+    more = ", because the failed step did not finish" if fits.is_bound else ""
+    return f"Set batch_size={smaller} (now {size}), and {keep} to keep the effective batch size. {known}{more}."
 
 
 def samples(run: RunMeasurements, oom: OutOfMemory) -> int | None:
-    """Return the number of samples in the batch; ``None`` if its first tensor does not begin with them."""
+    """Return the number of samples in the batch; ``None`` if they are not the first dimension of its first tensor."""
     size = oom.batch_shape[0] if oom.batch_shape else None
     known = None if run.loader is None or in_validation(oom) else run.loader.batch_size
     return None if size is None or (known is not None and size > known) else size
@@ -83,7 +83,7 @@ def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
     if not activations or in_validation(oom):
         return ""
     left = format_bytes(_LEFT_BY_CHECKPOINTING * activations)
-    found = [f"activation checkpointing (about {left} of {format_bytes(activations)} are left)"]
+    found = [f"activation checkpointing (about {left} instead of {format_bytes(activations)})"]
     model = oom.model
     halved = (activations - model.parameters_bytes) / 2  # autocast keeps a 16-bit copy of the weights
     if is_32(run) and halved > 0:
@@ -96,16 +96,16 @@ def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
 
 
 def is_32(run: RunMeasurements) -> bool:
-    """Return whether the model is known to compute in 32 bits."""
+    """Return whether the model computes in 32 bits; ``False`` if unknown."""
     return (run.precision or "").startswith("32")
 
 
 def sharded(oom: OutOfMemory) -> str:
-    """Return what sharding would leave on each GPU of this machine; empty if it is already used or does not help."""
+    """Return a sentence on the memory per GPU with sharding; empty if it is already used or does not help."""
     count, size = len(oom.gpus), oom.model.total_bytes
     if oom.is_sharded or count < 2 or not size:
         return ""
-    return f"FSDP over {count} GPUs leaves {format_bytes(size / count)} of the model's {format_bytes(size)} on each."
+    return f"FSDP over {count} GPUs needs {format_bytes(size / count)} instead of {format_bytes(size)} on each."
 
 
 def needed_bytes(oom: OutOfMemory) -> float:
@@ -135,18 +135,18 @@ def raised_limit(oom: OutOfMemory) -> str:
     if needed_bytes(oom) + oom.others_bytes + oom.siblings_bytes > total:
         return ""
     return (
-        f"A limit lets torch have {format_bytes(allowed)}, and {format_bytes(free)} of {format_bytes(total)} are free: "
-        "raise it (torch.cuda.set_per_process_memory_fraction, or per_process_memory_fraction in PYTORCH_ALLOC_CONF)."
+        f"A limit allows torch {format_bytes(allowed)}, but {format_bytes(free)} of {format_bytes(total)} are free. "
+        "Raise it: torch.cuda.set_per_process_memory_fraction, or per_process_memory_fraction in PYTORCH_ALLOC_CONF."
     )
 
 
 def more_room(oom: OutOfMemory) -> str:
-    """Return a sentence on where this job would find more room; empty without such a place."""
+    """Return a sentence on a limit to raise or another GPU; empty if neither helps."""
     return raised_limit(oom) or another_gpu(oom)
 
 
 def another_gpu(oom: OutOfMemory) -> str:
-    """Return a sentence on a GPU of this machine with enough room; empty without one."""
+    """Return a sentence on a GPU of this machine with enough free memory; empty without one."""
     least = max(needed_bytes(oom) * (1 + MARGIN), oom.room_bytes or 0)
     others = [gpu for gpu in oom.gpus if gpu.uuid != oom.uuid and not gpu.error]
     best = max(others, key=lambda gpu: (gpu.memory_free_bytes or 0, -gpu.index), default=None)
@@ -172,7 +172,7 @@ def why_host_is_full(run: RunMeasurements, oom: OutOfMemory) -> str:
         return f"The kernel killed {who}, because the memory of this machine or job was full."
     if message.requested_bytes:
         available = format_bytes(run.host.memory_available_bytes)
-        return f"The host has {available} left, and {format_bytes(message.requested_bytes)} were asked for at once."
+        return f"The host has {available} left, but {format_bytes(message.requested_bytes)} were requested at once."
     return "The memory of this machine or job is full."
 
 

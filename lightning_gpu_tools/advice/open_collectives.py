@@ -1,4 +1,4 @@
-"""The collective that does not end: which ranks have called it, which have not, and where they differ."""
+"""The collective that does not complete: the ranks that have called it, those that have not, and differing calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC
 from lightning_gpu_tools.training.stall_facts import Collective, GroupCalls, RankFacts
 from lightning_gpu_tools.units import number_ranges, printable
 
-# Collectives to which each rank passes equally many numbers. For the others, see torch.distributed's documentation.
+# Collectives to which each rank passes the same number of elements, by torch.distributed's documentation.
 _EQUAL_SIZES = (
     "all_reduce",
     "broadcast",
@@ -25,7 +25,7 @@ _MAX_PARTS = 4  # of a sentence, our default
 
 
 class OpenCollective(NamedTuple):
-    """The first collective of a process group that does not end, or that is not the same on all ranks."""
+    """The first collective of a process group that does not complete, or that differs between ranks."""
 
     group: GroupCalls  # of one of its ranks
     number: int
@@ -40,7 +40,7 @@ class OpenCollective(NamedTuple):
 
     @property
     def odd(self) -> int | None:
-        """The rank whose call the fewest share; ``None`` if that is no minority."""
+        """The rank whose call is the rarest; ``None`` if no call is rarer than the others."""
         counts = Counter(map(_kind, self.calls.values()))
         (fewest, count), *others = sorted(counts.items(), key=lambda one: one[1])
         if not others or count == others[0][1]:
@@ -49,9 +49,9 @@ class OpenCollective(NamedTuple):
 
 
 def open_collective(ranks: Sequence[RankFacts]) -> OpenCollective | None:
-    """Return the collective that holds the ranks up, by torch's record; ``None`` if that has none.
+    """Return the collective that blocks the ranks, from torch's record; ``None`` if the record has none.
 
-    A difference explains all that follows it. Else it is one that a rank lacks which waits for no other.
+    A collective that differs between ranks comes first, then one missing on a rank that waits in no other.
     """
     recorded = {one.rank: one for one in ranks if one.groups}
     waiting = {rank for rank, one in recorded.items() if any(group.first_open for group in one.groups)}
@@ -89,15 +89,15 @@ def _differ(called: Mapping[int, Mapping[int, Collective]], number: int) -> bool
 
 
 def _kind(call: Collective) -> tuple[str, int | None, str]:
-    """Return what has to be the same on all ranks."""
+    """Return the properties that have to be the same on all ranks."""
     return (call.operation, call.size, call.dtype) if call.operation in _EQUAL_SIZES else (call.operation, None, "")
 
 
 def with_open_calls(ranks: Sequence[RankFacts], held_up: OpenCollective | None) -> list[RankFacts]:
-    """Return the ranks with the collectives in which they wait by torch's record; those first that lack the open one.
+    """Return the ranks with the collectives in which they wait, from torch's record; ranks without the open one first.
 
-    On a GPU a stack does not show a collective: the thread waits in whatever reads the result. In backward it shows
-    neither whether a rank waits there.
+    On a GPU, a stack does not show a collective: the thread waits where it reads the result. In backward, a stack does
+    not show whether a rank waits.
     """
     known, missing = [], () if held_up is None else held_up.missing
     for one in ranks:
@@ -111,9 +111,9 @@ def with_open_calls(ranks: Sequence[RankFacts], held_up: OpenCollective | None) 
 
 
 def waits_of(one: RankFacts, *, with_size: bool = True) -> str | None:
-    """Return the first collective of a rank that has not ended, in words: ``"all_reduce no. 4 of 7 float32 numbers"``.
+    """Return the first collective of a rank that has not completed: ``"all_reduce no. 4 of 7 float32 numbers"``.
 
-    With several groups, it says in which one.
+    With several groups, the text includes the group.
     """
     found = next(((group, call) for group in one.groups if (call := group.first_open) is not None), None)
     if found is None:
@@ -124,8 +124,8 @@ def waits_of(one: RankFacts, *, with_size: bool = True) -> str | None:
 
 
 def sentence(held_up: OpenCollective, ranks: Sequence[RankFacts]) -> str:
-    """Return who waits for the open collective, where, and who has not called it."""
-    # NCCL's calls do not wait where they are made, so the thread may be elsewhere by now.
+    """Return a sentence on the ranks that wait for the open collective, where, and those that have not called it."""
+    # NCCL calls are asynchronous, so the thread may be elsewhere by now.
     is_at_call = not held_up.differs or held_up.group.group.startswith("gloo ")
     lines = {one.rank: one.line if is_at_call else "" for one in ranks}
     verb = "call" if held_up.differs else "wait for"

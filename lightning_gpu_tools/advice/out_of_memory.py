@@ -1,4 +1,4 @@
-"""An out-of-memory error: the content of its text, and the facts at that time. Pure; all sizes are in bytes."""
+"""An out-of-memory error: the numbers in its text, and the facts at that time. Pure; all sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ _KINDS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemoryMessage:
-    """The numbers in the text of an out-of-memory error; ``None`` where it has none."""
+    """The numbers in the text of an out-of-memory error; ``None`` = not in the text."""
 
-    source: Source  # that ran out of GPU memory; "host": the host ran out of its own
-    name: str  # of the requester, in words
+    source: Source  # the library that ran out of GPU memory; "host": the host ran out of memory
+    name: str  # of the requester, to print
     is_certain: bool = True  # the message has no other meaning
     requested_bytes: int | None = None  # on a GPU, the segment: 2 MiB for up to 1 MiB, 20 MiB for up to 10 MiB
     total_bytes: int | None = None
@@ -80,7 +80,7 @@ class OutOfMemoryMessage:
 
 
 def out_of_memory(error: BaseException) -> OutOfMemoryMessage | None:
-    """Return the out-of-memory message of an error, or of one behind it; ``None`` if there is none."""
+    """Return the out-of-memory message of an error, or of an error in its chain; ``None`` if there is none."""
     for one in _chain(error):
         text = str(one)
         classes = {(cls.__module__.partition(".")[0], cls.__name__) for cls in type(one).__mro__}
@@ -88,7 +88,7 @@ def out_of_memory(error: BaseException) -> OutOfMemoryMessage | None:
             return parse(text) or OutOfMemoryMessage(source="allocator", name="torch")
         if isinstance(one, MemoryError):
             return parse(text) or OutOfMemoryMessage(source="host", name="the program")
-        if isinstance(one, (ConnectionResetError, EOFError)):  # a worker ended while it sent a batch
+        if isinstance(one, (ConnectionResetError, EOFError)):  # a worker exited while it sent a batch
             return OutOfMemoryMessage(source="host", name="the program", is_certain=False)
         # An error of the user's program may quote such a text.
         if isinstance(one, (RuntimeError, OSError)) and (found := parse(text)) is not None:
@@ -113,7 +113,7 @@ def parse(text: str) -> OutOfMemoryMessage | None:
     sizes = {name: _size(re.search(pattern, text)) for name, pattern in _FIELDS.items()}
     others = {int(match[1]): size for match in _OTHER_PROCESS.finditer(text) if (size := _size(match)) is not None}
     if sizes["own_bytes"] is None and sizes["allocated_bytes"] is not None:
-        # In a container torch does not know which process it is.
+        # In a container, torch does not know its own PID.
         reserved = sizes["allocated_bytes"] + (sizes["cached_bytes"] or 0)
         large = [(size, pid) for pid, size in others.items() if size >= reserved * (1 - _ROUNDING)]
         if large:
@@ -142,8 +142,8 @@ def _size(match: re.Match[str] | None) -> int | None:
 LOADING_CHECKPOINT = "loading_checkpoint"
 SETUP = "setup"
 CUDA_CONTEXT_BYTES = 3 * 2**30 // 10  # 0.3 GiB: pytorch issue 107667
-CONTEXT_BYTES = 2**30  # if nothing reports it: a CUDA context, and NCCL's 0.7 GB (nccl issue 964)
-_MIN_UNLISTED = 0.10  # our default: from this share of the GPU on, memory without an owner is other processes'
+CONTEXT_BYTES = 2**30  # if not reported: a CUDA context, and NCCL's 0.7 GB (nccl issue 964)
+_MIN_UNLISTED = 0.10  # our default: from this share of the GPU, memory without an owner belongs to other processes
 _NEARLY_FULL = 0.05  # our default: below this share of free memory, an ambiguous message counts
 
 
@@ -194,7 +194,7 @@ class OutOfMemory:
 
     @property
     def place(self) -> str:
-        """The phase, in words."""
+        """The phase as text."""
         names = {SETUP: "the setup", LOADING_CHECKPOINT: "loading a checkpoint", OPTIMIZER: "the optimizer"}
         group, _, part = self.phase.partition("/")
         return names.get(self.phase) or printable(part or group.replace("_", " "))
@@ -217,12 +217,12 @@ class OutOfMemory:
 
     @property
     def allocated_bytes(self) -> int | None:
-        """The part in tensors."""
+        """The memory in tensors."""
         return self.message.allocated_bytes if self.reading is None else self.reading.allocated_bytes
 
     @property
     def reserved_bytes(self) -> int | None:
-        """The part that torch had reserved."""
+        """The memory that torch had reserved."""
         if self.reading is not None:
             return self.reading.reserved_bytes
         allocated = self.message.allocated_bytes
@@ -235,7 +235,7 @@ class OutOfMemory:
 
     @property
     def wanted_bytes(self) -> int:
-        """The size that tensors would have had with this allocation."""
+        """The memory that tensors would have taken with this allocation."""
         return (self.allocated_bytes or 0) + self.requested_bytes
 
     @property
@@ -256,7 +256,7 @@ class OutOfMemory:
 
     @property
     def siblings(self) -> tuple[GpuProcess, ...]:
-        """This job's other processes on the GPU, the largest first; none if it is unknown which these are."""
+        """This job's other processes on the GPU, the largest first; none if they are unknown."""
         listed = (self.gpu.processes if self.gpu is not None else None) or ()
         pids = set() if self.pid is None else (self.own_pids or frozenset()) - {self.pid}
         found = [one for one in listed if one.pid in pids]
@@ -269,7 +269,7 @@ class OutOfMemory:
 
     @property
     def unlisted_bytes(self) -> int:
-        """Memory of processes that are not listed here, such as other containers'; 0 if there is hardly any."""
+        """Memory of processes that the driver does not list here, such as other containers'; 0 if negligible."""
         total, free, reserved = self.total_bytes, self.free_bytes, self.reserved_bytes
         if total is None or free is None or reserved is None:
             return 0
@@ -296,7 +296,7 @@ class OutOfMemory:
 
     @property
     def has_completed_full_steps(self) -> bool:
-        """Whether a step was completed that began with the optimizer's states and the gradients of another."""
+        """Whether a step has completed that began with the optimizer's states and old gradients."""
         memory = self.memory
         return (
             memory is not None
@@ -313,7 +313,7 @@ class OutOfMemory:
 
     @property
     def usual_step_bytes(self) -> int:
-        """The most that a step is known to have taken beyond what it began with; 0 if unknown."""
+        """The most memory that a step has added to the memory at its start; 0 if unknown."""
         memory, last = self.memory, None if self.memory is None else self.memory.last_step
         if memory is None or last is None or last.begin is None or not self.has_completed_full_steps:
             return 0
@@ -327,7 +327,7 @@ class OutOfMemory:
 
     @property
     def kept_bytes(self) -> int:
-        """The part of it that is not the model's; 0 if unknown."""
+        """The part of ``begin_bytes`` that does not belong to the model; 0 if unknown."""
         return max(0, (self.begin_bytes or 0) - self.model.total_bytes) if self.model.total_bytes else 0
 
 

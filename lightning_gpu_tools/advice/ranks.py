@@ -1,4 +1,4 @@
-"""The times that ranks work and wait. Pure."""
+"""The times in which ranks work and wait. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from lightning_gpu_tools.gpus.readings import known
 from lightning_gpu_tools.training.run_measurements import RankStep
 
-_USUAL = 0.9  # our default: the part of the sampled steps that counts, the shortest ones
-_MIN_SAMPLES = 5  # our default: of steps that all ranks have sampled
+_USUAL = 0.9  # our default: the share of sampled steps that count, shortest first
+_MIN_SAMPLES = 5  # our default: steps that all ranks have sampled
 PARTS_OF_STEP = {"forward": "its forward pass", "backward": "its backward pass", "optimizer": "its optimizer's step"}
 
 
 def slowest_rank(ranks: Sequence[RankStep]) -> tuple[RankStep, float] | None:
-    """Return the rank that works longest on a step, and how many seconds longer than the median rank.
+    """Return the rank that works longest on a step, and its seconds beyond the median rank; ``None`` with one rank.
 
-    With an even number of ranks, the median is the faster of the two in the middle. ``None`` with one rank.
+    With an even number of ranks, the median is the faster of the two in the middle.
     """
     if len(ranks) < 2:
         return None
@@ -41,13 +41,13 @@ def unknown_parts(ranks: Sequence[RankStep]) -> list[str]:
 
 
 def usual_s(sampled_s: Iterable[float]) -> float:
-    """Return the mean of sampled steps without the longest tenth, because an accident counts too much among few."""
+    """Return the mean of sampled steps without the longest 10 %, because one outlier distorts the mean of a few."""
     seconds = sorted(sampled_s)
     return fmean(seconds[: math.ceil(_USUAL * len(seconds))])
 
 
 def waited_s(rank: RankStep) -> float | None:
-    """Return the time that a rank waits in a step for others that come later; ``None`` if unknown."""
+    """Return the time that a rank waits in a step for later ranks; ``None`` if unknown."""
     return rank.wait_s if rank.others_late_s is None else rank.others_late_s
 
 
@@ -58,20 +58,20 @@ def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
 
 
 def waits_for_cores_of_others_s(ranks: Sequence[RankStep]) -> list[float]:
-    """Return the time that each rank waits in a step for others without a core: at most as long as those wait.
+    """Return the time that each rank waits in a step for ranks without a core; 0 if its waiting time is unknown.
 
-    It is 0 if the waiting time of a rank is unknown.
+    It is at most the time for which those ranks had no core.
     """
     total_s = sum(rank.core_wait_s for rank in ranks)
     return [min(waited_s(rank) or 0.0, total_s - rank.core_wait_s) for rank in ranks]
 
 
 def with_waits(ranks: tuple[RankStep, ...], waits: Mapping[int, Mapping[str, Any]]) -> tuple[RankStep, ...]:
-    """Add the waits of GPUs for other ranks, derived from what each rank tells: see ``RunRecorder.own_waits``."""
+    """Add the waits of GPUs for other ranks, from each rank's ``RunRecorder.own_waits``."""
     of_ranks = [waits[one.rank] for one in ranks]
     if all(one.wait_s is not None for one in ranks) or not all(of_ranks):
         return ranks
-    # Both are lower bounds: sampled steps may miss what is rare, and hosts wait for the rank that is last on average.
+    # Both are lower bounds: sampled steps may miss rare waits, and hosts wait for the rank that is last on average.
     hosts_s = [one["of_host_s"] for one in of_ranks]
     late_s: list[float | None] = [None] * len(ranks)
     if any(hosts_s):  # a host also waits for its own GPU's work, which is not waiting for others

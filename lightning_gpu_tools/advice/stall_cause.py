@@ -11,28 +11,28 @@ from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 
 
 class Explanation(NamedTuple):
-    """The reason why a training has stalled."""
+    """The reason why training has stalled."""
 
     cause: str  # the name of a StallCause
     why: str  # in sentences
     next_step: str
-    rank: int | None = None  # that is behind
+    rank: int | None = None  # the rank that is behind
 
 
 @dataclass(frozen=True, kw_only=True)
 class StallCause:
-    """One reason why a training makes no progress.
+    """One reason why training makes no progress.
 
     Attributes:
         name: The value of ``Stall.cause``, and the name of its file.
         seen_as: The symptom that a user sees, as a cell of the table in docs/hanging_training.md.
         change: The change to make, as another cell of that table.
-        find: Returns why a single process stands still; ``None`` if this is not the reason.
-        find_among_ranks: Returns why several ranks stand still; ``None`` if this is not the reason.
+        find: Returns why a single process has stalled; ``None`` if this is not the reason.
+        find_among_ranks: Returns why several ranks have stalled; ``None`` if this is not the reason.
         after: Causes that are judged earlier. The first one found counts.
-        verified_on: The best machine on which the package found it in a training that has it.
-        sick: A process, or ranks, that stand still because of it.
-        healthy: Similar ones that stand still for another reason.
+        verified_on: The best machine on which the package found it in a real run.
+        sick: A process, or ranks, stalled for this reason.
+        healthy: Similar ones, stalled for another reason.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Made-up processes and ranks that stand still: the sick and healthy examples of causes, also used by tests."""
+"""Synthetic stalled processes and ranks: the sick and healthy examples of causes, also used by tests."""
 
 from __future__ import annotations
 

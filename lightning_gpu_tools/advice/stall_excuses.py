@@ -1,4 +1,4 @@
-"""Excuses for a thread that makes no progress: compilers, debuggers and people."""
+"""Reasons to not report a thread that makes no progress: compilers, debuggers and people."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_excused(stack: Sequence[Frame]) -> bool:
     files = [frame.file.replace("\\", "/") for frame in stack]
     if any(part in file for file in files for part in _COMPILES):
         return True
-    # A notebook's kernel is at the outer end of each stack, and so is a debugger that does not stop.
+    # A notebook's kernel, or a debugger that is not at a breakpoint, is only at the outer end of the stack.
     users = [i for i, frame in enumerate(stack) if not frame.is_library]
     inner = [f"/{file}" for file in files[max([*users, len(files) - _INNERMOST, 0]) :]]
     return any(part in file for file in inner for part in _ASKS)

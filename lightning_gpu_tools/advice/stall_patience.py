@@ -1,4 +1,4 @@
-"""Time limits for each phase of a training that makes no progress."""
+"""Time limits, by phase, for training that makes no progress."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lightning_gpu_tools.training.stall_facts import SETUP
 
 # Horovod's HOROVOD_STALL_CHECK_TIME_SECONDS: https://horovod.readthedocs.io/en/stable/stall_inspector_include.html
 MIN_S = 60.0
-# nvidia-resiliency-ext: its example's timeout for checkpoints, and its factor for timeouts that it learns.
+# nvidia-resiliency-ext: the checkpoint timeout of its example, and its factor for learned timeouts.
 UNKNOWN_S = 600.0
 FACTOR = 5.0
 # Our defaults from here on.
-AGAIN = 4.0  # reported again at 4 times, 16 times, ... as long
+AGAIN = 4.0  # reported again after 4 times, 16 times, ... as long
 _OF_TIMEOUT = 0.75  # torch's timeouts are 10 or 30 minutes, and a rank may be late by some polls
 _FIRST_STEPS = 3  # until then, a part of every step may have been seen only once
-_MIN_GAP_S = 5.0  # a poll this late was held up with the training, by a debugger, Ctrl-Z, a scheduler
+_MIN_GAP_S = 5.0  # a poll this late was suspended with the training, by a debugger, Ctrl-Z or a scheduler
 
 
 def limit_s(stall_after_s: float | Literal["auto"], longest_s: float | None, timeout_s: float | None = None) -> float:
-    """Return the seconds without progress after which a training has stalled.
+    """Return the seconds without progress after which training has stalled.
 
-    ``longest_s`` is the longest time that the phase has taken; ``None`` until it has been seen to its end. After
-    ``timeout_s`` torch ends a process that waits for others; ``None`` = never.
+    ``longest_s`` is the longest duration of the phase so far; ``None`` until it has completed once. After ``timeout_s``
+    torch ends a process that waits for others; ``None`` = never.
     """
     if stall_after_s != "auto":
         return stall_after_s
@@ -41,7 +41,7 @@ def limit_s(stall_after_s: float | Literal["auto"], longest_s: float | None, tim
 
 
 class Patience:
-    """A judge of whether a training has stood still for too long, by a poll every ``interval_s``."""
+    """Decides whether training has made no progress for too long, with a poll every ``interval_s``."""
 
     def __init__(
         self, stall_after_s: float | Literal["auto"], interval_s: float, timeout_s: float | None = None
@@ -58,10 +58,10 @@ class Patience:
         self._reports = 0
 
     def poll(self, now_s: float, mark: object, phase: str, since_s: float, steps: int, taken: Collection[str]) -> bool:
-        """Return whether the training has made progress since the last poll.
+        """Return whether training has made progress since the last poll.
 
-        ``mark`` changes as soon as there is progress. The training thread has been in ``phase`` since ``since_s``, has
-        begun ``steps``, and has spent time in the phases ``taken`` so far.
+        ``mark`` changes with any progress. The training thread has been in ``phase`` since ``since_s``, has begun
+        ``steps``, and has spent time in the phases ``taken`` so far.
         """
         late_s = now_s - self._polled_s - self._interval_s
         if self._mark is not None and late_s > _MIN_GAP_S + self._interval_s:
@@ -90,11 +90,11 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether the training has stalled."""
+        """Whether training has stalled."""
         return self.stuck_s >= self.limit_s and base_phase(self._phase) != OUTSIDE_LOOP
 
     def reported(self) -> None:
-        """Report nothing more until the stall has lasted four times as long."""
+        """Suppress reports until the stall has lasted four times as long."""
         self._reports += 1
 
     def excuse(self) -> None:

@@ -1,4 +1,4 @@
-"""Parts of sentences about a stalled process: what it does, where, and in which phase."""
+"""Phrases about a stalled process: its activity, its source line, and its phase."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_gpu_tools.training.stall_facts import (
 )
 from lightning_gpu_tools.units import printable
 
-COMPUTES = 0.2  # our default, as a part of a core: a process that uses less is waiting
+COMPUTES = 0.2  # our default, in cores: a process that uses less is waiting
 _STATES: dict[Wait, str] = {
     "storage": "waits for storage",
     "network": "waits for the network",
@@ -22,12 +22,12 @@ _STATES: dict[Wait, str] = {
     "pipe": "waits for another process",
     "time": "sleeps",
     "events": "waits for a file, a socket or another process",
-    "process": "waits for another process to end",
+    "process": "waits for another process to exit",
 }
 
 
 def does(process: StallFacts | WorkerFacts) -> str:
-    """Return what a process does: ``"waits for a lock"``."""
+    """Return a process's activity: ``"waits for a lock"``."""
     activity, cpu_share = process.activity, process.cpu_share
     waits_for = None if activity is None else activity.waits_for
     if cpu_share >= COMPUTES and waits_for != "storage":
@@ -38,21 +38,21 @@ def does(process: StallFacts | WorkerFacts) -> str:
 
 
 def where(stack: tuple[Frame, ...]) -> str:
-    """Return the innermost call of the user's program: ``" in __getitem__ (data.py:41)"``; empty if unknown."""
+    """Return the innermost call in the user's program: ``" in __getitem__ (data.py:41)"``; empty if unknown."""
     frame = users_frame(stack) or (stack[-1] if stack else None)
     return "" if frame is None else f" in {printable(frame.function)} ({printable(frame.file)}:{frame.line})"
 
 
 def does_where(process: StallFacts | WorkerFacts) -> str:
-    """Return what a process does, and where."""
+    """Return a process's activity and its source line."""
     return f"{does(process)}{where(process.stack)}"
 
 
 def during(phase: str) -> str:
-    """Return a phase as part of a sentence: ``"while waiting for data"``."""
+    """Return a phase as a phrase: ``"while waiting for data"``."""
     base, _, name = phase.partition("/")
     if name and base in (CALLBACK, LOGGING, TRAINING_STEP):
         return f"in {printable(name)}"
-    words = {SETUP: "before it began", TEARDOWN: "after its last step", TRAINING_STEP: "in the training step"}
+    words = {SETUP: "during setup", TEARDOWN: "after its last step", TRAINING_STEP: "in the training step"}
     label = PHASES[base].label if base in PHASES else printable(base)
     return words.get(base) or (f"while {label}" if label.split()[0].endswith("ing") else f"in {label}")

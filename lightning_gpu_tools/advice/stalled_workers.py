@@ -1,4 +1,4 @@
-"""Facts about DataLoader workers whose batch does not come, shared by several causes of stalls."""
+"""Facts about stalled DataLoader workers, shared by several stall causes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def awaited_of(workers: Sequence[WorkerFacts]) -> WorkerFacts:
 
 
 def is_idle(worker: WorkerFacts) -> bool:
-    """Return whether a worker waits."""
+    """Return whether a worker waits instead of computing."""
     return worker.cpu_share < COMPUTES
 
 

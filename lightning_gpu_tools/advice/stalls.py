@@ -1,4 +1,4 @@
-"""A stall: a time in which a training made no progress, the reason, and the words for it."""
+"""A stall: a time without progress in training, the reason, and the text about it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lightning_gpu_tools.units import format_duration, printable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stall:
-    """A time in which a training made no progress for longer than it should have.
+    """A time in which training made no progress for longer than the limit.
 
     Attributes:
         began_at: Start time, ISO 8601, UTC.
         lasted_s: Duration, so far if it is not over; a lower bound if the run was killed during the stall.
-        is_over: Whether the training went on.
+        is_over: Whether training continued.
         step: Number of training steps begun.
         phase: Phase of the training thread, as in ``phase_s``, or ``"setup"`` or ``"teardown"``.
         cause: Cause in one word, such as ``blocked_worker``.
-        why: Reason, with who waits for what.
+        why: Reason, in sentences: the process or rank that waits, and what for.
         next_step: What to do.
-        rank: Rank for which the others waited; ``None`` if there is none.
+        rank: Rank that the others waited for; ``None`` if there is none.
         stack: Python stack of that rank's training thread, or of the reporting rank's, innermost call last.
-        ranks: State of each of at most 64 ranks, in words; empty with one rank.
+        ranks: State of each rank as text, for at most 64 ranks; empty with one rank.
     """
 
     began_at: str
@@ -45,13 +45,13 @@ class Stall:
 
 
 def explain_process(facts: StallFacts) -> Explanation:
-    """Return why a process makes no progress, judged by itself."""
+    """Return why a process makes no progress, from its own facts."""
     rules = (cause.find for cause in STALL_CAUSES.values() if cause.find is not None)
     return next(found for rule in rules if (found := rule(facts)) is not None)
 
 
 def explain_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
-    """Return which rank of several the others wait for, and why; ``None`` with one rank."""
+    """Return the rank that the others wait for, and why; ``None`` with one rank."""
     if len(ranks) < 2:
         return None
     held_up = open_collective(ranks)
@@ -69,7 +69,7 @@ def headline(phase: str, stuck_s: float, step: int) -> str:
 
 
 def describe_rank(one: RankFacts) -> str:
-    """Return in words where a rank stands."""
+    """Return the state of a rank: its step, epoch, and what it does or waits for."""
     if one.ended is not None:
         state = f"ended ({printable(one.ended)})"
     elif one.silent_s:

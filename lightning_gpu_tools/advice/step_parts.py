@@ -21,7 +21,7 @@ class StepParts(NamedTuple):
 def step_parts(run: RunMeasurements) -> StepParts | None:
     """Return the parts of a step, if they can be compared with each other.
 
-    They cannot with several ranks, which wait for each other in backward, nor on a GPU, whose host runs ahead.
+    They cannot with several ranks, which wait for each other in backward, or on a GPU, which runs asynchronously.
     """
     if run.on_gpu or not run.optimizers or any(base_phase(phase) == RANK_WAIT for phase in run.phase_s):
         return None

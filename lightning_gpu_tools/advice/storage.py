@@ -1,4 +1,4 @@
-"""The words for the storage of a dataset or of checkpoints. Pure."""
+"""Phrases and evidence about the storage of a dataset or of checkpoints. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 
 def described(storage: Storage) -> str:
-    """Return what a storage is: ``"/data is on nfs4, a network file system"``."""
+    """Return a phrase about a storage: ``"/data is on nfs4, a network file system"``."""
     kind = ", a network file system" if storage.is_network else ", which is memory" if storage.is_memory else ""
     return f"{printable_path(storage.path)} is on {printable(storage.file_system)}{kind}"
 
 
 def elsewhere(storage: Storage | None) -> str | None:
-    """Return a better place for its contents, in words; ``None`` if none is better than this one."""
+    """Return a phrase for a better place for the contents; ``None`` if there is none."""
     if storage is None or (storage.elsewhere is None and storage.is_network is not False):
         return "a local disk"
     if (place := storage.elsewhere) is None:

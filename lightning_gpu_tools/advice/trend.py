@@ -1,4 +1,4 @@
-"""A steady rise over a run, as opposed to noise, to a jump, and to a slow beginning. Pure."""
+"""Detects a steady rise over a run, as opposed to noise, a jump, or a slow beginning. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 # Our defaults.
-_MIN_LATE = 0.25  # of the rise of medians from the first third of a run to the last, after the second: it has not ended
-_LOWEST = 0.75  # of the lowest value: a line through a curve that rises ever faster would begin below 0
+_MIN_LATE = 0.25  # of the rise of medians from the first to the last third of a run: the part after the second third
+_LOWEST = 0.75  # of the lowest value: a line through an accelerating curve would begin below 0
 _DEVIATIONS = 1.96  # of a normal distribution, on either side of its 95 % interval
 _MIN_SCORE = 1.645  # in standard deviations: of values in random order, 5 % have a higher score
 
@@ -39,9 +39,8 @@ class SteadyRise(NamedTuple):
 def steady_rise(values: Sequence[float]) -> SteadyRise | None:
     """Return the rise of positive values that rise throughout; ``None`` if they do not.
 
-    A straight line must fit their ranks better than any two jumps do. The line through the values is Theil and Sen's,
-    and its interval comes from Kendall's rank correlation. No distribution is assumed, and single long steps do not
-    matter.
+    A straight line must fit their ranks better than any two jumps do. The line is the Theil-Sen estimator, and its
+    interval comes from Kendall's rank correlation. It assumes no distribution and is robust against single long steps.
     """
     count, third = len(values), len(values) // 3
     if third < 2:
@@ -56,7 +55,7 @@ def steady_rise(values: Sequence[float]) -> SteadyRise | None:
 
 
 def slope(values: Sequence[float]) -> float:
-    """Return the slope of Theil and Sen's line from each value to the next."""
+    """Return the slope of the Theil-Sen line from each value to the next."""
     return median(_slopes(values))
 
 
@@ -73,7 +72,7 @@ def rise(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
 
 
 def _are_like_a_line(values: Sequence[float]) -> bool:
-    """Return whether a rising line explains more of the ranks of values than two jumps at their best places do."""
+    """Return whether a rising line explains more of the values' ranks than the two best jumps do."""
     count = len(values)
     ranks = [sum((other < one) - (other > one) for other in values) for one in values]  # around 0
     places = [place - (count - 1) / 2 for place in range(count)]

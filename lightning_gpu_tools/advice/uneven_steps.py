@@ -20,16 +20,16 @@ from lightning_gpu_tools.training.phases import (
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps, StepTimes
 from lightning_gpu_tools.units import printable
 
-MIN_UNEVEN = 0.10  # of the wall time; our default
-# Of the parts that add up to that, the largest is named, and each other one that is worth reporting.
+MIN_UNEVEN = 0.10  # our default, of the wall time
+# Of the parts that add up to it, the largest is reported, and every other one with at least this share.
 _MIN_SHARE = 1 - 1 / MIN_CEILING
 _TIMES = 2.0  # our default: a slow step takes twice the median, one of a slow beginning twice as long as later ones
 # Our defaults from here on.
-_MIN_SLOW_STEPS = 3  # fewer are accidents, which no change would prevent
-# Three intervals in four are multiples of the period. At least two, and half of all, equal it.
+_MIN_SLOW_STEPS = 3  # fewer are chance, which no change would prevent
+# 75 % of the intervals are multiples of the period. At least two, and 50 % of all, equal it.
 _REGULAR = 0.75
 _MIN_INTERVALS = 2
-_MANY = 100.0  # times; a larger number says no more
+_MANY = 100.0  # times; larger numbers are shown as "over 100"
 _LONGER = 1.5  # times as many elements as in other batches
 ACCUMULATION = {True: "accumulate_grad_batches", False: "gradient accumulation"}  # by has_trainer
 
@@ -39,12 +39,12 @@ class Uneven(NamedTuple):
 
     phase: str  # where these steps lose their time
     share: float  # of the wall time, beyond what other steps take; on a GPU, while it was idle
-    lasting: bool  # more than the start of the program, or an accident
+    lasting: bool  # more than chance, or the start of the program
     evidence: Mapping[str, float | str]
 
 
 def details(evidence: Mapping[str, float | str]) -> str:
-    """Return in words which steps are slow; empty without such evidence."""
+    """Return a phrase about the slow steps; empty without such evidence."""
     where = quoted(str(evidence.get("phase", "")))
     if "first_steps" in evidence:
         count = "" if evidence["first_steps"] == 1 else f" {evidence['first_steps']:,}"
@@ -79,11 +79,11 @@ def quoted(phase: str) -> str:
 
 
 def uneven(run: RunMeasurements) -> list[Uneven]:
-    """Return what makes steps uneven, the largest first, if it takes at least a tenth of the wall time."""
+    """Return what makes steps uneven, the largest first, if it takes at least 10 % of the wall time."""
     times = run.step_times
     if times is None:
         return []
-    # A step that was slow by the median of its time may not be slow by the median of the run.
+    # A step that was slow by the median at that time may not be slow by the median of the run.
     slow_steps = [one for one in times.slow if one.seconds >= _TIMES * one.count * times.p50_s]
     groups = [group for group in PHASES if group not in (MONITORING, *PAUSES)]
     found = [one for group in groups if (one := _slow_beginning(run, times, group, slow_steps)) is not None]
@@ -162,7 +162,7 @@ def _slow_beginning(
     end = max(range(len(run.spans)), key=lambda i: done_s[i] * steps - seconds * done_steps[i])
     first_steps, first_s = done_steps[end], done_s[end]
     if first_steps < 1 or steps - first_steps < MIN_STEPS:
-        return None  # too early to say that it is over
+        return None  # the beginning may not be over
     later_s = (seconds - first_s) / (steps - first_steps)
     excess_s = first_s - first_steps * later_s
     work_s = [sum(s for phase, s in span.phase_s.items() if phase not in PAUSES) for span in run.spans]

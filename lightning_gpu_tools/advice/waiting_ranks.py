@@ -1,4 +1,4 @@
-"""Facts about ranks that wait for others, shared by several causes of stalls."""
+"""Facts about ranks that wait for others, shared by several stall causes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_gpu_tools.training.stall_facts import RankFacts
 from lightning_gpu_tools.units import number_ranges, printable
 
 _OF_EVERY_RANK = (BACKWARD_SYNC, FORWARD_SYNC, SIGNAL_CHECK)
-_OF_ONE_RANK = (SAVE_CHECKPOINT, SYNC_DIST, COMPUTE_METRIC, END_OF_EPOCH)  # often enough
+_OF_ONE_RANK = (SAVE_CHECKPOINT, SYNC_DIST, COMPUTE_METRIC, END_OF_EPOCH)  # often reached by one rank only
 
 
 def first_ended(ranks: Sequence[RankFacts]) -> RankFacts | None:
@@ -33,7 +33,7 @@ def still_there(ranks: Sequence[RankFacts]) -> list[RankFacts]:
 
 
 def others_wait(ranks: Sequence[RankFacts]) -> str:
-    """Return who waits for a missing rank: ``"ranks 0-2 wait for it"``."""
+    """Return a phrase about the ranks that wait for a missing rank: ``"ranks 0, 1 and 2 wait for it"``."""
     here = still_there(ranks)
     return f"{_names(here)} wait{'s' * (len(here) == 1)} for it"
 
@@ -46,12 +46,12 @@ class WaitingRanks(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The place where the odd rank waits, in words."""
+        """The place where the odd rank waits, as text."""
         return f"{printable(self.odd.collective)} at step {self.odd.step}"
 
     @property
     def places(self) -> str:
-        """The places where ranks wait, in words, without a period."""
+        """The places where ranks wait, as a sentence without a period."""
         words = f"Ranks wait in different places: rank {self.odd.rank} in {self.place}"
         if not self.rest:
             return words
@@ -59,11 +59,11 @@ class WaitingRanks(NamedTuple):
 
 
 def all_waiting(ranks: Sequence[RankFacts]) -> WaitingRanks | None:
-    """Return the ranks if all of them wait for others; ``None`` if one is elsewhere."""
+    """Return the ranks if all of them wait for others, else ``None``."""
     if len(still_there(ranks)) < len(ranks) or any(one.collective is None for one in ranks):
         return None
     counts = Counter(one.collective for one in ranks)
-    # Of two ranks that differ, the odd one is in a place that not every rank has to reach.
+    # Of two ranks that differ, the odd one is in a collective that not every rank has to reach.
     odd = min(ranks, key=lambda one: (*_rarity(one), counts[one.collective], one.rank))
     return WaitingRanks(odd, [one for one in ranks if one.collective != odd.collective])
 

@@ -28,7 +28,7 @@ _MEMORY_BANDS = (
     ("step_bytes", "activations and temporaries", "#009E73"),
     ("reserved_bytes", "allocator cache", "#F0E442"),
 )
-# Metrics drawn as rows of colors: the label, and the GPU that stands out.
+# Metrics drawn as rows of colors: the label, the name of the most unusual GPU, and how to choose it.
 ROW_METRICS: Mapping[str, tuple[str, str, Callable[..., Any]]] = {
     "utilization_percent": ("GPU busy", "least busy", min),
     "memory_used_bytes": ("GPU memory in use", "fullest", max),
@@ -55,7 +55,7 @@ class _TimeUnit(NamedTuple):
 
 
 def time_unit(wall_s: float) -> _TimeUnit:
-    """Return the largest unit that fits at least three times into a run."""
+    """Return the largest unit of which a run lasts at least three."""
     units = (_TimeUnit("days", 86_400.0), _TimeUnit("hours", 3600.0), _TimeUnit("minutes", 60.0))
     return next((unit for unit in units if wall_s >= 3 * unit.seconds), _TimeUnit("seconds", 1.0))
 
@@ -100,7 +100,7 @@ def span_edges_s(report: Report) -> list[float]:
 
 
 def torch_account(report: Report) -> MemoryAccount | None:
-    """Return the account of the GPU whose memory is known over time, if any."""
+    """Return the account of the GPU with memory values over time, if any."""
     return next((account for account in report.memory if account.timeline), None)
 
 
@@ -124,11 +124,11 @@ class _Strip(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The colors over time of a GPU, or of a node and its GPU that stands out."""
+    """The colors over time of a GPU, or of a node and its most unusual GPU."""
 
     label: str
     gpu: GpuSummary
-    strips: list[_Strip]  # for a node, its mean and below it that GPU
+    strips: list[_Strip]  # for a node: its mean, and that GPU below it
 
 
 def rows(report: Report, metric: str) -> list[Row]:
@@ -167,17 +167,17 @@ def _percent(values: Iterable[float | None], whole: float) -> list[float | None]
 
 
 def rows_title(shown: Sequence[Row], metric: str) -> str:
-    """Return a title: what the rows are, and which of all GPUs stands out."""
+    """Return a title with the metric, the meaning of a row, and the most unusual of all GPUs."""
     what, extreme, pick = ROW_METRICS[metric]
-    each = "a row each" if len(shown[0].strips) == 1 else f"the mean of each node, and below it its {extreme} GPU"
+    each = "one row per GPU" if len(shown[0].strips) == 1 else f"mean of each node, with its {extreme} GPU below"
     percents = [mean(row.strips[-1].percent) or 0.0 for row in shown]
     percent = pick(percents)
     gpu = shown[percents.index(percent)].gpu
-    return f"{what}: {each}; {extreme} of all is {gpu_label(gpu)}, on average {percent:.0f} %"
+    return f"{what}: {each}; {extreme} of all: {gpu_label(gpu)}, mean {percent:.0f} %"
 
 
 def label_every(count: int, room: float) -> int:
-    """Return n such that labels of every n-th of ``count`` rows fit into the space of ``room`` full rows."""
+    """Return n so that labels of every n-th of ``count`` rows fit into the space of ``room`` full rows."""
     return math.ceil(max(1.0, _LABEL * count / room))
 
 

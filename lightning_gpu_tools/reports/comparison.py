@@ -48,7 +48,7 @@ _ADVISED: Mapping[str, tuple[str, ...]] = {
         ("batch_size", "precision", "accumulate_grad_batches"),
     ),
 }
-# The phases of a step that a setting cannot speed up, with one rank. Several ranks wait for each other in their steps.
+# The phases that a setting cannot speed up, with one rank. Several ranks wait for each other in their steps.
 _UNTOUCHED: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(_LOADER, frozenset({TRAINING_STEP, "callback", "logging", "trainer"})),
     "precision": frozenset({"data_loading", "callback", "logging", "trainer"}),
@@ -58,7 +58,7 @@ _UNTOUCHED: Mapping[str, frozenset[str]] = {
 _MIN_BLOCKS = 6
 _CHANGED = 0.5  # our default: a phase counts as changed if it takes less than half as long
 _MAX_ELSEWHERE = 0.5  # our default: if a larger part of the gain is in other phases, the change does not explain it
-# Of 15 trainings on two cores, the one that gained most beyond its prediction was 1.17 times as fast as predicted.
+# Of 15 runs on two cores, the one that most exceeded its prediction was 1.17 times as fast as predicted.
 _MAX_BEYOND = 1.25
 _PARTS = 16  # our default: parts of a run, for the mean or median time of a phase
 _WARM_UP_STEPS = 20  # as for the blocks of steady steps
@@ -83,7 +83,7 @@ class Comparison:
     """The change from an older run to a newer one; times are ``None`` if a run has too few steady steps."""
 
     verdict: Verdict
-    reasons: tuple[str, ...]  # why the runs cannot be compared
+    reasons: tuple[str, ...]  # the reasons why the runs cannot be compared
     of: str = "median"  # or "mean"
     per: str = "step"  # or "sample", after an advised change of the batch size, or of the number of ranks
     old_step_s: float | None = None
@@ -93,16 +93,16 @@ class Comparison:
     slowdown_high: float | None = None
     max_slowdown: float  # the limit
     changes: tuple[Change, ...]  # of all settings
-    followed: tuple[Change, ...] = ()  # of the settings in the older run's advice: what the runs test
-    doubt: str | None = None  # why the gain is not due to them
+    followed: tuple[Change, ...] = ()  # of the settings in the older run's advice, which the runs test
+    doubt: str | None = None  # the reason why the gain is not due to them
     scaling: Scaling | None = None  # if the runs differ in the number of ranks: the times are then of the whole job
 
 
 def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
     """Compare two runs by the time of their steady steps: ``slower`` means beyond the noise and the limit (0.05 = 5 %).
 
-    Settings that the older run's advice is about may differ: the comparison then shows the effect of following it. The
-    number of ranks may differ, too, if a rank or the job has the same batch: it then shows how the program scales.
+    Settings in the older run's advice may differ: the comparison then shows the effect of following it. The number of
+    ranks may also differ if each rank or the job has the same batch: it then shows how the program scales.
     """
     kind = kind_of_scaling(new, old) if _is_same_program(new, old) else None
     may_differ = SCALED if kind else ()
@@ -123,8 +123,8 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
     for name, report in (("old", old), ("new", new)):
         if len(report.step_s_blocks) < _MIN_BLOCKS:
             reasons.append(
-                f"the {name} run is too short: it has {len(report.step_s_blocks)} blocks of steady steps, and at least "
-                f"{_MIN_BLOCKS} are needed to estimate its noise"
+                f"the {name} run is too short: it has {len(report.step_s_blocks)} blocks of steady steps, but an "
+                f"estimate of its noise needs {_MIN_BLOCKS}"
             )
     per_sample = bool(kind) or any(change.setting == "batch_size" for change in followed)
     old_blocks, new_blocks = (_blocks(report, per_sample, ranks_of(report) if kind else 1) for report in (old, new))
@@ -169,7 +169,7 @@ def _blocks(report: Report, per_sample: bool, ranks: int) -> tuple[float, ...]:
 def _change_of_speed(old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
     """Return the change of the mean step if it is beyond the noise, otherwise that of the median step.
 
-    A few steps that became slow change only the mean. A single accident makes only the mean uncertain.
+    A few slow steps change only the mean. A single outlier makes only the mean uncertain.
     """
     found: dict[str, Any] = {}
     for of, typical, interval in (("mean", fmean, mean_interval), ("median", median, median_interval)):
@@ -192,7 +192,7 @@ def _change_of_speed(old: Sequence[float], new: Sequence[float]) -> dict[str, An
 def _doubt(
     comparison: Comparison, new: Report, old: Report, untouched: frozenset[str], findings: Sequence[Finding]
 ) -> str | None:
-    """Return why a gain is not due to the change, if so: it is elsewhere, or far beyond the prediction."""
+    """Return why a gain is not due to the change, if it is in other phases, or far beyond the prediction."""
     if comparison.verdict != "faster":
         return None
     if new.settings.get("world_size", 1) != 1:
@@ -205,18 +205,14 @@ def _doubt(
         share = min(elsewhere / whole, 1.0)
         times = f"{format_duration(before.get(phase, 0.0))} -> {format_duration(now.get(phase, 0.0))} per step"
         return (
-            f"The machine was not the same: {100 * share:.0f} % of the gain is where this change cannot speed anything "
-            f'up, most of it in "{phase_label(phase)}" ({times}).'
+            f"The machine was not the same: {100 * share:.0f} % of the gain is in phases that this change cannot speed "
+            f'up, mostly in "{phase_label(phase)}" ({times}).'
         )
-    predicted = math.prod(map(_most_predicted, findings))
+    predicted = math.prod(finding.ceiling for finding in findings)
     slowest = _speedups(comparison)[1]
     if slowest + 1 > _MAX_BEYOND * predicted:
         return f"The machine was not the same: the advice predicted at most {100 * (predicted - 1):.0f} % faster."
     return None
-
-
-def _most_predicted(finding: Finding) -> float:
-    return finding.ceiling
 
 
 def steady_phase_s(report: Report, of: str = "mean") -> dict[str, float]:
@@ -275,7 +271,7 @@ def comparison_markdown(comparison: Comparison, confirmation: str | None = None)
 
 
 def headline(comparison: Comparison) -> str:
-    """Return the result in one line: of the tested change, or of the runs as they are."""
+    """Return the result in one line: of the tested change, or of the two runs."""
     verdict = "NO SLOWER" if comparison.verdict == "same" else comparison.verdict.replace("_", " ").upper()
     old_s, new_s = comparison.old_step_s, comparison.new_step_s
     slowdown, low, high = comparison.slowdown, comparison.slowdown_low, comparison.slowdown_high
@@ -319,19 +315,19 @@ def details(comparison: Comparison, confirmation: str | None = None) -> list[str
 
 
 def is_of_one_run(folder: str | os.PathLike[str]) -> bool:
-    """Return whether the next run gets another folder, by the names that Lightning's loggers use."""
+    """Return whether the next run gets another folder, from the name that Lightning's loggers give it."""
     return os.path.basename(os.path.normpath(folder)).startswith("version_")
 
 
 def earlier_report(folder: str | os.PathLike[str]) -> Report | None:
-    """Return the last finished report of the folder, or else the newest one of the logger's other versions."""
+    """Return the last finished report in the folder, or else the newest one of the logger's other versions."""
     here = os.fspath(folder)
     others = []
     if is_of_one_run(here):
         others = matching(os.path.dirname(here.rstrip("/")), f"version_*/{FILE_NAME}")
         others.sort(key=last_modified, reverse=True)
     for file in (os.path.join(here, FILE_NAME), os.path.join(here, PREVIOUS_NAME), *others):
-        with contextlib.suppress(ReportError):  # missing, of a newer version, or not ours: nothing to compare with
+        with contextlib.suppress(ReportError):  # missing, from a newer version, or not ours
             report = load_report(file)
             if report.is_finished:
                 return report
@@ -375,7 +371,7 @@ def _faster(speedup: float) -> str:
 
 
 def _phase_per_step(phase: str, report: Report) -> float:
-    # Waiting for other ranks is recorded only in parts, by what it held up.
+    # Waiting for other ranks is recorded only in parts, by the phase that waited.
     parts = [name for name in report.phase_s if name == phase or base_phase(name) == phase == RANK_WAIT]
     return sum(report.phase_s[name] for name in parts) / max(1, report.steps)
 

@@ -1,4 +1,4 @@
-"""The GPUs of a job as a table: a line for each GPU or node, and the GPUs that stand out."""
+"""The GPUs of a job as a table: a line for each GPU or node, and the outliers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_NODES_NAMED = 8
 # Iglewicz and Hoaglin, How to Detect and Handle Outliers (1993): a modified z-score above 3.5, where 1.4826 times the
 # median absolute deviation estimates the standard deviation.
 _MAX_DEVIATIONS = 3.5 * 1.4826
-# Our default: a distance from the median below 10 percentage points, 10 degrees, or 10 % of it is not worth a mark.
+# Our default: a distance from the median below 10 percentage points, 10 degrees, or 10 % of it is not marked.
 _MARGIN = 10.0
 
 
@@ -28,15 +28,15 @@ class _Column(NamedTuple):
     unit: str
     field: str
     of_node: bool = True  # also shown in lines about a node
-    compared: bool = True  # a GPU can stand out by it
-    is_shown: Callable[[Sequence[float]], object] = bool  # by the known values
+    compared: bool = True  # a GPU can be an outlier in it
+    is_shown: Callable[[Sequence[float]], object] = bool  # given the known values
 
     def values(self, gpus: Iterable[GpuSummary]) -> list[float]:
         known = [value for gpu in gpus if (value := getattr(gpu, self.field)) is not None]
         return [value / 2**30 for value in known] if self.unit == "GiB" else known
 
     def range(self, gpus: Iterable[GpuSummary]) -> str:
-        """Return minimum, median and maximum, or one number if they are equal; ``"?"`` if nothing is known."""
+        """Return minimum, median and maximum, or one number if they are equal; ``"?"`` without known values."""
         values = self.values(gpus)
         texts = [self.text(value) for value in (min(values), median(values), max(values))] if values else ["?"]
         return "/".join(texts if len({*texts}) > 1 else texts[:1])
@@ -66,14 +66,14 @@ _COLUMNS = (
 
 class _Compared(NamedTuple):
     gpu: GpuSummary
-    excess: dict[_Column, float]  # where it stands out: distance from the median, in multiples of the limit
+    excess: dict[_Column, float]  # of an outlier: distance from the median, in multiples of the limit
 
     @property
     def oddness(self) -> float:
         return max([math.inf if self.gpu.errors else 0.0, *map(abs, self.excess.values())])
 
 
-# A line of a table: the first cells, the GPUs that it is about, and the text after the last cell.
+# A line of a table: the first cells, its GPUs, and the text after the last cell.
 _Line = tuple[list[str], list[_Compared], str]
 
 
@@ -96,7 +96,7 @@ def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
     watt_hours = sum(gpu.energy_joules or 0.0 for gpu in gpus) / 3600
     if watt_hours:
         amount = f"{watt_hours:,.1f} Wh" if watt_hours < 1000 else f"{watt_hours / 1000:,.1f} kWh"
-        lines.append(f"Energy of the GPUs: {amount}.")
+        lines.append(f"GPU energy: {amount}.")
     return lines
 
 
@@ -122,7 +122,7 @@ def _gpu_line(one: _Compared, heads: int) -> _Line:
 
 
 def _node_lines(compared: Sequence[_Compared]) -> list[_Line]:
-    """Return a line for each node; with many nodes, those where a GPU stands out, and one for the rest."""
+    """Return a line for each node; with many nodes, a line for each node with an outlier, and one for the rest."""
     nodes: dict[str, list[_Compared]] = {}
     for one in sorted(compared, key=lambda one: one.gpu.node):
         nodes.setdefault(f"{one.gpu.node}", []).append(one)
@@ -149,7 +149,7 @@ def _table(heads: Sequence[str], columns: Sequence[_Column], lines: Sequence[_Li
 
 
 def _outliers(compared: Sequence[_Compared]) -> list[str]:
-    """Return the GPUs that stand out, with reasons; GPUs with the same reasons share a line."""
+    """Return the outliers, with reasons; GPUs with the same reasons share a line."""
     alike: defaultdict[tuple[object, ...], list[_Compared]] = defaultdict(list)
     for one in compared:
         if one.excess:
@@ -167,12 +167,12 @@ def _outliers(compared: Sequence[_Compared]) -> list[str]:
         lines.append(f"  {_names(gpus, everyone)}: {', '.join(reasons)}")
     rest = [one.gpu for group in groups[_MAX_OUTLIERS:] for one in group]
     if rest:
-        lines.append(f"  {_names(rest, everyone)} differ{'s' * (len(rest) == 1)}, too")
+        lines.append(f"  also {_names(rest, everyone)}")
     return lines
 
 
 def _products(gpus: Sequence[GpuSummary]) -> list[str]:
-    """Return the product of each GPU if there are several; a single one is in the first line of the report."""
+    """Return the product of each GPU if there are several products; a single one is in *Run*."""
     by_name: defaultdict[str, list[GpuSummary]] = defaultdict(list)
     for gpu in gpus:
         by_name[printable(gpu.name or "unknown")].append(gpu)
@@ -188,7 +188,7 @@ def _errors(gpus: Sequence[GpuSummary], full: bool) -> list[str]:
     lines = [f"ERROR on {_names(some, gpus)}: {error}" for error, some in by_error.items()]
     more = 0 if full else len(lines) - _MAX_ERRORS
     if more > 0:
-        lines[_MAX_ERRORS:] = [f"{more:,} more errors of GPUs (lightning-gpu-tools report FILE --full)"]
+        lines[_MAX_ERRORS:] = [f"{more:,} more GPU errors (lightning-gpu-tools report FILE --full)"]
     return lines
 
 

@@ -16,21 +16,21 @@ from lightning_gpu_tools.reports.report_file import find_reports, load_report
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 _MAX_REPORTS = 50  # our default
-_FREE_WHEN_IDLE = 0.95  # our default for the free share of an idle GPU: its driver and a desktop take some
+_FREE_WHEN_IDLE = 0.95  # our default: the free share of an idle GPU; its driver and a desktop take the rest
 
 
 class Need(NamedTuple):
-    """The memory that each GPU must have free, and a sentence on its origin."""
+    """The free memory that each GPU must have, and a sentence on its origin."""
 
     min_free_bytes: int
     origin: str
 
 
 def last_need(folder: str, command: Sequence[str] = ()) -> Need:
-    """Return what the last run below a folder needed on one GPU, with a margin of 20 %.
+    """Return the memory that the last run below a folder needed on one GPU, with a margin of 20 %.
 
-    The last run is the newest that trained on a GPU and has ended, of the script that ``command`` names; without one,
-    the newest of any script; without that, the newest that still runs. At most 50 reports are read.
+    The last run is the newest finished run on a GPU of the script in ``command``, else the newest finished run of any
+    script, else the newest run in progress. At most 50 reports are read.
 
     Raises:
         ReportError: There is no such run, or the newest report cannot be read.
@@ -44,7 +44,7 @@ def last_need(folder: str, command: Sequence[str] = ()) -> Need:
         except ReportError as error:
             if of_another or still_running:
                 break
-            raise ReportError(f"min_free=last: {error} Or remove the file, or give a size, such as 8GiB.") from None
+            raise ReportError(f"min_free=last: {error} Or remove the file, or pass a size such as 8GiB.") from None
         need = need_of(report, printable_path(file.removeprefix("./")))
         if need and report.outcome.startswith(RUNNING):
             still_running = still_running or need
@@ -62,16 +62,16 @@ def last_need(folder: str, command: Sequence[str] = ()) -> Need:
         newest = f" The newest, {printable_path(files[0].removeprefix('./'))}, is of {outcome}."
     raise ReportError(
         f"min_free=last: no {FILE_NAME} in {printable_path(os.path.abspath(folder))} or up to three folders below it "
-        f"has the memory of a training on a GPU.{newest} Run the training once from this folder with "
-        "GPUUtilizationMonitor, or under `lightning-gpu-tools run --advise`, or give a size, such as 8GiB."
+        f"includes the memory of a run on a GPU.{newest} Run your script once from this folder with "
+        "GPUUtilizationMonitor, or under `lightning-gpu-tools run --advise`, or pass a size such as 8GiB."
     )
 
 
 def need_of(report: Report, name: str) -> Need | None:
-    """Return what a run needed on the GPU where it was most, with a margin; ``None`` if it did not train on any.
+    """Return the largest memory that a run needed on one GPU, with a margin; ``None`` if it did not train on any.
 
-    The margin is cut where it would exceed an idle GPU of the same size. If memory ran out, the need is the least that
-    the run would have needed. ``name`` is that of the report, for the sentence.
+    The margin never exceeds the free memory of an idle GPU of the same size. If memory ran out, the need is a lower
+    bound. ``name`` is the name of the report, for the sentence.
     """
     sizes = [
         (min(_peak_bytes(account), _idle_bytes(account.total_bytes)), _idle_bytes(account.total_bytes))
@@ -99,7 +99,7 @@ def need_of(report: Report, name: str) -> Need | None:
 
 
 def min_free_for(need_bytes: int, total_bytes: int) -> int:
-    """Return what a job that needs this much should ask for on a GPU with so much memory."""
+    """Return the ``min_free`` of a job that needs ``need_bytes`` on a GPU with ``total_bytes`` of memory."""
     return _with_margin(need_bytes, _idle_bytes(total_bytes))
 
 
@@ -110,7 +110,7 @@ def _with_margin(peak_bytes: float, idle_bytes: float) -> int:
 def _peak_bytes(account: MemoryAccount) -> int:
     parts = account.parts_bytes
     held_bytes = sum(parts.get(name, 0) for name, part in PARTS.items() if part.group)  # by torch's allocator
-    # In the first seconds, the driver's last sample may be from before torch took its memory.
+    # In the first seconds, the driver's last sample may be older than torch's memory.
     context_bytes = max(parts.get("context", CONTEXT_BYTES), CUDA_CONTEXT_BYTES)
     return max(held_bytes, account.peak_reserved_bytes or 0) + context_bytes
 

@@ -1,4 +1,4 @@
-"""Text and tables as HTML. All input is text, and nothing in it is markup."""
+"""Text and tables as HTML. All input is plain text, never markup."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def element(name: str, text: object, css: str = "") -> str:
 
 
 def folded(summary: str, content: str) -> str:
-    """Return content that is shown when its summary is clicked."""
+    """Return content that is collapsed until its summary is clicked."""
     return f"<details><summary>{escaped(summary)}</summary>{content}</details>"
 
 
 def table(caption: str, head: Sequence[object], lines: Sequence[Sequence[object]], css: Sequence[str] = ()) -> str:
-    """Return a table whose first column names its lines, each with its CSS class; nothing without lines."""
+    """Return a table whose first column has row headers, with a CSS class for each line; empty without lines."""
     if not lines:
         return ""
     columns = "".join(f'<th scope="col">{escaped(name)}</th>' for name in head)

@@ -1,4 +1,4 @@
-"""The report of a training run as a page for a browser (needs the extra ``plot``)."""
+"""The report of a training run as an HTML page (needs the ``plot`` extra)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from lightning_gpu_tools.reports.text import (
 )
 from lightning_gpu_tools.units import format_bytes, format_duration
 
-_MAX_ACCOUNTS = 8  # of memory: those of the fullest GPUs
+_MAX_ACCOUNTS = 8  # of memory, for the fullest GPUs
 
 
 def save_page(report: Report, folder: str | os.PathLike[str]) -> Path:
@@ -54,7 +54,7 @@ def save_page(report: Report, folder: str | os.PathLike[str]) -> Path:
 
 
 def render_page(report: Report, against: Report | None = None, max_slowdown: float = 0.0) -> str:
-    """Return the report, or two runs side by side, as one to two megabytes of HTML that needs no network."""
+    """Return the report, or two runs side by side, as self-contained HTML of one to two megabytes."""
     charts = [Charts(report, "now", against)]
     articles = [_article(report, charts[0], "Now: " if against else "")]
     introduction = ""
@@ -72,7 +72,7 @@ def render_page(report: Report, against: Report | None = None, max_slowdown: flo
         content = content.replace(mark, place)
     library = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
     return _PAGE.format(
-        title=escaped(f"GPU report of {report.settings.get('model') or 'a training'}"),
+        title=escaped(f"GPU report of {report.settings.get('model') or 'a run'}"),
         style=_STYLE,
         library=library.read_text("utf-8") if plots else "",
         content=content,
@@ -81,7 +81,7 @@ def render_page(report: Report, against: Report | None = None, max_slowdown: flo
     )
 
 
-# The page may use only its own scripts and styles, so that nothing is loaded from anywhere.
+# The page may use only its own scripts and styles, so it loads nothing from the network.
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -169,7 +169,7 @@ def _article(report: Report, charts: Charts, title: str) -> str:
 
 
 def _steps(report: Report, against: Report, of: str) -> str:
-    """Return a table of where the time of a step went in two runs."""
+    """Return a table of the time per step by phase, in two runs."""
     before, now = steady_phase_s(against, of), steady_phase_s(report, of)
     lines = []
     for group in sorted({*before, *now}, key=lambda one: -max(before.get(one, 0.0), now.get(one, 0.0))):
@@ -188,7 +188,7 @@ def _findings(report: Report) -> Iterable[str]:
         yield element("p", finding.advice)
         values = finding.evidence.items()
         evidence = [(name, f"{value:.6g}" if isinstance(value, float) else value) for name, value in values]
-        yield folded("Evidence", table("What was measured", ("what", "value"), evidence))
+        yield folded("Evidence", table("Measurements", ("name", "value"), evidence))
 
 
 def _time(report: Report, charts: Charts) -> Iterable[str]:
@@ -208,7 +208,7 @@ def _time(report: Report, charts: Charts) -> Iterable[str]:
 
 
 def _lines(report: Report) -> Iterable[str]:
-    yield table("Where the training thread and its loader's workers were seen", LINE_COLUMNS, line_rows(report))
+    yield table("Samples of the training thread and the DataLoader's workers", LINE_COLUMNS, line_rows(report))
 
 
 def _gpus(report: Report, charts: Charts) -> Iterable[str]:
@@ -225,7 +225,7 @@ def _gpus(report: Report, charts: Charts) -> Iterable[str]:
             yield charts.lines(metric, gpus[:1] if is_chosen else having, chosen=is_chosen)
     columns = {name: [show(gpu) for gpu in report.gpus] for name, show in _COLUMNS.items()}
     columns = {name: cells for name, cells in columns.items() if any(cells)}
-    yield table("The GPUs over the whole run", [*columns], list(zip(*columns.values(), strict=True)))
+    yield table("GPUs over the whole run", [*columns], list(zip(*columns.values(), strict=True)))
 
 
 def _number(value: float | None, unit: str, digits: int = 0) -> str:
@@ -271,17 +271,17 @@ def _memory(report: Report, charts: Charts) -> Iterable[str]:
         for name in names
         if any(name in account.parts_bytes for account in shown)
     ]
-    lines.append(("all of these", *map(format_bytes, map(_used, shown))))
+    lines.append(("total", *map(format_bytes, map(_used, shown))))
     lines.append(("free", *(_size(account.free_bytes) for account in shown)))
     of = f", of the {len(shown)} fullest of {len(report.memory)} GPUs" if len(shown) < len(report.memory) else ""
     head = map(gpu_label, shown)
-    yield table(f"What the memory was used for{of}", ("part", *head), lines) if shown else ""
+    yield table(f"GPU memory by part{of}", ("part", *head), lines) if shown else ""
     for account in shown:
         gpu = f" of {gpu_label(account)}" if len(shown) > 1 else ""
-        heads = {"added by a step at its peak": account.peak_lines, "that stayed": account.kept_lines}
+        heads = {"added by a step at its peak": account.peak_lines, "kept after steps": account.kept_lines}
         for which, found in heads.items():
             rows = [(line_label(one), format_bytes(one.bytes), one.blocks) for one in found]
-            yield table(f"The lines that allocated most of the memory{gpu} {which}", ("line", "size", "blocks"), rows)
+            yield table(f"Memory{gpu} {which}, by line", ("line", "size", "blocks"), rows)
 
 
 def _used(account: MemoryAccount) -> int:
@@ -300,7 +300,7 @@ def _ranks(report: Report) -> Iterable[str]:
         )
         for rank in report.ranks
     ]
-    yield table("A step of each rank", ("rank", "node", "own work", *phases, "waits for others"), lines)
+    yield table("Time per step, by rank", ("rank", "node", "own work", *phases, "waits for others"), lines)
 
 
 def _notes(report: Report) -> Iterable[str]:
@@ -313,4 +313,4 @@ def _notes(report: Report) -> Iterable[str]:
 def _settings(report: Report) -> Iterable[str]:
     known = {name: value for name, value in report.settings.items() if value is not None}
     lines = [(name, ", ".join(map(str, value)) if isinstance(value, list) else value) for name, value in known.items()]
-    yield table("What the run was made with", ("setting", "value"), lines)
+    yield table("Settings of the run", ("setting", "value"), lines)

@@ -1,4 +1,4 @@
-"""The charts of a report's page, made by Bokeh, each with what readers need who cannot see it."""
+"""The Bokeh charts of a report's page, each with a label and values for screen readers."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from lightning_gpu_tools.reports.markup import escaped, folded, table
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.text import gpu_label, phase_groups
 
-# Okabe and Ito's, distinguishable with every common color blindness; the lines differ in dashes, too.
+# Okabe and Ito's colors, distinguishable with every common color blindness; the lines also differ in dashes.
 _LINE_STYLES = (("#000000", "solid"), ("#D55E00", "dashed"), ("#0072B2", "dotdash"), ("#CC79A7", "dotted"))
-# A table repeats a chart's values, as means over this many parts of the run.
+# A table shows a chart's values as means over this many parts of the run.
 _PARTS = 10
-# Our default for the points of one metric, over all GPUs that can be chosen: 300 kB.
+# Our default for the points of one metric, over all selectable GPUs: 300 kB.
 _MAX_POINTS = 16_000
 _ROW_PIXELS, _ROWS_PIXELS = 26, 900  # height of one row, and at most of all rows
 
 
 class Charts:
-    """The charts of one run as HTML, with marks in place of the plots; the run's names begin with ``prefix``.
+    """The charts of one run as HTML, with marks in place of the plots; names in it begin with ``prefix``.
 
-    The charts of ``other``, which is shown next to it, have the same time axis and the same order of phases.
+    The charts of ``other``, shown next to it, have the same time axis and the same order of phases.
     """
 
     def __init__(self, report: Report, prefix: str, other: Report | None = None) -> None:
@@ -64,7 +64,7 @@ class Charts:
         self._phases = ColumnDataSource(steps)
 
     def phases(self) -> str:
-        """Return a chart of where the time went."""
+        """Return a chart of the time by phase."""
         plot = self._plot("time (%)", 260, y_range=(0, 100))
         self._draw_phases(plot)
         shares = {
@@ -78,7 +78,7 @@ class Charts:
         tooltips.append((self._unit.name, "@left{0.00} to @right{0.00}"))
         plot.add_tools(HoverTool(renderers=[drawn], tooltips=tooltips, visible=False))
         legend = _legend([(band.color, f"{band.label} {band.amount}") for _, band in shown])
-        return self._figure("phases", plot, "What the time was spent on, over the run", legend)
+        return self._figure("phases", plot, "Time by phase, over the run", legend)
 
     def rows(self, metric: str, shown: Sequence[Row]) -> str:
         """Return a chart with rows of colors."""
@@ -132,7 +132,7 @@ class Charts:
         return self._figure(metric, plot, title, _legend(legend), self._table_of_parts(label, means))
 
     def choice(self, gpus: Sequence[GpuSummary]) -> str:
-        """Return a selector of the GPU whose lines are shown, with the values of each GPU."""
+        """Return a selector of the GPU to show as lines, with the values of each GPU."""
         max_points = max(100, _MAX_POINTS // len(gpus))
         series = [
             {f"{self._prefix}-{metric}": self._values(gpu, metric, max_points) for metric in LINES} for gpu in gpus
@@ -155,7 +155,7 @@ class Charts:
             plot.varea(x, bottom, top, color=band.color, alpha=0.8)
             drawn = plot.line(x, top, color=band.color, name=band.label)
             self._add_tooltips(plot, drawn, "$name up to @y{0.0} GiB")
-        title = f"What torch used the memory of GPU {account.index} for, over the run"
+        title = f"Memory of torch on GPU {account.index}, over the run"
         return self._figure("torch", plot, title, _legend([(band.color, band.label) for band in bands]))
 
     def _plot(self, label: str, height: int, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The report of a training run as a picture (needs the extra ``plot``)."""
+"""The report of a training run as a picture (needs the ``plot`` extra)."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 # Lines differ in dashes as well as in shade, so that they are distinguishable in print.
 _LINE_STYLES = (("#000000", "-"), ("#000000", ":"), ("#777777", "-"), ("#777777", "--"))
 _MAX_POINTS = 600  # of a line; with more, four lines hide each other
-_FAR = 3.0  # times what is in use: drawn to that scale, nothing else would be seen, so the total is only named
+_FAR = 3.0  # times the memory in use: a total beyond that is only in the legend, because it would flatten the lines
 # In inches: one row, at most all rows, a line of text.
 _ROW, _ROWS, _TEXT = 0.28, 7.0, 0.17
 # Distinguishable with every common color blindness, and equal steps look equal (Nunez, Anderton and Renslow, 2018).
 _COLORS = "cividis"
-# Not the user's own style. Dollar signs in texts are not meant as mathematics.
+# Without the user's own style. Dollar signs in texts are not mathematics.
 _STYLE: list[Any] = ["default", {"text.parse_math": False}]
 # Next to the data, never on it.
 _LEGEND: dict[str, Any] = {
@@ -60,8 +60,8 @@ _LEGEND: dict[str, Any] = {
 def save_plot(report: Report, folder: str | os.PathLike[str]) -> Path:
     """Draw the report into ``gpu_report.png`` completely or not at all, and return its path; an OSError propagates.
 
-    Its panels show, from top to bottom, where the wall time went, GPU utilization, memory, and power. Up to four GPUs
-    are lines; more are rows of colors.
+    Its panels show, from top to bottom, the wall time by phase, GPU utilization, memory, and power. Up to four GPUs are
+    drawn as lines, more as rows of colors.
     """
     target = Path(folder) / PLOT_NAME
     with style.context(_STYLE), replacing(str(target)) as file:
@@ -141,7 +141,7 @@ def _draw_lines(axis: Axes, report: Report, metric: str, gpus: Sequence[GpuSumma
     if metric == "memory_used_bytes":
         highest = axis.dataLim.ymax
         for total in {gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes}:
-            whole = f"all of it, {format_bytes(total)}"
+            whole = f"total, {format_bytes(total)}"
             if total / divisor > _FAR * highest:
                 axis.plot([], [], " ", label=whole)
             else:

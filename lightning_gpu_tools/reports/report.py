@@ -20,10 +20,10 @@ FILE_NAME = "gpu_report.json"
 PREVIOUS_NAME = "gpu_report.previous.json"
 PLOT_NAME = "gpu_report.png"
 PAGE_NAME = "gpu_report.html"
-# The report's folder if the run has none of its own, as with logger=False.
+# The folder of the report if the run has no folder of its own, as with logger=False.
 FOLDER_NAME = "gpu_report"
 COMPLETED = "completed"
-# The first words of an outcome: of a run that is still going, and of one that left no other.
+# The first words of an outcome: of a run in progress, and of a run that ended without a final report.
 RUNNING, CUT_OFF = "running", "cut off"
 
 
@@ -34,8 +34,8 @@ class LoaderSummary:
     Attributes:
         users: Original settings; ``None`` if the loader is not a torch DataLoader.
         settings: Settings found by the search.
-        applied: Whether these were in use at the end.
-        confirmed: Whether they were as good in their first hundred steps of use.
+        applied: Whether they were in use at the end.
+        confirmed: Whether they were as good in their first hundred steps.
         reason: Reason for the result, with numbers.
         users_batches_per_s: Speed of loader and step together, with the original settings.
         batches_per_s: Speed with the settings found.
@@ -55,7 +55,7 @@ class LoaderSummary:
 
 
 def summarize(result: LoaderResult) -> LoaderSummary:
-    """Return the summary of a search that a report keeps."""
+    """Return the summary of a search for the report."""
     before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
     return LoaderSummary(
         users=None if result.original is None else dataclasses.asdict(result.original),
@@ -85,31 +85,31 @@ class Report:
         step_s_median: Median step time after the warm-up, without validation, checkpoints and epoch starts.
         diagnosis: Verdict and findings.
         gpus: Monitored GPUs.
-        gpu_note: Reason why there are none, or what could not be read.
+        gpu_note: Reason why there are none, or values that could not be read.
         step_s_p95: 95th percentile of the same step times.
         step_s_max: Longest of the same step times.
         samples_per_s: Samples of all ranks per second, over the same steps.
         step_s_blocks: Mean time per step in each of at most 128 consecutive blocks of steady steps, without validation
             and checkpoints. Their spread is the run's own noise.
-        monitor_us_per_step: Least time that this package added to each step, in microseconds: its wrappers in the
-            training thread, measured with warm caches, and its own work there.
+        monitor_us_per_step: Lower bound on the time that this package added to each step, in microseconds: its wrappers
+            in the training thread, measured with warm caches, and its own work there.
         monitor_thread_us_per_step: CPU time of its background threads per step, in microseconds.
         confirmation: Measured result of following the previous run's advice.
         core_wait_share: Fraction of the steady steps in which the training thread was runnable but had no core.
         others_cores: Mean number of this job's cores that other programs kept busy.
-        unseen: Facts that could not be measured with this kernel, driver, Lightning or torch, or were refused; their
-            time counts toward the surrounding phase.
+        unseen: Facts that could not be measured with this kernel, driver, Lightning or torch, or without permission;
+            their time counts toward the surrounding phase.
         spans: Phases over time, in at most 401 parts.
         lines: Source lines at which the training thread of rank 0 and the workers of its loader were sampled, at most
             1,000, most frequent first.
         gpu_step_s: GPU time of a training step, by part; parts whose time is unknown are absent.
         ranks: Steps of each rank that reported; empty with one rank.
-        memory: Use of the memory of each GPU of the training.
-        allocator_failures: Number of times that torch's allocator ran out of memory on rank 0 and the run went on: the
-            program or cuDNN caught the error, or a search for the largest batch size provoked it.
-        stalls: Times in which the training made no progress, with the reason.
-        stall_note: Stalls that may be missing.
-        failure: What ended the run and what to do, if more is known than its error.
+        memory: Memory use of each GPU of the job.
+        allocator_failures: Number of times that torch's allocator ran out of memory on rank 0 and the run continued:
+            the program or cuDNN caught the error, or a search for the largest batch size provoked it.
+        stalls: Times in which training made no progress, with the reason.
+        stall_note: Reason why stalls may be missing.
+        failure: Why the run ended and what to do, if known beyond its error.
         loader: Result of NumWorkersFinder, if it finished.
         settings: Settings that two runs must share to be compared: CPU, accelerator, precision, batch size, loader,
             ...; model and dataset show whether they are runs of the same program.
@@ -150,5 +150,5 @@ class Report:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run could report its end, even if that was an error."""
+        """Whether the run wrote a final report, even after an error."""
         return not self.outcome.startswith((RUNNING, CUT_OFF))

@@ -1,4 +1,4 @@
-"""Report files: found, read with the current state of the run, and written completely or not at all."""
+"""Find report files, read them with the current state of the run, and write them atomically."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lightning_gpu_tools.training.phases import UNEXPLAINED
 from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
-# The places of reports in a folder of runs: as deep as logs/name/version_0.
+# Where reports are in a folder of runs: up to logs/name/version_0.
 _BELOW = ("*/", "*/*/", "*/*/*/")
 _MAX_BYTES = 32 << 20  # a report of 8,192 GPUs has 25 MiB
-# The report of a run is written at least this often while it runs.
+# A run writes its report at least this often.
 WRITE_EVERY_S = 60.0
 # Our default: a writer on another machine has ended if its last two writes are missing.
 _MAX_SILENCE_S = 3 * WRITE_EVERY_S
@@ -44,7 +44,7 @@ def load_report(path: str | os.PathLike[str]) -> Report:
     try:
         status = files.status(file)
         if status.kind != "file":  # reading would wait for a writer, or never end
-            raise ValueError("it is not a file; save its content to one first")
+            raise ValueError("it is not a regular file; save its content to a file first")
         if status.size_bytes > _MAX_BYTES:
             raise ValueError(f"it is larger than {format_bytes(_MAX_BYTES)}, the limit for a report")
         text = files.read(file).decode()
@@ -74,7 +74,7 @@ def find_report(path: str | os.PathLike[str]) -> str:
 
 
 def find_reports(folder: str) -> list[str]:
-    """Return all reports in a local folder and below it, newest first; each with the one that it has replaced."""
+    """Return all reports in a local folder and below it, newest first, each followed by the one that it replaced."""
     found = sorted(files.matching(folder, *(f"{below}{FILE_NAME}" for below in ("", *_BELOW))), key=_modified)
     paths = (os.path.join(os.path.dirname(file), name) for file in found[::-1] for name in (FILE_NAME, PREVIOUS_NAME))
     return [*filter(files.exists, paths)]
@@ -86,13 +86,13 @@ def _modified(file: str) -> tuple[float, str]:
 
 def _unreadable(path: str, error: Exception) -> ReportError:
     reason = (error.strerror if isinstance(error, OSError) else None) or printable(error)
-    if isinstance(error, FileNotFoundError):  # some file systems leave out its text
+    if isinstance(error, FileNotFoundError):  # some file systems raise it without text
         reason = os.strerror(errno.ENOENT)
     return ReportError(f"Cannot read a report from {printable(repr(path), 300)}: {reason}.")
 
 
 def _stall_at_last(report: Report, file: str | None) -> list[Stall]:
-    """Return the stall of a run that could no longer write its report, because C code holds Python's lock."""
+    """Return the stall of a run that can no longer write its report, because C code holds the GIL."""
     found = None if file is None else held_in(Path(file).parent, report.process)
     if found is None or is_excused(found[0].stack):
         return []
@@ -121,8 +121,8 @@ def _outcome_now(report: Report, age_s: float | None) -> str:
 class ReportFile:
     """The ``gpu_report.json`` of one run in a folder or at a URL, which may be written repeatedly.
 
-    A report that another run has left there is kept as ``gpu_report.previous.json``. The report of a run that was cut
-    off never replaces a finished one.
+    An earlier run's report is kept as ``gpu_report.previous.json``. There, an unfinished report never replaces a
+    finished one.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -135,10 +135,10 @@ class ReportFile:
         """Write the report completely or not at all, and return its path.
 
         Raises:
-            OSError: The folder is not writable, or another thread is still writing because the disk does not answer.
+            OSError: The folder is not writable, or another thread is still writing because the disk does not respond.
         """
         if not self._writing.acquire(blocking=False):
-            raise TimeoutError("the disk does not answer")
+            raise TimeoutError("the disk does not respond")
         try:
             with files.writing(self.path) as file:
                 file.write(to_json(report).encode())
@@ -155,12 +155,12 @@ class ReportFile:
             if files.status(self.path).content == self._written:
                 return
             if _is_finished(self.path) or not files.exists(previous) or not _is_finished(previous):
-                with files.writing(previous) as file:  # a copy, so that a report exists at every moment
+                with files.writing(previous) as file:  # a copy, so that a report always exists
                     file.write(files.read(self.path))
 
 
 def _is_finished(path: str) -> bool:
     try:
         return load_report(path).is_finished
-    except ReportError:  # of a newer version, or not ours: keep it
+    except ReportError:  # from a newer version, or not ours: keep it
         return True

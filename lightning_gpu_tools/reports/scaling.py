@@ -1,4 +1,4 @@
-"""The scaling of a program from fewer to more ranks: its efficiency, and what it loses."""
+"""The scaling of a program from fewer to more ranks: its efficiency and its losses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_gpu_tools.reports.text import phase_label
 from lightning_gpu_tools.training.phases import DATA_LOADING, PAUSES, RANK_WAIT, TRAINING_STEP
 from lightning_gpu_tools.units import format_duration
 
-# Settings that may differ when the number of ranks does.
+# Settings that may differ if the number of ranks differs.
 SCALED = ("world_size", "batch_size", "accumulate_grad_batches")
 Kind = Literal["weak", "strong"]
-_MIN_SHARE = 0.01  # our default: of a step; a smaller loss is not told
+_MIN_SHARE = 0.01  # our default: of a step; a smaller loss is not reported
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """A part of a step that a linear scaling would not have."""
+    """Time per step that linear scaling would not need."""
 
     what: str
     seconds: float  # per step
@@ -32,8 +32,8 @@ class Loss:
 class Scaling:
     """The speed of a program on more ranks relative to its speed on fewer."""
 
-    kind: Kind  # "weak": each rank has the same batch as before, "strong": the job has
-    ranks: int  # of the run with more
+    kind: Kind  # "weak": same batch per rank, "strong": same batch of the whole job
+    ranks: int  # of the larger run
     of_ranks: int
     speedup: float  # by samples of the whole job per second
     speedup_low: float  # of its 95 % interval
@@ -43,7 +43,7 @@ class Scaling:
 
 
 def kind_of_scaling(new: Report, old: Report) -> Kind | None:
-    """Return how the ranks of two runs differ in number; ``None`` if not, or if their batches match in no way."""
+    """Return the kind of scaling between two runs; ``None`` with equal numbers of ranks, or other batch sizes."""
     ranks, batches, steps = ([report.settings.get(name, 1) or 1 for report in (new, old)] for name in SCALED)
     if not all(isinstance(one, int) for one in (*ranks, *batches, *steps)) or ranks[0] == ranks[1]:
         return None
@@ -107,7 +107,7 @@ def _waits(report: Report, phase_s: Mapping[str, float]) -> Iterator[tuple[str, 
     if wait_s is None:
         yield "waiting for other ranks", phase_s.get(RANK_WAIT, 0.0)
     elif late:
-        yield "waiting for ranks that come later", fmean(late)
+        yield "waiting for late ranks", fmean(late)
         yield "sending between ranks", wait_s - fmean(late)
     else:
         yield "waiting for other ranks and sending", wait_s
@@ -123,17 +123,17 @@ def _slower(
 
 
 def efficiency_line(found: Scaling) -> str:
-    """Return the speed relative to fewer ranks in words."""
-    whose = "each rank" if found.kind == "weak" else "the job"
+    """Return a sentence on the speed relative to fewer ranks."""
+    whose = "per rank" if found.kind == "weak" else "in total"
     return (
-        f"{found.ranks} ranks: {found.speedup:.2f}x the samples a second of {found.of_ranks}, "
+        f"{found.ranks} ranks: {found.speedup:.2f}x the samples per second of {found.of_ranks}, "
         f"{100 * found.efficiency:.0f} % of linear (95 % interval {found.speedup_low:.2f}x to "
-        f"{found.speedup_high:.2f}x; {found.kind} scaling: {whose} has the same batch)."
+        f"{found.speedup_high:.2f}x; {found.kind} scaling: the same batch {whose})."
     )
 
 
 def loss_lines(found: Scaling) -> Iterator[str]:
-    """Yield what the rest went to, in words."""
+    """Yield a sentence on the losses, if there are any."""
     parts = [f"{one.what} {format_duration(one.seconds)} ({100 * one.share:.0f} %)" for one in found.losses]
     if parts:
-        yield f"Lost in a step of {found.ranks} ranks: {', '.join(parts)}."
+        yield f"Lost per step with {found.ranks} ranks: {', '.join(parts)}."

@@ -31,7 +31,7 @@ def as_json(data: Mapping[str, Any]) -> str:
     compact = functools.partial(json.dumps, separators=(",", ":"))
 
     def written(value: Any) -> str:
-        # Item by item: json.dumps of a thousand GPUs at once would keep Python's lock from the training for 30 ms.
+        # Item by item: json.dumps of a thousand GPUs at once would hold the GIL for 30 ms.
         items = isinstance(value, (list, tuple))
         return f"[{','.join(compact(_finite(item)) for item in value)}]" if items else compact(_finite(value))
 
@@ -49,7 +49,7 @@ def _finite(value: Any) -> Any:
 
 
 def from_json(text: str, source: str = "the text") -> Report:
-    """Return the report that :func:`to_json` wrote; unknown fields are ignored. ``source`` names it in errors.
+    """Return the report that :func:`to_json` wrote; unknown fields are ignored. ``source`` is its name in errors.
 
     Raises:
         ReportError: It is not a report, was written by a newer version of this package, or has a wrong type, a number

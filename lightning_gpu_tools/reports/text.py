@@ -42,7 +42,7 @@ _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
 
 def render_text(report: Report, *, full: bool = False) -> str:
-    """Return the report in fewer than 80 lines of at most 100 columns; ``full``: everything, in any number of lines."""
+    """Return the report in fewer than 80 lines of at most 100 columns; ``full``: without a limit on the lines."""
     diagnosis = report.diagnosis
     paragraphs = {
         "Verdict": f"{verdict_line(report)} ({printable(report.outcome)})",
@@ -56,7 +56,7 @@ def render_text(report: Report, *, full: bool = False) -> str:
 
 
 def render_markdown(report: Report, *, full: bool = False) -> str:
-    """Return the report for a pull request: verdict, why and next; the rest in a collapsed block."""
+    """Return the report for a pull request: verdict, why and next, with the rest in a collapsed block."""
     diagnosis, details = report.diagnosis, _details(report, full)
     fence = max(["``", *re.findall("`+", "\n".join(details))]) + "`"  # longer than any inside the block
     head = [
@@ -74,7 +74,7 @@ def render_markdown(report: Report, *, full: bool = False) -> str:
 
 
 def _joined(head: Sequence[str], details: Sequence[str], foot: Sequence[str], full: bool) -> str:
-    """Return all lines, without the end of the details if there are too many."""
+    """Return all lines; without ``full``, cut the details to the maximum length."""
     room = _MAX_LINES - len("\n".join(head).split("\n")) - len(foot)
     lines = "\n".join(details).splitlines()
     if len(lines) > room and not full:
@@ -95,10 +95,10 @@ def _details(report: Report, full: bool) -> list[str]:
 def _sentences(report: Report, full: bool) -> Iterator[str]:
     diagnosis, failures = report.diagnosis, report.allocator_failures
     if not report.is_finished:
-        state = "The process ended before it could report: it was killed, or it crashed."
+        state = "The process ended without a final report: it was killed, or it crashed."
         if report.outcome.startswith(RUNNING):
-            state = "The run is still going."
-        yield f"{state} This is what was known {format_duration(report.wall_s)} into the run."
+            state = "The run is still in progress."
+        yield f"{state} This report shows its state after {format_duration(report.wall_s)}."
     stalls = sorted(report.stalls, key=lambda one: -one.lasted_s)
     shown = stalls if full else stalls[:_MAX_STALLS]
     yield from map(stall_line, shown)
@@ -107,7 +107,7 @@ def _sentences(report: Report, full: bool) -> Iterator[str]:
     yield from gpu_lines(report.gpus, full=full)
     if report.gpu_note:
         yield report.gpu_note
-    if diagnosis.verdict != "out_of_memory":  # then the next step already says so
+    if diagnosis.verdict != "out_of_memory":  # its next step already includes this
         yield from (finding.advice for finding in diagnosis.findings if finding.cause == "memory_growth")
     for finding in diagnosis.findings:  # whatever the verdict
         is_apart = finding.cause == "stray_contexts" or "stopped_at_step" in finding.evidence
@@ -115,8 +115,8 @@ def _sentences(report: Report, full: bool) -> Iterator[str]:
             yield finding.advice
     if failures:
         yield (
-            f"torch's allocator failed {failures} time{'s' * (failures > 1)}, and the run went on. It mostly empties "
-            "its cache first, which waits for the GPU."
+            f"torch's allocator ran out of memory {failures} time{'s' * (failures > 1)}, and the run continued. It "
+            "usually empties its cache first, which waits for the GPU."
         )
     yield from _rank_line(report)
     idle = [
@@ -126,9 +126,9 @@ def _sentences(report: Report, full: bool) -> Iterator[str]:
     ]
     if idle:
         residual = diagnosis.gpu_idle_residual_percent
-        doubt = f" The driver reports {residual:.0f} % less idle time, so trust these less." if residual >= 1 else ""
+        doubt = f" These are uncertain: the driver reports {residual:.0f} % less idle time." if residual >= 1 else ""
         yield f"GPU idle, of the wall time: {', '.join(idle)}.{doubt}"
-    # By the GPU's clock; the tree uses the host's, which runs ahead.
+    # By the GPU's clock; the tree uses the host's clock, and the host runs ahead.
     total_s = sum(report.gpu_step_s.values())
     parts = [
         f"{printable(phase.partition('/')[2])} {format_duration(part_s)}"
@@ -182,7 +182,7 @@ def verdict_label(diagnosis: Diagnosis) -> str:
 
 
 def verdict_line(report: Report) -> str:
-    """Return the verdict, and what it says of a low one: without GPUs, how often training waits."""
+    """Return the verdict, with its meaning if it is low."""
     label = verdict_label(report.diagnosis)
     if report.diagnosis.verdict != "low":
         return label
@@ -190,7 +190,7 @@ def verdict_line(report: Report) -> str:
 
 
 def run_line(report: Report) -> str:
-    """Return what ran, how fast, where and with which versions, as far as known."""
+    """Return the model, speed, device and versions of a run, as far as known."""
     settings = {name: printable(value) for name, value in report.settings.items() if value is not None}
     gpus = sorted({printable(gpu.name) for gpu in report.gpus if gpu.name})
     device = ", ".join(gpus) or settings.get("cpu") or settings.get("device")
@@ -215,36 +215,36 @@ def _pace(report: Report) -> str:
 
 
 def stall_line(stall: Stall) -> str:
-    """Return how long and why a training made no progress."""
-    went_on = ", and then the training went on" if stall.is_over else ""
+    """Return how long and why training made no progress."""
+    continued = ", then training continued" if stall.is_over else ""
     lasted = format_duration(stall.lasted_s)
-    return f"No progress for {lasted} at step {stall.step}{went_on}: {printable(stall.why, 800)}"
+    return f"No progress for {lasted} at step {stall.step}{continued}: {printable(stall.why, 800)}"
 
 
 def loader_line(loader: LoaderSummary) -> str:
-    """Return the result of NumWorkersFinder in words."""
+    """Return a sentence about the result of NumWorkersFinder."""
     if loader.settings is None or not loader.seconds:
         return f"NumWorkersFinder: {loader.reason}"
     found = f"num_workers={printable(loader.settings.get('num_workers'))}"
     duration = format_duration(loader.seconds)
     if loader.settings == loader.users:
         return f"NumWorkersFinder kept {found} after {duration} of trials. {loader.reason}"
-    state = "in use" if loader.applied else "not in use"
+    state = "applied" if loader.applied else "not applied"
     return f"NumWorkersFinder found {found} in {duration} ({state}). {loader.reason}"
 
 
 def measuring_lines(report: Report) -> list[str]:
-    """Return what could not be measured, and the cost of measuring."""
+    """Return sentences on what could not be measured, and on the overhead of measuring."""
     lines = []
     if report.unseen:
         unseen = ", ".join(printable(one, 300) for one in report.unseen)
-        lines.append(f"Not measured, because this kernel, driver, Lightning or torch lacks it: {unseen}.")
+        lines.append(f"Not measured, because this kernel, driver, Lightning or torch does not support it: {unseen}.")
     if report.stall_note:
         lines.append(printable(report.stall_note, 500))
     if report.monitor_us_per_step is not None:
         own, thread_us = format_duration(report.monitor_us_per_step / 1e6), report.monitor_thread_us_per_step
-        thread = "" if thread_us is None else f", and {format_duration(thread_us / 1e6)} of CPU time in the background"
-        lines.append(f"Measuring added at least {own} per step{thread}.")
+        thread = "" if thread_us is None else f", plus {format_duration(thread_us / 1e6)} of CPU time in the background"
+        lines.append(f"Overhead of measuring: at least {own} per step{thread}.")
     return lines
 
 
@@ -296,7 +296,7 @@ def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def cause_phase(report: Report) -> str | None:
-    """Return the phase of the time tree that the first finding is about, if any."""
+    """Return the phase of the first finding in the time tree, if any."""
     if not report.diagnosis.findings:
         return None
     first = report.diagnosis.findings[0]
@@ -309,7 +309,7 @@ def cause_phase(report: Report) -> str | None:
     return next((phase for phase in phases if phase in report.phase_s), None)
 
 
-_Line = tuple[str, str]  # a label, and what follows it
+_Line = tuple[str, str]  # a label, and the text after it
 
 
 def _tree(branches: Sequence[tuple[_Line, Sequence[_Line]]]) -> list[str]:
@@ -356,13 +356,13 @@ def _time_tree(report: Report, full: bool) -> list[str]:
 
 
 def _memory_trees(report: Report, full: bool) -> list[str]:
-    """Return the use of a GPU's memory; with several GPUs, that of the fullest, or of all of them if ``full``."""
+    """Return the memory use of the fullest GPU, or of all GPUs if ``full``."""
 
     def share_used(account: MemoryAccount) -> float:
         return sum(account.parts_bytes.values()) / (account.total_bytes or math.inf)
 
     ordered = sorted(report.memory, key=share_used, reverse=True)
-    which = f", the fullest of {len(report.memory):,}," if len(report.memory) > 1 else ""
+    which = f" (the fullest of {len(report.memory):,})" if len(report.memory) > 1 else ""
     if ordered and not full and share_used(ordered[0]) < _MIN_MEMORY and report.diagnosis.verdict != "out_of_memory":
         used = format_bytes(sum(ordered[0].parts_bytes.values()))
         total = format_bytes(ordered[0].total_bytes or 0)
@@ -397,18 +397,21 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
         branches.append((line(group, sum(parts.values())), shown))
     whole = format_bytes(whole_bytes)
     if account.used_bytes is None:
-        why = "gives no total" if account.total_bytes is None else "was read before torch reserved this"
-        head = f"What the {whole} are that torch has reserved on {gpu} (the driver {why})"
+        why = "reports no total" if account.total_bytes is None else "was read before torch reserved it"
+        head = f"Memory of {gpu}: {whole} reserved by torch (the driver {why})"
     else:
-        free = "" if account.free_bytes is None else f"; {format_bytes(account.free_bytes)} are free"
+        free = "" if account.free_bytes is None else f", {format_bytes(account.free_bytes)} free"
         explained = 100 * (account.explained_share or 0.0)
-        head = f"What the {whole} in use on {gpu} are ({explained:.0f} % explained){free}"
+        head = f"Memory of {gpu}: {whole} used{free} ({explained:.0f} % explained)"
     return [_wrapped(head), *_tree(branches), *_in_tensors(account), *_memory_lines(account, full)]
 
 
 def _memory_lines(account: MemoryAccount, full: bool) -> list[str]:
-    """Return the source lines that allocate most of a step, and those whose memory stayed."""
-    heads = {"What a step adds at its peak, by line": account.peak_lines, "What stayed, by line": account.kept_lines}
+    """Return the source lines that allocate most of a step, and those whose memory is kept."""
+    heads = {
+        "Memory added by a step at its peak, by line": account.peak_lines,
+        "Memory kept after steps, by line": account.kept_lines,
+    }
     lines = []
     for head, found in heads.items():
         least = _MIN_PART * sum(one.bytes for one in found)
@@ -420,7 +423,7 @@ def _memory_lines(account: MemoryAccount, full: bool) -> list[str]:
 
 def line_label(one: MemoryLine) -> str:
     """Return a line that allocated memory, and the phase of the step."""
-    place = in_words(*one[3:]) if one.file else "no line of Python"
+    place = in_words(*one[3:]) if one.file else "no Python line"
     return f"{place} ({one.phase})" if one.phase else place
 
 

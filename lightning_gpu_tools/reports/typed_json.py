@@ -1,4 +1,4 @@
-"""A reader of parsed JSON as objects of typed classes, which refuses forged data."""
+"""Read parsed JSON as objects of typed classes, and reject forged data."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_gpu_tools.units import printable
 
-# Far more than any list or object of a report has: a timeline has 2,000 points.
+# Far more than any list or object in a report: a timeline has 2,000 points.
 _MAX_ITEMS = 20_000
 # NVML counts bytes in 64 bits. Sums and products of smaller numbers cannot overflow.
 _MAX_NUMBER = 2**64
-_MAX_DEPTH = 8  # of settings and evidence, which are numbers, strings and lists of them
+_MAX_DEPTH = 8  # of settings and evidence, which contain numbers, strings and lists of them
 # Places of times and rates, which are never negative.
 _OF_TIMES = re.compile(r"_s(_|$|[.\[])|(^|\.)seconds$")
 # By type: the result of json.loads for it, and its name in errors.
@@ -32,7 +32,7 @@ _IN_JSON: dict[Any, tuple[Any, str]] = {
 
 
 def read(kind: Any, value: Any, kinds: Mapping[str, Any], place: str = "") -> Any:
-    """Return a value of parsed JSON as an object of this type. Unknown fields are ignored.
+    """Return a value of parsed JSON as an object of type ``kind``. Unknown fields are ignored.
 
     Args:
         kind: A dataclass, a named tuple (a list in JSON), ``Mapping[str, X]``, ``tuple[X, ...]``, ``Sequence[X]``,
@@ -73,7 +73,7 @@ def read(kind: Any, value: Any, kinds: Mapping[str, Any], place: str = "") -> An
 
 
 def _check_ranges(value: Any, place: str, depth: int | None) -> None:
-    """Refuse values that no report has; ``depth``: levels allowed in a value of any type, ``None`` for a typed one."""
+    """Reject out-of-range values; ``depth``: levels allowed in a value of any type, ``None`` for a typed value."""
     if isinstance(value, (list, dict)):
         if depth == 0:
             raise _refused(place, f"is nested deeper than {_MAX_DEPTH} levels")
@@ -82,7 +82,7 @@ def _check_ranges(value: Any, place: str, depth: int | None) -> None:
         for one in (value if isinstance(value, list) else value.values()) if depth else ():
             _check_ranges(one, place, depth - 1 if depth else None)
     elif isinstance(value, (int, float)):
-        if not abs(value) <= _MAX_NUMBER:  # this catches NaN, too
+        if not abs(value) <= _MAX_NUMBER:  # also true for NaN
             raise _refused(place, "must be a finite number of at most 2^64", value)
         if value < 0 and depth is None and (isinstance(value, int) or _OF_TIMES.search(place)):
             raise _refused(place, "must not be negative", value)

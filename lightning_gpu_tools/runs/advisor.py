@@ -1,4 +1,4 @@
-"""An advisor that judges a training now and then while it runs, and warns once of low utilization."""
+"""An advisor that repeatedly judges a run in progress, and warns once about low utilization."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Thresholds:
 
 
 class Advisor:
-    """The advisor of one training, whose session has begun."""
+    """The advisor of one run, whose session has begun."""
 
     def __init__(self, session: Session, thresholds: Thresholds) -> None:
         session.thresholds = {
@@ -44,14 +44,14 @@ class Advisor:
         self._next_judgment: float = WARM_UP_STEPS + thresholds.min_steps  # a step of the clock
 
     def after_step(self) -> float:
-        """Judge if it is due; return the step of the clock after which to call this again."""
+        """Judge the run if it is due; return the step of the clock after which to call this again."""
         if self._session.clock.steps >= self._next_judgment:
             self._session.clock.as_own_work(self._judge)
         return self._next_judgment
 
     def _judge(self) -> None:
         session = self._session
-        # A tenth later each time: soon enough for short steps, and rare for very short ones.
+        # 10 % later each time: early enough for short steps, and rare for very short ones.
         later = self._next_judgment + max(10, self._next_judgment // 10)
         if sum(block.wall_s for block in session.clock.blocks) < self._min_seconds:
             self._next_judgment = later

@@ -14,7 +14,7 @@ from lightning_gpu_tools.training.run_measurements import HeldContext
 
 
 class Contexts:
-    """A reader of this process's contexts, which remembers when each was first seen. It never makes one."""
+    """A reader of this process's contexts, with the step at which each was first seen. It never creates one."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -24,7 +24,7 @@ class Contexts:
     def read(self, step: int, *, at_end: bool = False) -> tuple[HeldContext, ...]:
         """Return the contexts; empty if this process sees fewer than two GPUs, or has not started CUDA.
 
-        The driver is asked for their memory when there is a new one on another GPU, and again ``at_end``.
+        Their memory is read from the driver when a new one appears on another GPU, and again ``at_end``.
         """
         gpu, place, has_context = self._run.gpu, self._run.place, compat.has_context()
         if gpu is None or has_context is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

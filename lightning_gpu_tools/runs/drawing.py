@@ -1,4 +1,4 @@
-"""The drawing of a report's picture and page in a separate process, so that the next training does not wait.
+"""Draw a report's picture and page in a separate process, so that the next run does not wait.
 
 A thread would share matplotlib's global settings with the program, and hold locks while the program forks workers.
 """
@@ -23,12 +23,12 @@ from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.schema import to_json
 from lightning_gpu_tools.units import printable
 
-# The package that each file needs, and the message if the file cannot be made.
+# The package that each file needs, and the message if it cannot be drawn.
 _DRAWN = {
-    PLOT_NAME: ("matplotlib", "The report could not be drawn"),
-    PAGE_NAME: ("bokeh", "The page of the report could not be made"),
+    PLOT_NAME: ("matplotlib", "The picture of the report could not be drawn"),
+    PAGE_NAME: ("bokeh", "The page of the report could not be drawn"),
 }
-# It uses the program's modules, not those of another folder or installation.
+# The process uses the program's modules, not those of another folder or installation.
 _CODE = """
 import sys
 scratch, parent, names, sys.path[:] = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","), sys.argv[4:]
@@ -36,17 +36,17 @@ from lightning_gpu_tools.runs.drawing import draw
 draw(scratch, parent, names)
 """
 _TIMEOUT_S = 120.0  # our default: at its first import on a machine, matplotlib reads all fonts
-_NICENESS = 10  # our default: the next training goes first
-_MAX_DRAWINGS = 4  # our default: at a time, after fits that take a second
+_NICENESS = 10  # our default: the next run has priority
+_MAX_DRAWINGS = 4  # our default: at the same time, after fits that take a second
 
 _drawings: list[_Drawing] = []  # the oldest first
 
 
 def start(report: Report, folder: str, say: Callable[[str], object]) -> list[str]:
-    """Start to draw a report, and return the names of the files that will follow in its folder.
+    """Start to draw a report, and return the names of the files that will appear in its folder.
 
-    They appear when they are complete, and the interpreter waits for them at exit. There are none without the extra
-    ``plot``, or if the run is too short to judge. ``say`` later prints what could not be drawn.
+    They appear when they are complete, and the interpreter waits for them at exit. There are none without the ``plot``
+    extra, or if the run is too short to judge. ``say`` later prints a message for each file that could not be drawn.
 
     Raises:
         OSError: No process can be started.
@@ -67,7 +67,7 @@ def start(report: Report, folder: str, say: Callable[[str], object]) -> list[str
 
 
 def wait() -> None:
-    """Wait until nothing is being drawn."""
+    """Wait until all drawing has finished."""
     for drawing in _drawings:
         drawing.thread.join()
 
@@ -87,7 +87,7 @@ class _Drawing:
         except OSError:
             shutil.rmtree(self._scratch, ignore_errors=True)
             raise
-        # No daemon: the interpreter waits for it.
+        # Not a daemon thread, so that the interpreter waits for it.
         self.thread = threading.Thread(target=self._collect, name="lightning-gpu-tools-drawing", daemon=False)
         self.thread.start()
 
@@ -101,7 +101,7 @@ class _Drawing:
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_TIMEOUT_S)
-            self._process.kill()  # does nothing if it has ended
+            self._process.kill()  # no-op if it has exited
             self._process.wait()
             for name in () if self._is_canceled else self._names:
                 reason = _move(name, self._scratch, self.folder)
@@ -112,9 +112,9 @@ class _Drawing:
 
 
 def _start(scratch: Path, names: Sequence[str]) -> subprocess.Popen[bytes]:
-    if not sys.executable or getattr(sys, "frozen", False):  # it would start the program once more
+    if not sys.executable or getattr(sys, "frozen", False):  # a frozen executable would start the program again
         raise OSError("this program has no Python interpreter to draw with")
-    # No pipes: workers that are forked meanwhile would hold their ends open.
+    # No pipes: workers forked at the same time would hold them open.
     with open(scratch / "errors", "wb") as errors:
         return subprocess.Popen(
             [sys.executable, "-c", _CODE, str(scratch), str(os.getpid()), ",".join(names), *sys.path],
@@ -122,27 +122,27 @@ def _start(scratch: Path, names: Sequence[str]) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            start_new_session=True,  # Ctrl-C is meant for the training
+            start_new_session=True,  # Ctrl-C must not end it
         )
 
 
 def _move(name: str, scratch: Path, folder: str) -> str | None:
-    """Move a drawn file to its folder; return the reason if there is none."""
+    """Move a drawn file to its folder; return the reason if there is no file."""
     try:
         if (failed := scratch / f"{name}.failed").exists():
             return failed.read_text("utf-8")
         if not (scratch / name).exists():
             return (scratch / "errors").read_text("utf-8", "replace").strip().rpartition("\n")[2] or "it was killed"
-        if files.exists(os.path.join(folder, FILE_NAME)):  # else the folder has been removed, such as a temporary one
+        if files.exists(os.path.join(folder, FILE_NAME)):  # else the folder was removed, such as a temporary one
             with files.writing(os.path.join(folder, name)) as target:
                 target.write((scratch / name).read_bytes())
-    except Exception as error:  # noqa: BLE001 - a disk, a network: the training is over, and its report is written
+    except Exception as error:  # noqa: BLE001 - a disk or network error; the report itself is already written
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def draw(scratch: str, parent: int, names: Sequence[str]) -> None:
-    """Draw the report of a folder into that folder, in the process started for this."""
+    """Draw the report in ``scratch`` into that folder; runs in the separate process."""
     signal.alarm(round(_TIMEOUT_S))  # ends this process even if its parent was killed
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
@@ -160,5 +160,5 @@ def _draw(report: Report, scratch: str, name: str) -> None:
         else:
             from lightning_gpu_tools.reports.page import save_page as save
         save(report, scratch)
-    except Exception as error:  # noqa: BLE001 - it costs this file alone
+    except Exception as error:  # noqa: BLE001 - it affects only this file
         Path(scratch, f"{name}.failed").write_text(f"{type(error).__name__}: {error}", "utf-8")

@@ -1,4 +1,4 @@
-"""The ending of a training, and the facts about its batches and memory that are kept for an error."""
+"""The end of training, and facts about batches and memory that explain an error."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_gpu_tools.training.step_clock import StepClock
 
 
 class Ending:
-    """The ending of a training."""
+    """The end of training."""
 
     def __init__(self, run: Run, clock: StepClock) -> None:
         self.outcome = COMPLETED
-        self.failure: Failure | None = None  # if more is known than the error
-        self.out_of_memory: OutOfMemory | None = None  # if that ended the training
+        self.failure: Failure | None = None  # if known beyond the error
+        self.out_of_memory: OutOfMemory | None = None  # if it ended training
         self.allocator = None if run.gpu is None else MemoryFailures(run.gpu, lambda: clock.current.phase)
         self._clock = clock
         self._oom_kills_before = oom_kills()
@@ -30,12 +30,12 @@ class Ending:
         self.listen()
 
     def listen(self) -> None:
-        """Record the failures of the allocator, as soon as CUDA has started."""
+        """Start to record allocator failures, if CUDA has started."""
         if self.allocator is not None:
             self.allocator.listen()
 
     def close(self) -> None:
-        """Stop recording them."""
+        """Stop recording allocator failures."""
         if self.allocator is not None:
             self.allocator.close()
 
@@ -57,13 +57,13 @@ class Ending:
 
     @property
     def kills(self) -> int:
-        """The number of processes that the kernel has killed here since the start, because memory was full."""
+        """The number of processes that the kernel's OOM killer has killed here since the start."""
         return oom_kills() - self._oom_kills_before
 
     def note_error(
         self, error: BaseException, step: int, failure: Failure | None, out_of_memory: OutOfMemory | None
     ) -> None:
-        """Record the error that ended the training, and its explanation."""
+        """Record the error that ended training, and its explanation."""
         self.failure, self.out_of_memory = failure, out_of_memory
         self.outcome = f"stopped by {type(error).__name__} at step {step}"
         if out_of_memory is not None:
@@ -75,7 +75,7 @@ class Ending:
 
     @property
     def allocator_failures(self) -> int:
-        """The number of allocator failures on this rank after which the training went on."""
+        """The number of allocator failures on this rank after which training continued."""
         count = 0 if self.allocator is None else self.allocator.count
         has_ended = self.out_of_memory is not None and self.out_of_memory.message.source == "allocator"
         return max(0, count - has_ended)

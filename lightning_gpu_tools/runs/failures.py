@@ -1,4 +1,4 @@
-"""Facts that are missing from an error that ended a training: dead workers, and the index of a sample."""
+"""Facts that an error does not include: dead workers, and the index of a sample."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.units import printable
 
-# The function that loads the samples of a batch, private in torch.utils.data. Without it, an error lacks the index.
+# The private function of torch.utils.data that loads the samples of a batch. Without it, an error lacks the index.
 FETCH = "_utils.fetch._MapDatasetFetcher.fetch"
 
 
 def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
-    """Return the dead workers of the loader that an error comes from, or of the training's loader."""
+    """Return the dead workers of the loader that raised an error, or of the training loader."""
     workers = compat.workers(compat.iterator_waited_for(_frames(error)) or run.iterator)
     text = str(error)
     may_be_of_workers = "DataLoader worker" in text or isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
@@ -37,9 +37,9 @@ def worker_exits(run: Run, error: BaseException) -> list[WorkerExit]:
 
 
 def failure_of(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int) -> Failure | None:
-    """Return what ended a training, if more is known than its error."""
+    """Return the failure that ended training, if known beyond its error."""
     frames, shm_bytes = _frames(error), shared_memory_bytes()
-    # Only "dump": code that receives tensors from a worker is in that file, too, and fails if the worker has died.
+    # Only "dump": code in the same file that receives tensors from a worker fails if the worker has died.
     is_pickling = any(f.f_code.co_name == "dump" and _file(f).endswith("multiprocessing/reduction.py") for f in frames)
     if is_pickling and any("torch/utils/data/" in _file(frame) for frame in frames):
         return not_picklable(str(error))
@@ -48,7 +48,7 @@ def failure_of(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int
 
 
 def noting_index(fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wrap the loading of a batch's samples, also in workers, to add the dataset's index to errors (Python 3.11)."""
+    """Wrap the loading of a batch's samples to add the dataset's index to errors, even in workers (Python 3.11)."""
 
     def fetched(self: Any, indices: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""The facts about a training when its memory ran out."""
+"""The facts about a run when its memory ran out."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _FUNCTIONS = {
 
 
 def message_of(error: BaseException, exits: Sequence[WorkerExit]) -> OutOfMemoryMessage | None:
-    """Return the out-of-memory message of an error, or one from the exits of workers that the kernel has killed."""
+    """Return the out-of-memory message of an error, or one for workers that the kernel killed."""
     message = out_of_memory(error)
     killed = tuple(one.pid for one in exits if one.exitcode == -signal.SIGKILL)
     if killed and (message is None or message.source == "host"):
@@ -101,7 +101,7 @@ def out_of_memory_facts(
         is_sharded=run.place.world_size > 1 and not run.is_plain_ddp,
         growth=growth,
         oom_kills=kills,
-        asked=_line_that_asked(error, message.requested_bytes or 0),
+        asked=_requesting_line(error, message.requested_bytes or 0),
         **counted,
     )
     if message.source != "host" and run.gpu is not None:
@@ -111,7 +111,7 @@ def out_of_memory_facts(
 
 
 def _when_it_failed(now: MemoryReading | None, message: OutOfMemoryMessage) -> MemoryReading | None:
-    """Return a reading after an error as it was before, if the message knows: much may be free again since."""
+    """Return a reading after an error with the message's size of tensors, because many may be free again."""
     if now is None or message.allocated_bytes is None:
         return now
     return replace(now, allocated_bytes=message.allocated_bytes)
@@ -120,7 +120,7 @@ def _when_it_failed(now: MemoryReading | None, message: OutOfMemoryMessage) -> M
 def _allocator_settings() -> str:
     try:
         settings = compat.allocator_settings()
-    except Exception:  # noqa: BLE001 - CUDA may be what has failed, or the record has other names
+    except Exception:  # noqa: BLE001 - CUDA itself may have failed, or the record has other names
         return ""
     # If both variables are set, torch follows this one.
     return f"{'PYTORCH_ALLOC_CONF' if 'PYTORCH_ALLOC_CONF' in os.environ else 'PYTORCH_CUDA_ALLOC_CONF'}={settings}"
@@ -137,7 +137,7 @@ def _phase_of(error: BaseException) -> str | None:
     return found
 
 
-def _line_that_asked(error: BaseException, requested_bytes: int) -> MemoryLine | None:
+def _requesting_line(error: BaseException, requested_bytes: int) -> MemoryLine | None:
     """Return the program's innermost line in the traceback; ``None`` if all lines are a framework's."""
     stack = [
         {"filename": frame.f_code.co_filename, "line": line, "name": frame.f_code.co_name}
@@ -157,12 +157,12 @@ def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, job_pids: frozenset[i
         from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
         found = replace(found, gpus=whole_or_instances(nvml.read_gpus(limit_s=limits.LIMIT_S)))
-    except NvmlUnavailableError:  # then only the message has facts
+    except NvmlUnavailableError:
         return found
-    if job_pids is None or not nvml.pids_are_ours():  # in a container, a PID may be that of another process here
+    if job_pids is None or not nvml.pids_are_ours():  # in a container, the driver's PIDs are the host's
         return found
     found = replace(found, pid=os.getpid(), own_pids=job_pids)
-    if watch is None:  # it knows who is busy
+    if watch is None:
         return found
     windows = watch.trained_on()
     busy = {one.pid for window in windows for one in window.processes or () if one.utilization_percent}
@@ -191,5 +191,5 @@ def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelS
 
 
 def copies_per_weight(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many numbers an optimizer keeps per weight: two in Adam and its kind, one with momentum."""
+    """Return the number of values that an optimizer keeps per weight: two in Adam's variants, one with momentum."""
     return 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0

@@ -1,4 +1,4 @@
-"""The facts that ranks of a training exchange: speed, warnings, other nodes' GPUs, each GPU's memory, and contexts."""
+"""The facts that ranks exchange: speed, warnings, other nodes' GPUs, each GPU's memory, and contexts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryShare:
-    """The facts that one rank has about GPU memory."""
+    """One rank's facts about GPU memory."""
 
     gpu: DriverMemory  # the GPU on which it trains
     memory: RankMemory  # its own counts there
@@ -38,7 +38,7 @@ class MemoryShare:
 
 def own_share(recorder: RunRecorder) -> MemoryShare | None:
     """Return this rank's facts about GPU memory; ``None`` without a GPU, or if nothing could be counted."""
-    return recorder.facts.read("what the GPU's memory is used for", partial(_own_share, recorder), None)
+    return recorder.facts.read("the use of the GPU's memory", partial(_own_share, recorder), None)
 
 
 def _own_share(recorder: RunRecorder) -> MemoryShare | None:
@@ -85,7 +85,7 @@ _MAX_TROUBLES = 8  # of other nodes at a time: these fit on a screen
 
 
 class Ranks:
-    """One rank among the others, from the start of a training.
+    """The exchange of one rank with the others, from the start of training.
 
     If ``is_monitored``, GPUs of other nodes are published for loggers and the report.
     """
@@ -99,11 +99,11 @@ class Ranks:
         self._turns: dict[int, int] = {}  # the last entry received from each rank
         self._metrics: Mapping[str, float] = {}
         self._troubles: list[str] = []
-        self.exchange = RankExchange(name, self._place, store, self._hear)
+        self.exchange = RankExchange(name, self._place, store, self._receive)
         self.exchange.publish(pid=os.getpid(), contexts=[*map(dataclasses.asdict, recorder.own_contexts())])
 
     def pids_on_node(self) -> frozenset[int] | None:
-        """Return this job's processes on the node; ``None`` until all have published."""
+        """Return the PIDs of this job on the node; ``None`` until all ranks have published theirs."""
         if self._pids is None:
             pids = [entry["pid"] for entry in self.exchange.entries() if entry["node"] == self._place.node]
             if len(pids) >= min(self._place.local_ranks, self.exchange.ranks):
@@ -111,7 +111,7 @@ class Ranks:
         return self._pids
 
     def publish(self, *, at_end: bool = False) -> None:
-        """Publish this rank's speed, and from the first rank of another node the facts about its GPUs."""
+        """Publish this rank's speed; the first rank of every other node also publishes its GPUs."""
         if self._place.world_size == 1:
             return
         recorder, gpus, fact = self._recorder, self._recorder.gpus, self._recorder.facts.read
@@ -129,35 +129,35 @@ class Ranks:
             summaries = gpus.summaries(at_end=at_end)
             facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
         share = own_share(recorder)
-        if share is not None:  # without what would be a long message
+        if share is not None:  # without the long parts
             share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=(), recorded=None))
             facts["memory"] = dataclasses.asdict(share)
-        if metrics is not None:  # left out first if an entry is too long
+        if metrics is not None:  # the last field is left out first if an entry is too long
             facts["metrics"] = metrics
         self.exchange.publish(**facts)
 
     def finish(self, timeout_s: float) -> list[str]:
-        """Publish one last time, and on rank 0 wait for the others; return what is missing, in words."""
+        """Publish one last time, and on rank 0 wait for the others; return sentences about missing facts."""
         self.publish(at_end=True)
         late = self.exchange.finish(timeout_s)
         missing = []
         if late and timeout_s:
             missing.append(
-                f"{_ranks(late)} did not report within {timeout_s:.0f} s after the end. The report has what came from "
-                "there before."
+                f"{_ranks(late)} did not report within {timeout_s:.0f} s after the end. The report has only their "
+                "earlier data."
             )
         left_out = {entry["rank"]: entry["left_out"] for entry in self.exchange.entries() if "left_out" in entry}
         if left_out:
             names = sorted({name for names in left_out.values() for name in names})
             missing.append(
-                f"{_ranks([*left_out])} had more to report than {format_bytes(MAX_ENTRY_BYTES)}. Left out: "
+                f"{_ranks([*left_out])} had to report more than {format_bytes(MAX_ENTRY_BYTES)}. Left out: "
                 f"{', '.join(map(printable, names))}."
             )
         return missing
 
-    def _hear(self, entries: Sequence[Entry]) -> None:
+    def _receive(self, entries: Sequence[Entry]) -> None:
         """Process the entries of the ranks: on rank 0, in the thread of the exchange."""
-        self._recorder.hear(entries)
+        self._recorder.receive(entries)
         others = [entry for entry in entries if "metrics" in entry]
         news = [entry for entry in others if entry["turn"] > self._turns.get(entry["rank"], 0)]
         if not news:
@@ -169,8 +169,8 @@ class Ranks:
         if count > MAX_NAMED_GPUS:
             self._metrics = job_metrics(by_node)
             note = (
-                f"This job has {count:,} GPUs. Loggers get those of node 0 by name, and of all of them "
-                f"gpu/all/<metric>/min, mean and max. {FILE_NAME} has every GPU."
+                f"This job has {count:,} GPUs. Loggers get each GPU of node 0, and gpu/all/<metric>/min, mean and max "
+                f"over all GPUs. {FILE_NAME} has every GPU."
             )
             self._troubles = [*self._troubles, note]
         else:
@@ -178,11 +178,11 @@ class Ranks:
                 self._metrics = {**self._metrics, **entry["metrics"]}
         troubles = [text for entry in news for text in entry["troubles"]]
         more = len(troubles) - _MAX_TROUBLES
-        rest = [f"{more:,} more warnings about GPUs of other nodes are left out."] if more > 0 else []
+        rest = [f"{more:,} more warnings about GPUs of other nodes were left out."] if more > 0 else []
         self._troubles = [*self._troubles, *troubles[:_MAX_TROUBLES], *rest]
 
     def take_metrics(self) -> tuple[Mapping[str, float], list[str]]:
-        """Return the metrics of other nodes' GPUs received since the last call, and what went wrong."""
+        """Return the metrics of other nodes' GPUs received since the last call, and warnings about them."""
         metrics, self._metrics = self._metrics, {}
         troubles, self._troubles = self._troubles, []
         return metrics, troubles
@@ -193,21 +193,21 @@ class Ranks:
         return tuple(known(self._read("the GPUs of another node", GpuSummary, gpu) for gpu in gpus))
 
     def _read(self, what: str, kind: type[_T], facts: Any) -> _T | None:
-        time.sleep(0)  # gives Python's lock to the training thread, if this is another one
+        time.sleep(0)  # releases the GIL to the training thread, if this is another thread
         found: _T | None = self._recorder.facts.read(what, partial(read, kind, facts, {}), None)
         return found
 
     def memory_accounts(self, own: MemoryShare | None, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
-        """Return the use of each GPU's memory, by all ranks or, faster, by this one alone."""
+        """Return the use of each GPU's memory by all ranks, or, faster, by this rank only."""
         shares = [] if own is None else [own]
         if all_ranks:
             others = (entry for entry in self.exchange.entries() if entry["rank"] != self._place.rank)
-            heard = (entry["memory"] for entry in others if entry.get("memory"))
-            shares += known(self._read("the memory of another rank", MemoryShare, share) for share in heard)
+            received = (entry["memory"] for entry in others if entry.get("memory"))
+            shares += known(self._read("the memory of another rank", MemoryShare, share) for share in received)
         return accounts(shares)
 
     def are_missing(self, measured: RunMeasurements) -> bool:
-        """Return whether it is too early to judge: rank 0 does not have the speed of some others yet."""
+        """Return whether it is too early to judge, because rank 0 lacks the speed of other ranks."""
         return self._place.rank == 0 and self.exchange.ranks > max(1, len(measured.ranks))
 
 

@@ -1,4 +1,4 @@
-"""The interface of a training that is measured: of a Trainer, of Fabric, or of the user's own loop."""
+"""The interface of a measured run: a Trainer, Fabric, or the user's own loop."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lightning_gpu_tools.training.rank_exchange import RankPlace
 
 
 class Run(Training, Protocol):
-    """A training, as far as the code that drives it knows; ``None`` = unknown, or none."""
+    """The facts that the Trainer, Fabric or loop knows about a run; ``None`` = unknown, or none."""
 
-    has_trainer: bool  # whether a Trainer drives it, with options that can be advised
+    has_trainer: bool  # whether a Trainer drives it, so that advice can name its options
 
     @property
     def place(self) -> RankPlace:
@@ -46,11 +46,11 @@ class Run(Training, Protocol):
 
     @property
     def log_every_n_steps(self) -> int:
-        """The number of steps between their metrics; 0 = never."""
+        """The number of steps between metrics for the loggers; 0 = never."""
 
     @property
     def logged_step(self) -> int:
-        """The step number that they get with metrics."""
+        """The step number of metrics for the loggers."""
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -70,7 +70,7 @@ class Run(Training, Protocol):
 
 
 def gpu_readings(devices: Iterable[torch.device]) -> tuple[GpuReading, ...]:
-    """Return the driver's UUID and the name of each GPU or MIG instance, and torch's index, which is this process's."""
+    """Return UUID, name, and torch's index in this process, of each GPU or MIG instance."""
     found = []
     for device in devices:
         properties = torch.cuda.get_device_properties(device)
@@ -81,7 +81,7 @@ def gpu_readings(devices: Iterable[torch.device]) -> tuple[GpuReading, ...]:
     return tuple(found)
 
 
-@functools.cache  # a process sees the same instance until it ends
+@functools.cache  # a process sees the same instance until it exits
 def _instance_uuid(cuda_uuid: str) -> str:
     gpus: tuple[GpuReading, ...] = ()
     with contextlib.suppress(NvmlUnavailableError):

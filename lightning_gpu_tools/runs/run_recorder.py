@@ -1,4 +1,4 @@
-"""A recorder of all facts about a training that the diagnosis needs."""
+"""A recorder of all facts about a run that the diagnosis needs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from lightning_gpu_tools.training.phases import (
     RANK_WAIT,
     SLOW_STEP,
     base_phase,
-    is_beside_step,
+    is_outside_step,
 )
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import (
@@ -73,10 +73,10 @@ from lightning_gpu_tools.training.storage import StorageWatch
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 _POLL_EVERY_STEPS = 10
-_MIN_GPU_SAMPLES = 5  # our default: of a GPU's steps, to compare them between ranks
-_SEARCH_EVERY_S = 1.0  # our default: until the steps that tell the largest batch are recorded
+_MIN_GPU_SAMPLES = 5  # our default: sampled steps of a GPU, to compare ranks
+_SEARCH_EVERY_S = 1.0  # our default: until the steps for the largest batch are recorded
 _MAX_PARTS = 16  # our default: of a run, to show when a rank was slow
-_MAX_LINES = 8  # our default: that a rank tells rank 0
+_MAX_LINES = 8  # our default: that a rank sends to rank 0
 # Fields of GpuFacts that are means over windows of the GPUs.
 _GPU_MEANS = (
     "sm_active_percent",
@@ -104,7 +104,7 @@ class HostReading(NamedTuple):
 
 
 class RunRecorder:
-    """The facts to describe a training at any moment; made when it starts and the loader is known."""
+    """The facts that describe a run at any time; created when training starts and the loader is known."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class RunRecorder:
 
     @property
     def unseen(self) -> list[str]:
-        """The facts that could not be read, and those about the loader's workers that could not be seen."""
+        """The facts that could not be read, including those about the loader's workers."""
         has_workers = self.loader is not None and self.loader.num_workers
         unread = [f"{what} ({why})" for what, why in sorted(self.facts.unread.items())]
         return [*unread, *sorted((has_workers and self._workers.unseen) or ())]
@@ -160,11 +160,11 @@ class RunRecorder:
     @property
     def has_compiled(self) -> bool:
         """Whether torch.compile has compiled anything."""
-        return self.facts.read("what torch.compile has compiled", self.compilations.facts, None) is not None
+        return self.facts.read("the compilations of torch.compile", self.compilations.facts, None) is not None
 
     def note_batch(self, batch: Any) -> None:
         """Record the size of this step's batch."""
-        try:  # not by `read`, which takes longer than all of this
+        try:  # without `read`, which takes longer than this code
             self._clock.times.batch_items = None
             first = batch if isinstance(batch, torch.Tensor) else first_tensor(batch)
             self._clock.times.batch_items = None if first is None else first.numel()
@@ -172,7 +172,7 @@ class RunRecorder:
                 self.memory.note_batch(batch_shape(first))
             if self.batch_bytes is None:
                 self.batch_bytes = batch_bytes(batch)
-        except Exception as error:  # noqa: BLE001 - an odd batch is no reason to stop measuring the rest
+        except Exception as error:  # noqa: BLE001 - an odd batch must not stop measuring the rest
             self.facts.note_unread("the batch's size", error)
 
     def after_step(self) -> None:
@@ -189,7 +189,7 @@ class RunRecorder:
         self._workers.poll(self._clock.steps)
 
     def poll_storage(self) -> float:
-        """Look at the storage of the dataset and of checkpoints, and return the seconds until the next look."""
+        """Poll the storage of the dataset and of checkpoints, and return the seconds until the next poll."""
         return self.facts.read("the storage of the dataset", self._storage.poll, math.inf)
 
     def _loader_settings(self) -> LoaderSettings | None:
@@ -216,18 +216,18 @@ class RunRecorder:
         blocks = list(clock.blocks)
         total = sum(blocks, StepBlock())
         gpu_step_s = sum(gpu_s.values())
-        beside_s = {
+        outside_step_s = {
             phase: seconds / max(1, clock.steps)
             for phase, seconds in clock.seconds.items()
-            if is_beside_step(phase) or phase == EPOCH_START
+            if is_outside_step(phase) or phase == EPOCH_START
         }
-        phase_s = {**{part: getattr(total, f"{part}_s") / total.steps for part in parts}, **beside_s, **gpu_s}
+        phase_s = {**{part: getattr(total, f"{part}_s") / total.steps for part in parts}, **outside_step_s, **gpu_s}
         while len(blocks) > _MAX_PARTS:
             pairs = zip(blocks[::2], blocks[1::2], strict=False)  # an unpaired last block waits for the next
             blocks = [first + second for first, second in pairs]
 
         def own_s(block: StepBlock) -> float:
-            on_host_s: float = sum(getattr(block, f"{part}_s") for part in parts) + block.beside_s
+            on_host_s: float = sum(getattr(block, f"{part}_s") for part in parts) + block.outside_step_s
             on_gpu_s = block.gpu_step_s / block.gpu_steps if gpu_s and block.gpu_steps else gpu_step_s
             return on_host_s / block.steps + on_gpu_s
 
@@ -246,7 +246,7 @@ class RunRecorder:
     def _own_gpu_s(self) -> dict[str, float]:
         """Return the GPU's own times for the parts of a step; empty if it waits for other ranks within them.
 
-        If it waits in forward, as for the statistics of SyncBatchNorm, it also waits in backward.
+        A GPU that waits in forward, such as for SyncBatchNorm's statistics, also waits in backward.
         """
         idle, waits = self._clock.gpu_idle(), self._rank_waits
         if not self.run.is_plain_ddp or waits.unseen_on_gpu or any(map(waits.waited_within, (FORWARD, OPTIMIZER))):
@@ -259,7 +259,7 @@ class RunRecorder:
         return {phase.partition("/")[2]: usual_s(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
 
     def own_waits(self) -> dict[str, Any]:
-        """Return what tells how long a rank with a GPU waits for others; compared with theirs by `hear`."""
+        """Return the times from which :meth:`receive` derives how long a rank with a GPU waits for others."""
         idle = self._clock.gpu_idle() if self._own_gpu_s() else None
         total = sum(self._clock.blocks, StepBlock())
         return {
@@ -280,11 +280,11 @@ class RunRecorder:
         return self.facts.read("CUDA contexts", partial(self._contexts.read, self._clock.steps, at_end=at_end), ())
 
     def contexts(self) -> tuple[HeldContext, ...]:
-        """Return the same of all ranks, as far as they have been heard."""
+        """Return the CUDA contexts of all ranks, as far as received."""
         return (*self.own_contexts(), *self._others_contexts)
 
-    def hear(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Process the entries of all ranks, in any thread; keys of JSON are strings."""
+    def receive(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Process the entries of all ranks, in any thread; JSON keys are strings."""
         throttled = {
             (entry["node"], int(gpu)): percent
             for entry in entries
@@ -315,7 +315,7 @@ class RunRecorder:
         self._others_contexts = tuple(HeldContext(**one) for entry in others for one in entry.get("contexts", ()))
 
     def read_host(self) -> HostReading:
-        """Read the state of the host, in any thread; this takes some milliseconds."""
+        """Read the state of the host, in any thread; takes some milliseconds."""
         read, ranks = self.facts.read, self._local_ranks
         without_limit = HostBudget(
             cores=os.cpu_count() or 1, memory_available_bytes=sys.maxsize, shm_free_bytes=None, local_ranks=ranks
@@ -325,15 +325,15 @@ class RunRecorder:
             read("the host's cores and memory", partial(read_host_budget, local_ranks=ranks), without_limit),
             time.process_time(),
             read("the workers' CPU time", children_cpu_s, None),
-            read("how busy the host's cores are", idle_cpu_s, None),
-            read("which threads want a core", runnable_s, {}),
+            read("the idle time of the cores", idle_cpu_s, None),
+            read("the runnable threads", runnable_s, {}),
             read("the cgroup's quota", throttled_periods, (0, 0)),
-            read("pressure on the cores", pressure_s, None),
-            read("pressure on storage", io_pressure_s, None),
+            read("the CPU pressure", pressure_s, None),
+            read("the I/O pressure", io_pressure_s, None),
         )
 
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
-        """Return everything measured so far, in the training thread; ``now`` may come from another one."""
+        """Return everything measured so far, in the training thread; ``now`` may come from another thread."""
         clock, run, gpus, memory, read = self._clock, self.run, self.gpus, self.memory, self.facts.read
         now = now or self.read_host()
         used, idle = self._used_and_idle(now)
@@ -357,35 +357,35 @@ class RunRecorder:
             step_times=clock.times.facts(),
             host=replace(now.budget, cores_in_reach=in_reach),
             on_gpu=self._on_gpu,
-            utilization_percent=read("how busy the GPU is", partial(utilization, "training"), None),
-            own_utilization_percent=read("how busy the GPU is", self._own_utilization, None),
-            validation_utilization_percent=read("how busy the GPU is", partial(utilization, "validation"), None),
+            utilization_percent=read("the GPU's utilization", partial(utilization, "training"), None),
+            own_utilization_percent=read("the GPU's utilization", self._own_utilization, None),
+            validation_utilization_percent=read("the GPU's utilization", partial(utilization, "validation"), None),
             loader=self.loader,
             worker_cpu_s_per_batch=worker_s,
             batch_bytes=self.batch_bytes,
             loading=read("the loader's workers", self._workers.facts, None),
             storage=self._under_pressure(self._storage.data, now),
             checkpoint_storage=self._under_pressure(self._storage.checkpoints, now),
-            cores=read("who uses the cores", partial(self._core_facts, now), None),
-            gpu=read("what the GPU is", self._gpu_facts, GpuFacts()) if self._on_gpu else None,
-            gpu_idle=read("when the GPU is idle", clock.gpu_idle, None),
+            cores=read("the use of the cores", partial(self._core_facts, now), None),
+            gpu=read("the GPU's properties", self._gpu_facts, GpuFacts()) if self._on_gpu else None,
+            gpu_idle=read("the GPU's idle time", clock.gpu_idle, None),
             memory=None if memory is None else read("the GPU's memory", memory.facts, None),
             watched=clock.watched_steps(),
             replays_per_step=clock.replays / max(1, clock.steps),
-            compiled=read("what torch.compile has compiled", self.compilations.facts, None),
+            compiled=read("the compilations of torch.compile", self.compilations.facts, None),
             lines=read("source lines", partial(self.lines.seen, self._workers.pids), ()),
             ranks=self._ranks,
             contexts=self.contexts(),
             precision=read("the precision", lambda: run.precision, None),
-            matmul_precision=read("the precision of products", compat.matmul_precision, None),
+            matmul_precision=read("the precision of matrix products", compat.matmul_precision, None),
             spans=clock.timeline.spans(),
-            readings=read("what grows during training", lambda: self.drift.facts(self._workers.storage_points), {}),
+            readings=read("quantities that may grow", lambda: self.drift.facts(self._workers.storage_points), {}),
             log_files=dict(self.drift.log_files),
             log_every_n_steps=run.log_every_n_steps,
             optimizers=read("the optimizers", partial(optimizers_on_cpu, run.device, run.optimizers), {}),
             accumulate_grad_batches=run.accumulate_grad_batches,
-            epoch_steps=read("how long an epoch is", lambda: run.epoch_steps, None),
-            left_on_cpu=read("what is left on the CPU", self._left_on_cpu, ()),
+            epoch_steps=read("the length of an epoch", lambda: run.epoch_steps, None),
+            left_on_cpu=read("tensors on the CPU", self._left_on_cpu, ()),
             largest_batch_size=read("the largest batch that fits", self._largest_on_all_ranks, None),
             has_trainer=run.has_trainer,
         )
@@ -401,7 +401,7 @@ class RunRecorder:
         return left_on_cpu(self.run.module) if self._on_gpu and self.run.module is not None else ()
 
     def _used_and_idle(self, now: HostReading) -> tuple[float | None, float | None]:
-        """Return the number of its cores that this job used on average, and the number that were idle."""
+        """Return the mean numbers of this job's cores that it used, and that were idle."""
         began, elapsed_s = self._began, now.at_s - self._began.at_s
         by_workers = _per(now.children_cpu_s, began.children_cpu_s, elapsed_s)
         by_this = (now.own_cpu_s - began.own_cpu_s) / elapsed_s
@@ -441,16 +441,16 @@ class RunRecorder:
         )
 
     def find_largest_batch(self) -> float:
-        """Find the largest batch that fits this rank's GPU, once, in any thread; return the seconds to the next try.
+        """Find the largest batch that fits this rank's GPU, once, in any thread; return the seconds until the next try.
 
-        This takes up to a second.
+        Takes up to a second.
         """
         recorded = None if self.memory is None else self.memory.recorded
         if self.memory is None or self.memory.failure is not None:
             return math.inf
         if recorded is None or len({one.step for one in recorded.steps}) < 2:
             return _SEARCH_EVERY_S
-        # Else samples do not come first in a batch.
+        # Otherwise the first dimension of a batch is not its samples.
         if self.loader is not None and self.loader.batch_size == recorded.steps[-1].batch_shape[0]:
             keeps_gradients = self.run.accumulate_grad_batches > 1
             found = largest_batch(recorded, recorded.room_bytes, self.batch_bytes or 0, keeps_gradients=keeps_gradients)
@@ -485,14 +485,14 @@ def _log_folders(loggers: Iterable[Any]) -> dict[str, str]:
     """Return the local folders of loggers by class."""
     found = {}
     for logger in loggers:
-        with suppress(Exception):  # it has none, or a user's logger raises
+        with suppress(Exception):  # it has no folder, or a user's logger raises
             if local := local_path(logger.log_dir):
                 found[type(logger).__name__] = local
     return found
 
 
 def loader_settings(run: Run) -> LoaderSettings | None:
-    """Return the settings of a training's loader, if it is a ``torch.utils.data.DataLoader``."""
+    """Return the settings of a run's loader, if it is a ``torch.utils.data.DataLoader``."""
     return None if run.loader is None else settings_of(run.loader)
 
 

@@ -1,4 +1,4 @@
-"""The report of a training: made, printed, and written to the log directory."""
+"""Make the report of a run, print it, and write it to the log directory."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable, printable_path
 
-# Our default: the report is written at the start, after this time, and whenever the run has become twice as long. A
-# killed run loses at most half of itself, or a minute.
+# Our default: the report is written at the start, after this time, and whenever the run has doubled in length. A killed
+# run loses at most half of its length, or a minute.
 FIRST_WRITE_S = 2.0
 _MAX_WAIT_S = 5.0  # our default: for the next step
 
 
 class Snapshot(NamedTuple):
-    """The facts that only the training thread can measure, because they belong to CUDA or to the Trainer."""
+    """Facts that only the training thread can measure, because they belong to CUDA or to the Trainer."""
 
     measured: RunMeasurements
     settings: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(session: Session, host: HostReading | None = None) -> Snapshot:
-    """Return a new snapshot, in the training thread; ``host`` is what another thread has just read."""
+    """Return a new snapshot, in the training thread; ``host`` may come from another thread."""
     recorder = session.begin()
     measured = recorder.measurements(host)
     settings = _settings(recorder, measured.host.cores)
@@ -63,9 +63,9 @@ def take_snapshot(session: Session, host: HostReading | None = None) -> Snapshot
 
 
 def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -> Report:
-    """Return the report of a training: with a snapshot in any thread, without one in the training thread.
+    """Return the report of a run: with a snapshot in any thread, without one in the training thread.
 
-    While the training runs, the report lacks its slow parts: the GPUs of this node, and the cost of measuring.
+    During the run, the report lacks its slow parts: the GPUs of this node, and the overhead of measuring.
     """
     ended = outcome != RUNNING
     measured, settings, memory, unseen, steps = snapshot or take_snapshot(session)
@@ -74,7 +74,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
     run, clock, watch, ending = session.run, session.clock, session.gpus, session.ending
     times = measured.step_times
     thread_s = session.thread_cpu_s + (0.0 if watch is None else watch.cpu_s)
-    no_gpu = f"No GPU: training runs on {run.device.type!r}, so only the host's part was measured."
+    no_gpu = f"No GPU: training runs on {run.device.type!r}, so only the host was measured."
     batch_size = settings.get("batch_size")
     idle = measured.gpu_idle
 
@@ -150,10 +150,10 @@ def _settings(recorder: RunRecorder, cores: float) -> dict[str, Any]:
 
 
 class RunningReport:
-    """The report of a training while it runs, so that a killed run leaves one.
+    """The report of a run in progress, so that a killed run leaves one.
 
-    The background thread requests a measurement after the training thread's next step, judges it, and writes. If that
-    step takes too long, it writes the last measurement, with the clock's times.
+    The background thread requests a measurement after the training thread's next step, judges it, and writes the
+    report. If that step takes too long, it writes the last measurement, with the clock's times.
     """
 
     def __init__(self, session: Session, file: ReportFile) -> None:
@@ -201,7 +201,7 @@ class RunningReport:
         return min(WRITE_EVERY_S, max(FIRST_WRITE_S, report.wall_s))
 
     def give_up(self) -> None:
-        """Record in the file that nothing more is measured."""
+        """Record in the file that measuring has stopped."""
         self._session.background.close()
         if self._saved is not None:
             outcome = f"measured only up to step {self._saved.steps}"
@@ -211,12 +211,12 @@ class RunningReport:
 def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
     """Write the report, log its summary, print it, and start to draw its picture and page.
 
-    A failure affects only its own part, and is printed, too.
+    A failure affects only its own part, and is printed.
     """
     lines = [""]
     written: list[str] = []
     is_written = False
-    with _failure_added_to(lines, "The previous report could not be compared with"):
+    with _failure_added_to(lines, "The report could not be compared with the previous one"):
         earlier = earlier_report(file.folder)
         confirmation = None if earlier is None else confirm(report, earlier)
         if confirmation is not None:
@@ -256,7 +256,7 @@ def _log_summary(report: Report, text: str, logger: Any, step: int) -> None:
 
 
 def _log_text(logger: Any, name: str, text: str, step: int) -> None:
-    # Lightning has no method for texts that all loggers share. CSV files have no place for them.
+    # Lightning's loggers share no method for texts, and CSV files have no place for them.
     experiment: Any = getattr(logger, "experiment", None)  # Lightning's base class does not have it
     is_long = "\n" in text
     if hasattr(experiment, "add_text"):  # TensorBoard, which shows it as Markdown
@@ -265,7 +265,7 @@ def _log_text(logger: Any, name: str, text: str, step: int) -> None:
         experiment.log_text(logger.run_id, text, f"{name}.txt")
     elif hasattr(experiment, "set_tag"):
         experiment.set_tag(logger.run_id, name, text)
-    elif hasattr(experiment, "log_other") and is_long:  # Comet, which cuts these off after 1,000 characters
+    elif hasattr(experiment, "log_other") and is_long:  # Comet, which truncates log_other after 1,000 characters
         experiment.log_asset_data(text, name=f"{name}.txt")
     elif hasattr(experiment, "log_other"):
         experiment.log_other(name, text)
@@ -283,7 +283,7 @@ def _failure_added_to(lines: list[str], what: str) -> Iterator[None]:
 
 def _how_to_verify(file: ReportFile) -> str:
     """Return the command that compares the next run with this one."""
-    new, old = file.folder, os.path.join(file.folder, PREVIOUS_NAME)  # the name that the next run gives this report
+    new, old = file.folder, os.path.join(file.folder, PREVIOUS_NAME)  # the next run renames this report
     if is_of_one_run(file.folder):
         new, old = os.path.dirname(file.folder.rstrip("/")), file.folder
     return f"After the next run: lightning-gpu-tools report {_quoted(new)} --against {_quoted(old)}"
@@ -302,13 +302,13 @@ def _shown(path: str | Path) -> str:
 
 
 def say(text: str) -> None:
-    """Print the text as the terminal can show it, in one write: Rich's bar in a notebook repeats unfinished lines."""
+    """Print text in the terminal's encoding, in one write: Rich's bar in a notebook repeats unfinished lines."""
     try:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
         sys.stdout.flush()
     except Exception:  # a closed terminal, a notebook's own stream
-        logging.getLogger(__name__).warning("The end of the training's report could not be printed.", exc_info=True)
+        logging.getLogger(__name__).warning("The report could not be printed.", exc_info=True)
 
 
 def say_verdict(diagnosis: Diagnosis) -> None:
@@ -317,12 +317,12 @@ def say_verdict(diagnosis: Diagnosis) -> None:
 
 
 def warn_if_not_writable(folder: str) -> None:
-    """Warn before training if the report cannot be written. The folder is not created: it may stay empty."""
+    """Warn before training if the report cannot be written. The folder is not created, because it may stay empty."""
     try:
         files.check_writable(folder)
     except (OSError, ValueError, ImportError) as error:  # no permission, no such protocol, its package is missing
         warnings.warn(
-            f"The report of this training will be printed, but not written to {folder!r}: {error}. To have it as a "
-            "file, choose another folder (default_root_dir or logger of the Trainer, folder of watch).",
+            f"The report of this run will be printed, but not written to {folder!r}: {error}. To get a file, choose "
+            "another folder: Trainer(default_root_dir=...), its logger, or watch(folder=...).",
             stacklevel=2,
         )

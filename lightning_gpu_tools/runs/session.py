@@ -1,4 +1,4 @@
-"""The measurement of one training: opening, stepping, finishing, judging."""
+"""The measurement of one run: opening, stepping, finishing, judging."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
-_trainings = itertools.count()  # with several ranks, in the same order on all of them
+_trainings = itertools.count()  # in the same order on all ranks
 _WARM_UP_POLL_S = 0.4
-_LOG_EVERY_S = 1.0  # at most, unless the GPUs are polled more often: our default
-_MAX_NOT_ASKED = 16  # our default: steps in a row without a look at whether it is time to log
+_LOG_EVERY_S = 1.0  # our default: at most this often, unless the GPUs are polled more often
+_MAX_STEPS_UNCHECKED = 16  # our default: in a row, without a check of whether it is time to log
 
 
 def check_interval(interval_s: float) -> None:
-    """Raise ``ValueError`` if GPUs cannot be polled at this interval."""
+    """Raise ``ValueError`` if this is not a valid polling interval."""
     if not 0 < interval_s < math.inf:
         raise ValueError(f"interval_s must be a positive number of seconds, got {interval_s!r}.")
 
@@ -62,7 +62,7 @@ def check_interval(interval_s: float) -> None:
 class Timer(Protocol):
     """The driver of a session's clock."""
 
-    rank_waits: RankWaits  # takes waiting for other ranks out of the clock's phases
+    rank_waits: RankWaits  # moves waiting for other ranks out of the clock's phases
     worker_lines: WorkerLines
     graph: GraphSizes
     memory: MemoryCounters | None  # of this rank's GPU; None on another device
@@ -70,7 +70,7 @@ class Timer(Protocol):
 
     @property
     def is_trial(self) -> bool:
-        """Whether a tuner runs a trial, which is not measured."""
+        """Whether a tuner runs a trial. Trials are not measured."""
 
     @property
     def unseen(self) -> list[str]:
@@ -81,15 +81,15 @@ class Timer(Protocol):
 
 
 class Session:
-    """All measurements of one training, each made once.
+    """All measurements of one run, each made once.
 
     Call :meth:`begin` when training starts, :meth:`after_step` after each step, :meth:`finish` at the end, and then
-    :meth:`close`. All that share it may call every method: only the first call at each moment counts.
+    :meth:`close`. Several callbacks can share a session and call every method: only the first call of each step counts.
 
-    ``timer`` makes the driver of the clock, from the clock and a function to call when validation begins and ends.
+    ``timer`` creates the driver of the clock, from the clock and a function to call when validation begins and ends.
     """
 
-    # Since training has begun:
+    # Set when training begins:
     memory: MemoryHistory  # of this process
     ranks: Ranks
 
@@ -100,7 +100,7 @@ class Session:
         self.background = BackgroundJobs()
         self.recorder: RunRecorder | None = None  # None before training begins
         self.gpus: GpuWatch | None = None  # in the first process of each node
-        self.gpu_note: str | None = None  # why GPUs are not measured
+        self.gpu_note: str | None = None  # the reason why GPUs are not measured
         self.stall_watch: StallWatch | None = None
         self.started_s = 0.0  # time.time()
         self.report_wanted = False  # after the next step
@@ -111,24 +111,24 @@ class Session:
         self._is_monitored = False
         self._sampling: dict[str, Any] = {"devices": "trainer", "interval_s": 1.0, "gpm": True}
         self._threads: list[BackgroundJobs | RankExchange] = [self.background]
-        self.last_step = -1  # of the clock: the last one after which it sampled
+        self.last_step = -1  # of the clock: the last sampled step
         self._logs: int | None = None
         self._next_log_s = 0.0  # by the clock
-        self._next_look_at_contexts = 0
+        self._next_check_of_contexts = 0
         self._warned: set[str] = set()
         self._finished = False
         self._diagnosis: Diagnosis | None = None
-        # A rank that begins the next training must not replace entries of this one that rank 0 has yet to read.
+        # A rank that begins the next run must not replace entries of this run that rank 0 has not read yet.
         self._name = f"training {next(_trainings) % 2 if run.place.world_size > 1 else 0}"
         self.timer = timer(self.clock, self._enter)
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this process was forked during the training, and therefore has none of its threads."""
+        """Whether this process was forked during training, and therefore has none of its threads."""
         return os.getpid() != self._process
 
     def close(self) -> None:
-        """End everything. What was measured stays readable."""
+        """Stop all measuring. Measurements stay readable."""
         if self.is_of_parent:
             self.timer.stop()
             return
@@ -149,7 +149,7 @@ class Session:
     def monitor(
         self, *, devices: Literal["trainer", "all"], interval_s: float, gpm: bool, stall_after_s: StallAfter
     ) -> None:
-        """Log, watch and report the training; call this before it begins."""
+        """Enable logging, stall watch and report; call this before training begins."""
         self._is_monitored = True
         self._sampling = {"devices": devices, "interval_s": interval_s, "gpm": gpm}
         if stall_after_s is not None and self.stall_watch is None:
@@ -166,7 +166,7 @@ class Session:
             self._threads.append(self.stall_watch.jobs)
 
     def begin(self) -> RunRecorder:
-        """Start to measure what is known only now: the loader, the GPUs, the ranks."""
+        """Start to measure the loader, the GPUs and the ranks, which are known only now."""
         if self.timer.fault is not None:
             raise self.timer.fault
         if self.recorder is None:
@@ -182,7 +182,7 @@ class Session:
                 self.background.add("Sampling the memory", self._poll_memory)
             if self._is_monitored and claims.held_claims():
                 self.background.add("Keeping the claim", self._keep_claims)
-            if place.local_rank == 0:  # one process of a node is enough to sample its GPUs
+            if place.local_rank == 0:  # one process per node samples its GPUs
                 self._open_gpus(**self._sampling)
                 self.warn(*([self.gpu_note] if self.gpu_note else []))
             core_users = CoreUsers(lambda: self.clock.core_wait_s, lambda: self.ranks.pids_on_node() or ())
@@ -191,10 +191,10 @@ class Session:
             recorder = RunRecorder(self.run, self.clock, rank_waits, self.gpus, memory, core_users, lines, graph)
             self.ranks = Ranks(f"{self._name}/measured", self._store, recorder, is_monitored=self._is_monitored)
             if place.rank == 0:
-                self.background.add("Sampling who uses the cores", recorder.core_users.poll)
-                self.background.add("Reading what torch.compile has compiled", recorder.compilations.poll)
-                self.background.add("Looking at the storage", recorder.poll_storage)
-                self.background.add("Reading what grows during training", recorder.drift.poll)
+                self.background.add("Sampling the use of the cores", recorder.core_users.poll)
+                self.background.add("Reading the compilations of torch.compile", recorder.compilations.poll)
+                self.background.add("Sampling the storage", recorder.poll_storage)
+                self.background.add("Sampling quantities that may grow", recorder.drift.poll)
             lines.start()
             self._threads += lines, self.ranks.exchange
             if memory is not None and self.gpus is not None:
@@ -235,15 +235,15 @@ class Session:
                     gpm=gpm,
                     node=self.run.place.node,
                 )
-                self._look_for_waiting_jobs(self.gpus, [str(gpu.uuid) for gpu in trained_on])
+                self._poll_for_waiting_jobs(self.gpus, [str(gpu.uuid) for gpu in trained_on])
         except NvmlUnavailableError as error:
             self.gpu_note = f"No GPU was measured. {error}"
 
-    def _look_for_waiting_jobs(self, gpus: GpuWatch, uuids: Sequence[str]) -> None:
+    def _poll_for_waiting_jobs(self, gpus: GpuWatch, uuids: Sequence[str]) -> None:
         if self._is_monitored and uuids and not claims.is_kept():
-            # It may print from the thread: nothing trains on GPUs that have been idle for half an hour.
+            # The thread may print: nothing trains on GPUs that have been idle for half an hour.
             reminder = yielding.Reminder(uuids, lambda: gpus.idle_s(uuids), claims.warn)
-            self.background.add("Looking for jobs that wait", reminder.look)
+            self.background.add("Polling for waiting jobs", reminder.look)
 
     # Stepping
 
@@ -278,9 +278,9 @@ class Session:
                     self.clock.as_own_work(self._check_surroundings, self.recorder)
 
     def _check_surroundings(self, recorder: RunRecorder) -> None:
-        """Warn of shortages that would end the training later."""
+        """Warn about shortages that would end training later."""
         read = partial(read_surroundings, self.run, recorder.batch_bytes)
-        found = recorder.facts.read("disks, memory and claims around the training", read, None)
+        found = recorder.facts.read("the disks, memory and claims of this machine", read, None)
         self.warn(*(() if found is None else shortcomings(found)))
 
     def _poll_memory(self) -> float:
@@ -292,7 +292,7 @@ class Session:
         return claims.KEEP_EVERY_S
 
     def log_if_due(self) -> float:
-        """Log the GPUs when loggers get metrics, unless nothing can be new since the last time.
+        """Log the GPUs when loggers get metrics, unless there can be no new sample.
 
         Returns the step of the clock after which to call this again.
         """
@@ -301,31 +301,31 @@ class Session:
             return math.inf
         step = self.run.logged_step
         turn, since = divmod(step + 1, every)
-        if self._logs is None:  # of the steps before this one, which may be of an earlier fit
+        if self._logs is None:  # earlier steps may belong to an earlier fit
             self._logs = step // every
         if turn > self._logs:
             self._logs = turn
             if self.clock.since_s >= self._next_log_s:
                 self._next_log_s = self.clock.since_s + min(_LOG_EVERY_S, self._sampling["interval_s"])
                 self.clock.as_own_work(self._log, step)
-        if every == 1:  # half of the steps until then at their pace so far, because they may slow down
+        if every == 1:  # half of the steps until then, at their pace so far, because they may slow down
             steps, left_s = self.clock.steps, max(0.0, self._next_log_s - self.clock.since_s)
-            return steps + 1 + min(_MAX_NOT_ASKED, int(left_s / 2 * steps / self.clock.wall_s))
-        return self.clock.steps + every - since  # at least: with accumulated gradients a step has several batches
+            return steps + 1 + min(_MAX_STEPS_UNCHECKED, int(left_s / 2 * steps / self.clock.wall_s))
+        return self.clock.steps + every - since  # a lower bound: with accumulated gradients, a step has several batches
 
     def _log(self, step: int) -> None:
         self.warn(*map(pace, self.memory.alarms), *self._faults)
         if self.run.place.rank == 0:
-            if self.clock.steps >= self._next_look_at_contexts:
-                self._look_at_contexts()
+            if self.clock.steps >= self._next_check_of_contexts:
+                self._check_contexts()
             if self.gpus is not None:
                 self._log_gpus(self.gpus, step)
         self._log_gpus(self.ranks, step)
 
-    def _look_at_contexts(self) -> None:
-        """Warn of contexts on GPUs of other ranks; look ever less often."""
+    def _check_contexts(self) -> None:
+        """Warn about contexts on GPUs of other ranks, less and less often."""
         if self.recorder is not None and len(self.ranks.exchange.entries()) == self.ranks.exchange.ranks:
-            self._next_look_at_contexts = 2 * self.clock.steps
+            self._next_check_of_contexts = 2 * self.clock.steps
             self.warn(*(one.advice for one in stray_contexts(self.recorder.contexts())))
 
     def _log_gpus(self, source: GpuWatch | Ranks, step: int) -> None:
@@ -337,7 +337,7 @@ class Session:
             logger.log_metrics(metrics=named, step=step)  # by keyword, as Lightning does
 
     def warn(self, *messages: str, category: type[Warning] = UserWarning) -> None:
-        """Warn of each message once, on rank 0, and request a write of the report, which has more."""
+        """Warn with each message once, on rank 0, and request a write of the report."""
         for message in messages:
             if message not in self._warned:
                 self._warned.add(message)
@@ -348,15 +348,15 @@ class Session:
     # Finishing, and judging
 
     def note_error(self, error: BaseException, step: int) -> str:
-        """Return the outcome of a training that an error ended; the first call keeps the explanation."""
+        """Return the outcome of a run that ended with an error; the first call records the explanation."""
         ending = self.ending
         if ending.outcome == COMPLETED:
-            is_wanted = not isinstance(error, Exception)  # Ctrl-C, sys.exit
-            exits = [] if is_wanted else worker_exits(self.run, error)
+            is_intended = not isinstance(error, Exception)  # Ctrl-C, sys.exit
+            exits = [] if is_intended else worker_exits(self.run, error)
             kills, message = ending.kills, message_of(error, exits)
-            failure = None if is_wanted else failure_of(error, exits, kills)
+            failure = None if is_intended else failure_of(error, exits, kills)
             if failure is not None or (message is not None and message.is_certain):
-                self.begin()  # the error may have come before training began
+                self.begin()  # the error may have been raised before training began
             found = None if message is None else self._out_of_memory(message, error, step, kills)
             ending.note_error(error, step, failure, found)
         return ending.outcome
@@ -408,11 +408,11 @@ class Session:
         return summaries
 
     def diagnosis(self, measured: RunMeasurements | None = None) -> Diagnosis | None:
-        """Return the diagnosis of the measurements, by the advisor's thresholds; ``None`` before training."""
+        """Return the diagnosis of the measurements, with the advisor's thresholds; ``None`` before training."""
         if self.recorder is None or self._diagnosis is not None:
             return self._diagnosis
         measured = measured or self.recorder.measurements()
-        oom = self.ending.out_of_memory  # which has no contexts yet: those of other ranks may come later
+        oom = self.ending.out_of_memory  # still without contexts: those of other ranks may arrive later
         diagnosis = diagnose(
             measured,
             searched=self.loader_result,
@@ -427,7 +427,7 @@ class Session:
 
     @property
     def stalls(self) -> tuple[Stall, ...]:
-        """The times in which this rank saw no progress of the training."""
+        """The stalls of this rank."""
         return () if self.stall_watch is None else self.stall_watch.stalls
 
     @property
@@ -460,5 +460,5 @@ class Session:
         if self.clock.knows_core_wait is False:
             found.append("waiting for a CPU core (schedstat)")
         if self.timer.memory is not None and self.timer.memory.failure is not None:
-            found.append(f"torch's counters of memory ({self.timer.memory.failure!r})")
+            found.append(f"torch's memory counters ({self.timer.memory.failure!r})")
         return found

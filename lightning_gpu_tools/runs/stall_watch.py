@@ -1,4 +1,4 @@
-"""A watch for stalls of a training, in a thread that reports them while the training stands still."""
+"""A watch for stalls, in a thread that reports them while they last."""
 
 from __future__ import annotations
 
@@ -53,29 +53,29 @@ from lightning_gpu_tools.units import format_duration, printable
 StallAfter = float | Literal["auto"] | None
 
 # Our defaults.
-_POLLS = 12  # before a training has stalled
+_POLLS = 12  # within the limit for a stall
 _MAX_INTERVAL_S = 5.0  # between two polls
-_SAMPLE_S = 0.5  # time to sample what the processes do
-_LOCK_GRACE_S = 5.0  # until C code is suspected to hold Python's lock
-_MISSED = 6  # messages, after which a rank is silent
+_SAMPLE_S = 0.5  # duration of a sample of the processes
+_LOCK_GRACE_S = 5.0  # until C code is suspected of holding the GIL
+_MISSED = 6  # missed messages after which a rank is silent
 _WRITING_BYTES = 1 << 20  # between two polls: a checkpoint that makes progress
 _MAX_PRINTED, _MAX_KEPT = 8, 50  # calls of a stack
-_MAX_WORKERS, _MAX_ASKED = 64, 4  # sampled, and asked for their stack
+_MAX_WORKERS, _MAX_ASKED = 64, 4  # workers that are sampled, and asked for their stack
 _MAX_STALLS = 100
 _MAX_RANKS = 64
 
 
 def check_stall_after(stall_after_s: StallAfter) -> None:
-    """Raise ``ValueError`` if a training cannot be watched with this value."""
+    """Raise ``ValueError`` if this is not a valid ``stall_after_s``."""
     if stall_after_s not in ("auto", None) and not (isinstance(stall_after_s, (int, float)) and stall_after_s > 0):
         raise ValueError(f'stall_after_s must be "auto", None or a positive number of seconds, got {stall_after_s!r}.')
 
 
 class StallWatch:
-    """A watch of a training for stalls, made in the training thread.
+    """A watch for stalls, created in the training thread.
 
-    Its thread never touches a disk, ``torch.cuda``, a collective, or a store that the training waits for: ``ranks`` has
-    another connection. It may warn, because the training thread then stands still and forks no worker.
+    Its thread never touches a disk, ``torch.cuda``, a collective, or a store that training waits for: ``ranks`` has its
+    own connection. It may warn, because a stalled training thread forks no worker.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class StallWatch:
         gpu_percent: Callable[[], float | None],
         write_report: Callable[[], None],
     ) -> None:
-        """Start the watch; ``is_trial`` returns whether a tuner runs a trial, ``gpu_percent`` how busy the GPUs are."""
+        """Start the watch; ``is_trial`` returns whether a tuner runs a trial, ``gpu_percent`` the GPU utilization."""
         self.stalls: tuple[Stall, ...] = ()
         self.notes: list[str] = []  # messages for the training thread to print in `pass_on`
-        self.beats = 0  # batches of validation begun, which the clock does not count
-        self.ended: str | None = None  # how the training ended
+        self.beats = 0  # validation batches begun, which the clock does not count
+        self.ended: str | None = None  # the outcome, at the end
         self._clock, self._place = clock, place
         self._is_trial, self._gpu_percent, self._write_report = is_trial, gpu_percent, write_report
         self._ranks = ranks
@@ -103,11 +103,11 @@ class StallWatch:
         self._grace_s = min(_LOCK_GRACE_S, first_s)
         timeout_s = compat.collective_timeout_s() if place.world_size > 1 else None
         self._patience = Patience(stall_after_s, self._interval_s, timeout_s)
-        self._heard: dict[int, tuple[int, float]] = {}  # of each rank: its last turn, and when it came
+        self._received: dict[int, tuple[int, float]] = {}  # by rank: its last turn, and when it arrived
         self._own: Explanation | None = None
         self._groups: tuple[GroupCalls, ...] = ()
         self._written = 0
-        self._is_told = self._is_closed = False
+        self._is_reported = self._is_closed = False
         self._stacks = ForkedStacks()
         self.alarm = LockAlarm(self._thread)
         self._spent_s: Mapping[str, float] = {}  # by phase, when the alarm was last armed
@@ -115,11 +115,11 @@ class StallWatch:
         self.jobs.add("Watching for stalls", self._poll)
 
     def close(self, ended: str | None = None) -> None:
-        """End the watch, once, and publish how the training ended to the other ranks."""
+        """End the watch, once, and publish the outcome to the other ranks."""
         if self._is_closed:
             return
         self._is_closed, self.ended = True, ended
-        self._tell_of_held_lock()  # it may have been held until just now
+        self._report_held_lock()  # it may have been held until just now
         self.jobs.close()
         if ended is not None:
             self._publish(self._phase)
@@ -127,29 +127,29 @@ class StallWatch:
         self._stacks.close()
 
     def pass_on(self) -> None:
-        """Report, in the training thread, that it went on."""
+        """Warn, in the training thread, about stalls that are over."""
         while self.notes:
             self._say(self.notes.pop(0))
 
     # In the thread
 
     def _poll(self) -> float:
-        self._tell_of_held_lock()
+        self._report_held_lock()
         clock, patience = self._clock, self._patience
         now_s, stuck_s, phase = clock.now_s, patience.stuck_s, self._phase
         since_s = clock.since_s if clock.running else now_s
         if patience.poll(now_s, self._mark(phase), phase, since_s, clock.steps, clock.seconds):
             self._own = None
-            if self._is_told:
-                self._is_told = False
+            if self._is_reported:
+                self._is_reported = False
                 self._change_stall(is_over=True, lasted_s=stuck_s)
-                self.notes.append(f"Training went on after {format_duration(stuck_s)}.")
+                self.notes.append(f"Training continued after {format_duration(stuck_s)}.")
         if patience.is_over and patience.due_s <= 0:
             self._judge(phase)
         elif patience.stuck_s > patience.limit_s / 2:
-            self._hear()  # by then, silent ranks are known
+            self._all_facts()  # early, so that silent ranks are known by the time of the report
         self._publish(phase)
-        if self._is_told:
+        if self._is_reported:
             self._change_stall(lasted_s=patience.stuck_s)
         self._spent_s = clock.so_far()
         self.alarm.arm(max(patience.due_s, 0.0) + self._grace_s + self._interval_s)
@@ -161,7 +161,7 @@ class StallWatch:
         return clock.current.phase if clock.running else TEARDOWN if clock.ran else SETUP
 
     def _mark(self, phase: str) -> tuple[int, ...]:
-        """Return values that change as soon as there is progress."""
+        """Return values that change with any progress."""
         if base_phase(phase) == CHECKPOINT:
             written = written_bytes()
             if written - self._written >= _WRITING_BYTES:
@@ -175,19 +175,19 @@ class StallWatch:
         if is_excused(stack) or self._is_trial():
             self._patience.excuse()
             return
-        if self._own is None or self._is_told:
-            self.alarm.arm(_LOCK_GRACE_S + self._grace_s)  # what follows takes a while
+        if self._own is None or self._is_reported:
+            self.alarm.arm(_LOCK_GRACE_S + self._grace_s)  # the next calls take a while
             self._own = explain_process(self._facts(phase, stack, frames))
             self._groups = called_collectives() if self._place.world_size > 1 else ()
-            if (phase, mark) != (self._phase, self._mark(phase)):  # it went on meanwhile
+            if (phase, mark) != (self._phase, self._mark(phase)):  # training has continued
                 self._own = None
                 return
-        ranks = self._hear()
+        ranks = self._all_facts()
         if ranks is not None and all(one.is_over or one.ended is not None or one.silent_s for one in ranks):
-            self._tell(phase, stack, explain_ranks(ranks) or self._own, ranks)
+            self._report(phase, stack, explain_ranks(ranks) or self._own, ranks)
 
     def _facts(self, phase: str, stack: tuple[Frame, ...], frames: Sequence[FrameType]) -> StallFacts:
-        """Sample what this process and its workers do."""
+        """Sample the activity of this process and its workers."""
         iterator = compat.iterator_waited_for(frames)
         workers = (compat.worker_pids(iterator) or [])[:_MAX_WORKERS]
         processes = [(os.getpid(), self._native_thread), *((pid, None) for pid in workers)]
@@ -247,7 +247,7 @@ class StallWatch:
         calls = [str(frame) for frame in stack[-_MAX_PRINTED:]]
         return replace(facts, cause=own.cause, why=own.why, next_step=own.next_step, stack=calls, groups=self._groups)
 
-    def _hear(self) -> list[RankFacts] | None:
+    def _all_facts(self) -> list[RankFacts] | None:
         """Return the state of all ranks; ``None`` if a lower rank reports for all."""
         place, board = self._place, self._ranks
         if place.local_rank == 0 and place.rank > 0:
@@ -272,25 +272,25 @@ class StallWatch:
         if entry is None:
             return None
         now_s = time.monotonic()
-        turn, came_s = self._heard.get(rank, (-1, now_s))
+        turn, received_s = self._received.get(rank, (-1, now_s))
         if entry["turn"] != turn:
-            turn, came_s = self._heard[rank] = entry["turn"], now_s
+            turn, received_s = self._received[rank] = entry["turn"], now_s
         groups = [
             GroupCalls(group, description, ranks, [Collective(*call) for call in calls])
             for group, description, ranks, calls in entry["facts"]["groups"]
         ]
         facts = RankFacts(**{**entry["facts"], "groups": groups})
-        silent_s = now_s - came_s
+        silent_s = now_s - received_s
         is_silent = facts.ended is None and silent_s > _MISSED * self._interval_s + _SAMPLE_S
         return replace(facts, silent_s=silent_s if is_silent else 0.0)
 
     # Reporting
 
-    def _tell(self, phase: str, stack: tuple[Frame, ...], found: Explanation, ranks: Sequence[RankFacts]) -> None:
+    def _report(self, phase: str, stack: tuple[Frame, ...], found: Explanation, ranks: Sequence[RankFacts]) -> None:
         patience, step = self._patience, self._clock.steps
         patience.reported()
         lines = [headline(phase, patience.stuck_s, step), f"{found.why} {found.next_step}"]
-        if not self._is_told:
+        if not self._is_reported:
             behind = next((one for one in ranks if one.rank == found.rank and one.stack), None)
             calls = behind.stack if behind is not None else [str(frame) for frame in stack[-_MAX_KEPT:]]
             whose = "" if behind is None else f" of rank {behind.rank}"
@@ -298,21 +298,21 @@ class StallWatch:
             lines += [f"  {printable(call, 200)}" for call in calls[-_MAX_PRINTED:]]
             places = tuple(map(describe_rank, ranks[:_MAX_RANKS])) if len(ranks) > 1 else ()
             self._keep(found, patience.stuck_s, is_over=False, step=step, phase=phase, stack=tuple(calls), ranks=places)
-            self._is_told = True
-        self._write_report()  # the report is written
+            self._is_reported = True
+        self._write_report()
         self._say("\n".join(lines))
 
-    def _tell_of_held_lock(self) -> None:
+    def _report_held_lock(self) -> None:
         held, clock, before_s = self.alarm.take(), self._clock, self._spent_s
-        if held is None or self._is_told or is_excused(held.stack):
+        if held is None or self._is_reported or is_excused(held.stack):
             return
         spent_s, step = clock.so_far(), clock.steps
-        # Training goes on already, so the phase is the one that took most of the time.
+        # Training has already continued, so this is the phase that took most of the time.
         phase = max(spent_s, key=lambda one: spent_s[one] - before_s.get(one, 0.0), default=self._phase)
         found = explain_process(StallFacts(phase=phase, stack=held.stack, lock_is_held=True))
         stack = tuple(str(frame) for frame in held.stack[-_MAX_KEPT:])
         self._keep(found, held.lasted_s, is_over=True, step=step, phase=phase, stack=stack)
-        self.notes.append(f"{headline(phase, held.lasted_s, step)} It goes on. {found.why} {found.next_step}")
+        self.notes.append(f"{headline(phase, held.lasted_s, step)} It has continued. {found.why} {found.next_step}")
 
     def _keep(self, found: Explanation, lasted_s: float, **facts: Any) -> None:
         began = datetime.now(timezone.utc) - timedelta(seconds=lasted_s)

@@ -1,4 +1,4 @@
-"""The resources of a machine that a training will need: disk, shared memory, cores, unclaimed GPUs."""
+"""The resources of a machine that a run will need: disk, shared memory, cores, unclaimed GPUs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_gpu_tools.selection import claims
 
 
 def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
-    """Return a training's needs and the machine's resources; for rank 0, after the first step."""
+    """Return the needs of a run and the machine's resources; for rank 0, after the first step."""
     loader, ranks = loader_settings(run), run.place.local_ranks
     workers = 0 if loader is None else loader.num_workers * ranks
     ahead = None if loader is None or batch_bytes is None else workers * (loader.prefetch_factor or 0) * batch_bytes
     cores = read_host_budget(local_ranks=ranks).cores
-    # torch itself warns of more workers than cores, but ignores other ranks and quotas.
+    # torch itself warns about more workers than cores, but ignores other ranks and quotas.
     has_warned = (
         loader is not None and hasattr(os, "sched_getaffinity") and loader.num_workers > len(os.sched_getaffinity(0))
     )
@@ -66,7 +66,7 @@ def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
             found = ledger.claims()
     except ClaimsError:  # nobody can claim anything then
         return ()
-    of_users: dict[tuple[str, str], list[GpuClaim]] = {}  # so that no user can fill the log with claims
+    of_users: dict[tuple[str, str], list[GpuClaim]] = {}  # one message per user, so that no user can flood the log
     for claim in found:
         if not claims.is_of_own_job(claim) and claim.pid != os.getpid():
             for uuid in filter(claim.is_on, gpus):

@@ -15,15 +15,17 @@ def main() -> int:
     """Run the program and return its exit code; exit with 2 if the machine cannot be created."""
     parser = argparse.ArgumentParser(prog="python -m lightning_gpu_tools.simulated", description=__doc__)
     parser.add_argument("--gpu", default="h100-80gb", choices=sorted(MODELS), help="default: %(default)s")
-    parser.add_argument("-n", type=int, default=1, metavar="N", help="how many of them, at most 16; default: 1")
-    parser.add_argument("command", nargs="+", metavar="CMD", help="after --, with the torch of this Python environment")
+    parser.add_argument("-n", type=int, default=1, metavar="N", help="number of GPUs, at most 16; default: 1")
+    parser.add_argument(
+        "command", nargs="+", metavar="CMD", help="command after --, which must use the torch of this environment"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="simulated-cuda-") as folder:
         try:
             machine = Machine(folder, [arguments.gpu] * arguments.n)
         except (SimulatedCudaError, ValueError) as error:
             parser.error(str(error))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program also gets the signal, and decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program gets the signal as well, and handles it
         try:
             program = subprocess.Popen(
                 arguments.command,

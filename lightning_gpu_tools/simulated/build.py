@@ -15,11 +15,11 @@ SOURCE = Path(__file__).parent / "source"
 RUNTIME = ["machine", "devices", "memory", "streams", "kernels", "computed", "blas", "nccl", "driver"]
 # Libraries whose functions torch may call. Functions missing in the source return "not supported".
 _CALLED = re.compile(r"^(?:__)?(?:cuda|nccl|cublas)[A-Z]\w*$")
-_NOT_SUPPORTED = {"cu": 801, "cuda": 801, "nccl": 5, "cublas": 0}  # cuBLAS: all but matrix products is free
+_NOT_SUPPORTED = {"cu": 801, "cuda": 801, "nccl": 5, "cublas": 0}  # cuBLAS: only matrix products take time
 
 
 class SimulatedCudaError(RuntimeError):
-    """The simulated machine cannot be built here. The message names what is missing and how to get it."""
+    """The simulated machine cannot be built here. The message says what is missing and how to install it."""
 
 
 def libraries() -> Path:
@@ -34,8 +34,8 @@ def libraries() -> Path:
     for tool in ("gcc", "nm"):
         if shutil.which(tool) is None:
             raise SimulatedCudaError(
-                f"{tool} was not found. The simulated machine is compiled at its first use: install gcc and binutils, "
-                "for example with `apt-get install gcc`."
+                f"{tool} was not found. The simulated machine is compiled on first use. Install gcc and binutils, for "
+                "example with `apt-get install gcc`."
             )
     sources = sorted(path for path in SOURCE.rglob("*") if path.is_file())
     key = hashlib.sha256((torch / "version.py").read_bytes())
@@ -71,8 +71,8 @@ def _torch() -> tuple[Path, Path]:
         if (headers / "cuda_runtime_api.h").exists():
             return torch, headers
     raise SimulatedCudaError(
-        f"cuda_runtime_api.h was not found below {nvidia}. The wheels of torch bring it; in other installations, add "
-        "it with `pip install nvidia-cuda-runtime`."
+        f"cuda_runtime_api.h was not found below {nvidia}. torch's wheels include it; otherwise run "
+        "`pip install nvidia-cuda-runtime`."
     )
 
 
@@ -116,7 +116,6 @@ def _symbols(*arguments: str | Path) -> set[str]:
 
 
 def _run_all(commands: list[list[str | Path]]) -> None:
-    """Run commands in parallel."""
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     errors = [process.communicate()[1] for process in running]
     for process, error in zip(running, errors, strict=True):

@@ -1,10 +1,10 @@
 """Specifications of the simulated GPUs.
 
-Memory sizes are as in ``nvidia-smi``. What the driver reserves of it is the rest beyond the total that torch reports in
-published device properties and out-of-memory errors of these GPUs (of an A10, those of an A10G); drivers differ by up
-to 0.2 GiB. Memory bandwidth, matrix rates, and power limits are dense peaks from NVIDIA's data sheets. A simulated
-kernel is thus never slower than the data sheet allows. Multiprocessors, shared memory, and caches are from the
-architecture white papers and CUDA's programming guide.
+Memory sizes are as in ``nvidia-smi``. The driver reserves the difference from the total that torch reports in published
+device properties and out-of-memory errors of these GPUs (for an A10, those of an A10G); drivers differ by up to
+0.2 GiB. Memory bandwidth, matrix rates, and power limits are dense peaks from NVIDIA's data sheets, so a simulated
+kernel is never slower than the data sheet allows. Multiprocessors, shared memory, and caches are from the architecture
+white papers and CUDA's programming guide.
 
 A CUDA context takes 500 MiB, our default, because it differs between drivers and versions of CUDA: 498 MiB
 on an H200 with torch 2.11 and driver 580. That of a T4 was measured by torch-preflight's calibration: 135 MiB with

@@ -22,21 +22,21 @@ from lightning_gpu_tools.trainer.families import CUDAAccelerator, own_class
 
 @documented
 class FreeMemoryCUDAAccelerator(CUDAAccelerator):
-    """An accelerator that picks the GPUs with the most free memory, and claims them for as long as the job lives.
+    """An accelerator that picks the GPUs with the most free memory, and claims them for the lifetime of the job.
 
-    It takes idle GPUs before busy ones, then those with the most free memory, within ``CUDA_VISIBLE_DEVICES``, and
+    It picks idle GPUs before busy ones, then those with the most free memory, within ``CUDA_VISIBLE_DEVICES``, and
     respects the claims of others. All processes of the job on this machine (children of DDP, ranks of torchrun, SLURM
     and MPI, the next ``Trainer``) get the same GPUs. If ``CUDA_VISIBLE_DEVICES`` lists exactly as many GPUs as
-    ``devices`` requests, as under a scheduler, those are used as they are.
+    ``devices`` requests, as under a scheduler, these are used.
 
     In ``Trainer(devices=...)``, a number requests that many GPUs, and a list requests those, if they qualify. ``-1`` or
     ``"auto"`` requests all that qualify or, if ``CUDA_VISIBLE_DEVICES`` is set, all that it lists. Unlike the
-    strategies, it has no name: with one device, Lightning would train on the CPU for any name but its own.
+    strategies, it has no registered name: with one device, Lightning would train on the CPU.
 
     The options are those of :func:`lightning_gpu_tools.select_gpus`.
 
     Raises:
-        ReportError: ``min_free="last"`` finds no report of a training on a GPU.
+        ReportError: ``min_free="last"`` finds no report of a run on a GPU.
         ValueError: An option is out of range.
 
     Example::
@@ -94,7 +94,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
 
 
 def requested(min_free: int | str | None, **options: Any) -> Request:
-    """Return the request of these options; for ``min_free="last"``, log the size and the run that it is from."""
+    """Return the request for these options; for ``min_free="last"``, log the size and its run."""
     if min_free == LAST_RUN:
         min_free, origin = last_need(os.curdir, sys.argv[:1])
         rank_zero_info(origin)
@@ -107,7 +107,7 @@ def _unpickled(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> FreeMe
 
 
 def _count(devices: int | str | list[int]) -> int | None:
-    """Return the number of devices requested, -1 for all; ``None`` if they are named."""
+    """Return the number of requested devices, -1 for all; ``None`` if they are listed."""
     if isinstance(devices, str):
         text = devices.strip()
         return int(text) if text == "-1" or text.isdecimal() else None
@@ -132,7 +132,7 @@ def _count_devices() -> int:
 
 
 def why_no_cuda() -> str:
-    """Return a sentence on why PyTorch cannot use any GPU and what to do; empty if it can."""
+    """Return why PyTorch cannot use a GPU and what to do, as sentences; empty if it can."""
     if _count_devices():
         return ""
     if torch.version.cuda is None:
@@ -146,4 +146,4 @@ def why_no_cuda() -> str:
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not visible_gpus(gpus, mask, "PCI_BUS_ID", list):
         return f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU."
-    return "CUDA does not start, although the driver lists GPUs: see `python -c 'import torch; torch.cuda.init()'`."
+    return "CUDA cannot start, although the driver lists GPUs. Run `python -c 'import torch; torch.cuda.init()'`."

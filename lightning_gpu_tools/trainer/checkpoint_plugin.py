@@ -47,17 +47,17 @@ _MANIFEST_VERSION = 1
 class PortableCheckpointIO(CheckpointIO):
     """A checkpoint plugin that makes the Trainer's checkpoints load anywhere and never leaves a partial file.
 
-    On save, it removes from the keys what ``DataParallel``, DDP, ``torch.compile`` and similar wrappers have added. On
-    load (``ckpt_path`` of fit, validate, test and predict), it adds what the current model needs. Any file that
+    On save, it removes the key prefixes of ``DataParallel``, DDP, ``torch.compile`` and similar wrappers. On load
+    (``ckpt_path`` of fit, validate, test and predict), it adds the prefixes that the current model needs. Files that
     Lightning alone can resume from can still be resumed. A file is moved into place once it is complete and on disk;
     local files are mapped instead of read. By default, everything is loaded to the CPU with ``weights_only=True``.
     Anything other than a Trainer's checkpoint (Fabric's dictionaries, the bare weights that ``ddp_spawn`` sends to its
     parent) is returned unchanged.
 
     Args:
-        inner: Plugin that reads and writes the files, so that this one only changes keys. The inner plugin does not
-            read files if it would leave that to Lightning. ``None``: this plugin does both.
-        verify: Whether to compare a file with its checksums first; torch does not detect corruption.
+        inner: Plugin that reads and writes the files, so that this one only changes keys. If the inner plugin leaves
+            reading to Lightning, this plugin reads. ``None``: this plugin does both.
+        verify: Whether to verify a file's checksums before loading; torch does not detect corruption.
 
     Example:
         >>> trainer = Trainer(plugins=[PortableCheckpointIO()])  # doctest: +SKIP
@@ -70,8 +70,8 @@ class PortableCheckpointIO(CheckpointIO):
         if base is None and inner is not None:
             kind = type(inner).__name__
             raise ValueError(
-                f"{kind}() as the inner plugin has nothing inside that writes files. Nest them the other way round: "
-                f"{kind}(PortableCheckpointIO())."
+                f"{kind}() contains no plugin that writes files, so it cannot be the inner plugin. Nest them the other "
+                f"way round: {kind}(PortableCheckpointIO())."
             )
         self.inner = inner
         self.verify = verify
@@ -79,18 +79,18 @@ class PortableCheckpointIO(CheckpointIO):
         _plugins.add(self)
 
     def attach(self, trainer: Trainer) -> None:
-        """Take keys from the model of this trainer from now on, without keeping the trainer alive.
+        """Use the keys of this trainer's model from now on, without keeping the trainer alive.
 
-        A callback from Lightning's entry point calls this when a run begins and whenever more than weights is saved.
+        A callback from Lightning's entry point calls this at the start of a run, and before each full checkpoint.
         """
         self._trainer = weakref.ref(trainer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint without changing it; warn if keys keep what wrappers added to them.
+        """Write a checkpoint without modifying the dictionary; warn if its keys keep the prefixes of wrappers.
 
         Raises:
-            TypeError: ``storage_options`` are given and no inner plugin takes them.
-            OSError: The file system refuses; an older file at ``path`` is unchanged.
+            TypeError: ``storage_options`` are given, but there is no inner plugin.
+            OSError: The file cannot be written; an older file at ``path`` is unchanged.
         """
         portable = self._make_portable(checkpoint)
         if self.inner is not None:
@@ -98,8 +98,8 @@ class PortableCheckpointIO(CheckpointIO):
             return
         if storage_options is not None:
             raise TypeError(
-                f"PortableCheckpointIO takes no storage_options, got {storage_options!r}. Set them in fsspec's "
-                "configuration, or use an inner plugin that takes them."
+                f"PortableCheckpointIO does not support storage_options, got {storage_options!r}. Set them in fsspec's "
+                "configuration, or use an inner plugin that supports them."
             )
         write_checkpoint(portable, path)
 
@@ -110,14 +110,14 @@ class PortableCheckpointIO(CheckpointIO):
         weights_only: bool | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Read a checkpoint, on the CPU unless ``map_location`` says otherwise, with the keys of the trainer's model.
+        """Load a checkpoint with the keys of the trainer's model, to the CPU unless ``map_location`` is given.
 
         Raises:
             CheckpointNotFoundError: There is nothing at ``path``.
             BrokenCheckpointError: The file is not a checkpoint, or it is damaged.
             UnsafeCheckpointError: It holds more than plain data, and ``weights_only`` is not ``False``.
-            CheckpointMismatchError: It does not fit the model, or the model's types cannot hold its numbers. A model's
-                own ``on_load_checkpoint`` or ``load_state_dict`` may make it fit, so the check is then left to them.
+            CheckpointMismatchError: It does not fit the model, or the model's types cannot hold its values. This is not
+                checked if the model overrides ``on_load_checkpoint`` or ``load_state_dict``, which may make it fit.
         """
         checkpoint: Any
         if self.inner is not None and not compat.loads_with_torch(self.inner):
@@ -147,7 +147,7 @@ class PortableCheckpointIO(CheckpointIO):
             remove(path)
 
     def teardown(self) -> None:
-        """Let the inner plugin finish what it has begun."""
+        """Tear down the inner plugin."""
         if self.inner is not None:
             self.inner.teardown()
 
@@ -176,14 +176,12 @@ class PortableCheckpointIO(CheckpointIO):
                 why_kept = str(error)
         elif any(is_wrapper_name(segment) for key in portable["state_dict"] for segment in key.split(".")):
             why_kept = (
-                "LIGHTNING_GPU_TOOLS_DISABLE keeps PortableCheckpointIO from knowing the model."
+                "LIGHTNING_GPU_TOOLS_DISABLE hides the model from PortableCheckpointIO."
                 if is_disabled()
-                else "no Trainer that lives and has begun a run uses this PortableCheckpointIO."
+                else "this PortableCheckpointIO is not used by a Trainer that has begun a run."
             )
-        if why_kept:  # the file is what Lightning alone would have written
-            warnings.warn(
-                f"The checkpoint keeps its keys as they are, also those of wrappers: {why_kept}", stacklevel=3
-            )
+        if why_kept:  # the same file as without this plugin
+            warnings.warn(f"The keys of the checkpoint keep the prefixes of wrappers: {why_kept}", stacklevel=3)
         weights = portable["state_dict"].values()
         portable[MANIFEST] = {
             "version": _MANIFEST_VERSION,
@@ -198,7 +196,7 @@ class PortableCheckpointIO(CheckpointIO):
         trainer, model = self._trainer(), self._model()
         if trainer is None or model is None:
             return checkpoint
-        # A user's hook comes next, and may change the checkpoint, the model or the loading.
+        # A user's hook runs next, and may change the checkpoint, the model or the loading.
         hooks = ("on_load_checkpoint", "load_state_dict")
         may_still_change = any(overrides(model, "LightningModule", hook) for hook in hooks)
         if not is_lightning_checkpoint(checkpoint):
@@ -216,7 +214,7 @@ class PortableCheckpointIO(CheckpointIO):
                 raise
             if not may_still_change:
                 rank_zero_warn(
-                    f"{error}\n  strict_loading is False, so only weights under the model's names are loaded."
+                    f"{error}\n  strict_loading is False, so only weights with the model's names are loaded."
                 )
             own_what_modules_keep(checkpoint["state_dict"], read_model(model)[0])
             return checkpoint
@@ -231,7 +229,7 @@ class PortableCheckpointIO(CheckpointIO):
         if plan.dropped_root and plan.unused:
             root = printable(plan.dropped_root)
             rank_zero_warn(
-                f'{printable_path(path)}: only what is in "{root}" is loaded, not {list_groups(plan.unused)}.'
+                f'{printable_path(path)}: only the content of "{root}" is loaded, not {list_groups(plan.unused)}.'
             )
         fitted = {**checkpoint, "state_dict": fit.renamed(fit.weights)}
         own_what_modules_keep(fitted["state_dict"], fit.keys)
@@ -246,11 +244,11 @@ when_imported("plugins.io.checkpoint_io", lambda module: module.CheckpointIO.reg
 
 
 class PortableCheckpointHooks(GuardedCallback):
-    """A callback that hands the trainer to its plugins, in the process that loads and saves, and checks its restores.
+    """A callback that hands the trainer to its plugins, in the process that loads and saves, and checks restores.
 
     ``fit`` refuses a file with only weights after the model's ``on_load_checkpoint``, before the first weight is
-    copied. If the file has states of callbacks and a user's callback has that hook, it refuses later. Anything else
-    that torch or Lightning cannot restore is named with their error; by then, the model has the weights.
+    copied; later if the file has states of callbacks and a user's callback has that hook. An error of torch or
+    Lightning while restoring another part names that part; by then, the model has the weights.
     """
 
     intended = (CheckpointError,)
@@ -260,7 +258,7 @@ class PortableCheckpointHooks(GuardedCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._wrappers.undo()  # of a run whose end was not reported
+        self._wrappers.undo()  # of an earlier run without a teardown
         _introduce(trainer)
         if any(_plugins_of(trainer)):
             check_while_restoring(trainer, self._wrappers)
@@ -293,7 +291,7 @@ def _plugins_of(trainer: Trainer) -> Iterator[PortableCheckpointIO]:
     while plugin is not None:
         if isinstance(plugin, PortableCheckpointIO):
             yield plugin
-        # Lightning's wrappers, such as AsyncCheckpointIO; then wrappers that use our name for it.
+        # Lightning's wrappers, such as AsyncCheckpointIO; then wrappers with our attribute name.
         plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "inner", None)
 
 

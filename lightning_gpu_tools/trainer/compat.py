@@ -1,6 +1,6 @@
-"""Lightning's private and changeable names, and what is lost without each; for torch's, see training.compat.
+"""Lightning's private and version-dependent names, each with the loss without it; for torch's, see training.compat.
 
-The report lists names that ``fit_timer`` does not find as unseen.
+The report lists names that ``fit_timer`` does not find under "Not measured".
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SIGNAL_CHECK_SINCE = [2, 5, 2]
 # Where the metrics of ``self.log`` are collected. Lost: the same.
 METRICS = ("_logger_connector.on_batch_end", "_logger_connector.on_epoch_end", "_logger_connector.log_metrics")
 
-# In the module ``trainer.call``: the last function called in a run that an error has ended, and in any other run.
-# Lost: a report if a callback that was removed, or that raised, keeps this package's from being called.
+# In the module ``trainer.call``: the last functions called in a run that failed, and in any other run. Lost: a report
+# if this package's callbacks are not called at the end, because they were removed or another callback raised.
 CALLS, AFTER_ERROR, AFTER_RUN = "trainer.call", "_interrupt", "_call_teardown_hook"
 
 # Methods that restore each part of a checkpoint. Lost: their errors do not name the file and the part.
@@ -43,7 +43,7 @@ def asks_for_signals(trainer: Trainer) -> bool:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step of the metrics of ``self.log``. Lost: it is the optimizer's, which may be counted differently."""
+    """Return the step of the metrics of ``self.log``. Lost: the optimizer's step is used, which may be another."""
     done: int | None = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", None)
     return trainer.global_step if done is None else done
 
@@ -59,7 +59,7 @@ def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
 def loads_with_torch(plugin: Any) -> bool:
     """Return whether a plugin leaves loading to Lightning's own plugin, which on Lightning 2.5 runs a file's code.
 
-    Lost: the plugin is asked to load.
+    Lost: the plugin loads the file.
     """
     while type(plugin).load_checkpoint.__module__.endswith(".plugins.io.wrapper"):  # AsyncCheckpointIO
         plugin = plugin.checkpoint_io

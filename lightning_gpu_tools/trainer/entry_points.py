@@ -1,7 +1,7 @@
-"""The parts of this package that Lightning finds by itself.
+"""The entry points of this package for Lightning.
 
-Lightning calls the factories for every Trainer and Fabric of the environment and catches nothing. So any failure here
-becomes a warning. ``import lightning_gpu_tools`` runs this file, so it imports next to nothing.
+Lightning calls the factories for every Trainer and Fabric in the environment and catches no errors, so any failure here
+becomes a warning. ``import lightning_gpu_tools`` runs this file, so it imports as little as possible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def callbacks_factory() -> list[Callback]:
     # Without this module there is no plugin.
     plugins = sys.modules.get("lightning_gpu_tools.trainer.checkpoint_plugin")
     if plugins is not None:
-        lost = "PortableCheckpointIO does not rename keys to fit the model"
+        lost = "PortableCheckpointIO cannot rename keys to fit the model"
         callbacks += _or_warn(lost, lambda: plugins.introductions())
     if _advises():
         callbacks += _or_warn("LIGHTNING_GPU_TOOLS=advise has no effect", _monitor_and_advisor)
@@ -65,7 +65,7 @@ def _warn_of_value(value: str) -> None:
     from lightning_gpu_tools.units import printable
 
     rank_zero_only(only_warn)(
-        f"LIGHTNING_GPU_TOOLS={printable(value)!r} has no effect. Set LIGHTNING_GPU_TOOLS=advise for a report of every "
+        f"LIGHTNING_GPU_TOOLS={printable(value)!r} has no effect. Set LIGHTNING_GPU_TOOLS=advise for a report on every "
         "Trainer, or unset it."
     )
 
@@ -75,7 +75,7 @@ def _warn_of_fabric() -> None:
         return
     _warned.add("Fabric")
     only_warn(
-        "LIGHTNING_GPU_TOOLS=advise has no effect on Fabric, which does not run the training loop. Put the loop into "
+        "LIGHTNING_GPU_TOOLS=advise has no effect on Fabric, which does not run the training loop. Wrap the loop in "
         "`with lightning_gpu_tools.watch(fabric) as run:`."
     )
 

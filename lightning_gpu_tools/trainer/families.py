@@ -32,34 +32,34 @@ def family_of(thing: object) -> str | None:
 
 
 def base_of(thing: object, name: str) -> type | None:
-    """Return the class with this name, of any family, that a thing is an instance of; else ``None``."""
+    """Return the class of this name, in any family, that ``thing`` is an instance of; else ``None``."""
     return next((one for one in type(thing).__mro__ if one.__name__ == name and _home(one)), None)
 
 
 def bases_of(cls: type) -> list[type]:
-    """Return the classes that one of our classes has adopted, at most one per family."""
+    """Return Lightning's classes among the bases of one of our classes, at most one per family."""
     found = {family: one for one in reversed(cls.__mro__) if (family := _home(one))}
     return list(found.values())
 
 
 def is_lightnings(*definitions: Any) -> bool:
-    """Return whether these classes or methods are Lightning's own, and not a user's."""
+    """Return whether all these classes or methods are Lightning's, not a user's."""
     return all(one.__module__.startswith(("lightning.", "pytorch_lightning.")) for one in definitions)
 
 
 def overrides(thing: object, base: str, method: str) -> bool:
-    """Return whether a method differs from that of Lightning's class ``base``."""
+    """Return whether ``thing`` overrides a method of Lightning's class ``base``."""
     lightnings, own = base_of(thing, base), getattr(thing, method, None)
     return lightnings is None or getattr(own, "__func__", own) is not getattr(lightnings, method, None)
 
 
 def lookup(thing: object, path: str) -> Any:
-    """Return the object that a thing's family has at a path such as ``"cli:instantiate_module"``."""
+    """Return the object at a path in the family of ``thing``, such as ``"cli:instantiate_module"``."""
     return pkgutil.resolve_name(f"{family_of(thing)}.{path}")
 
 
 def version_of(thing: object) -> tuple[str, str]:
-    """Return the name and the version of a thing's package."""
+    """Return the name and the version of the package of ``thing``."""
     name = str(family_of(thing)).partition(".")[0]
     return name, importlib.import_module(name).__version__
 
@@ -126,8 +126,8 @@ _READ_FIRST = ("_accelerator", "_precision_plugin", "_precision", "_checkpoint_i
 class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
     """A strategy that permanently joins the family of the Trainer or Fabric that takes it.
 
-    Until then, it has only its options and what its own ``__init__`` has set. It joins when its precision plugin is
-    set: this happens early, and the plugin is always of their family. The accelerator, set earlier, may be of any.
+    Until then, it has only its options and the attributes of its own ``__init__``. It joins when its precision plugin
+    is set: this happens early, and the plugin is always of that family, unlike the accelerator, which is set earlier.
     """
 
     _family: ClassVar[str | None] = None
@@ -166,8 +166,8 @@ class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
 
     def _taken(self) -> TypeError:
         return TypeError(
-            f"This {type(self).__name__} belongs to another Trainer or Fabric, of {self._family}. Make a new one for "
-            "each of them."
+            f"This {type(self).__name__} already belongs to another Trainer or Fabric, of {self._family}. Create a new "
+            "strategy for each of them."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -210,11 +210,11 @@ def _unpickled(front: type, family: str) -> Any:
 
 
 def _refuse_foreign(taker: str, name: str, part: object, family: str) -> None:
-    """Raise an error for a plugin that Lightning would replace silently."""
+    """Raise ``TypeError`` for a plugin of another package, which Lightning would replace silently."""
     theirs = {*map(_package, filter(None, map(_home, type(part).__mro__)))}
     if theirs and _package(family) not in theirs:
         raise TypeError(
-            f"{taker}({name}=...) has a {type(part).__name__} of {family_of(part)}, which {family} does not take. "
+            f"{taker}({name}=...) got a {type(part).__name__} of {family_of(part)}, which does not work with {family}. "
             f"Import it from {_package(family)}."
         )
 

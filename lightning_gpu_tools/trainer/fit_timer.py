@@ -110,7 +110,7 @@ class FitTimer(Timer):
     def _safely(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is not the Trainer's
+        except Exception as error:  # noqa: BLE001 - it is never the Trainer's error
             self.fault = error
             self.stop()
 
@@ -361,5 +361,5 @@ def _default_phase(trainer: Trainer, hook: str) -> str | None:
         names = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
         return f"{CALLBACK}/{' and '.join(names)}.step"
     if hook == "configure_gradient_clipping" and not trainer.gradient_clip_val:
-        return None  # does nothing
+        return None
     return _STEP_PARTS.get(hook)

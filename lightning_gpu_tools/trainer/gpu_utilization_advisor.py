@@ -1,4 +1,4 @@
-"""A callback that warns, during training, about what training waits for."""
+"""A callback that warns, during training, about the causes of low GPU utilization."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from lightning_gpu_tools.trainer.measuring_callback import FitSession, Measuring
 
 
 class GPUUtilizationAdvisor(MeasuringCallback):
-    """A callback that measures where each training step's time goes, and warns once when too much of it is lost.
+    """A callback that measures where the time of each training step goes, and warns once if too much of it is lost.
 
-    It names what slows training down: the wait for data with the DataLoader settings to use on this machine, a callback
-    or logger by name, checkpoints, validation, the start of epochs, or the rank that all others wait for. Rank zero
-    gets the warning (:class:`~lightning_gpu_tools.errors.LowGPUUtilizationWarning`), and the report of the
+    It reports what slows training down: the wait for data, with the DataLoader settings to use on this machine; a
+    callback or logger by name; checkpoints, validation or the start of epochs; or the rank that all others wait for.
+    Rank zero gets the warning (:class:`~lightning_gpu_tools.errors.LowGPUUtilizationWarning`), and the report of the
     :class:`~lightning_gpu_tools.GPUUtilizationMonitor` gets the findings. If the Trainer has no monitor, the advisor
-    adds one with its defaults. Without a GPU, all of this is about the step.
+    adds one with its defaults. Without a GPU, it judges the training step.
 
-    On a GPU, only its idle time counts; nothing ever waits for the measurement. For idle time inside the step, it names
-    the lines that wait for the GPU, too many small kernels, or work on the host. For a GPU that others also use, the
-    only advice is to take another one.
+    On a GPU, only its idle time counts, and measuring never waits for the GPU. For idle time inside the step, it
+    reports the lines that wait for the GPU, too many small kernels, or work on the host. For a GPU that other jobs also
+    use, the only advice is to use another one.
 
-    Verified in short trainings on one H200; several GPUs were tested only as simulated ones.
+    Verified in short runs on one H200; several GPUs were only simulated.
 
     Args:
         min_utilization_percent: Utilization below which a GPU counts as underused; the default of 70 is that of
             SageMaker Debugger's LowGPUUtilization rule.
-        min_steps: Steady steps needed for a verdict, 50 by default; not the first 20, nor the first of an epoch.
+        min_steps: Steady steps needed for a verdict, 50 by default. The first 20 steps, and the first step of each
+            epoch, do not count.
         min_seconds: Seconds of steady steps needed to warn during training, 20 by default. A quarter of that is needed
             for the verdict at the end; a shorter run is ``too_short``.
 
@@ -76,7 +77,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         if stage == "fit" and not has_monitor and self in callbacks and not is_disabled():
             monitor = GPUUtilizationMonitor()
             monitor.yields = True
-            callbacks.insert(callbacks.index(self) + 1, monitor)  # Lightning sets up each callback of this list in turn
+            callbacks.insert(callbacks.index(self) + 1, monitor)  # Lightning then sets it up after this one
         super().setup(trainer, pl_module, stage)
 
     @override

@@ -1,4 +1,4 @@
-"""A callback that logs how busy the GPUs are during training, and reports at the end where the time went."""
+"""A callback that logs GPU utilization during training, and reports at the end where the time went."""
 
 from __future__ import annotations
 
@@ -33,22 +33,21 @@ class GPUUtilizationMonitor(MeasuringCallback):
     node ``n`` > 0 ``node<n>/gpu/<i>/...``, over the time since the last point:
 
     - ``utilization_percent/{mean,p5,p95}``: share of time in which at least one kernel was running
-    - ``memory_used_bytes``, ``memory_total_bytes``: used by everyone; total of the GPU
+    - ``memory_used_bytes``, ``memory_total_bytes``: used by all processes; total of the GPU
     - ``power_watts``, ``temperature_celsius``: at the last poll
     - ``energy_joules``: since training started, from a counter
-    - ``throttled_percent``: share of time in which power or heat held the clocks down
+    - ``throttled_percent``: share of time in which power or heat lowered the clocks
     - ``pcie_{rx,tx}_bytes_per_second``: received and sent over PCIe
     - ``{sm_active,sm_occupancy,tensor_active,dram_active}_percent``: Hopper and later
     - ``{own,others}_memory_bytes``, ``{own,others}_utilization_percent``: of this job's processes and of all other
       listed ones, where the driver reports them
 
     At the end, even of a failed fit, rank 0 prints the verdict, its reason, what to do next, where the wall time went,
-    and what the GPU's memory was used for. It writes the same as ``gpu_report.json`` to the log directory of the
-    Trainer's logger, or without a logger to the folder ``gpu_report`` of ``default_root_dir``, which may be a URL.
-    Loggers get a summary as ``gpu_tools/...``. The file is also written at least once a minute, in case the process is
-    killed. With the extra ``plot``, a child process then draws ``gpu_report.png`` and ``gpu_report.html``, unless the
-    run is too short for a verdict. Without a GPU, the report covers the host only. No failure of the monitor stops
-    training.
+    and the use of GPU memory. It also writes this report as ``gpu_report.json`` to the log directory of the Trainer's
+    logger, or without a logger to the folder ``gpu_report`` of ``default_root_dir``, which may be a URL. Loggers get a
+    summary as ``gpu_tools/...``. The file is also written at least once a minute, in case the process is killed. With
+    the ``plot`` extra, a child process then draws ``gpu_report.png`` and ``gpu_report.html``, unless the run is too
+    short for a verdict. Without a GPU, the report covers only the host. A failure of the monitor never stops training.
 
     Args:
         interval_s: Seconds between two polls of the driver's buffer, which holds several seconds.
@@ -60,8 +59,8 @@ class GPUUtilizationMonitor(MeasuringCallback):
         stall_after_s: Seconds without progress (a step, a batch, a hook, bytes of a checkpoint) after which to warn
             (:class:`~lightning_gpu_tools.errors.StalledTrainingWarning`) with the phase, the stack, and the rank that
             all others wait for, and again after four times as long; ``None`` = never. ``"auto"`` is the larger of 60 s
-            and 5 times the longest that this phase has taken, and 600 s until the phase has ended once; with several
-            ranks at most three quarters of the timeout of their process group.
+            and 5 times the longest duration of this phase, or 600 s until the phase has completed once. With several
+            ranks, it is at most 75 % of the timeout of their process group.
 
     Raises:
         ValueError: An argument is out of range.
@@ -139,7 +138,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
             return
         if not session.clock.ran and session.ending.out_of_memory is None and session.ending.failure is None:
             missing = ", ".join(session.unseen)  # printed, because filters may hide a warning
-            say(f"This fit could not be timed and has no report: this Lightning has no {missing}.")
+            say(f"This fit has no report, because this version of Lightning lacks {missing}.")
             return
         report = describe(session, outcome)
         running, self._running = self._running, None

@@ -21,13 +21,13 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 def warn_that_off(what: str, error: Exception) -> None:
     """Warn that ``what`` is off because of an error in it."""
     text = printable("".join(traceback.format_exception_only(error)).strip(), max_length=200)
-    only_warn(f"{what}, because of an error in it: {text}")
+    only_warn(f"{what}, because of an internal error: {text}")
 
 
 class GuardedCallback(Callback):
     """A callback whose hooks turn their errors into warnings."""
 
-    intended: ClassVar[tuple[type[Exception], ...]] = ()  # errors that are meant to end the training
+    intended: ClassVar[tuple[type[Exception], ...]] = ()  # errors that are meant to end training
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -40,15 +40,15 @@ class GuardedCallback(Callback):
         """Do nothing more in this fit."""
 
     def survives(self, error: Exception) -> bool:
-        """Give up after an error in a hook, unless the error is the training's own or meant to end it."""
-        if isinstance(error, self.intended) or is_of_dead_worker(error):  # raised wherever the main thread was
+        """Give up after an error in a hook, unless the error is training's own or meant to end it."""
+        if isinstance(error, self.intended) or is_of_dead_worker(error):  # raised anywhere in the main thread
             return False
         self.turn_off(error)
         return True
 
     def turn_off(self, error: Exception) -> None:
         """Give up after an error, and warn."""
-        with suppress(Exception):  # what is broken may break here, too
+        with suppress(Exception):  # may fail for the same reason
             self._give_up()
         rank_zero_only(warn_that_off)(f"{type(self).__name__} is off for the rest of this fit, without a report", error)
 
@@ -67,6 +67,6 @@ def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def guards_itself(hook: _Hook) -> _Hook:
-    """Mark a hook that calls :meth:`GuardedCallback.survives` itself, which saves a call in hooks of every step."""
+    """Mark a hook that calls :meth:`GuardedCallback.survives` itself, which saves a call in every step."""
     vars(hook)["guards_itself"] = True
     return hook

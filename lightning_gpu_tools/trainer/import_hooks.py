@@ -1,4 +1,4 @@
-"""Actions that run when a module is imported, such as one of Lightning.
+"""Run actions when a module is imported, such as a module of Lightning.
 
 ``import lightning_gpu_tools`` runs this file, so it imports nothing: importing `typing` alone takes as long as starting
 Python without it.

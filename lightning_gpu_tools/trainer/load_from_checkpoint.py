@@ -1,4 +1,4 @@
-"""Building a LightningModule from a checkpoint."""
+"""Build a LightningModule from a checkpoint."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def migrated(checkpoint: Mapping[str, Any], path: str | os.PathLike[str], taker:
     """Return a copy of a Lightning checkpoint, migrated to ``taker``'s version of Lightning.
 
     Raises:
-        BrokenCheckpointError: It is not what the version that it names would have written.
+        BrokenCheckpointError: Lightning cannot migrate it from the version in it.
     """
     changed_in_place = {name: checkpoint[name] for name in ("callbacks", "loops") if name in checkpoint}
     try:
         migrate = lookup(taker, "utilities.migration.utils:migrate_checkpoint")
         return cast(dict[str, Any], migrate({**checkpoint, **copy.deepcopy(changed_in_place)})[0])
-    except Exception as error:  # noqa: BLE001 - Lightning's own functions check nothing they read
+    except Exception as error:  # noqa: BLE001 - Lightning's own functions do not check the file's content
         version = printable(checkpoint[LIGHTNING_VERSION])
         raise BrokenCheckpointError(
-            f'{printable_path(path)} says that Lightning "{version}" has written it, but cannot be migrated from that '
-            f"version ({type(error).__name__}: {printable(error)}). Use an earlier checkpoint, or load its weights "
-            "with lightning_gpu_tools.load_weights."
+            f'{printable_path(path)} claims to be from Lightning "{version}", but cannot be migrated from that version '
+            f"({type(error).__name__}: {printable(error)}). Use an earlier checkpoint, or load its weights with "
+            "lightning_gpu_tools.load_weights."
         ) from None
 
 
@@ -75,8 +75,8 @@ def _build_module(
         given = _read_hparams(hparams_file, model_class)
     elif not is_named(given):
         raise BrokenCheckpointError(
-            f"{printable_path(path)} has {describe_content(given)} for hyperparameters, not a dictionary with names "
-            "for keys. Give them in an hparams_file."
+            f"{printable_path(path)} has {describe_content(given)} for hyperparameters, not a dictionary with string "
+            "keys. Pass them in an hparams_file."
         )
     values = dict(given)
     values.update(arguments)
@@ -105,8 +105,8 @@ def _build_for_cli(
 ) -> Module:
     if instantiator not in _CLI_INSTANTIATORS:
         raise UnsafeCheckpointError(
-            f"The checkpoint wants {printable(repr(instantiator))} to build its model. Only LightningCLI's own "
-            "function is called."
+            f"The checkpoint requests {printable(repr(instantiator))} to build its model, but only LightningCLI's own "
+            "function is allowed."
         )
     class_path = values.get("_class_path")
     if class_path is not None:
@@ -114,15 +114,15 @@ def _build_for_cli(
         named = getattr(sys.modules.get(module), name, None)
         if not (isinstance(named, type) and issubclass(named, model_class)):
             raise UnsafeCheckpointError(
-                f"The checkpoint wants the class {printable(repr(class_path))}, which is no {model_class.__name__} "
-                "that this program has imported. Import it first if you trust the checkpoint."
+                f"The checkpoint requests the class {printable(repr(class_path))}, which is not a "
+                f"{model_class.__name__} that this program has imported. If you trust the checkpoint, import it first."
             )
     try:
         model: Module = lookup(model_class, "cli:instantiate_module")(model_class, values)
     except argparse.ArgumentError as error:
         raise BrokenCheckpointError(
-            f"{printable_path(path)} holds arguments that {model_class.__name__} does not take: "
-            f"{printable(error, 300)}. Give others as keyword arguments, or in an hparams_file."
+            f"{printable_path(path)} holds arguments that {model_class.__name__} does not accept: "
+            f"{printable(error, 300)}. Pass others as keyword arguments, or in an hparams_file."
         ) from error
     return model
 
@@ -139,7 +139,7 @@ def _read_hparams(path: str | os.PathLike[str], model_class: type[LightningModul
 def _built_by_its_class(
     build: Callable[..., Module], path: str | os.PathLike[str], root: Root, strict: bool | None
 ) -> Module:
-    """Let a class build itself from a trusted file, and fit the weights if they do not fit as they are."""
+    """Call a class's own ``load_from_checkpoint`` on a trusted file, and rename keys if they do not match."""
     if "weights_only" in inspect.signature(build).parameters:
         build = functools.partial(build, weights_only=False)
     with _trusting_files():
@@ -157,7 +157,7 @@ def _built_by_its_class(
 
 @contextlib.contextmanager
 def _trusting_files() -> Iterator[None]:
-    """Let ``torch.load`` open any file by default, as before torch 2.6."""
+    """Make ``torch.load`` open any file by default, as before torch 2.6."""
     name = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -184,10 +184,10 @@ def load_from_checkpoint(
 ) -> Module:
     """Build a LightningModule with the hyperparameters in a checkpoint and load its weights, whatever wrapped them.
 
-    It works like ``model_class.load_from_checkpoint``, which no plugin can reach, but differs in three ways. Keys are
-    fitted to the model as in :func:`load_weights`, the model is on the CPU by default, and files that hold more than
-    plain data are refused, even those from a URL. A class's own ``load_from_checkpoint``, which opens files in its own
-    way, is used only with ``weights_only=False``.
+    It differs from ``model_class.load_from_checkpoint`` in three ways: keys are fitted to the model as in
+    :func:`load_weights`, the model is on the CPU by default, and files that hold more than plain data are refused, even
+    those from a URL. A class's own ``load_from_checkpoint``, which opens files itself, is used only with
+    ``weights_only=False``.
 
     Args:
         model_class: The LightningModule's class.
@@ -221,7 +221,7 @@ def load_from_checkpoint(
         content = read_checkpoint(path, map_location=device, weights_only=weights_only)
     except UnsafeCheckpointError as error:
         error.args = (
-            f"{error}\n  Building a {model_class.__name__} needs the rest, too. If you trust who wrote the file: "
+            f"{error}\n  Building a {model_class.__name__} also needs the rest. If you trust the author of the file: "
             f"load_from_checkpoint({model_class.__name__}, {printable_path(path)!r}, weights_only=False)",
         )
         raise
@@ -230,7 +230,7 @@ def load_from_checkpoint(
     model = _build_module(model_class, checkpoint, path, hparams_file, kwargs)
     strict = model.strict_loading if strict is None else strict
     model.configure_model()
-    # The hook sees the model's own names, as in a Trainer, and may be what makes the weights fit.
+    # The hook sees the model's own names, as in a Trainer, and may make the weights fit.
     may_wait = (CheckpointError,) if "state_dict" in checkpoint else ()
     chosen = None
     with naming_file(path, model_class), contextlib.suppress(*may_wait):

@@ -299,7 +299,7 @@ class LoopTimer(Timer):
         if self.fault is None:
             try:
                 return action(*arguments)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is not the loop's
+            except Exception as error:  # noqa: BLE001 - it is never the loop's error
                 self.fault = error
         return None
 

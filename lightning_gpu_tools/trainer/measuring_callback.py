@@ -26,15 +26,15 @@ from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
 class FitSession(Session):
     """A session shared by the callbacks of a fit, until the last one releases it or the Trainer's run ends.
 
-    Lightning does not notify every callback of the end: a tuner that raises has removed them, and one that raises at
-    the end keeps the rest from being called. So the session detects the end itself, and notifies the rest.
+    Lightning does not notify every callback of the end: a tuner that raises has removed them, and a callback that
+    raises at the end prevents calls of the others. So the session detects the end itself, and notifies the rest.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(TrainerRun(trainer), partial(FitTimer, trainer))
         self._trainer = trainer
         self._users: list[Callback] = []
-        self.acting: list[MeasuringCallback] = []  # those of which the first acts in each step, for all of them
+        self.acting: list[MeasuringCallback] = []  # the first one acts in each step, for all of them
         self._on_end = Wrappers()
         calls = lookup(trainer, compat.CALLS)
         self._on_end.put(calls, compat.AFTER_ERROR, self._after_error)
@@ -92,15 +92,15 @@ class FitSession(Session):
         try:
             for user in tuple(self._users):
                 end(user, self._trainer.lightning_module)
-        finally:  # even if Ctrl-C comes meanwhile
+        finally:  # even after Ctrl-C
             self._end()
 
 
 _sessions: WeakKeyDictionary[Trainer, FitSession] = WeakKeyDictionary()
 
 
-# Hooks that Lightning calls in every step. It skips those that cannot be called, so a callback that does nothing in one
-# hides it while it takes part in a fit: each call saves a microsecond.
+# Hooks that Lightning calls in every step. It skips hooks that are not callable, so a callback that does nothing in a
+# hook hides it during a fit: each call saved is a microsecond.
 STEP_HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -115,7 +115,7 @@ class MeasuringCallback(GuardedCallback):
     """A callback that takes part in the session of each fit, from ``setup`` to its end."""
 
     def __init__(self) -> None:
-        self.yields = False  # gives way to a user's callback of the same class
+        self.yields = False  # does nothing if the user has a callback of the same class
         self._session: FitSession | None = None
         self._next_step = 0.0
 
@@ -140,13 +140,13 @@ class MeasuringCallback(GuardedCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         is_replaced = self.yields and self._is_replaced(trainer.callbacks)  # type: ignore[attr-defined]
         if stage == "fit" and not is_disabled() and not is_replaced:
-            self._give_up()  # a fit whose end was not reported
+            self._give_up()  # an earlier fit without a teardown
             self._session = FitSession.of(trainer, self)
             self.hide_hooks(self._session)
             self._opened(trainer, self._session)
 
     def hide_hooks(self, session: FitSession) -> None:
-        """Hide the hooks in which this callback does nothing, also because another one of the session acts for it."""
+        """Hide the hooks in which this callback does nothing, or for which another one of the session acts."""
         is_first = session.acting[0] is self
         acts = {
             "on_train_batch_start": is_first and session.ending.allocator is not None,
@@ -160,7 +160,7 @@ class MeasuringCallback(GuardedCallback):
 
     def _show_hooks(self) -> None:
         for hook in STEP_HOOKS:
-            with suppress(AttributeError):  # not by `vars`, after which CPython looks each method up anew
+            with suppress(AttributeError):  # without `vars`, after which CPython no longer caches method lookups
                 delattr(self, hook)
 
     def _is_replaced(self, callbacks: Sequence[Callback]) -> bool:

@@ -45,36 +45,36 @@ from lightning_gpu_tools.units import number_ranges
 # Our default: ranks reach a search at the same time, and trials end with the budget.
 _RANKS_TIMEOUT_S = 10.0
 _POLL_S = 0.005
-_OBSTACLE = "The training loader is left as it is: {}."
+_OBSTACLE = "The training loader is unchanged: {}."
 
 
 class NumWorkersFinder(GuardedCallback):
     """A callback that finds and applies ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory``.
 
-    If training waits for data in its first 25 steps, it pauses, usually for 2 to 10 s. The few settings that suit the
+    If training waits for data in its first 25 steps, it pauses, usually for 2 to 10 s. A few settings that suit the
     cost of a batch and this machine's cores, memory and ``/dev/shm`` are tried with a stand-in for the training step.
     From the next batch on, the fewest workers within 3 % of the best are used. If a hundred steps with them take longer
-    than those before, the original settings are used for the next hundred. They stay if their steps are faster by more
+    than before, the original settings are used for the next hundred. These are kept if their steps are faster by more
     than noise explains (the 95 % intervals of both medians do not overlap), or if loading fails.
 
     Batches, their order and the random numbers of the training process stay the same. There is one exception: with
     ``num_workers=0``, random numbers that the dataset draws come from the workers afterwards, as with every change of
-    ``num_workers``; the result reports it. No failure of this callback reaches your training.
+    ``num_workers``; the result reports it. A failure of this callback never stops training.
 
-    Some loaders keep their settings, with the reason in the result. Their dataset is iterable, holds an open file, a
-    lock or a running generator, or changes while it is used (a cache, its own random generator); their sampler draws
-    random numbers during the epoch; or they have a position (``StatefulDataLoader``), their own ``_get_iterator``, or
-    ``in_order=False``. Of several training loaders, only the first that can be changed is changed.
+    Some loaders keep their settings, with the reason in the result: those whose dataset is iterable, holds an open
+    file, a lock or a running generator, or changes while it is used (a cache, its own random generator); those whose
+    sampler draws random numbers during the epoch; and those with a position (``StatefulDataLoader``), their own
+    ``_get_iterator``, or ``in_order=False``. With several training loaders, only the first suitable one is changed.
 
     All ranks make the same decision. Nothing happens with ``fast_dev_run``, ``overfit_batches``, ``barebones``, or in
     trials of a tuner. If the step computes on the CPU, a change requires a predicted gain of more than 15 %.
 
     Args:
         budget_s: Maximum seconds that training may pause, even if an item of the dataset hangs.
-        apply: Whether to use the settings found; otherwise they are only measured.
+        apply: Whether to use the best settings; otherwise they are only measured.
 
     Attributes:
-        result: The result with ``.settings``, ``.reason`` and ``.trials``; ``None`` until it is known.
+        result: The result with ``.settings``, ``.reason`` and ``.trials``; ``None`` until the search has ended.
 
     Raises:
         ValueError: ``budget_s`` is not a positive number.
@@ -130,13 +130,13 @@ class NumWorkersFinder(GuardedCallback):
         fit = self._fit
         if fit is not None:
             fit.close()
-            self._fit = None  # last: if Ctrl-C comes meanwhile, this is called once more
+            self._fit = None  # last: after Ctrl-C during close, this is called again
             fit.release()
 
     @override
     def _give_up(self) -> None:
         if self._fit is not None:
-            self._fit.release()  # what failed may have been the end of the fit
+            self._fit.release()  # the end of the fit itself may have failed
             self._fit.give_up()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,11 +144,11 @@ class NumWorkersFinder(GuardedCallback):
 
 
 class _Adopted(NamedTuple):
-    """A training loader as given to the Trainer, and the one made to replace it."""
+    """A training loader as given to the Trainer, and its replacement."""
 
     given: object
     made: object
-    fixed: str | None = None  # why its settings cannot be changed
+    fixed: str | None = None  # the reason why its settings cannot be changed
 
     @property
     def switch(self) -> Switch | None:
@@ -169,16 +169,16 @@ class _Fit:
         self._finder = finder
         self._adopted: dict[int, _Adopted] = {}  # by place
         self._place: int | None = None  # of the next training loader, while loaders are created
-        self._tuned: int | None = None  # the place of the loader that the search is for
+        self._tuned: int | None = None  # the place of the loader to tune
         self._study: list[Step] = []
-        self._tried: list[Step] = []  # with the settings found
+        self._tried: list[Step] = []  # with the best settings
         self._steps = 0
         self._next: Callable[[], None] | None = None
         self._due = STUDY_STEPS
         self._round = self._ramp_up = 0
         self._published: dict[str, Any] | None = None
         self._board: Board | None = None
-        # Also in a tuner's trials (LearningRateFinder, BatchSizeFinder): the training may get their last loader.
+        # Even in a tuner's trials (LearningRateFinder, BatchSizeFinder): training may get their last loader.
         self._wrappers = Wrappers()
         self._wrappers.put(trainer, "fit_loop.setup_data", self._in_order)
         self._wrappers.put(trainer.strategy, "process_dataloader", self._adopting)
@@ -256,7 +256,7 @@ class _Fit:
             try:
                 self._as_own_work(action)
             except SilentRankError as error:
-                self._take_back(f"They could not be confirmed ({error})")
+                self._revert(f"They could not be confirmed ({error})")
                 if self.result is None:
                     self._leave(_OBSTACLE.format(error))
 
@@ -279,11 +279,11 @@ class _Fit:
             late = [rank for rank in late if board.entries.get(rank, {}).get("round", 0) < self._round]
             waited_s = time.monotonic() - began_s
             if late and waited_s > self._finder.budget_s + _RANKS_TIMEOUT_S:
-                raise SilentRankError(f"no answer came from rank{'s' * (len(late) > 1)} {number_ranges(late)}")
+                raise SilentRankError(f"rank{'s' * (len(late) > 1)} {number_ranges(late)} did not respond")
             if late:
                 time.sleep(max(_POLL_S, waited_s / 8))
         self._published = facts
-        # A rank that has read all of this round may have published the next one already.
+        # A rank that has read all of this round may already have published the next one.
         rounds = {self._round: "now", self._round + 1: "before"}
         found: list[dict[str, Any]] = [one[rounds[one["round"]]] for _, one in sorted(board.entries.items())]
         return found
@@ -298,12 +298,12 @@ class _Fit:
             one.fetches = None
         obstacle, nothing = self._obstacle(switch)
         cost = None if obstacle else dataclasses.asdict(step_cost(self._study, torch.get_num_threads()))
-        everyones = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
-        obstacle = next((facts["obstacle"] for facts in everyones if facts["obstacle"]), None)
+        all_facts = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
+        obstacle = next((facts["obstacle"] for facts in all_facts if facts["obstacle"]), None)
         if obstacle or switch is None or self._tuned is None:
             self._leave(_OBSTACLE.format(obstacle))
             return
-        if nothing and all(facts["nothing"] for facts in everyones):
+        if nothing and all(facts["nothing"] for facts in all_facts):
             self._leave(nothing)
             return
         given = self._adopted[self._tuned].given
@@ -312,7 +312,7 @@ class _Fit:
         found = search(
             given,
             # Ranks wait for each other inside the step, so the shortest time is that of the step itself.
-            step=StepCost(**min((facts["step"] for facts in everyones), key=lambda cost: float(cost["wall_s"]))),
+            step=StepCost(**min((facts["step"] for facts in all_facts), key=lambda cost: float(cost["wall_s"]))),
             host=read_host_budget(local_ranks=run.place.local_ranks),
             cuda=trains_on_gpu(trainer),
             budget_s=self._finder.budget_s,
@@ -325,14 +325,14 @@ class _Fit:
         self._use(switch, found)
 
     def _obstacle(self, switch: Switch | None) -> tuple[str | None, str | None]:
-        """Return why the loader cannot be changed, and why there is nothing to gain."""
+        """Return the reason why the loader cannot be changed, and the reason why there is nothing to gain."""
         if self._wrappers.missing:
             return f"this version of Lightning has no {self._wrappers.missing[0]}", None
         if switch is None:
             one = next(iter(self._adopted.values()), None)
             if one is None:
-                return "there is none", None
-            return one.fixed or f"a {type(one.made).__qualname__} is iterated in a way of its own", None
+                return "there is no loader", None
+            return one.fixed or f"a {type(one.made).__qualname__} has its own iteration", None
         if not self._study:
             return "its epochs are too short to measure a step", None
         return switch.obstacle(), why_no_search(self._study)
@@ -344,8 +344,8 @@ class _Fit:
             reason = found.reason
             if switch.moved_draws:
                 reason += (
-                    " The dataset draws random numbers (augmentation): they come from the workers now, no longer from "
-                    "the training process."
+                    " Random numbers that the dataset draws (augmentation) now come from the workers instead of the "
+                    "training process."
                 )
             found = dataclasses.replace(found, applied=True, reason=reason)
         self.result = found
@@ -356,7 +356,7 @@ class _Fit:
     ) -> None:
         switch.use(settings)
         switch.fetches = []
-        both = (switch.original, chosen)  # the loader in use still delivers batches that it has begun
+        both = (switch.original, chosen)  # the loader in use still delivers the batches that it has begun
         self._ramp_up = max(one.num_workers * (1 + (one.prefetch_factor or 0)) for one in both) + 2
         self._due = self._steps + self._ramp_up + confirm_steps(*both)
         self._next = then
@@ -366,18 +366,18 @@ class _Fit:
         return steps
 
     def _confirm(self) -> None:
-        """Keep the settings if their steps take no longer than those before; otherwise compare again."""
+        """Keep the settings if their steps take no longer than before; otherwise compare again."""
         switch, result = self._switch, self.result
         if switch is None or result is None or result.settings is None:
             return
         steps = self._tried = self._steps_in_use(switch)
         slower = bool(steps) and step_to_step_s(steps) > step_to_step_s(self._study)
-        everyones = self._gather({"fault": switch.fault, "slower": slower})
-        fault = next((facts["fault"] for facts in everyones if facts["fault"]), None)
+        all_facts = self._gather({"fault": switch.fault, "slower": slower})
+        fault = next((facts["fault"] for facts in all_facts if facts["fault"]), None)
         if fault:
-            self._take_back(f"They failed in use ({fault})")
-        elif any(facts["slower"] for facts in everyones):
-            # Other programs may have slowed the machine down since: now try the original settings for as many steps.
+            self._revert(f"They failed in use ({fault})")
+        elif any(facts["slower"] for facts in all_facts):
+            # Other programs may have slowed the machine down, so try the original settings for as many steps.
             self._try_in_use(switch, switch.original, result.settings, self._compare)
         elif steps:
             self.result = dataclasses.replace(result, confirmed=True, wait_share=wait_share(steps))
@@ -388,24 +388,24 @@ class _Fit:
         if switch is None or result is None or result.settings is None:
             return
         slower = why_slower(self._tried, self._steps_in_use(switch), switch.original, result.settings)
-        everyones = self._gather({"fault": switch.fault, "slower": slower})
-        fault, why = (next((one[name] for one in everyones if one[name]), None) for name in ("fault", "slower"))
+        all_facts = self._gather({"fault": switch.fault, "slower": slower})
+        fault, why = (next((one[name] for one in all_facts if one[name]), None) for name in ("fault", "slower"))
         if fault:
-            self._take_back(f"They failed in use ({fault})")
+            self._revert(f"They failed in use ({fault})")
         elif why:
-            self._take_back(f"They were slower in use: {why}")
+            self._revert(f"They were slower in use: {why}")
         else:
             switch.use(result.settings)
             self.result = dataclasses.replace(result, confirmed=True, wait_share=wait_share(self._tried))
 
-    def _take_back(self, why: str) -> None:
+    def _revert(self, why: str) -> None:
         for switch in self._switches:
             switch.fetches = None
             if switch.in_use != switch.original:
                 switch.use(switch.original)
         result = self.result
         if result is not None and result.applied:
-            why = f"{why}, so the original settings are back."
+            why = f"{why}, so the original settings were restored."
             self.result = dataclasses.replace(
                 result, settings=result.original, applied=False, confirmed=False, reason=f"{result.reason} {why}"
             )
@@ -421,15 +421,15 @@ class _Fit:
     def _show(self, result: LoaderResult) -> None:
         for trial in result.trials:
             if trial.failed is not None:
-                _say(f"{_words(trial.settings)}: {trial.failed}")
+                _say(f"{_settings_text(trial.settings)}: {trial.failed}")
         for trial in combined(result.trials):
-            _say(f"{_words(trial.settings)}: {trial.batches_per_s or 0.0:.4g} batches/s")
+            _say(f"{_settings_text(trial.settings)}: {trial.batches_per_s or 0.0:.4g} batches/s")
         if result.settings is None:
             return
-        state = "is in use now" if result.applied else "was found and is not in use (apply=False)"
+        state = "is now in use" if result.applied else "was found, but not applied (apply=False)"
         if result.settings == result.original:
-            state = "stays"
-        _say(f"{_words(result.settings)} {state}. {result.reason}")
+            state = "is unchanged"
+        _say(f"{_settings_text(result.settings)} {state}. {result.reason}")
         if self._trainer.is_global_zero:
             settings = {**dataclasses.asdict(result.settings), "applied": result.applied}
             for logger in self._trainer.loggers:
@@ -437,7 +437,7 @@ class _Fit:
 
     def give_up(self) -> None:
         self._next = None
-        self._take_back("An error ended their use")
+        self._revert("An error occurred")
 
     def release(self) -> None:
         if not self._released:
@@ -448,15 +448,15 @@ class _Fit:
         # Before the report is created.
         for switch in self._switches:
             if switch.fault is not None:
-                self._take_back(f"They failed in use ({switch.fault})")
+                self._revert(f"They failed in use ({switch.fault})")
         result, tuned = self.result, self._switch
         if result is not None and result.applied and tuned is not None and tuned.in_use == tuned.original:
             self.result = dataclasses.replace(result, applied=False)  # training ended during the comparison
         if self.result is None:
-            self._leave(f"Training ended after {self._steps} steps, before {STUDY_STEPS} were seen.")
+            self._leave(f"Training ended after {self._steps} steps, but a search needs {STUDY_STEPS}.")
 
     def close(self) -> None:
-        # May be called again after Ctrl-C, for whatever the first call did not reach.
+        # May be called again after Ctrl-C, for the parts that the first call did not reach.
         self._wrappers.undo()
         for one in self._adopted.values():
             one.restore()
@@ -466,16 +466,16 @@ def _say(text: str) -> None:
     rank_zero_info(f"NumWorkersFinder: {text}")
 
 
-def _words(settings: LoaderSettings) -> str:
+def _settings_text(settings: LoaderSettings) -> str:
     others = ("prefetch_factor", "persistent_workers", "pin_memory")
     set_ones = [f"{name}={value}" for name in others if (value := getattr(settings, name))]
     return ", ".join([f"num_workers={settings.num_workers}", *set_ones])
 
 
 def _log_to(logger: Logger, found: dict[str, Any]) -> None:
-    # Without metrics, TensorBoard's logger leaves the user's summary and hp_metric as they are.
+    # Without metrics, TensorBoard's logger keeps the user's summary and hp_metric.
     options: dict[str, Any] = {"metrics": {}} if base_of(logger, "TensorBoardLogger") else {}
     try:
         logger.log_hyperparams(found, **options)
-    except Exception as error:  # noqa: BLE001 - any logger may fail; training must go on
-        rank_zero_warn(f"{type(logger).__name__} did not take the DataLoader settings: {error!r}")
+    except Exception as error:  # noqa: BLE001 - any logger may fail, and training must continue
+        rank_zero_warn(f"{type(logger).__name__} could not log the DataLoader settings: {error!r}")

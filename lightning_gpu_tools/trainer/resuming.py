@@ -1,4 +1,4 @@
-"""Checks while a Trainer restores a checkpoint: weights alone are refused early; errors name the file and the part."""
+"""Checks while a Trainer restores a checkpoint: a file with only weights is refused, and errors name the part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIBRARIES = ("copy.", "lightning.", "pytorch_lightning.", "torch.")
 
 
 def check_while_restoring(trainer: Trainer, wrappers: Wrappers) -> None:
-    """Refuse weights alone before any is loaded, and name what cannot be restored, until ``wrappers`` are removed."""
+    """Refuse a file with only weights, and add file and part to errors of restoring, until ``wrappers`` are removed."""
     wrappers.put(trainer.strategy, "load_model_state_dict", functools.partial(_checked_before_weights, trainer))
     if trainer.strategy.restore_checkpoint_after_setup:
         wrappers.put(trainer.strategy, "load_checkpoint", functools.partial(_checked_before_reading, trainer))
@@ -33,7 +33,7 @@ def check_while_restoring(trainer: Trainer, wrappers: Wrappers) -> None:
 
 
 def check_before_restoring(trainer: Trainer) -> None:
-    """Refuse weights alone once all hooks have run, and warn if the number of optimizers differs, for ``fit``."""
+    """Refuse a file with only weights once all hooks of ``fit`` have run; warn if the number of optimizers differs."""
     checkpoint = compat.loaded_checkpoint(trainer)
     if not checkpoint:
         return
@@ -42,7 +42,7 @@ def check_before_restoring(trainer: Trainer) -> None:
     number = len(trainer.optimizers)
     if trainer.strategy.lightning_restore_optimizer and isinstance(states, Sized) and len(states) != number:
         rank_zero_warn(
-            f"{printable_path(trainer.ckpt_path)} holds the states of {counted(len(states), 'optimizer')}, and the "
+            f"{printable_path(trainer.ckpt_path)} holds the states of {counted(len(states), 'optimizer')}, but the "
             f"model has {number}. Lightning pairs them in order; the rest start without a state."
         )
 
@@ -52,13 +52,13 @@ def _refuse_weights_alone(checkpoint: Mapping[str, Any], trainer: Trainer, path:
     if missing and (trainer.strategy.lightning_restore_optimizer or "lr_schedulers" in missing):
         raise CheckpointMismatchError(
             f'{printable_path(path)} holds weights, but no "{missing[0]}" to resume from: it was saved with '
-            "save_weights_only=True, or not by a Trainer. To start anew from its weights, call "
-            "lightning_gpu_tools.load_weights and fit without ckpt_path."
+            "save_weights_only=True, or not by a Trainer. To start a new run from its weights, call "
+            "lightning_gpu_tools.load_weights, and fit without ckpt_path."
         )
 
 
 def _checked_before_weights(trainer: Trainer, load: Callable[..., None]) -> Callable[..., None]:
-    """Check the checkpoint after the model's hook, unless a callback's hook, which comes later, may complete it."""
+    """Check the checkpoint after the model's hook, unless a callback's hook, which runs later, may complete it."""
 
     def load_model_state_dict(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def _named(trainer: Trainer, entry: str, restore: Callable[[], None]) -> Callabl
 
 
 def _parts(trainer: Trainer, entry: str) -> Iterator[tuple[str, object]]:
-    """Yield each object that gets one value of an entry, with the value's key in the entry."""
+    """Yield each key of an entry, with the object that gets its value."""
     if entry == "callbacks":
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         yield from ((f'"{printable(callback.state_key)}"', callback) for callback in callbacks)
@@ -112,7 +112,7 @@ def _parts(trainer: Trainer, entry: str) -> Iterator[tuple[str, object]]:
 
 @contextlib.contextmanager
 def _naming(part: str, trainer: Trainer) -> Iterator[None]:
-    """Name the part and the file that torch's or Lightning's code cannot load; pass on errors of the user's code."""
+    """Add the part and the file to errors of torch and Lightning; errors of the user's code are unchanged."""
     try:
         yield
     except Exception as error:

@@ -22,9 +22,9 @@ from lightning_gpu_tools.trainer.families import FamilyStrategy, Root, adopt, ba
 class _FreeMemory(FamilyStrategy):
     """A strategy that picks its GPUs, with the options of :func:`lightning_gpu_tools.select_gpus`.
 
-    ``devices=[0, 1]`` means 2 here, because a strategy cannot distinguish the two, unlike
+    ``devices=[0, 1]`` means ``devices=2``, because a strategy cannot distinguish the two, unlike
     :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator`; other lists are respected and checked. With
-    ``devices="auto"``, every visible GPU must qualify. A strategy belongs to the first Trainer or Fabric that takes it.
+    ``devices="auto"``, every visible GPU must qualify. A strategy belongs to the first Trainer or Fabric that uses it.
 
     Args:
         bind_numa: Keep each process on the CPU cores near its GPU (Linux).
@@ -32,7 +32,7 @@ class _FreeMemory(FamilyStrategy):
 
     Raises:
         NotEnoughGpusError: Not enough GPUs qualify.
-        ReportError: ``min_free="last"`` finds no report of a training on a GPU.
+        ReportError: ``min_free="last"`` finds no report of a run on a GPU.
         TypeError: An option is unknown.
     """
 
@@ -86,11 +86,11 @@ class _FreeMemory(FamilyStrategy):
                     requested=1,
                 )
             if why:
-                rank_zero_warn(f"{name} picks no GPU, and the training runs on the {accelerator}. {why}")
+                rank_zero_warn(f"{name} picks no GPU, and training runs on the {accelerator}. {why}")
         self._picked = devices
 
     def _refuse_numbers(self, indices: list[int]) -> None:
-        """Raise an error for numbers that the strategy cannot use."""
+        """Raise an error for device indices that the strategy cannot use."""
 
     @override
     def setup_environment(self) -> None:
@@ -104,9 +104,9 @@ class _FreeMemory(FamilyStrategy):
 
     @override
     def _refuse_unknown(self, options: dict[str, Any]) -> None:
-        # Lightning finds a misspelled option when training starts, or never.
+        # Lightning detects a misspelled option only when training starts, or never.
         bases = bases_of(type(self))
-        if not bases:  # no Lightning is imported yet
+        if not bases:  # Lightning is not imported yet
             return
         known = {name for base in bases for name in inspect.signature(base).parameters} - {"kwargs"}
         if self._wrapper and not options.keys() <= known:

@@ -39,8 +39,8 @@ def watch(
     """Measure, report and diagnose your own loop, as the monitor and the advisor do for a Trainer.
 
     At the end, even after an error, rank 0 prints the report and writes ``gpu_report.json``; while the loop runs, it
-    warns once of low utilization. Ranks that have joined a process group make one report. With Fabric, clipping, saving
-    and moving a batch have their own phases, and metrics go to its loggers every 50 batches.
+    warns once about low utilization. Ranks of a process group share one report. With Fabric, clipping, saving and
+    moving a batch have their own phases, and metrics go to its loggers every 50 batches.
     ``LIGHTNING_GPU_TOOLS_DISABLE=1`` turns all of this off.
 
     Args:
@@ -72,7 +72,7 @@ def watch(
 class TrainingWatch:
     """The context manager that :func:`watch` returns, in which loops are measured.
 
-    If measuring fails, it warns once, and the loop goes on.
+    If measuring fails, it warns once, and the loop continues.
     """
 
     def __init__(self, measure: Callable[[object], _Training]) -> None:
@@ -95,15 +95,16 @@ class TrainingWatch:
                 with nullcontext() if error is None else deaths_ignored():
                     self._safely(self._finish, training, error)
             elif training is None and self._is_on and kind is None:
-                self._safely(warnings.warn, "watch() has no report: no batch went through run.batches(loader).")
-        finally:  # even if Ctrl-C comes meanwhile
+                message = "watch() has no report: no batch was measured. Iterate over run.batches(loader)."
+                self._safely(warnings.warn, message)
+        finally:  # even after Ctrl-C
             self._close()
 
     def batches(self, loader: Iterable[_T]) -> Iterable[_T]:
-        """Return the batches of a DataLoader, or of any other iterable, so that they are measured.
+        """Iterate over a DataLoader, or any other iterable, and measure it.
 
-        Each pass is an epoch, and a step lasts from one batch to the next. In nested loops, the innermost one with an
-        optimizer step in each pass counts. A loop without gradients is validation once training has had gradients.
+        Each pass is an epoch, and a step lasts from one batch to the next. Of nested loops, the innermost one with an
+        optimizer step in each pass counts. A loop without gradients counts as validation if an earlier one had some.
         """
         return _Batches(self, loader)
 
@@ -123,7 +124,7 @@ class TrainingWatch:
         try:
             return action(*arguments)
         except Exception as error:
-            if is_of_dead_worker(error):  # which is the loop's own error
+            if is_of_dead_worker(error):  # an error of the loop itself
                 raise
             self._close()
             warn_that_off("watch() is off, without a report", error)
@@ -179,7 +180,7 @@ class _Training:
 
     def _after_step(self) -> None:
         session = self.session
-        session.begin()  # which raises the error that ended the timing
+        session.begin()  # raises the error that ended the timing
         session.after_step()
         if session.clock.steps >= self._next_step or session.report_wanted:
             self._next_step = min(session.log_if_due(), self._advisor.after_step())
@@ -216,7 +217,7 @@ class _Training:
         running = None if self.session.is_of_parent else self._running
         ends = [self.timer.stop, self.session.close, *([] if running is None else [running.give_up]), self._run.forget]
         for end in ends:
-            with suppress(Exception):  # what is broken may break here, too
+            with suppress(Exception):  # may fail for the same reason
                 end()
 
 

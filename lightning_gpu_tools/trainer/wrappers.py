@@ -14,7 +14,7 @@ _Function = Callable[..., Any]
 class _StandIn(functools.partial[Any]):
     """A replacement for a method, but not on copies. It is a ``partial``, because calling one adds no Python frame.
 
-    Another wrapper put on top may be removed later. So a removed stand-in keeps calling what was below it.
+    A wrapper on top of it may be removed later, so a removed stand-in keeps calling the function below it.
     """
 
     owner: object
@@ -26,7 +26,7 @@ class _StandIn(functools.partial[Any]):
         return self if instance is None else MethodType(self, instance)
 
     def __reduce__(self) -> tuple[_Function, tuple[object, ...]]:
-        if isinstance(self.owner, ModuleType):  # which cannot be pickled; its own function can
+        if isinstance(self.owner, ModuleType):  # cannot be pickled, unlike its function
             return functools.partial, (self.func, *self.args)
         return getattr, (self.owner, self.name)
 
@@ -78,8 +78,8 @@ class Wrappers:
 def _own(owner: object, method: str, function: _Function) -> _Function | None:
     """Return the value in an object's ``__dict__`` under a name; ``None`` if its class has the method.
 
-    The ``__dict__`` is read only if there is no other way: once it has been read, CPython no longer caches the lookup
-    of any method of this object, and the objects here are those that Lightning calls most.
+    The ``__dict__`` is read only if necessary: afterwards, CPython no longer caches method lookups of this object, and
+    Lightning calls these objects most.
     """
     if isinstance(function, _StandIn) and function.owner is owner and function.name == method:
         return function

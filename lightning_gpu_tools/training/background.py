@@ -29,9 +29,9 @@ class _Entry:
 class BackgroundJobs:
     """A scheduler that calls functions from one thread, each when it is due, until it is closed.
 
-    Meanwhile the training thread may hang in a collective, hold torch's locks, or fork a worker. Therefore no job may
-    call ``torch.cuda`` or a collective, use training's connection to a store, or import modules. No job may warn or
-    print unless training is stalled.
+    The training thread may hang in a collective, hold torch's locks, or fork a worker at the same time. Therefore no
+    job may call ``torch.cuda`` or a collective, use training's connection to a store, or import modules. No job may
+    warn or print unless training is stalled.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,10 @@ class BackgroundJobs:
         return not self._entries
 
     def add(self, what: str, job: _Job, *, after_s: float = 0.0) -> None:
-        """Call a job after some seconds, then after those that it returns (``inf`` = never). Faults name ``what``."""
+        """Call a job after ``after_s``, then after the seconds that it returns (``inf`` = never).
+
+        ``what`` is its name in ``faults``.
+        """
         with self._changed:
             self._entries.append(_Entry(what, job, monotonic() + after_s))
             self._changed.notify()

@@ -17,7 +17,7 @@ import torch
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.phases import BACKWARD, RANK_WAIT_IN_STEP
 
-_SETTLED = 1  # backwards that send gradients, until DDP has arranged its buckets anew by their order
+_SETTLED = 1  # backwards that send gradients, until DDP has rebuilt its buckets
 _MAX_LEARNED = 3  # our default: passes to learn from, because hooks on all weights take time
 
 
@@ -63,7 +63,7 @@ class BucketWaits:
         sent = compat.collectives_started() - before
         self._synced += sent > 0
         if is_sampled:
-            # In addition to buckets, DDP may send which weights were used.
+            # In addition to buckets, DDP may send a bitmap of the used weights.
             self._missed = sent - self._marked > bool(self._last)
             if self._missed:
                 self._last = []

@@ -37,8 +37,8 @@ _DTYPES = {
 def called_collectives() -> tuple[GroupCalls, ...]:
     """Return the last collectives of each process group; empty if torch has no record that can be read.
 
-    Call this from a thread during a stall: it holds Python's lock for up to 0.1 s. It asks the GPU whether collectives
-    have ended, and does not wait for them.
+    Call this from a thread during a stall: it holds the GIL for up to 0.1 s. It queries the GPU whether collectives
+    have completed, and does not wait for them.
     """
     try:
         entries = [entry for record in compat.collective_records() for entry in json.loads(record).get("entries", ())]
@@ -54,7 +54,7 @@ def called_collectives() -> tuple[GroupCalls, ...]:
             for (backend, name, description), calls in groups.items()
         ]
     except (RuntimeError, AttributeError, KeyError, TypeError, ValueError):
-        return ()  # another version of the record: stacks alone speak
+        return ()  # another version of the record
     return tuple(sorted(found, key=lambda one: one.first_open is None)[:_MAX_GROUPS])
 
 

@@ -60,9 +60,9 @@ _RECORD_SIZE = "2000"  # collectives of all groups: torch's default since 2.13 a
 
 
 def keep_collective_records() -> None:
-    """Have process groups that start later keep torch's record of collectives (the flight recorder).
+    """Make process groups that start later keep torch's record of collectives (the flight recorder).
 
-    From torch 2.13 on, torch keeps it by default. A size that the user has set stays.
+    Since torch 2.13, torch keeps it by default. A size that the user has set is respected.
     """
     if torch.__version__ < "2.13" and not any(name in os.environ for name in _RECORD_SIZES):
         module = getattr(torch._C, "_distributed_c10d", None)
@@ -72,8 +72,8 @@ def keep_collective_records() -> None:
 def collective_records() -> list[bytes]:
     """Return torch's records of the collectives that this process has called, as JSON.
 
-    They have no stacks: to name lines, torch would import its compiler, which takes 5 to 20 s. Without the records,
-    only the stacks of the training threads show where ranks wait.
+    They have no stacks, for which torch would import its compiler in 5 to 20 s. Without the records, only the stacks of
+    the training threads show where ranks wait.
     """
     module = getattr(torch._C, "_distributed_c10d", None)
     dumps = [getattr(module, name, None) for name in _COLLECTIVE_RECORDS]
@@ -90,7 +90,7 @@ def group_ranks() -> dict[str, list[int]]:
 def collective_timeout_s() -> float | None:
     """Return the seconds after which torch ends a process that waits in a collective of the default group.
 
-    Without it, a stall of a new kind may be reported too late.
+    Without it, a stall may be reported too late.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
@@ -145,7 +145,7 @@ def iterator_waited_for(frames: Sequence[FrameType]) -> object | None:
 
 
 def awaited_worker(iterator: object) -> int | None:
-    """Return the number of the worker that loads the next batch. Without it, the first worker is blamed."""
+    """Return the number of the worker that loads the next batch. Without it, the first worker is reported."""
     ordered, number = getattr(iterator, "_task_info", None), getattr(iterator, "_rcvd_idx", None)
     entry = None if ordered is None else ordered.get(number)
     return None if entry is None else entry[0]
@@ -316,7 +316,7 @@ def has_context() -> Any:
 def saved_by(function: Any) -> list[object]:
     """Return the tensors that a function of an autograd graph has saved, still packed: unpacking may compute or copy.
 
-    Without it, the tensors of graphs do not count for the tensors that lead to them.
+    Without it, the tensors of a graph do not count for the tensor that holds the graph.
     """
     try:
         saved = [getattr(function, name) for name in dir(type(function)) if name.startswith("_raw_saved_")]

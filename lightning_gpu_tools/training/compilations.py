@@ -1,4 +1,4 @@
-"""The functions that torch.compile compiles again during a training, by torch's own record of its compilations."""
+"""The functions that torch.compile recompiles during training, from torch's own record of compilations."""
 
 from __future__ import annotations
 

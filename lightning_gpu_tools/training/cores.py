@@ -16,9 +16,9 @@ from lightning_gpu_tools.units import user_name
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 # Our defaults.
 _INTERVAL_S = 1.0
-_SCAN_SHARE = 0.01  # at most this share of the background thread's time goes into listing processes
+_SCAN_SHARE = 0.01  # of the background thread's time, at most, for listing processes
 _CONTENDED = 0.05  # half of the reporting threshold; below it, other processes are not listed
-_MAX_USERS = 3  # named in a report
+_MAX_USERS = 3  # in a report
 
 
 class ThreadWait:

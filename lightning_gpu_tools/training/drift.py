@@ -1,4 +1,4 @@
-"""Readings of what may grow along with the time of steps: objects, memory, files, batches, and the loss's graph."""
+"""Readings of quantities that may grow with the step time: objects, memory, files, batches, and the loss's graph."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 # Our defaults.
 _INTERVAL_S = 0.25  # at first
 _MAX_READINGS = 200  # beyond that, every second one is dropped, and the interval doubles
-_PARTS = 12  # of a run, to tell whether more is written and read per step
-_COST = 100  # times as long between two readings as one takes
+_PARTS = 12  # of a run, to detect whether more is written and read per step
+_COST = 100  # the time between two readings, as a multiple of the duration of one
 _MAX_FILES = 1000  # in a logger's folder
 _MAX_COUNTED_BYTES = 64 * 2**20  # of a file whose rows are counted
 _CHUNK_BYTES = 2**20
 _WITH_ROWS = (".csv", ".tsv", ".jsonl", ".txt", ".log")
-_FIRST_LOOKS_EVERY = 11  # steps, at the graph; then each look comes when the run is a quarter longer
+_FIRST_EVERY = 11  # steps, for the graph; later, the next reading comes when the run is 25 % longer
 _MANY_NODES = 1000  # of a graph, which take so long to walk through that the step does not count for the step times
 _MAX_NODES = 10_000  # which take some milliseconds to walk through
 
@@ -36,7 +36,7 @@ Points = Sequence[tuple[float, float]]
 
 
 class GraphSizes:
-    """A record of the number of operations that backward runs through, of ever fewer steps.
+    """A record of the number of operations in backward, for fewer and fewer steps.
 
     In other steps it costs one comparison.
     """
@@ -60,7 +60,7 @@ class GraphSizes:
     def look(self, loss: object) -> None:
         """Record the size of a loss's graph. ``loss`` may also be a sequence of tensors."""
         step = self._clock.steps
-        self.next_step = step + max(_FIRST_LOOKS_EVERY, step // 4)
+        self.next_step = step + max(_FIRST_EVERY, step // 4)
         try:
             self._clock.as_own_work(self._count, step, loss)
         except Exception:  # noqa: BLE001 - the graph of a new torch, or a loss of the program's own class
@@ -112,7 +112,7 @@ class Drift:
         self.log_files: dict[str, LogFile] = {}  # by the logger's class
         self._clock, self._graph, self._logs, self._own = clock, graph, logs, own
         self._lost_clock_percent = lost_clock_percent
-        # Of the training thread, which makes this object, because others write this package's reports.
+        # Of the training thread, which creates this object, because other threads write this package's reports.
         self._thread = f"self/task/{threading.get_native_id()}"
         self._readings: list[_Reading] = []
         self._interval_s = _INTERVAL_S
@@ -176,7 +176,7 @@ class Drift:
 
 
 def _rates(counter: Points) -> Points:
-    """Return the growth of a counter per step, in parts of the run that also have what happens in few steps."""
+    """Return the growth of a counter per step, in parts of the run that are long enough to include rare events."""
     ends = list(counter[:1])
     for step, count in counter[1:]:
         if step > ends[-1][0] and step - ends[-1][0] >= (counter[-1][0] - counter[0][0]) / _PARTS:
@@ -193,5 +193,5 @@ def _rows(path: str, size_bytes: int) -> int | None:
     try:
         with open(path, "rb") as file:
             return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""))
-    except OSError:  # removed meanwhile
+    except OSError:  # removed since it was listed
         return None

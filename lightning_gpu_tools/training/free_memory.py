@@ -1,4 +1,4 @@
-"""Freeing GPU memory after an error, in a notebook or at a prompt."""
+"""Free GPU memory after an error, in a notebook or at a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_gpu_tools.units import format_bytes, printable
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FRAMES = ("gi_frame", "cr_frame", "ag_frame")  # of generators, coroutines and asynchronous generators
 _STORED_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")  # of sys, whose docs list them
-_MAX_SHOWN = 8  # holders, our default
+_MAX_SHOWN = 8  # our default: holders in the text
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class FreedMemory:
 
     @property
     def elsewhere_bytes(self) -> int:
-        """Memory that no holder accounts for, in bytes: tensors known only to C++, and workspaces of cuBLAS."""
+        """Memory without a known holder, in bytes: tensors of C++ code, and cuBLAS workspaces."""
         allocated_bytes = sum(gpu.allocated_after_bytes for gpu in self.gpus)
         return max(0, allocated_bytes - sum(holder.size_bytes for holder in self.held))
 
@@ -79,14 +79,14 @@ class FreedMemory:
 
     def _lines(self) -> Iterator[str]:
         if self.failure is not None:
-            yield f"CUDA has failed, and frees nothing until this process ends. Restart it. ({self.failure})"
+            yield f"CUDA failed, and cannot free memory until this process ends. Restart it. ({self.failure})"
         elif not self.gpus:
-            yield "torch counts no GPU memory in this process."
+            yield "torch uses no GPU memory in this process."
         for gpu in self.gpus:
             before, after = format_bytes(gpu.reserved_before_bytes), format_bytes(gpu.reserved_after_bytes)
             freed = format_bytes(gpu.reserved_before_bytes - gpu.reserved_after_bytes)
             yield f"Freed {freed} on GPU {gpu.index} ({before} -> {after} reserved)."
-        yield f"Let go of {', '.join(self.released) or 'nothing: no error and no result on a GPU was stored'}."
+        yield f"Released: {', '.join(self.released) or 'nothing, because no error and no result on a GPU was stored'}."
         counted = [(f"{one.name} ({one.type_name})", one.size_bytes) for one in self.held if one.size_bytes]
         shown = counted[:_MAX_SHOWN]
         if others := counted[_MAX_SHOWN:]:
@@ -97,7 +97,7 @@ class FreedMemory:
             yield "Still held:"
             yield from (f"{format_bytes(size):>10}  {name}" for name, size in shown)
         if variables := [one.name for one in self.held if one.is_variable]:
-            yield f"To free what variables hold: del {', '.join(variables)}"
+            yield f"To free the memory of variables: del {', '.join(variables)}"
 
 
 def free_memory() -> FreedMemory:
@@ -108,8 +108,8 @@ def free_memory() -> FreedMemory:
     results (``Out``, ``_``) that hold tensors on a GPU. Then it collects garbage, empties torch's cache, and searches
     for the holders of the remaining GPU memory.
 
-    Your own variables, functions that are still running, and results without a GPU tensor stay. Afterward, ``%debug``,
-    ``%tb`` and ``pdb.pm()`` have no traceback of the last error. CUDA is never started.
+    Your own variables, functions that are still running, and results without a GPU tensor are kept. Afterward,
+    ``%debug``, ``%tb`` and ``pdb.pm()`` have no traceback of the last error. This never starts CUDA.
 
     Returns:
         The memory freed on each GPU, and the holders of the rest. ``print`` shows it as a few lines of text.
@@ -142,7 +142,7 @@ def _readings() -> dict[int, tuple[int, int]]:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     read = {}
-    with suppress(RuntimeError):  # an allocator of the program's own that counts nothing
+    with suppress(RuntimeError):  # a custom allocator without counters
         read = {i: read_memory(torch.device("cuda", i)) for i in range(torch.cuda.device_count())}
     return {i: (one.allocated_bytes, one.reserved_bytes) for i, one in read.items() if one and one.peak_reserved_bytes}
 
@@ -183,11 +183,11 @@ def _clear_frames(error: object, cleared: set[int]) -> None:
                 if not _is_suspended(frame):
                     with suppress(RuntimeError):  # it is still running
                         frame.clear()
-                        _ = frame.f_locals  # which empties the copy of them that Python before 3.13 keeps
+                        _ = frame.f_locals  # empties the copy that Python before 3.13 keeps
 
 
 def _is_suspended(frame: FrameType) -> bool:
-    """Return whether a generator or coroutine goes on in a frame. Before Python 3.13, clearing it would end that."""
+    """Return whether a frame belongs to a suspended generator or coroutine, which clearing ends before Python 3.13."""
     return bool(frame.f_code.co_flags & _SUSPENDABLE) and any(
         getattr(owner, name, None) is frame for owner in gc.get_referrers(frame) for name in _FRAMES
     )
@@ -210,7 +210,7 @@ def _forget_results(shell: Any) -> list[str]:
         if hasattr(hook, name):
             setattr(hook, name, "")  # as IPython's own `%reset out` does
         for namespace in (shell.user_ns, shell.user_ns_hidden):
-            if namespace.get(name) is value:  # not one of this name that is the user's own
+            if namespace.get(name) is value:  # not the user's own variable of this name
                 namespace[name] = ""
     numbers = [number for number in results if f"_{number}" in dropped]
     for number in numbers:

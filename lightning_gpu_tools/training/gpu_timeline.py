@@ -59,7 +59,7 @@ _LOOK_AFTER = frozenset(2**power for power in range(16))
 _HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, CAPTURED, AFTER_STEP, BEFORE_STEP})
 _MIN_MEASURED = 2  # measurements needed to report the GPU's work
 _CYCLES_PER_S = 1e9  # of the GPU's sleep, until it has been timed; GPUs run at 1 to 2 GHz
-# torch returns the time between events in milliseconds as a 32-bit float, which loses 4 us after a minute.
+# torch returns the time between events in milliseconds as a 32-bit float, which loses 4 µs after a minute.
 _NEW_ORIGIN_S = 60.0
 _ORDER = list(PHASES)
 

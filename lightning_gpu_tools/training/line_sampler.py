@@ -1,9 +1,9 @@
 """Sampling of the source lines of the training thread and its loader's workers, at random moments, in windows.
 
-Python switches threads only every 5 ms, so a sampler mostly gets the lock (the GIL) when a thread releases it itself.
-It would see lines of torch and sleep too often, and lines of Python too rarely. While samples are taken, the switch
-interval is 0.1 ms. Lines that take several milliseconds at a time are then sampled correctly. For lines that take one
-millisecond, up to half of the samples fall on the next line that releases the lock (benchmarks/source_lines.py).
+Python switches threads only every 5 ms, so a sampler mostly gets the GIL when a thread releases it. It would sample
+lines of torch and sleep too often, and lines of Python too rarely. While samples are taken, the switch interval is
+0.1 ms. Lines that take several milliseconds at a time are then sampled correctly. For lines that take one millisecond,
+up to half of the samples fall on the next line that releases the GIL (benchmarks/source_lines.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import Seen, line_of
 from lightning_gpu_tools.training.step_clock import StepClock
 
-SWITCH_S = 0.0001  # a fiftieth of Python's default: see above
+SWITCH_S = 0.0001  # 2 % of Python's default: see above
 # Our defaults.
 MEAN_S = 1 / 20  # between two samples
 WINDOW_SAMPLES = 200  # over 10 s: shares are then accurate to 7 points (95 %)
@@ -120,7 +120,7 @@ class _Sampler(BackgroundJobs):
         if self._switch_s is not None:
             before_s, ours_s = self._switch_s
             self._switch_s = None
-            if sys.getswitchinterval() == ours_s:  # the program has not set it meanwhile
+            if sys.getswitchinterval() == ours_s:  # the program has not changed it
                 sys.setswitchinterval(before_s)
 
     @override
@@ -250,7 +250,7 @@ def _sampled_loop(folder: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class WorkerLines:
-    """The sampled lines of all workers started meanwhile. Each worker has a file in a temporary folder."""
+    """The sampled lines of all workers that start while this is open, each in a file of a temporary folder."""
 
     def __init__(self) -> None:
         self._folder: str | None = None
@@ -267,7 +267,7 @@ class WorkerLines:
         return partial(_sampled_loop, self._folder)
 
     def lines(self, pids: Collection[int]) -> list[SourceLine]:
-        """Return the lines sampled in these workers so far, without workers of a validation or a trial."""
+        """Return the lines sampled in these workers so far, without workers of validation or of a trial."""
         if self._folder is None:
             return self._lines
         counts = _Counts()

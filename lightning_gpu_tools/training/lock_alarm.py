@@ -1,4 +1,4 @@
-"""Detection of C code that holds Python's lock (the GIL) while no Python thread can run."""
+"""Detection of C code that holds the GIL, so that no Python thread can run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ STACKS_NAME = "gpu_stacks.txt"  # next to the report of a run that may hang
 _MAX_BYTES = 1 << 20  # read from it at most; faulthandler writes up to 100 calls for each of up to 100 threads
 _TIMEOUT = re.compile(r"^Timeout \((\d+):(\d+):(\d+(?:\.\d+)?)\)!$", re.MULTILINE)
 _THREAD = re.compile(r"^Thread (0x[0-9a-f]+).*:$", re.MULTILINE)
-# A thread that waits for the lock wakes up after each switch interval to request it; in a stopped process it does not.
+# A thread that waits for the GIL wakes up after each switch interval to request it; in a stopped process it does not.
 # Sampling of source lines, which uses a shorter interval than Python's default, may begin or end during that time.
 _SWITCH_S = 0.005  # Python's default (sys.setswitchinterval)
 _MIN_WAITING_SHARE = 0.1  # of the time covered by these intervals; our default
 
 
 class HeldLock(NamedTuple):
-    """A case of C code that has held Python's lock for too long."""
+    """A case of C code that held the GIL for too long."""
 
     stack: tuple[Frame, ...]  # of the training thread, innermost call last
     lasted_s: float  # so far
@@ -164,10 +164,10 @@ class LockAlarm:
 
     @property
     def note(self) -> str | None:
-        """Reason that a held lock may go unnoticed; ``None`` if it would be noticed."""
+        """Reason why a held GIL may not be detected; ``None`` if it would be detected."""
         if _timer.user is None:
             return None
-        return f"C code that holds Python's lock (the GIL) may go unnamed: {_timer.user} faulthandler's timer."
+        return f"C code that holds the GIL may not be detected: {_timer.user} faulthandler's timer."
 
     def keep_in(self, folder: Path) -> None:
         """Write the stacks to a file that survives a killed process. For a thread that may wait for a disk."""
@@ -196,7 +196,7 @@ class LockAlarm:
                 _timer.set(seconds, self._file)
 
     def take(self) -> HeldLock | None:
-        """Return the held lock in a new dump, once; ``None`` without a dump or if the process was stopped meanwhile."""
+        """Return the held lock in a new dump, once; ``None`` without a dump or if the process was stopped."""
         with _timer.lock:
             if self._file < 0 or os.fstat(self._file).st_size <= len(self._header):
                 return None
@@ -233,7 +233,7 @@ def _stack_of(thread: int, text: str) -> tuple[Frame, ...]:
 
 
 def held_in(folder: Path, process: ProcessId | None) -> tuple[HeldLock, float] | None:
-    """Return the held lock in the file of a process that did not continue, and since when, by ``time.time()``."""
+    """Return the held lock in the file of a process that did not continue, and its start, by ``time.time()``."""
     path = folder / STACKS_NAME
     try:
         status = path.stat()

@@ -60,7 +60,7 @@ _Function = Callable[..., Any]
 
 def read_memory(gpu: torch.device) -> MemoryReading | None:
     """Return the current counters of torch's allocator for a GPU; ``None`` before CUDA has started."""
-    # Not torch.cuda.memory_stats, which takes 100 to 500 us to sort 122 keys.
+    # Not torch.cuda.memory_stats, which takes 100 to 500 µs to sort 122 keys.
     stats = torch.cuda.memory.memory_stats_as_nested_dict(gpu.index or 0)
     if not stats:
         return None
@@ -103,7 +103,7 @@ class MemoryCounters:
         self._last: StepMemory | None = None
         self._segments: tuple[Segment, ...] = ()
         self._recorded: list[RecordedStep] = []
-        self._is_recorded = True  # all steps that a replay needs, as far as they have come
+        self._is_recorded = True  # all steps so far that a replay needs
         self._room_bytes = 0
         self._steps_read = 0
         self._recorder = MemoryRecorder()
@@ -115,7 +115,7 @@ class MemoryCounters:
         self._full_until = 0  # the step up to which lines are recorded for that
         self._earlier_bytes = 0
         self._earlier: set[int] = set()  # addresses of blocks from before training
-        self._batch: set[int] = set()  # of blocks that came between then and the step, until holdings are known
+        self._batch: set[int] = set()  # of blocks allocated between then and the step, until holdings are known
         self._holdings: MemoryHoldings | None = None
         self._gradients_bytes = 0
         self._optimizer_steps = training.optimizer_steps
@@ -158,7 +158,7 @@ class MemoryCounters:
                 self._do(self._record_step)
 
     def _is_worth_a_record(self) -> bool:
-        """Return whether to record the allocations of this step: all that may be replayed, later fewer and fewer."""
+        """Return whether to record the allocations of this step: all steps that may be replayed, later fewer."""
         return self._is_replayed() or self._steps_read.bit_count() == 1
 
     def _is_replayed(self) -> bool:
@@ -247,12 +247,12 @@ class MemoryCounters:
         self._records_step = self._recorder.is_recording
 
     def _take_record(self) -> int:
-        """End the record of this step, and return what it adds at its peak; 0 without a complete record."""
+        """End the record of this step, and return the bytes that it adds at its peak; 0 without a complete record."""
         is_replayed, is_begun, self._records_step = self._is_replayed(), self._records_step, False
         events, moments = recorded_events(self._gpu) if is_begun else [], self._allocated()
         if is_begun:
             self._recorder.stop()
-        has_graph = self._clock.replays > self._replays  # what it uses was allocated when it was recorded
+        has_graph = self._clock.replays > self._replays  # its memory was allocated when it was captured
         if has_graph or not (is_begun and is_complete(events, moments)):
             self._is_recorded &= not is_replayed
             return 0
@@ -330,7 +330,7 @@ class MemoryCounters:
 
     @property
     def room_bytes(self) -> int | None:
-        """Additional bytes that would fit if nobody else used the GPU."""
+        """Additional bytes that would fit without other processes."""
         return max(0, self._total_bytes - self._peak_bytes) if self._total_bytes else None
 
     @property

@@ -1,4 +1,4 @@
-"""The memory of a training's processes and its GPU over the run, and alarms when it grows."""
+"""The memory of a run's processes and its GPU over time, and alarms when it grows."""
 
 from __future__ import annotations
 

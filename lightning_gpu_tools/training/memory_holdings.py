@@ -1,4 +1,4 @@
-"""The GPU memory that a training holds across steps: its model, its optimizers, and the workspaces of cuBLAS."""
+"""The GPU memory that training holds across steps: the model, the optimizers, and cuBLAS workspaces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOPPER = 9  # major compute capability, from which on workspaces are larger
 
 
 class Training(Protocol):
-    """A training, as far as its memory is concerned; ``None`` = unknown, or none."""
+    """The parts of a run that hold memory; ``None`` = unknown, or none."""
 
     @property
     def device(self) -> torch.device:

@@ -42,7 +42,7 @@ class MemoryRecorder:
         """Stop recording. Idempotent."""
         if self.is_recording:
             self.is_recording = False
-            with suppress(RuntimeError):  # CUDA may be what has failed
+            with suppress(RuntimeError):  # CUDA itself may have failed
                 compat.memory_recorder()(enabled=None)
 
 

@@ -50,12 +50,12 @@ class RecordedStep(NamedTuple):
 class RecordedSteps:
     """The allocations of the first step, of the optimizer's first, and of the first with its states and old gradients.
 
-    The first two may be the same step, and the third may not have come yet.
+    The first two may be the same step, and the third may not exist yet.
     """
 
     segments: tuple[Segment, ...]  # when the first step began
     steps: tuple[RecordedStep, ...]
-    room_bytes: int = 0  # that torch could have in all, with what other processes left; 0 = unknown
+    room_bytes: int = 0  # the most that torch could use next to other processes; 0 = unknown
 
 
 class MemoryLine(NamedTuple):

@@ -66,7 +66,7 @@ _MAX_PHASES = 1000  # our default: user-defined names may contain numbers
 PAUSES = tuple(phase.name for phase in PHASES.values() if phase.group == "pause")
 
 
-# The training thread calls these three for each phase again and again.
+# The training thread calls these three often, so they are cached.
 
 
 @functools.lru_cache(_MAX_PHASES)
@@ -82,7 +82,7 @@ def is_backward(phase: str) -> bool:
 
 
 @functools.lru_cache(_MAX_PHASES)
-def is_beside_step(phase: str) -> bool:
+def is_outside_step(phase: str) -> bool:
     """Return whether a phase is a rank's own work outside its steps. ``self.log`` is not: it may wait for others."""
     return base_phase(phase) in (CALLBACK, LOGGING, CHECKPOINT, VALIDATION) and phase != f"{LOGGING}/{SELF_LOG}"
 

@@ -25,7 +25,7 @@ _FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0  # publishing interval: the first,
 _OF_NODE, _OF_ALL = 1 / 4, 1 / 2  # of that interval: when a node's first rank gathers its node, and when rank 0 does
 _FOR_NODE, _FOR_NODES = 1 / 2, 1 / 5  # of the time limit: the wait for a node, and the wait before direct reads
 _POLL_S = 0.005
-_ANSWER_S = 1.0  # wait for the store when a training has failed
+_ANSWER_S = 1.0  # wait for the store after a failure
 _FIRST_ENTRIES = 12  # posts in which a rank that started before rank 0 looks up the name of the run
 
 Entry = dict[str, Any]
@@ -109,7 +109,7 @@ class Board:
                 known = self.entries.get(entry["rank"])
                 if entry["run"] == self._run and (known is None or known["turn"] < entry["turn"]):
                     self.entries[entry["rank"]] = entry
-            time.sleep(0)  # lets the training thread take Python's lock
+            time.sleep(0)  # releases the GIL to the training thread
 
     def read_all(self) -> None:
         """Read the entries of all ranks through their nodes, or directly if a node has nothing new."""
@@ -159,14 +159,14 @@ def _existing(store: Any, keys: list[str]) -> set[str]:
 class RankExchange:
     """A thread that publishes the facts of this rank and gathers those of other ranks.
 
-    On rank 0, the thread calls ``hear`` with all entries that it has gathered.
+    On rank 0, the thread calls ``receive`` with all entries that it has gathered.
     """
 
     def __init__(
-        self, name: str, place: RankPlace, store: Any, hear: Callable[[list[Entry]], None] = lambda entries: None
+        self, name: str, place: RankPlace, store: Any, receive: Callable[[list[Entry]], None] = lambda entries: None
     ) -> None:
         self.wanted = False  # whether it is time to publish again
-        self._hear = hear
+        self._receive = receive
         self._place = place
         self._board = Board(name, place, store)
         self._facts: dict[str, Any] = {}
@@ -253,7 +253,7 @@ class RankExchange:
         if self._is_new:
             self._is_new = False
             self._board.post(**self._facts)
-            self._is_new |= not self._board.is_named  # others ignore it, as rank 0 had not begun
+            self._is_new |= not self._board.is_named  # others ignore it, because rank 0 had not begun
             share = _OF_NODE if self._place.rank else _OF_ALL
             self._gather_s = min(self._gather_s, monotonic() + share * self._interval_s)
         if ending is not None:
@@ -272,7 +272,7 @@ class RankExchange:
         place = self._place
         if place.rank == 0:
             self._board.read_all()
-            self._hear(self.entries())
+            self._receive(self.entries())
         elif place.local_rank == 0:
             self._board.read(place.mates)
             self._board.post_node()
@@ -291,7 +291,7 @@ class RankExchange:
             self._board.post_node()
         if not late or elapsed_s >= limit_s or not self._board.is_shared:
             if place.rank == 0:
-                self._hear(self.entries())
+                self._receive(self.entries())
             self._ended.set()
             return math.inf
         return min(max(_POLL_S, elapsed_s / 4), since_s + limit_s - monotonic())

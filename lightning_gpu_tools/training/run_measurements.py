@@ -19,8 +19,8 @@ TRAINING_STEP, VALIDATION = phases.TRAINING_STEP, phases.VALIDATION
 
 # Our defaults.
 _MIN_SAMPLES = 5  # of a phase, to measure the GPU's idle time in it; with fewer, the whole phase counts as idle
-# Of the time between events, what may lie between kernels. Next to torch.profiler on an H200, it was 3 to 6 % for
-# ResNet-50 and GPT-2. With hundreds of tiny kernels it was a third, but of so little work that the GPU stays idle.
+# The share of gaps between kernels in the time between events. Compared with torch.profiler on an H200, it was 3 to 6 %
+# for ResNet-50 and GPT-2, and 33 % with hundreds of tiny kernels, whose little work hardly uses the GPU.
 _GAPS = 0.1
 _UNSETTLED = 1.10  # first blocks count as warm-up if this much slower: monitoring tools let windows differ by 10 %
 _MAX_UNSETTLED_SHARE = 0.25  # of all blocks
@@ -43,7 +43,7 @@ class StepBlock:
     paused_s: float = 0.0  # validation and checkpoints
     rank_wait_s: float = 0.0  # including waits within pauses
     core_wait_s: float = 0.0  # the training thread was runnable but had no core; 0 if not measured
-    beside_s: float = 0.0  # callbacks, loggers, checkpoints, and validation, without waits for other ranks
+    outside_step_s: float = 0.0  # callbacks, loggers, checkpoints, and validation, without waits for other ranks
     gpu_steps: int = 0  # steps timed on the GPU
     gpu_step_s: float = 0.0  # GPU time of those steps in forward, backward, and optimizer
     phase_s: Mapping[str, float] = field(default_factory=dict)  # all of the time, as in RunMeasurements
@@ -282,7 +282,7 @@ class RankStep:
         own_step_s: Mean time of its own work per step: the sum of ``phase_s``.
         phase_s: Parts of that time by phase. ``data_loading``, ``host_to_device_copy``, ``forward``, ``backward`` and
             ``optimizer`` are means over steady steps. With a GPU, the last three are GPU times of sampled steps,
-            without the longest tenth. Others are means over all steps. Excludes the Trainer's own work, and time that
+            without the longest 10 %. Others are means over all steps. Excludes the Trainer's own work, and time that
             may be waiting for other ranks.
         own_s_over_time: Mean time in each of at most 16 consecutive parts of the steady steps.
         steps_over_time: Number of steps in each part; 0 if there are none.
@@ -364,7 +364,8 @@ class StepTimes:
     batch_items: float | None = None  # as in SlowSteps, for the other steps
 
 
-# What may grow along with the steps; lost_clock_percent is the part of the highest SM clock that heat and power take.
+# Quantities that may grow with the step time; lost_clock_percent is the part of the highest SM clock lost to heat or
+# the power limit.
 Quantity = Literal[
     "python_objects",
     "resident_bytes",
@@ -418,7 +419,7 @@ class RunMeasurements:
     ranks: tuple[RankStep, ...] = ()  # empty with one rank
     contexts: tuple[HeldContext, ...] = ()  # of all ranks that see several GPUs
     spans: Sequence[PhaseSpan] = ()
-    # Pairs of a step and what was read then, since the warm-up; a quantity that is unknown is missing.
+    # Pairs of a step and the value at that step, since the warm-up; unknown quantities are missing.
     readings: Mapping[Quantity, Sequence[tuple[float, float]]] = field(default_factory=dict)
     log_files: Mapping[str, LogFile] = field(default_factory=dict)  # by the logger's class
     precision: str | None = None  # the Trainer's, as "32-true"
@@ -443,7 +444,7 @@ class RunMeasurements:
 
     @property
     def worked_share(self) -> float:
-        """Fraction of the wall time in which this rank's GPU worked on steps at least, by its own events; 0 if unknown.
+        """Lower bound on the fraction of the wall time in which this rank's GPU worked, by its events; 0 if unknown.
 
         The driver's utilization lags. In a run of 3.5 s on an H200 it was 51 %, and by these events 84 %.
         """

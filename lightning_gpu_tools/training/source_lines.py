@@ -109,7 +109,6 @@ def _owner(frame: _Frame) -> tuple[_Owner, str]:
 
 
 def _package(path: str) -> str:
-    """Return the package of a file, by its path."""
     for part in _PACKAGES:
         if part in path:
             return path.rpartition(part)[2].replace(os.sep, "/").partition("/")[0]

@@ -1,4 +1,4 @@
-"""Activity of processes and threads of a training that may hang, from /proc and Python stacks."""
+"""Activity of processes and threads that may hang, from /proc and Python stacks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 SETUP = "setup"  # before the clock of a session starts
 TEARDOWN = "teardown"  # after the clock has stopped
 
-# What a sleeping thread is waiting for, judged by its current system call.
+# The reason why a thread sleeps, from its current system call.
 Wait = Literal["storage", "network", "lock", "pipe", "time", "events", "process"]
 
 
@@ -52,11 +52,11 @@ class WorkerFacts(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective that a rank has called, by torch's record."""
+    """A collective that a rank has called, from torch's record."""
 
     number: int  # in its process group, from 1
     operation: str  # such as "all_reduce"
-    size: int | None  # how many numbers this rank has passed; None if it passes none
+    size: int | None  # number of elements that this rank passes; None if it passes none
     dtype: str  # of these
     is_done: bool
 
@@ -71,7 +71,7 @@ class GroupCalls(NamedTuple):
 
     @property
     def first_open(self) -> Collective | None:
-        """The first collective that has not ended."""
+        """The first collective that has not completed."""
         return next((call for call in self.calls if not call.is_done), None)
 
 
@@ -115,7 +115,7 @@ class StallFacts:
     gpu_busy_percent: float | None = None
     swapped_pages_per_s: float = 0.0  # on the whole machine
     memory_stall_percent: float = 0.0  # of the last 10 s, with all tasks stalled; 0 if unknown
-    lock_is_held: bool = False  # C code holds Python's lock (the GIL): only phase and stack are then known
+    lock_is_held: bool = False  # C code holds the GIL: only phase and stack are then known
 
 
 def users_frame(stack: tuple[Frame, ...]) -> Frame | None:

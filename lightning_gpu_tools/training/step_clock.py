@@ -36,7 +36,7 @@ from lightning_gpu_tools.training.phases import (
     VALIDATION,
     base_phase,
     is_backward,
-    is_beside_step,
+    is_outside_step,
     rank_wait_in,
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock, WatchedSteps
@@ -55,7 +55,7 @@ _Function = Callable[..., Any]
 
 
 class StepClock(Stopwatch):
-    """A stopwatch for the phases of one training, on the training thread.
+    """A stopwatch for the phases of training, on the training thread.
 
     A step lasts from the start of its fetch to the start of the next one. :meth:`timed` and :meth:`booked` wrap
     everything else.
@@ -280,7 +280,7 @@ class StepClock(Stopwatch):
         """End the wait for a batch."""
         now_s = self._clock()
         self.current.seconds += now_s - self.since_s
-        # Excludes time charged elsewhere meanwhile, for example by `as_own_work`.
+        # Excludes time charged to other phases, for example by `as_own_work`.
         self.last_fetch_s = self.current.seconds - self._before_fetch_s
         self.since_s, self.current = now_s, self._around_fetch
         if self._fetch_cpu_since_s is not None:
@@ -339,7 +339,7 @@ class StepClock(Stopwatch):
             paused_s=sum(seconds.get(phase, 0.0) for phase in _PAUSED),
             core_wait_s=self.core_wait_s,
             rank_wait_s=sum(s for phase, s in seconds.items() if base_phase(phase) == RANK_WAIT),
-            beside_s=sum(s for phase, s in seconds.items() if is_beside_step(phase)),
+            outside_step_s=sum(s for phase, s in seconds.items() if is_outside_step(phase)),
             gpu_steps=0 if self._gpu is None else self._gpu.samples,
             gpu_step_s=0.0 if self._gpu is None else self._gpu.own_step_s,
             phase_s=seconds,

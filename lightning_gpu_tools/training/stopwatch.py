@@ -50,7 +50,7 @@ class Stopwatch:
     @property
     def seconds(self) -> dict[str, float]:
         """Time by phase up to the last change of phase, without phases that took none. Safe in any thread."""
-        accounts = list(self._accounts.values())  # a copy, because it may grow meanwhile
+        accounts = list(self._accounts.values())  # a copy, because another thread may add to it
         return {account.phase: account.seconds for account in accounts if account.seconds}
 
     def account(self, phase: str) -> Account:

@@ -25,7 +25,7 @@ from lightning_gpu_tools.training.run_measurements import Place, Storage
 # Our defaults.
 _INTERVAL_S = 1.0
 _MAX_LOOKS = 30
-_MAX_WORKERS = 4  # in each look
+_MAX_WORKERS = 4  # in each sample
 _MIN_FREE_BYTES = 10 * 2**30  # for data of unknown size
 _MEMORY_SHARE = 0.5  # of free memory, for a copy of the data
 _MAX_PATH = 4096  # PATH_MAX of linux/limits.h

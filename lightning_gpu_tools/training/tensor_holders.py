@@ -36,7 +36,7 @@ class MemoryHolder:
         name: The variable, or all variables of the same object (``"model, net"``); otherwise a description, such as
             ``"attribute cache of Sampler"``.
         type_name: Type of the object, such as ``"GPT"``.
-        size_bytes: Size in bytes of the tensors on all GPUs, and of what their graphs hold. A tensor with several
+        size_bytes: Size in bytes of the tensors on all GPUs, including those in their graphs. A tensor with several
             holders counts for a module, or else for the smallest holder. 0 if other holders account for all of it.
         is_variable: Whether it is a variable of the notebook or program, which ``del`` removes.
     """
@@ -48,7 +48,7 @@ class MemoryHolder:
 
 
 def holds_gpu_memory(value: object) -> bool:
-    """Return whether an object leads to a tensor on a GPU."""
+    """Return whether an object refers to a tensor on a GPU, directly or not."""
     return bool(_reach(value, (), _modules())[0])
 
 
@@ -178,9 +178,9 @@ def _running_locals() -> dict[str, object]:
     for innermost in sys._current_frames().values():
         for frame, line in traceback.walk_stack(innermost):
             if not _is_ours(frame):
-                place = f"{_in_code(frame.f_code, line)}, which is running"
+                place = f"the running {_in_code(frame.f_code, line)}"
                 found |= {f"local variable {name} of {place}": value for name, value in _locals(frame).items()}
-    del innermost  # perhaps the frame of this call, which would hold itself and what was found
+    del innermost  # this may be the frame of this call, which would hold itself and the result
     return found
 
 

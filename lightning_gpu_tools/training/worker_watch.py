@@ -1,4 +1,4 @@
-"""Sampling of a DataLoader's workers: do they wait for storage, and does one of them hold up the others?"""
+"""Sampling of a DataLoader's workers: whether they wait for storage, and whether one of them delays the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WorkerWatch:
 
     def __init__(self, iterator: Callable[[], object]) -> None:
         self.pids: set[int] = set()  # of all workers seen so far
-        self.unseen: set[str] | None = None  # torch names that no poll has found, perhaps for lack of workers
+        self.unseen: set[str] | None = None  # torch names that no poll has found; there may have been no workers
         self._iterator = iterator
         self._due_s = 0.0
         self._polls = self._states = self._waiting = 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.batch_size import bound_by_failure, largest_batch, split
+from lightning_gpu_tools.advice.batch_size import NOT_RECORDED, bound_by_failure, largest_batch, split
 from lightning_gpu_tools.training.memory_readings import BlockEvent, RecordedStep, RecordedSteps, Segment
 
 GIB, MIB = 2**30, 2**20
@@ -95,7 +95,7 @@ def test_what_does_not_depend_on_the_batch_may_not_fit() -> None:
 def test_a_batch_that_leaves_no_trace_has_no_limit() -> None:
     step = RecordedStep(1, (8, 512), (BlockEvent(GRADIENT, MIB),))
     found = largest_batch(RecordedSteps(segments=(), steps=(step,)), GIB)
-    assert (found.size, found.why_not) == (None, "No step was recorded whose batch made the memory rise.")
+    assert (found.size, found.why_not) == (None, NOT_RECORDED)
     tiny = RecordedStep(1, (8, 512), (BlockEvent(OUTPUT, 1, grows=True), BlockEvent(OUTPUT, -1)))
     found = largest_batch(RecordedSteps(segments=(), steps=(tiny,)), 2**50)
     assert (found.size, found.why_not) == (None, "Memory does not limit the batch.")

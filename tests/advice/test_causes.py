@@ -105,7 +105,7 @@ def test_what_resembles_a_cause_is_told_from_it(run: RunMeasurements, causes: li
     ("options", "advised", "not_advised"),
     [
         ({}, "torch.compile(model", "already"),
-        ({"compiled": CompiledCode(functions=1)}, "mode='reduce-overhead' (CUDA graphs) for what torch", "(model"),
+        ({"compiled": CompiledCode(functions=1)}, "mode='reduce-overhead' (CUDA graphs) in your torch", "(model"),
         ({"replays_per_step": 2.0}, "outside of the 2 per step", "torch.compile"),
         (
             {"replays_per_step": 2.0, "compiled": CompiledCode(functions=1)},
@@ -134,7 +134,10 @@ def test_slow_steps_that_compile_again_are_one_finding() -> None:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (gpu_run(**COPIES, loader=dataclasses.replace(LOADER, pin_memory=False)), "pin_memory=True (now False)"),
+        (
+            gpu_run(**COPIES, loader=dataclasses.replace(LOADER, pin_memory=False)),
+            "Set DataLoader(pin_memory=True) (now False)",
+        ),
         (gpu_run(**COPIES), "uint8"),
         (gpu_run(**COPIES, left_on_cpu=("LitModel.weights (a tensor)",)), "LitModel.weights (a tensor)"),
         (gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 5))), "overflow"),
@@ -148,13 +151,13 @@ def test_slow_steps_that_compile_again_are_one_finding() -> None:
         (cpu_run({"callback/A": 20, "training_step": 5}), "do its work only in every 200th step."),
         (
             cpu_run({"callback/LitModel.on_after_backward": 20, "training_step": 5}),
-            "return at once in all but every 200th",
+            "return early from it, except in every 200th",
         ),
         (cpu_run({"callback/LitModel.on_train_epoch_end": 20, "training_step": 5}), "make epochs longer."),
         (cpu_run({"callback/LitModel.lr_scheduler_step": 20, "training_step": 5}), "it runs in every step"),
-        (cpu_run({"validation": 20, "training_step": 5}), "Validate on less (limit_val_batches=...)"),
+        (cpu_run({"validation": 20, "training_step": 5}), "Use less validation data (limit_val_batches=...)"),
         (validated(20, epochs=20, epoch_steps=10), "check_val_every_n_epoch=10)"),  # more would be too rare
-        (validated(20, epochs=19, epoch_steps=10), "Validate on less"),
+        (validated(20, epochs=19, epoch_steps=10), "Use less validation data"),
         (validated(2.5, epochs=20, epoch_steps=10), "check_val_every_n_epoch=5)"),
         (validated(2.5, validations=20, epochs=2, epoch_steps=100), "val_check_interval=50)"),
         (validated(5, validations=20, epochs=10, epoch_steps=20), "val_check_interval=1.0)"),
@@ -314,7 +317,7 @@ def test_a_prediction_is_what_the_cores_allow(cores: float, step_cores: float, a
         lower, expected, upper = (float(finding.evidence[f"speedup{end}"]) for end in ("_lower", "", "_upper"))
         assert expected == pytest.approx(40 / (1.02 * after_ms + 1))
         assert lower < expected < upper == pytest.approx(1.03 * 40 / (after_ms + 0.3))
-        assert ("Then the cores are the limit: a batch takes 30 ms of CPU time" in finding.advice) == (cores < 8)
+        assert ("Beyond that, the CPU is the limit: a batch takes 30 ms of CPU time" in finding.advice) == (cores < 8)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +326,7 @@ def test_a_prediction_is_what_the_cores_allow(cores: float, step_cores: float, a
         (
             1,
             1,
-            "More workers will not help: a batch takes 30 ms of CPU time and a step 10 ms, and this job has 1 core.",
+            "because the CPU is the limit: a batch takes 30 ms of CPU time, a step 10 ms, and this job has 1 core.",
         ),
         (2, 1.8, "Speedup with num_workers=2: 0.69x to 1.5x; NumWorkersFinder() measures it."),
     ],
@@ -358,8 +361,8 @@ def test_workers_that_use_every_core_are_not_multiplied(cpu_s: float, kind: str)
 @pytest.mark.parametrize(
     ("host", "words"),
     [
-        (a_host(4), "150 ms of CPU time and a step 10 ms, and this job has 4 cores"),
-        (a_host(cores_in_reach=4.04), "64 cores, of which other jobs leave it 4"),
+        (a_host(4), "150 ms of CPU time, a step 10 ms, and this job has 4 cores"),
+        (a_host(cores_in_reach=4.04), "64 cores (4 free of other jobs)"),
         (a_host(16, local_ranks=4), "16 cores for 4 ranks"),
     ],
 )
@@ -373,7 +376,7 @@ def test_workers_that_wait_for_storage_are_multiplied_beyond_the_cores() -> None
     finding = first(cpu_run(WAITS, **workers(3), host=a_host(2), worker_cpu_s_per_batch=0.002))
     assert finding.evidence["kind"] == "too_few_workers"
     assert "DataLoader(..., num_workers=14) (now 3)" in finding.advice
-    assert "torch warns of more workers than cores: that is fine where they wait for storage" in finding.advice
+    assert "torch warns about more workers than cores: ignore it, because they wait for storage" in finding.advice
 
 
 def test_a_full_shared_memory_is_to_be_enlarged() -> None:
@@ -415,7 +418,7 @@ def test_what_the_workers_do_tells_the_kind(loading: LoadingFacts, cpu_s: float 
 def test_a_process_busy_with_unpacking_needs_no_more_workers() -> None:
     finding = first(gpu_run(WAITS, 25.0, load_cpu_ms=24))
     assert finding.evidence["kind"] == "main_process"
-    assert "more of them do not speed up" in finding.advice
+    assert "more workers will not help" in finding.advice
 
 
 @pytest.mark.parametrize(
@@ -473,7 +476,7 @@ def on_storage(storage: Storage | None, loading: LoadingFacts = ON_STORAGE) -> F
         (
             dataclasses.replace(NFS, elsewhere=LOCAL),
             TIMED,
-            "a network file system. A call of read waited 41 ms for storage (median of 212 samples). Copy the data to "
+            "a network file system. A read call waited 41 ms for storage (median of 212 samples). Copy the data to "
             r"/local\x1b[2J (xfs, 800 GiB free), pack small",
         ),
         (DISK, ON_STORAGE, "/data/set is on ext4. Pack small files into large ones, or keep decoded samples in"),
@@ -482,7 +485,7 @@ def on_storage(storage: Storage | None, loading: LoadingFacts = ON_STORAGE) -> F
             ON_STORAGE,
             "Copy the data to /dev/shm (tmpfs, 30.0 GiB free), pack",
         ),
-        (OVERLAY, ON_STORAGE, "/set is on overlay. The I/O pressure was 43 %. Copy the data to a local disk, pack"),
+        (OVERLAY, ON_STORAGE, "/set is on overlay. I/O pressure was 43 %. Copy the data to a local disk, pack"),
     ],
 )
 def test_storage_that_limits_is_named(storage: Storage | None, loading: LoadingFacts, words: str) -> None:
@@ -517,7 +520,7 @@ def test_memory_is_not_blamed_for_slow_storage() -> None:
         (NFS, "Their folder /data/set is on nfs4, a network file system."),
         (
             dataclasses.replace(NFS, elsewhere=LOCAL),
-            r"a network file system. To save to /local\x1b[2J (xfs, 800 GiB free) and copy them later may be faster.",
+            r"a network file system. Saving to /local\x1b[2J (xfs, 800 GiB free) and copying them later may be faster.",
         ),
         (MEMORY, "Their folder /dev/shm/set is on tmpfs, which is memory."),
     ],

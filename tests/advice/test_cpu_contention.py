@@ -63,7 +63,7 @@ def test_a_gpu_loses_no_more_to_it_than_it_idles() -> None:
         pytest.param(
             contended(throttled_share=0.38, quota_cores=2.0),
             "quota",
-            "a quota allows 2 cores, and stopped this job in 38 % of its periods",
+            "a quota allows 2 cores, and paused this job in 38 % of its periods",
             "Raise the quota",
             id="quota",
         ),
@@ -71,7 +71,7 @@ def test_a_gpu_loses_no_more_to_it_than_it_idles() -> None:
             contended(throttled_share=0.38, quota_cores=0.5, workers=0, torch_threads=2),
             "quota",
             "a quota allows 0.5 cores",
-            "Have fewer threads compute: torch.set_num_threads(1) (now 2). Speedup",
+            "Use fewer threads: torch.set_num_threads(1) (now 2). Speedup",
             id="less than a core",
         ),
         pytest.param(
@@ -165,7 +165,7 @@ def test_a_rank_without_a_core_is_named_with_the_reason() -> None:
     ranks = [RankStep(rank=i, node=i, own_step_s=0.03 * (i + 1), core_wait_s=0.03 * i) for i in range(2)]
     (finding,) = diagnose(gpu_run({"training_step": 60}, 99.0, ranks=tuple(ranks))).findings
     assert finding.cause == "straggler"
-    assert "waits 30 ms per step for a core, that of the median rank 0 s" in finding.advice
+    assert "waits 30 ms per step for a core (median rank: 0 s)" in finding.advice
 
 
 def test_what_missing_cores_explain_has_no_other_cause() -> None:

@@ -73,11 +73,11 @@ def test_one_validation_cannot_be_made_rarer() -> None:
     [
         (
             cpu_run(waiting(0.9, 1.0)),
-            "Waiting for data takes 47 % of the wall time, but it is 900 µs per step, about what",
+            "Waiting for data takes 47 % of the wall time, but it is 900 µs per step, about the time",
         ),
         (cpu_run({"training_step": 20, "validation": 5}), "Validation takes 20 % of the wall time, but less than 25 %"),
         (cpu_run({"training_step": 2, "trainer": 0.9}), "Trainer overhead takes 31 %"),
-        (cpu_run({"training_step": 2, "logging/A": 0.9}), "per step, too little to gain from"),
+        (cpu_run({"training_step": 2, "logging/A": 0.9}), "per step, too little to matter"),
         (dataclasses.replace(cpu_run(waiting(9)), blocks=[a_block(waiting(0.1), 1000)] * 6), "waits only 100 µs"),
         (cpu_run(waiting(0)), "Nothing on the host slows training down."),
     ],

@@ -15,7 +15,7 @@ from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import LOADER, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION
-from lightning_gpu_tools.advice.lines import MIN_SAMPLES, seen_in, sentence, where, worth_naming
+from lightning_gpu_tools.advice.lines import MIN_SAMPLES, seen_in, sentence, where, worth_reporting
 from lightning_gpu_tools.training.phases import BACKWARD, DATA_LOADING, IN_WORKER, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import SourceLine
 
@@ -54,7 +54,7 @@ def test_the_order_of_samples_does_not_matter(lines: list[SourceLine], order: li
 @given(LINES)
 def test_few_lines_are_named_and_none_that_takes_little(lines: list[SourceLine]) -> None:
     found = seen_in(lines, "callback")
-    named = worth_naming(found)
+    named = worth_reporting(found)
     assert named == found[: len(named)]
     assert len(named) <= 3
     assert all(one.share >= 0.1 for one in named)
@@ -128,7 +128,7 @@ def test_slow_steps_name_what_the_others_do_not_do() -> None:
     finding = diagnose(replace(CAUSES["slow_steps"].sick, lines=lines)).findings[0]
     assert finding.cause == "slow_steps"
     assert finding.evidence["source_lines"] == "data.py:41 in decode (100 %)"
-    assert finding.advice.endswith(" 100 % of what these steps take longer is at data.py:41 in decode.")
+    assert finding.advice.endswith(" 100 % of the extra time is at data.py:41 in decode.")
 
 
 def test_the_rest_of_a_step_does_not_get_the_lines_of_its_parts() -> None:

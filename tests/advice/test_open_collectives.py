@@ -29,8 +29,8 @@ def why(*ranks: RankFacts) -> str:
 def test_who_waits_where_and_who_is_behind() -> None:
     waiting, behind = a_rank(0, groups=a_group(DONE, a_call(4)), line=HERE), a_rank(1, groups=a_group(DONE), **LOADS)
     assert why(waiting, behind) == (
-        "All wait for rank 1, at step 5, while waiting for data. It sleeps in __getitem__ (data.py:12). Rank 0 waits "
-        "for all_reduce no. 4 of 7 float32 numbers in training_step (train.py:5); rank 1 has called only 3."
+        "All ranks wait for rank 1, at step 5, while waiting for data. It sleeps in __getitem__ (data.py:12). Rank 0 "
+        "waits for all_reduce no. 4 of 7 float32 numbers in training_step (train.py:5); rank 1 has called only 3."
     )
     assert describe_rank(waiting).endswith("in forward, waiting for all_reduce no. 4 of 7 float32 numbers")
     assert describe_rank(behind).endswith("while waiting for data")

@@ -71,11 +71,11 @@ USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
             "MIG instance 3:1 has 79.0 GiB free",
             id="a MIG instance is free",
         ),
-        pytest.param({"begins": GROWING}, "memory_growth", "grown by 102 MiB a step since step 6", id="growth"),
+        pytest.param({"begins": GROWING}, "memory_growth", "grown by 102 MiB per step since step 6", id="growth"),
         pytest.param(
             {"begins": [*FLAT[:50], *((step, 20 * GIB) for step in range(51, 100))]},
             "unexplained",
-            "13.0 GiB were in tensors that are not the model's",
+            "tensors outside the model held 13.0 GiB",
             id="a jump is no growth",
         ),
         pytest.param(
@@ -92,7 +92,7 @@ USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
             {"begins": FLAT, "allocated": 18 * GIB, "cached": 5 * GIB,
              "allocator": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"},
             "fragmentation",
-            "With expandable_segments:True, which is set, only gaps within pages of 20 MiB are lost.",
+            "expandable_segments:True is set, so only gaps within pages of 20 MiB are lost.",
             id="pieces of what is expandable",
         ),
         pytest.param(
@@ -105,7 +105,7 @@ USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
         pytest.param(
             {"begins": FLAT, "requested": 3 * GIB, "allocated": 20 * GIB, "cached": int(2.5 * GIB), "free": GIB},
             "fragmentation",
-            "In one piece, they would be enough with the 1.00 GiB that are free.",
+            "In one piece, it would suffice together with the 1.00 GiB that are free.",
             id="enough with what is free",
         ),
         pytest.param(
@@ -130,26 +130,26 @@ USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
             {"begins": FLAT, "allocated": 10 * GIB, "cached": 10 * MIB, "free": 12 * GIB, "allowed": int(10.1 * GIB),
              "gpus": (this_gpu(), FREE_GPU)},
             "batch_too_large",
-            "A limit lets torch have 10.1 GiB, and 12.0 GiB of 24.0 GiB are free: raise it (torch.cuda.set_per_process",
+            "A limit allows torch 10.1 GiB, but 12.0 GiB of 24.0 GiB are free. Raise it: torch.cuda.set_per_process",
             id="a cap to raise",
         ),
         pytest.param(
             {"begins": FLAT, "allocated": 10 * GIB, "cached": GIB, "free": 12 * GIB, "allowed": int(10.1 * GIB),
              "allocator": "PYTORCH_ALLOC_CONF=backend:cudaMallocAsync"},
             "batch_too_large",
-            "it has 10.0 GiB of the 10.1 GiB allowed",
+            "it uses 10.0 GiB of the 10.1 GiB allowed",
             id="a cap that counts tensors",
         ),
         pytest.param(
             {"begins": FLAT, "allocated": 9 * GIB, "cached": 10 * MIB, "free": 12 * GIB},
             "unexplained",
-            "More was free than was asked for",
+            "More was free than was requested",
             id="more free than asked for",
         ),
         pytest.param(
             {"begins": FLAT, "memory": counted_steps(64, 8 * GIB, 18 * GIB), **USUAL},
             "unexplained",
-            "Batches of this size fitted before, and no step took more than 18.0 GiB.",
+            "Batches of this size fit before, and no step took more than 18.0 GiB.",
             id="a batch that fitted before",
         ),
         pytest.param(
@@ -162,20 +162,21 @@ USUAL: dict[str, Any] = {"batch_shape": (64, 512), "usual_items": 64.0 * 512}
         pytest.param(
             {"phase": "callback/WeightAveraging", "begins": FLAT, "memory": counted_steps(64, 8 * GIB, 18 * GIB)},
             "spike",
-            "WeightAveraging takes more than 14.2 GiB beyond what a step begins with; steps take 10.0 GiB",
+            "WeightAveraging takes more than 14.2 GiB, in addition to the memory at the start of a step; steps take at "
+            "most 10.0 GiB",
             id="callback that takes much",
         ),
         pytest.param(
             {"phase": "training_step/optimizer", "begins": FLAT[:1], "gpus": (this_gpu(), FREE_GPU)},
             "optimizer_too_large",
-            "FSDP over 2 GPUs leaves 3.50 GiB of the model's 7.00 GiB on each",
+            "FSDP over 2 GPUs needs 3.50 GiB instead of 7.00 GiB on each",
             id="the optimizer's states",
         ),
         pytest.param(
             {"begins": FLAT, "others": {9: 6 * GIB}, "gpus": (this_gpu(GpuProcess(pid=9, user="ann", name="train.py",
              memory_used_bytes=6 * GIB)),), "own_pids": frozenset({1})},
             "other_processes",
-            "process 9 (train.py) of ann has 6.00 GiB",
+            "process 9 (train.py) of ann holds 6.00 GiB",
             id="others from the beginning",
         ),
         pytest.param(
@@ -206,7 +207,7 @@ def test_the_batch_that_fits_keeps_the_effective_batch_size() -> None:
     run = dataclasses.replace(RUN, loader=dataclasses.replace(LOADER, batch_size=128), accumulate_grad_batches=2)
     cause, text = said(oom, run)
     assert cause == "batch_too_large"
-    assert "Set batch_size=32 (now 128), and to keep the effective batch size accumulate_grad_batches=8 (now 2)" in text
+    assert "Set batch_size=32 (now 128), and accumulate_grad_batches=8 (now 2) to keep the effective batch size" in text
     assert "38 fit by measured memory" in text
     evidence = diagnose(run, out_of_memory=oom).findings[0].evidence
     assert evidence["largest_batch_size"] == 38
@@ -218,7 +219,7 @@ def test_the_batch_that_fits_keeps_the_effective_batch_size() -> None:
 def test_the_batch_itself_depends_on_its_size() -> None:
     oom = an_error(begins=[(1, 6 * GIB)], batch_bytes=4 * GIB, batch_shape=(64, 512))
     _, text = said(oom)
-    assert "The batch of 64 takes more than 20.2 GiB, and 2.00 GiB do not depend on it." in text
+    assert "The batch of 64 takes more than 20.2 GiB, in addition to 2.00 GiB of fixed memory." in text
     # 84 % of what 22 GiB have beside 7 of the model, of which the batch took 20.2.
     fits = int(64 * 0.84 * (22 + 10 / 1024 - 7) / (22 + 200 / 1024 - 2))
     assert f"At most {fits} fit" in text
@@ -230,12 +231,12 @@ def test_other_ranks_on_the_gpu_are_no_part_of_what_is_needed() -> None:
     oom = dataclasses.replace(oom, own_pids=frozenset({1, 2}))
     cause, text = said(oom)
     assert cause == "shared_by_ranks"
-    assert "2 ranks of this job share this GPU: process 2 has 12.0 GiB. Without the others, 12.0 GiB would be" in text
-    assert "Give each rank a GPU of its own" in text
+    assert "2 ranks of this job share this GPU: process 2 holds 12.0 GiB. Without the others, 12.0 GiB would be" in text
+    assert "Give each rank its own GPU" in text
     needed = diagnose(RUN, out_of_memory=oom).findings[0].evidence["needed_bytes"]
     assert 11 * GIB < needed < 13 * GIB  # type: ignore[operator]
     _, text = said(dataclasses.replace(oom, gpus=(this_gpu(own, other),)))
-    assert "This machine has one GPU: start one rank, and accumulate the gradients of 2 times as many batches." in text
+    assert "This machine has one GPU: start one rank, and accumulate gradients over 2 times as many batches." in text
     large = an_error(begins=FLAT, allocated=11 * GIB, requested=14 * GIB, gpus=oom.gpus, pid=1, own_pids=oom.own_pids)
     assert said(large)[0] == "batch_too_large"  # it would not fit on a GPU of its own, either
 
@@ -257,15 +258,13 @@ def test_a_first_step_that_fitted_is_no_proof() -> None:
     memory = dataclasses.replace(memory, last_step=memory.first_step, recorded=recorded)
     cause, text = said(an_error(memory=memory, begins=FLAT[:2], step=1, **USUAL))
     assert cause == "batch_too_large"
-    assert (
-        "The first step fitted because it had neither optimizer states nor old gradients, which take 5.00 GiB." in text
-    )
+    assert "The first step fit because it had no optimizer states and no old gradients, which take 5.00 GiB." in text
     assert re.search(r"\b\d+ fit by measured memory", text)
     cause, text = said(
         an_error(memory=memory, begins=FLAT[:2], step=1, allocated=6 * GIB, others={999: 17 * GIB}, **USUAL)
     )
     assert cause == "other_processes"
-    assert "process 999 has 17.0 GiB" in text
+    assert "process 999 holds 17.0 GiB" in text
 
 
 def test_a_job_that_has_all_it_had_before_is_not_crowded_out() -> None:
@@ -282,7 +281,9 @@ def test_others_that_nobody_lists_are_seen_by_what_is_missing() -> None:
     oom = an_error(begins=FLAT, allocated=9 * GIB)
     cause, text = said(oom)
     assert cause == "other_processes"
-    assert "14.0 GiB belong to processes that cannot be seen from here (another container, or another user's)." in text
+    assert (
+        "14.0 GiB belong to processes that are not visible from here (in another container, or another user's)." in text
+    )
     assert "process" not in text.partition("cannot be seen")[2].partition(".")[0]
     known = dataclasses.replace(oom.message, own_bytes=24 * GIB - 10 * MIB)  # this one's, beside torch
     assert said(dataclasses.replace(oom, message=known))[0] == "batch_too_large"
@@ -292,7 +293,7 @@ def test_what_frees_memory_at_the_same_batch_size_has_numbers() -> None:
     memory = counted_steps(32, 8 * GIB, 18 * GIB)
     oom = an_error(memory=memory, begins=FLAT, batch_shape=(64, 512), allocated=18 * GIB, free=4 * GIB)
     _, text = said(oom)
-    assert "activation checkpointing (about 2.00 GiB of 10.0 GiB are left)" in text
+    assert "activation checkpointing (about 2.00 GiB instead of 10.0 GiB)" in text
     assert "precision='bf16-mixed' (frees up to 4.00 GiB)" in text
     assert "optimizer.zero_grad() in on_train_batch_end (frees 2.00 GiB in forward)" in text
     _, text = said(oom, dataclasses.replace(RUN, precision="bf16-mixed"))
@@ -309,7 +310,7 @@ LOOP = MemoryLine(GIB, 2, "", "lightning/pytorch/loops/fit_loop.py", 7, "run")
         pytest.param(
             {**USUAL, "memory": counted_steps(64, 8 * GIB, 12 * GIB)},
             "spike",
-            "Step 12 takes more than 14.2 GiB, 3.55 times as much as the steps before (4.00 GiB at most), with a batch",
+            "Step 12 takes more than 14.2 GiB, 3.55 times as much as earlier steps (at most 4.00 GiB), with a batch",
             id="a step that takes far more for the same batch",
         ),
         pytest.param(
@@ -330,16 +331,16 @@ LOOP = MemoryLine(GIB, 2, "", "lightning/pytorch/loops/fit_loop.py", 7, "run")
         pytest.param(
             {"begins": GROWING, "lines": (NET, LOOP)},
             "memory_growth",
-            "What was recorded of it was allocated at net.py:41 in forward (9.00 GiB).",
+            "The recorded part of it was allocated at net.py:41 in forward (9.00 GiB).",
             id="the lines of what is kept",
         ),
         pytest.param(
-            {"begins": GROWING, "lines": (LOOP,)}, "memory_growth", "in all.", id="a framework's line is none"
+            {"begins": GROWING, "lines": (LOOP,)}, "memory_growth", "in total.", id="a framework's line is none"
         ),
         pytest.param(
             {"phase": "callback/A", "lines": (NET,), "begins": ()},
             "unexplained",
-            "Of what was recorded, most was allocated at net.py:41 in forward",
+            "Most of the recorded memory was allocated at net.py:41 in forward",
             id="no cause is known",
         ),
     ],
@@ -361,7 +362,7 @@ def test_a_long_batch_is_told_by_its_numbers_and_what_would_fit() -> None:
     oom = an_error(memory=memory, begins=FLAT, batch_shape=(64, 2048), usual_items=64 * 512)
     cause, text = said(oom)
     assert cause == "spike"
-    assert "This batch has 4 times as many elements as usual (64 x 2048; the median is 32,768)." in text
+    assert "This batch has 4 times as many elements as usual (64 x 2048; median 32,768)." in text
     assert "elements fit in a batch" in text
 
 
@@ -405,7 +406,7 @@ WORKERS = MemoryGrowth(whose="workers", bytes_per_s=2**20, grown_bytes=20 * GIB,
             "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4398046511104 bytes.",
             (),
             "unexplained",
-            "The host has 64.0 GiB left, and 4.00 TiB were asked for at once.",
+            "The host has 64.0 GiB left, but 4.00 TiB were requested at once.",
         ),
     ],
 )
@@ -426,7 +427,7 @@ def test_growing_memory_is_what_to_do_next_where_nothing_else_is() -> None:
     busy = diagnose(RUN, growth=[WORKERS])
     assert busy.verdict == "healthy"
     assert busy.next_step == busy.findings[-1].advice
-    assert busy.next_step.startswith("The memory of the DataLoader's workers grows steadily, by 60.0 MiB a minute; at")
+    assert busy.next_step.startswith("Memory of the DataLoader's workers grows steadily, by 60.0 MiB per minute; at")
     slow = diagnose(gpu_run({"data_loading": 30.0, "training_step": 10.0}, 25.0), growth=[WORKERS])
     assert [finding.cause for finding in slow.findings] == ["data_loading", "memory_growth"]
     assert "num_workers" in slow.next_step

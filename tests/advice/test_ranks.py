@@ -97,7 +97,7 @@ def test_ranks_that_are_late_in_turn_are_not_stragglers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("late_s", "says"), [(0.018, "another rank is late each time"), (0.001, "send half the bytes")]
+    ("late_s", "says"), [(0.018, "a different rank is late each time"), (0.001, "send half the bytes")]
 )
 def test_a_busy_gpu_may_wait_for_later_ranks_or_send(late_s: float, says: str) -> None:
     ranks = tuple(
@@ -218,7 +218,7 @@ def test_among_ranks_that_vary_as_much_none_is_named() -> None:
     [
         ({*range(PARTS)}, "It is late throughout the run."),
         ({*range(1, PARTS)}, "It is late throughout the run."),
-        ({2, 7, 8, 13}, "It is late now and then, for 40 s of 160 s."),
+        ({2, 7, 8, 13}, "It is late at times, for 40 s of 160 s."),
         ({*range(10, PARTS)}, "It has been late since about step 1,000, for 60 s."),
         ({*range(5)}, "It was late up to about step 500, for 50 s."),
         ({3}, None),  # an accident
@@ -264,9 +264,9 @@ def batched(values: Sequence[float]) -> list[tuple[float, float]]:
         (
             "data_loading",
             {"storage_wait_percent": {24: 62.0}},
-            "Its workers wait for storage 62 % of the time, those",
+            "Its workers wait for storage 62 % of the time (median rank: ",
         ),
-        ("backward", {"throttled_percent": {24: 64.0}}, "Its GPU is throttled 64 % of the time, that of the median"),
+        ("backward", {"throttled_percent": {24: 64.0}}, "Its GPU is throttled 64 % of the time (median rank: "),
         ("backward", {"throttled_percent": {24: 10.0}}, ""),
         ("backward", {"throttled_percent": dict.fromkeys(range(64), 64.0)}, ""),  # all are
         ("data_loading", {"throttled_percent": {24: 64.0}}, ""),  # which takes no data
@@ -286,7 +286,7 @@ def test_slow_hardware_of_one_rank_is_tied_to_it(phase: str, facts: dict[str, di
     [
         ("data_loading", "It loses the time in waiting for data: compare its storage"),
         ("backward", "It loses the time in its backward pass: compare its clocks"),
-        ("callback/Probe", "It loses the time in Probe: make it cheaper"),
+        ("callback/Probe", "It loses the time in Probe: make it faster"),
         ("checkpoint", "It loses the time in writing checkpoints: save less often"),
     ],
 )
@@ -298,7 +298,7 @@ def test_the_advice_fits_the_phase(phase: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("phase", "words"),
-    [("backward", "No rank always works longer"), ("data_loading", "Which rank is slow")],
+    [("backward", "No rank is always slower"), ("data_loading", "The slow rank is unknown")],
 )
 def test_a_wait_without_a_slow_rank_is_communication(phase: str, words: str) -> None:
     diagnosis = diagnose(waiting_ranks(phase))

@@ -20,9 +20,9 @@ ENOUGH = {
     ("lacks", "words"),
     [
         ({"is_writable": False}, "Checkpoints cannot be written to /logs"),
-        ({"checkpoint_bytes": 6 * GIB}, "/logs has 10.0 GiB left, and two checkpoints need 12.0 GiB"),
-        ({"shm_bytes": GIB // 16}, "keep up to 1.00 GiB of batches ready, and /dev/shm has 64.0 MiB"),
-        ({"cores": 3.5}, "4 DataLoader workers in all, for 3.5 CPU cores"),
+        ({"checkpoint_bytes": 6 * GIB}, "/logs has 10.0 GiB left, but two checkpoints need 12.0 GiB"),
+        ({"shm_bytes": GIB // 16}, "prefetch up to 1.00 GiB of batches, but /dev/shm has only 64.0 MiB"),
+        ({"cores": 3.5}, "4 DataLoader workers in total, but only 3.5 CPU cores"),
         (
             {"claims": (("0", "ada\x1b (PID 7)", 8 * GIB),)},
             "ada\\x1b (PID 7) has claimed 8.00 GiB of the",

@@ -55,7 +55,7 @@ SIGNS: list[tuple[str, str, str, tuple[float, float], str]] = [
     ("rewritten_file", CALLBACK, "written_bytes_per_step", (1e3, 1e6), "are written per step instead of"),
     ("larger_batches", FORWARD, "batch_items", (1000, 3000), "batches have 2.1 times as many elements"),
     ("storage_reads", "data_loading", "storage_bytes_per_step", (0, 1e7), "are read from storage per step"),
-    ("lower_clock", FORWARD, "lost_clock_percent", (0, 30), "the GPU's clock has lost 21 % of its highest"),
+    ("lower_clock", FORWARD, "lost_clock_percent", (0, 30), "the GPU's clock has lost 21 % of its maximum"),
 ]
 
 
@@ -110,7 +110,7 @@ def test_the_share_is_what_was_added_and_the_rest_stays_with_the_logger() -> Non
 def test_the_report_says_how_much_longer_and_in_what() -> None:
     diagnosis = diagnose(run({CALLBACK: 12.0}))
     assert diagnosis.why == (
-        'Steps became 1.6 times as long (95 % interval 1.6 to 1.6), all of it in "Recorder". What was added takes 23 % '
+        'Steps became 1.6 times as long (95 % interval 1.6 to 1.6), all of it in "Recorder". The added time is 23 % '
         "of the wall time."
     )
     assert diagnosis.verdict == "low"
@@ -141,7 +141,7 @@ def test_a_line_replaces_the_advice_to_find_one() -> None:
     line = SourceLine(phase=CALLBACK, file="train.py", line=7, function="on_train_batch_end", samples=100)
     (first, *_) = diagnose(run({CALLBACK: 20.0}, lines=(line,))).findings
     assert first.advice == (
-        "Nothing else that is measured grows along with it. 100 % of this time is at train.py:7 in on_train_batch_end."
+        "No measured quantity grows with it. 100 % of this time is at train.py:7 in on_train_batch_end."
     )
     assert "py-spy" in diagnose(run({CALLBACK: 20.0})).findings[0].advice
 

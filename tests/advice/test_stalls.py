@@ -128,7 +128,7 @@ def test_compilers_and_people_may_take_their_time(stack: tuple[Frame, ...], excu
 @pytest.mark.parametrize(
     ("facts", "cause", "words"),
     [
-        (STALL_CAUSES["dead_worker"].sick, "dead_worker", "Worker 1 (PID 101) of 2 has ended"),
+        (STALL_CAUSES["dead_worker"].sick, "dead_worker", "Worker 1 (PID 101) of 2 has exited"),
         (STALL_CAUSES["blocked_worker"].sick, "blocked_worker", "Worker 1 (PID 101) of 2 sleeps"),
         (STALL_CAUSES["storage"].sick, "storage", "(/nfs/x)"),
         (STALL_CAUSES["gpu"].sick, "gpu", "100 % busy"),
@@ -187,7 +187,7 @@ def test_a_collective_is_known_by_the_stack() -> None:
         (DATA_LOADING, "while waiting for data at step 812."),
         (FORWARD, "in forward at step 812."),
         ("callback/Sampler", "in Sampler at step 812."),
-        ("setup", "before it began at step 812."),
+        ("setup", "during setup at step 812."),
     ],
 )
 def test_the_headline_says_since_when_and_where(phase: str, words: str) -> None:

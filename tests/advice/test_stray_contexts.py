@@ -25,8 +25,8 @@ def held(rank: int, gpu: int, **facts: Any) -> HeldContext:
 
 OWN = [held(rank, rank % 8) for rank in range(16)]
 ADVICE = (
-    "Call torch.cuda.set_device(local_rank) before anything else uses CUDA, and name no other GPU: 'cuda:0' does, and "
-    "torch.load without map_location."
+    "Call torch.cuda.set_device(local_rank) before anything else uses CUDA, and use no other GPU, as 'cuda:0' and "
+    "torch.load without map_location do."
 )
 
 
@@ -54,8 +54,7 @@ ADVICE = (
         pytest.param(
             [held(1, 2), held(2, 0), held(3, 0, since_step=9)],
             "Ranks 2 and 3 (PIDs 4002, 4003) hold 1.04 GiB on GPU 0, which is not their GPU, since before training "
-            f"began or later. {ADVICE} That frees 1.04 GiB on GPU 0. 1 other GPU has contexts of other ranks, "
-            "too.",
+            f"began or later. {ADVICE} That frees 1.04 GiB on GPU 0. 1 more GPU has contexts of other ranks.",
             id="two",
         ),
     ],

@@ -101,8 +101,11 @@ def test_thresholds_come_with_their_comments(explain: Explain) -> None:
 
 def test_it_says_which_causes_silence_others(explain: Explain) -> None:
     communication, _, stall = in_one_line(explain("communication")).partition(" communication: all ranks wait")
-    assert "It is silent if straggler has a finding. It silences small_batch." in communication
-    assert "judged after blocked_worker and collective_mismatch, before gpu. Only the first one" in stall
+    assert (
+        "It is not reported if straggler has a finding. If it has a finding, small_batch is not reported."
+        in communication
+    )
+    assert "judged after blocked_worker and collective_mismatch, before gpu. Only the first cause" in stall
     assert "judged last, and only if no other cause applies" in explain("unexplained")
     assert "makes no run LOW" in explain("power_cap")
     assert "Not judged where this is unknown: gpu.sm_active_percent." in explain("small_batch")

@@ -111,7 +111,7 @@ def test_last_claims_what_the_last_run_needed(
     (tmp_path / "gpu_report" / "gpu_report.json").unlink()
     answer = run_cli("run", "--min-free", "last", "--", "echo", "started", cwd=tmp_path)
     assert (answer.returncode, answer.stdout) == (1, "")
-    assert "Run the training once from this folder" in answer.stderr
+    assert "Run your script once from this folder" in answer.stderr
 
 
 def test_without_a_command_the_usage_is_wrong(driver: Driver, run_cli: RunCli) -> None:

@@ -72,10 +72,10 @@ def test_what_an_out_of_memory_error_keeps_is_freed(prompt: Callable[..., None])
     assert freed.freed_bytes == gpu.reserved_before_bytes - 128 * MIB
     assert str(freed).splitlines() == [
         "Freed 1.75 GiB on GPU 0 (1.88 GiB -> 128 MiB reserved).",
-        "Let go of the traceback of OutOfMemoryError.",
+        "Released: the traceback of OutOfMemoryError.",
         "Still held:",
         "   128 MiB  mine (Tensor)",
-        "To free what variables hold: del mine",
+        "To free the memory of variables: del mine",
     ]
     assert free_memory().freed_bytes == 0
 
@@ -103,7 +103,7 @@ def test_each_variable_has_its_own_share(prompt: Callable[..., None]) -> None:
         "loss": ("Tensor", 64),
         "user": ("Store", 0),
     }
-    assert str(freed).endswith("To free what variables hold: del model, net, optimizer, batches, loss, user")
+    assert str(freed).endswith("To free the memory of variables: del model, net, optimizer, batches, loss, user")
     assert "user (Store)" not in str(freed)
 
 
@@ -128,7 +128,7 @@ def test_the_largest_of_what_is_held_elsewhere_is_named(monkeypatch: pytest.Monk
 
     file = Path(__file__).name
     line = closure.__code__.co_firstlineno
-    running = f"{test_the_largest_of_what_is_held_elsewhere_is_named.__name__} ({file}:{line + 16}), which is running"
+    running = f"the running {test_the_largest_of_what_is_held_elsewhere_is_named.__name__} ({file}:{line + 16})"
     assert held(freed) == {
         f"local variable local of {running}": ("Tensor", 32),
         f"function <lambda> ({file}:{line + 2})": ("function", 512),
@@ -148,7 +148,7 @@ def test_a_function_that_is_running_can_still_let_go() -> None:
     def run() -> None:
         batch = taken(64)
         batch_is = weakref.ref(batch)
-        assert any("local variable batch of run" in one.name for one in free_memory().held)
+        assert any("local variable batch of the running run" in one.name for one in free_memory().held)
         del batch
         assert batch_is() is None
 
@@ -156,7 +156,7 @@ def test_a_function_that_is_running_can_still_let_go() -> None:
     mine = taken(1)
     here = locals()  # before Python 3.13 this is what reading a frame's variables gives, too
     here["added"] = mine
-    assert any("local variable mine of" in one.name for one in free_memory().held)
+    assert any("local variable mine of the running" in one.name for one in free_memory().held)
     assert here["added"] is mine
 
 
@@ -246,5 +246,5 @@ def test_a_cuda_that_has_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     freed = free_memory()
     assert freed.failure == "CUDA error: device-side assert triggered"
     assert str(freed).startswith(
-        "CUDA has failed, and frees nothing until this process ends. Restart it. (CUDA error: device-side assert"
+        "CUDA failed, and cannot free memory until this process ends. Restart it. (CUDA error: device-side assert"
     )

@@ -164,7 +164,7 @@ def test_a_step_that_needs_far_more_for_the_same_batch_is_named(tmp_path: Path, 
     assert first.evidence["usual_step_bytes"] == pytest.approx(GIB / 8, rel=0.1)
     assert first.evidence["step_bytes"] == pytest.approx(2.2 * GIB, rel=0.05)
     assert " in taken" in str(first.evidence["asked_at"])
-    assert "times as much as the steps before (12" in report.diagnosis.why
+    assert "times as much as earlier steps (at most 12" in report.diagnosis.why
 
 
 def test_what_steps_leave_is_named_by_line_before_memory_is_full(tmp_path: Path) -> None:
@@ -184,10 +184,10 @@ def test_what_steps_leave_is_named_by_line_before_memory_is_full(tmp_path: Path)
         assert lines[0].file.endswith("test_out_of_memory_on_device.py")
         assert (lines[0].function, lines[0].bytes, lines[0].blocks) == ("training_step", 4 * MIB, 1)
     printed = render_text(load_report(tmp_path), full=True)
-    assert "What a step adds at its peak, by line\n  4.00 MiB  " in printed
-    assert "What stayed, by line\n  4.00 MiB  " in printed
+    assert "Memory added by a step at its peak, by line\n  4.00 MiB  " in printed
+    assert "Memory kept after steps, by line\n  4.00 MiB  " in printed
     page = render_page(load_report(tmp_path))
-    assert "The lines that allocated most of the memory that stayed" in page
+    assert "Memory kept after steps, by line" in page
 
 
 def test_torchs_own_error_goes_on_after_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,7 +247,7 @@ def test_errors_that_are_caught_are_counted_and_told(tmp_path: Path, capsys: pyt
     assert report.outcome == "completed"
     assert report.diagnosis.verdict == "too_short"
     assert report.allocator_failures == 2
-    assert "torch's allocator failed 2 times, and the run went on." in capsys.readouterr().out
+    assert "torch's allocator ran out of memory 2 times, and the run continued." in capsys.readouterr().out
 
 
 def test_a_search_for_the_batch_size_is_no_end(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_another_rank_on_the_gpu_is_no_other_job(tmp_path: Path, two_gpus: None)
     assert [process.returncode for process in ranks] == [0, 0], ranks
     said = ranks[1].stdout
     assert "2 ranks of this job share this GPU: process " in said
-    assert "Give each rank a GPU of its own: torch.cuda.set_device(local_rank)" in said
+    assert "Give each rank its own GPU: call torch.cuda.set_device(local_rank)" in said
 
 
 def run_out_on_rank_1(folder: Path, rank: int) -> None:

@@ -42,10 +42,10 @@ def test_each_fact_about_a_gpu_is_left_out_alone(tmp_path: Path, monkeypatch: py
     assert (report.outcome, report.steps) == ("completed", STEPS)
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
     assert {one.partition(" (")[0] for one in report.unseen} == {
-        "what the GPU is",
-        "what is left on the CPU",
-        "how busy the GPU is",
-        "torch's counters of memory",
+        "the GPU's properties",
+        "tensors on the CPU",
+        "the GPU's utilization",
+        "torch's memory counters",
         "CUDA contexts",
     }
     assert report.gpu_step_s  # by events, which need none of these

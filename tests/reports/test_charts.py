@@ -34,7 +34,7 @@ def test_up_to_32_gpus_have_a_row_each() -> None:
     assert [row.label for row in shown[:9:4]] == ["GPU 0", "GPU 4", "node 1 GPU 0"]
     assert [row.strips[0].percent[0] for row in shown] == [90.0 - i for i in range(32)]
     assert shown[0].strips[0].percent[60] is None  # not reported is not 0
-    assert rows_title(shown, "utilization_percent").endswith("least busy of all is node 3 GPU 7, on average 59 %")
+    assert rows_title(shown, "utilization_percent").endswith("least busy of all: node 3 GPU 7, mean 59 %")
 
 
 def test_more_gpus_have_a_row_a_node_with_its_extreme() -> None:
@@ -45,7 +45,7 @@ def test_more_gpus_have_a_row_a_node_with_its_extreme() -> None:
     assert (busy[2].gpu.index, busy[2].strips[1].percent[0]) == (3, 50)
     assert {row.gpu.index for row in memory} == {7}
     assert memory[0].strips[0].percent[0] == pytest.approx(100 * 23.5 / 80)
-    assert "fullest of all is GPU 7, on average 34 %" in rows_title(memory, "memory_used_bytes")
+    assert "fullest of all: GPU 7, mean 34 %" in rows_title(memory, "memory_used_bytes")
 
 
 def test_many_gpus_of_one_node_keep_their_rows() -> None:

@@ -96,11 +96,11 @@ def test_a_gain_that_the_change_cannot_bring_is_not_credited_to_it() -> None:
     new = with_settings(in_phases(data_ms=29, step_ms=9.9), num_workers=1)
     assert confirm(new, in_phases(data_ms=43.2, step_ms=75)) == (
         "num_workers 0 -> 1: 204 % faster (95 % interval +203 to +205 %). The machine was not the same: 82 % of the "
-        'gain is where this change cannot speed anything up, most of it in "training step" (75 ms -> 9.9 ms per step).'
+        'gain is in phases that this change cannot speed up, mostly in "training step" (75 ms -> 9.9 ms per step).'
     )
     callback = old_with("callback", "callback/Slow", "Slow")
     new = report(5, phase_s={"training_step": 0.1, "callback/Slow": 0.9})
-    assert "The machine was not the same: 63 % of the gain is where" in str(confirm(new, callback))
+    assert "The machine was not the same: 63 % of the gain is in phases" in str(confirm(new, callback))
 
 
 def test_a_gain_far_beyond_the_prediction_is_not_credited_to_the_change() -> None:

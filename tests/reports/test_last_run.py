@@ -155,8 +155,10 @@ def test_a_run_that_has_been_replaced_in_its_folder_is_still_known(tmp_path: Pat
 
 
 def test_without_any_the_error_says_where_and_what_to_do(tmp_path: Path) -> None:
-    says = rf"min_free=last: no gpu_report\.json in {tmp_path} or up to three folders below it has the memory of a "
-    with pytest.raises(ReportError, match=says + r"training on a GPU\. Run .* with GPUUtilizationMonitor, .* 8GiB\.$"):
+    says = rf"min_free=last: no gpu_report\.json in {tmp_path} or up to three folders below it includes the "
+    with pytest.raises(
+        ReportError, match=says + r"memory of a run on a GPU\. Run .* with GPUUtilizationMonitor, .* 8GiB\.$"
+    ):
         last_need(str(tmp_path))
     save(tmp_path / "version_0", JUST_BEGUN, 20)
     save(tmp_path / "version_1", ON_CPU, 10)
@@ -174,5 +176,5 @@ def test_the_newest_one_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert peak_in(tmp_path) == 40  # a newer one is known
     assert round(last_need(str(tmp_path), ["another.py"]).min_free_bytes / 1.2 / GIB) == 40
     os.utime(broken, (1e9,) * 2)
-    with pytest.raises(ReportError, match=rf"^min_free=last: {broken} is not a report .* Or remove the file, or give"):
+    with pytest.raises(ReportError, match=rf"^min_free=last: {broken} is not a report .* Or remove the file, or pass"):
         last_need(str(tmp_path))

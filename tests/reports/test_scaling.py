@@ -47,7 +47,7 @@ def test_the_same_batch_on_each_gpu_is_weak_scaling() -> None:
     assert found.speedup == pytest.approx(2 * 50 / 60, rel=0.01)
     assert found.efficiency == pytest.approx(50 / 60, rel=0.01)
     assert found.speedup_low < found.speedup < found.speedup_high
-    assert [loss.what for loss in found.losses] == ["waiting for ranks that come later", "sending between ranks"]
+    assert [loss.what for loss in found.losses] == ["waiting for late ranks", "sending between ranks"]
     assert found.losses[0].seconds == pytest.approx(0.006)
 
 
@@ -75,9 +75,9 @@ def test_the_order_of_the_runs_does_not_matter() -> None:
 
 def test_the_words_say_how_far_from_linear() -> None:
     text = render_comparison(compare(on(2, 0.060, late_s=0.006), on(1, 0.050)))
-    assert "2 ranks: 1.68x the samples a second of 1, 84 % of linear" in text
-    assert "weak scaling: each rank has the same batch" in " ".join(text.split())
-    assert "waiting for ranks that come later 6 ms (10 %)" in " ".join(text.split())
+    assert "2 ranks: 1.68x the samples per second of 1, 84 % of linear" in text
+    assert "weak scaling: the same batch per rank" in " ".join(text.split())
+    assert "waiting for late ranks 6 ms (10 %)" in " ".join(text.split())
     assert compare(on(2, 0.060), on(1, 0.050)).verdict == "faster"
 
 

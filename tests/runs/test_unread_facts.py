@@ -22,17 +22,17 @@ STEPS = 100
 SOURCES = {
     (run_recorder, "read_host_budget"): "the host's cores and memory",
     (run_recorder, "children_cpu_s"): "the workers' CPU time",
-    (run_recorder, "idle_cpu_s"): "how busy the host's cores are",
-    (run_recorder, "runnable_s"): "which threads want a core",
+    (run_recorder, "idle_cpu_s"): "the idle time of the cores",
+    (run_recorder, "runnable_s"): "the runnable threads",
     (run_recorder, "throttled_periods"): "the cgroup's quota",
-    (run_recorder, "pressure_s"): "pressure on the cores",
-    (run_recorder, "io_pressure_s"): "pressure on storage",
-    (run_recorder, "affinity_cores"): "who uses the cores",
+    (run_recorder, "pressure_s"): "the CPU pressure",
+    (run_recorder, "io_pressure_s"): "the I/O pressure",
+    (run_recorder, "affinity_cores"): "the use of the cores",
     (run_recorder, "settings_of"): "the loader's settings",
     (run_recorder, "batch_bytes"): "the batch's size",
     (run_recorder, "optimizers_on_cpu"): "the optimizers",
-    (session, "read_surroundings"): "disks, memory and claims around the training",
-    (compat, "matmul_precision"): "the precision of products",
+    (session, "read_surroundings"): "the disks, memory and claims of this machine",
+    (compat, "matmul_precision"): "the precision of matrix products",
     (WorkerWatch, "poll"): "the loader's workers",
     (LineSampler, "seen"): "source lines",
 }
@@ -64,7 +64,7 @@ def test_each_fact_is_left_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     reason = f"({__name__}.Refused: <exception str() failed>)"
     missing = {what for what in SOURCES.values() if f"{what} {reason}" not in report.unseen}
     # Without the idle time of the cores nobody asks who uses them.
-    assert missing == {"who uses the cores"}
+    assert missing == {"the use of the cores"}
 
 
 def test_who_uses_the_cores_is_left_out_where_the_affinity_is_unknown(
@@ -72,7 +72,7 @@ def test_who_uses_the_cores_is_left_out_where_the_affinity_is_unknown(
 ) -> None:
     monkeypatch.setattr(run_recorder, "affinity_cores", refuse)
     report = trained(tmp_path)
-    assert report.unseen == (f"who uses the cores ({__name__}.Refused: <exception str() failed>)",)
-    assert f"torch lacks it: {report.unseen[0]}." in " ".join(render_text(report).split())
+    assert report.unseen == (f"the use of the cores ({__name__}.Refused: <exception str() failed>)",)
+    assert f"torch does not support it: {report.unseen[0]}." in " ".join(render_text(report).split())
     assert report.core_wait_share is None
     assert report.samples_per_s is not None

@@ -218,7 +218,7 @@ def test_last_is_what_the_last_run_needed_on_each_gpu(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, claims_dir: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ReportError, match=r"min_free=last: no gpu_report\.json in .* give a size"):
+    with pytest.raises(ReportError, match=r"min_free=last: no gpu_report\.json in .* pass a size"):
         trainer(min_free="last")
     (account,) = TRAINED.memory
     small = replace(account, parts_bytes={"parameters": 15 * 2**30, "context": 2**30})

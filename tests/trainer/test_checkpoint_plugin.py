@@ -207,7 +207,7 @@ def test_colliding_keys_are_saved_as_lightning_has_them(tmp_path: Path) -> None:
     run, _ = trained(tmp_path)
     checkpoint = run._checkpoint_connector.dump_checkpoint()
     checkpoint["state_dict"] = OrderedDict({"net.w": torch.ones(1), "net._orig_mod.w": torch.zeros(1)})
-    with pytest.warns(UserWarning, match=r"keeps its keys as they are.*net\._orig_mod\.w"):
+    with pytest.warns(UserWarning, match=r"keep the prefixes of wrappers.*net\._orig_mod\.w"):
         run.strategy.checkpoint_io.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
     assert list(torch.load(tmp_path / "a.ckpt")["state_dict"]) == ["net.w", "net._orig_mod.w"]
 
@@ -236,12 +236,10 @@ def test_wrapped_keys_are_never_stored_without_a_word(tmp_path: Path, monkeypatc
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
     run = trainer(tmp_path)
     run.fit(Lit("DataParallel"))
-    with pytest.warns(
-        UserWarning, match="keeps its keys as they are, also those of wrappers: LIGHTNING_GPU_TOOLS_DISABLE keeps"
-    ):
+    with pytest.warns(UserWarning, match="keep the prefixes of wrappers: LIGHTNING_GPU_TOOLS_DISABLE hides"):
         run.save_checkpoint(tmp_path / "a.ckpt")
     monkeypatch.delenv("LIGHTNING_GPU_TOOLS_DISABLE")
-    with pytest.warns(UserWarning, match="keeps its keys as they are, also those of wrappers: no Trainer"):
+    with pytest.warns(UserWarning, match="keep the prefixes of wrappers: this PortableCheckpointIO"):
         run.save_checkpoint(tmp_path / "a.ckpt")
 
 

@@ -84,9 +84,9 @@ def test_the_next_fit_does_not_wait_for_the_picture(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("package", "code", "says", "files"),
     [
-        ("matplotlib", "1 / 0", "The report could not be drawn: ZeroDivisionError: division by zero", FILES[:2]),
-        ("bokeh", "1 / 0", "The page of the report could not be made: ZeroDivisionError: division", FILES[1:]),
-        ("bokeh", "import os; os.abort()", "The page of the report could not be made: it was killed", FILES[1:]),
+        ("matplotlib", "1 / 0", "The picture of the report could not be drawn: ZeroDivisionError: div", FILES[:2]),
+        ("bokeh", "1 / 0", "The page of the report could not be drawn: ZeroDivisionError: division", FILES[1:]),
+        ("bokeh", "import os; os.abort()", "The page of the report could not be drawn: it was killed", FILES[1:]),
     ],
 )
 def test_what_cannot_be_drawn_is_printed_and_costs_only_itself(
@@ -111,7 +111,7 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
     publish(REPORT, ReportFile(tmp_path))
     (tmp_path / "gpu_report.png").mkdir()
     drawing.wait()
-    assert "The report could not be drawn: IsADirectoryError" in capsys.readouterr().out
+    assert "The picture of the report could not be drawn: IsADirectoryError" in capsys.readouterr().out
     assert (tmp_path / "gpu_report.html").is_file()
 
 

@@ -179,7 +179,9 @@ def test_a_strategy_serves_one_trainer_of_any_family(cuda: Driver, first: str) -
     strategy = FreeMemoryDDPStrategy()
     make(first, strategy=strategy, devices=2)
     for second in TRAINERS + FABRICS:
-        with pytest.raises(TypeError, match=rf"belongs to another Trainer or Fabric, of {first}\. Make a new one"):
+        with pytest.raises(
+            TypeError, match=rf"already belongs to another Trainer or Fabric, of {first}\. Create a new strategy"
+        ):
             make(second, strategy=strategy, devices=2)
 
 
@@ -187,7 +189,7 @@ def test_a_strategy_serves_one_trainer_of_any_family(cuda: Driver, first: str) -
 def test_a_plugin_of_the_other_package_is_refused(cuda: Driver, family: str, other: str) -> None:
     io = importlib.import_module(f"{other}.plugins.io")
     foreign = io.AsyncCheckpointIO(io.TorchCheckpointIO())
-    with pytest.raises(TypeError, match=rf"checkpoint_io=\.\.\.\) has a AsyncCheckpointIO of {other}"):
+    with pytest.raises(TypeError, match=rf"checkpoint_io=\.\.\.\) got a AsyncCheckpointIO of {other}"):
         make(family, strategy=FreeMemoryDDPStrategy(checkpoint_io=foreign), devices=2)
     made = make(family, strategy=FreeMemoryDDPStrategy(checkpoint_io=PortableCheckpointIO(foreign)), devices=2)
     assert made.strategy.checkpoint_io.inner is foreign

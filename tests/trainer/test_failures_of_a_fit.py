@@ -52,11 +52,11 @@ def fill_shared_memory() -> None:
 @pytest.mark.parametrize(
     ("act", "what"),
     [
-        (kill_with(signal.SIGTERM), "was ended by SIGTERM"),
+        (kill_with(signal.SIGTERM), "was terminated by SIGTERM"),
         (kill_with(signal.SIGBUS), "was killed by SIGBUS: most likely /dev/shm is full (it has "),
         (kill_with(signal.SIGSEGV), "crashed (SIGSEGV) in native code"),
-        (lambda: os._exit(3), "ended with exit code 3"),
-        (fill_shared_memory, "found /dev/shm of "),
+        (lambda: os._exit(3), "exited with exit code 3"),
+        (fill_shared_memory, "could not write to /dev/shm of "),
     ],
     ids=["SIGTERM", "SIGBUS", "SIGSEGV", "exit", "shm"],
 )
@@ -81,11 +81,14 @@ def test_an_error_of_the_dataset_has_its_index(tmp_path: Path, num_workers: int)
         trainer.fit(Model(), loader(Failing(fail), num_workers=num_workers, batch_size=2))
     failure = load_report(tmp_path).failure
     if num_workers == 0:
-        assert failure == f"The dataset failed at index {AT}. Load it alone: dataset[{AT}]."
+        assert failure == f"The dataset failed at index {AT}. Load this sample alone: dataset[{AT}]."
     elif HAS_NOTES:
-        assert failure == f"The dataset raised ValueError at index {AT} in worker 0. Load it alone: dataset[{AT}]."
+        assert (
+            failure
+            == f"The dataset raised ValueError at index {AT} in worker 0. Load this sample alone: dataset[{AT}]."
+        )
     else:
-        assert failure == "The dataset raised ValueError in worker 0. Its traceback is in the error."
+        assert failure == "The dataset raised ValueError in worker 0. The error includes its traceback."
 
 
 def test_a_loop_of_ones_own_is_told_the_same(tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_a_lost_connection_is_not_taken_for_what_cannot_be_pickled(tmp_path: Pat
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
     with pytest.raises(EOFError):
         trainer.fit(Model(), loader(Failing(receive_from_the_dead), batch_size=2))
-    assert load_report(tmp_path).failure == f"The dataset failed at index {AT}. Load it alone: dataset[{AT}]."
+    assert load_report(tmp_path).failure == f"The dataset failed at index {AT}. Load this sample alone: dataset[{AT}]."
 
 
 def test_errors_of_other_kinds_are_left_alone(tmp_path: Path) -> None:

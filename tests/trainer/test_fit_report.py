@@ -73,7 +73,12 @@ def test_the_report_is_printed_in_writes_of_whole_lines(tmp_path: Path, monkeypa
     ("owner", "name", "says", "files"),
     [
         (run_report, "render_text", "The report could not be shown: ZeroDivisionError: of ours", ["gpu_report.json"]),
-        (run_report, "earlier_report", "The previous report could not be compared with: Zero", ["gpu_report.json"]),
+        (
+            run_report,
+            "earlier_report",
+            "The report could not be compared with the previous one: Zero",
+            ["gpu_report.json"],
+        ),
         (ReportFile, "save", "The report could not be written to", []),
     ],
 )
@@ -153,7 +158,7 @@ def test_no_filter_hides_that_there_is_no_report(
     with warnings.catch_warnings(record=True) as shown:
         warnings.filterwarnings(action, message=".*without a report")
         train(tmp_path)
-    assert "because of an error in it: ZeroDivisionError: of ours" in str([str(one.message) for one in shown])
+    assert "because of an internal error: ZeroDivisionError: of ours" in str([str(one.message) for one in shown])
 
 
 def test_a_folder_that_goes_away_costs_the_report_and_not_the_training(

@@ -97,7 +97,9 @@ def test_growing_memory_is_reported_while_there_is_time_to_act(tmp_path: Path, m
             kept.append(mmap.mmap(-1, 2**21, flags=new_pages))
             trainer.should_stop = any("grows steadily" in str(warning.message) for warning in warned)
 
-    with pytest.warns(UserWarning, match=r"The memory of the process grows steadily, by .* GiB a minute") as warned:
+    with pytest.warns(
+        UserWarning, match=r"Memory of the training process grows steadily, by .* GiB per minute"
+    ) as warned:
         train(tmp_path, GPUUtilizationMonitor(report=False), Leak(), log_every_n_steps=1, limit_train_batches=2000)
     assert len(kept) < 2000
     assert sum("grows steadily" in str(warning.message) for warning in warned) == 1

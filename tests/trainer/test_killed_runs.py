@@ -103,7 +103,7 @@ def test_a_run_that_dies_leaves_what_was_known(
     assert main(["report", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert f"(cut off after step {load_report(tmp_path).steps})\n" in shown
-    assert "The process ended before it could report" in shown
+    assert "The process ended without a final report" in shown
 
 
 def test_a_rank_that_is_killed_leaves_the_jobs_report(tmp_path: Path) -> None:

@@ -255,9 +255,9 @@ def test_a_class_that_builds_itself_does_so_from_a_trusted_file(
     weights = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
     content = {"pytorch-lightning_version": lightning_version, "state_dict": weights}
     write_checkpoint({**content, "hyper_parameters": {"part": {"cls": nn.Linear, "args": (3, 2)}}}, path)
-    with pytest.raises(UnsafeCheckpointError, match="If you trust who wrote the file") as caught:
+    with pytest.raises(UnsafeCheckpointError, match="If you trust the author of the file") as caught:
         load_from_checkpoint(BuildsItself, path)
-    line = str(caught.value).rpartition("wrote the file: ")[2]
+    line = str(caught.value).rpartition("author of the file: ")[2]
     model = eval(line, {"load_from_checkpoint": load_from_checkpoint, "BuildsItself": BuildsItself})
     assert torch.equal(model.part.weight, source.part.weight)
     assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ
@@ -281,10 +281,10 @@ def test_a_checkpoint_cannot_choose_what_builds_the_model(tmp_path: Path) -> Non
     path = save_lit(source, tmp_path / "a.ckpt")
     content = torch.load(path)
     for hparams, words in (
-        ({"_instantiator": "os.system"}, "wants 'os.system' to build"),
+        ({"_instantiator": "os.system"}, "requests 'os.system' to build"),
         (
             {"_instantiator": "lightning.pytorch.cli.instantiate_module", "_class_path": "subprocess.Popen"},
-            "wants the class 'subprocess.Popen'",
+            "requests the class 'subprocess.Popen'",
         ),
     ):
         write_checkpoint({**content, "hyper_parameters": hparams}, path)

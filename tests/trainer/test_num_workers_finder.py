@@ -158,7 +158,7 @@ def test_a_training_that_is_too_short_says_so_once(
     with caplog.at_level("INFO"):
         train(tmp_path, callbacks if finder_first else callbacks[::-1], shuffled(Samples(20)), Noisy(0.0))
     (line,) = [line for line in caplog.messages if "NumWorkersFinder" in line]
-    assert line == "NumWorkersFinder: Training ended after 20 steps, before 25 were seen."
+    assert line == "NumWorkersFinder: Training ended after 20 steps, but a search needs 25."
     report = load_report(tmp_path)
     assert report.loader is not None
     assert report.loader.reason in line
@@ -171,7 +171,7 @@ def test_random_augmentation_moves_to_the_workers_and_that_is_said(tmp_path: Pat
 
     result, watch = find(tmp_path, shuffled(Drawing()), max_epochs=2)
     assert result.applied
-    assert "they come from the workers now" in result.reason
+    assert "now come from the workers" in result.reason
     assert watch.workers[-1] >= 2
     assert sorted(int(batch[0]) for batch in watch.batches[:40]) == list(range(40))
 
@@ -251,7 +251,7 @@ class Caching(Samples):
         (lambda: shuffled(num_workers=1, in_order=False), "in_order=False"),
         (lambda: Stateful(Samples(30)), "keeps its position"),
         (lambda: OwnIterator(Samples(30)), "OwnIterator has its own _get_iterator"),
-        (lambda: Endless(Samples(30)), "a Endless is iterated in a way of its own"),
+        (lambda: Endless(Samples(30)), "a Endless has its own iteration"),
         (lambda: shuffled(Reading()), "it holds an open file"),
         (lambda: shuffled(Caching(30)), "its dataset changes while it is used"),
         (lambda: DataLoader(Samples(30), sampler=DrawsAlways()), "its sampler draws random numbers during the epoch"),

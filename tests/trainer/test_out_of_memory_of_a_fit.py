@@ -60,4 +60,4 @@ def test_the_hosts_allocator_is_told_with_what_was_left(tmp_path: Path) -> None:
         trainer.fit(TakesTooMuch(), loader(Killed()))
     report = load_report(tmp_path)
     assert report.outcome == "out of memory in forward at step 0"
-    assert "4096 TiB were asked for at once" in report.diagnosis.why
+    assert "4096 TiB were requested at once" in report.diagnosis.why

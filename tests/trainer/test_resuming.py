@@ -92,7 +92,7 @@ def test_several_optimizers_or_none_are_resumed(number: int, folder: Path) -> No
 
 
 def test_another_number_of_optimizers_is_paired_with_a_warning(folder: Path) -> None:
-    with pytest.warns(UserWarning, match="states of 1 optimizer, and the model has 2"):
+    with pytest.warns(UserWarning, match="states of 1 optimizer, but the model has 2"):
         resume(checkpoint(folder, Manual, 1), Manual(2), folder, callbacks=[])
 
 
@@ -202,7 +202,7 @@ def test_hooks_may_complete_a_file_of_weights_alone(folder: Path) -> None:
         def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
             checkpoint.update(missing)
 
-    with pytest.warns(UserWarning, match="states of 0 optimizers, and the model has 1"):
+    with pytest.warns(UserWarning, match="states of 0 optimizers, but the model has 1"):
         resume(weights_only, Completes(), folder)
     assert resume({**weights_only, "callbacks": {}}, Lit(), folder, callbacks=[CompletesToo()]).global_step == 3
 

@@ -36,7 +36,7 @@ from stall_cases import AT, STALLS, Acting, Case, Model, evaluation, fit, hold
 
 STALL_S = 3.0
 BEFORE_TRAINING = "before training"
-CASES = STALLS | {BEFORE_TRAINING: Case(evaluation, words="before it began at step 0.\nWorker 0 (PID ")}
+CASES = STALLS | {BEFORE_TRAINING: Case(evaluation, words="during setup at step 0.\nWorker 0 (PID ")}
 
 
 def found(case: Case, folder: Path) -> Stall | str | None:
@@ -125,7 +125,7 @@ def test_a_training_that_goes_on_says_so(tmp_path: Path) -> None:
     (stall,) = load_report(tmp_path).stalls
     assert stall.is_over
     assert stall.lasted_s >= 0.3
-    assert stalls()[1:] == [f"Training went on after {format_duration(stall.lasted_s)}."]
+    assert stalls()[1:] == [f"Training continued after {format_duration(stall.lasted_s)}."]
 
 
 def test_the_monitor_asks_an_older_torch_for_its_record_unless_it_watches_no_stalls(
@@ -222,7 +222,7 @@ def test_a_timer_of_the_program_goes_first(went_on: dict[Callable[..., None], Pa
     report = load_report(folder)
     assert report.stalls == ()
     assert report.stall_note == (
-        f"C code that holds Python's lock (the GIL) may go unnamed: {__file__} uses faulthandler's timer."
+        f"C code that holds the GIL may not be detected: {__file__} uses faulthandler's timer."
     )
     assert report.stall_note in " ".join(render_text(report).split())
     assert (folder / "theirs").read_text().count("Timeout (0:00:06)!") == 1
@@ -235,7 +235,7 @@ def test_a_killed_run_says_who_holds_the_lock(
     assert main(["report", str(folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r"\(cut off after step \d+", shown)
-    assert re.search(r"No progress for [\d.]+ s at step \d+: C code held Python's lock \(the GIL\)", shown)
+    assert re.search(r"No progress for [\d.]+ s at step \d+: C code held the GIL", shown)
     assert re.search(r"was in hold \(\S+stall_cases.py:\d+\)", shown)
 
 

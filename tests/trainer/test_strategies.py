@@ -143,7 +143,7 @@ def test_ddp_on_the_cpu_is_plain_ddp(cuda: Driver, recwarn: pytest.WarningsRecor
         ("13.0", {"library_missing": True}, None, r"libnvidia-ml\.so\.1"),
         ("13.0", {"gpus": []}, None, r"The NVIDIA driver lists no GPU\."),
         ("13.0", {}, "9", r"CUDA_VISIBLE_DEVICES='9' hides every GPU\."),
-        ("13.0", {}, None, r"CUDA does not start, although"),
+        ("13.0", {}, None, r"CUDA cannot start, although"),
     ],
     ids=["cpu-build", "no-driver", "no-gpu", "hidden", "cuda-fails"],
 )
@@ -166,7 +166,7 @@ def test_ddp_warns_once_why_it_trains_on_the_cpu(
     made = trainer("ddp_free_memory", devices=1)
     assert made.strategy.root_device.type == "cpu"
     (warning,) = [str(one.message) for one in recwarn if "FreeMemory" in str(one.message)]
-    assert re.match(f"FreeMemoryDDPStrategy picks no GPU, and the training runs on the CPUAccelerator. {why}", warning)
+    assert re.match(f"FreeMemoryDDPStrategy picks no GPU, and training runs on the CPUAccelerator. {why}", warning)
 
 
 def test_the_strategies_have_a_module_for_programs_to_import() -> None:

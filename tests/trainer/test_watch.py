@@ -301,7 +301,10 @@ def test_the_warning_comes_while_the_loop_runs(tmp_path: Path, hand_clock: HandC
 
 
 def test_without_a_batch_there_is_no_report(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"no batch went through run\.batches"), watch(folder=str(tmp_path)) as run:
+    with (
+        pytest.warns(UserWarning, match=r"no batch was measured\. Iterate over run\.batches"),
+        watch(folder=str(tmp_path)) as run,
+    ):
         pass
     assert run.diagnosis is None
     assert not list(tmp_path.iterdir())
@@ -342,7 +345,7 @@ OURS = [
 def test_a_fault_of_ours_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]
 ) -> None:
-    batches, off = loader(Samples(40)), "because of an error in it: RuntimeError: ours"
+    batches, off = loader(Samples(40)), "because of an internal error: RuntimeError: ours"
     with monkeypatch.context() as disabled:
         disabled.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
         as_usual = train(tmp_path, batches)

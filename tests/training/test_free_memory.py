@@ -76,8 +76,8 @@ def test_what_the_functions_of_a_failed_cell_hold_dies(failing: Failing, code: s
     assert not {"last_type", "last_value", "last_traceback", "last_exc"} & vars(sys).keys()
     assert str(freed) == repr(freed)
     assert str(freed).splitlines() == [
-        "torch counts no GPU memory in this process.",
-        f"Let go of the traceback of {error}.",
+        "torch uses no GPU memory in this process.",
+        f"Released: the traceback of {error}.",
     ]
 
 
@@ -87,7 +87,7 @@ def test_without_an_error_there_is_nothing_to_let_go_of(failing: Failing) -> Non
     free_memory()
     for freed in (free_memory(), free_memory()):
         assert (freed.released, freed.gpus, freed.held, freed.freed_bytes, freed.elsewhere_bytes) == ((), (), (), 0, 0)
-        assert "Let go of nothing: no error and no result on a GPU was stored." in str(freed)
+        assert "Released: nothing, because no error and no result on a GPU was stored." in str(freed)
     assert ("IPython" in sys.modules) == had_ipython
     assert not torch.cuda.is_initialized()
 
@@ -213,5 +213,5 @@ def test_the_error_of_a_notebooks_cell_is_let_go_of(
     pytest.importorskip("IPython")
     child = run_python("-c", NOTEBOOK, env={"IPYTHONDIR": str(tmp_path)})
     assert child.returncode == 0, child.stderr
-    assert "\nLet go of the traceback of Failed.\n" in child.stdout
+    assert "\nReleased: the traceback of Failed.\n" in child.stdout
     assert "nothing to debug" in child.stderr

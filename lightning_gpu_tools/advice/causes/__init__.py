@@ -1,7 +1,7 @@
 """Causes that slow training down. Each has one file with everything about it, and the folder is the registry.
 
 A new cause is a new file with a ``CAUSE``: the report, ``lightning-gpu-tools explain``, the tables of docs/ and the
-tests take it from there. ``explained.py`` says what the docstring and the comments of that file have to tell.
+tests read it from there. ``explained.py`` lists what the docstring and the comments of that file must contain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """backward: on the CPU, backward takes far longer than forward accounts for.
 
-The median times of forward and backward in steady steps are compared. That says something only without a GPU and with
-one rank: elsewhere both include waiting.
+Compares the median times of forward and backward in steady steps. Only for one rank without a GPU: otherwise both
+times include waiting.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from lightning_gpu_tools.advice.step_parts import step_parts
 from lightning_gpu_tools.training.phases import BACKWARD
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
-# In multiples of forward: 2 (Kaplan et al. 2020, section 2.1), 3 with activation checkpointing, more on busy cores.
+# Multiples of forward: 2 (Kaplan et al. 2020, section 2.1), 3 with activation checkpointing, more on busy cores.
 _USUAL = 3.0
-_MAX = 8.0  # times as long as forward; our default
+_MAX = 8.0  # our default: a multiple of forward above which backward is a cause
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -25,8 +25,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if parts is None or not 0 < parts.forward_s * _MAX < parts.backward_s:
         return
     advice = (
-        f"Backward takes {parts.backward_s / parts.forward_s:.0f} times as long as forward, usual is 1 to "
-        f"{_USUAL:.0f}. Look at gradient hooks, your own autograd functions, and large embeddings (sparse=True)."
+        f"Backward takes {parts.backward_s / parts.forward_s:.0f} times as long as forward (normally 1 to "
+        f"{_USUAL:.0f}). Check gradient hooks, custom autograd functions, and large embeddings (sparse=True)."
     )
     avoidable = (parts.backward_s - parts.forward_s * _USUAL) / parts.step_s
     evidence = {"ms_per_step": parts.backward_s * 1e3}
@@ -38,8 +38,8 @@ CAUSE = Cause(
     begins="Backward takes",
     shapes=[
         Shape(
-            "Backward takes ...: on the CPU, far more than the rest of the step accounts for",
-            "gradient hooks, autograd functions, large embeddings (`sparse=True`)",
+            "Backward takes ...: on the CPU, far longer than forward accounts for",
+            "check gradient hooks, custom autograd functions, and large embeddings (`sparse=True`)",
         )
     ],
     find=find,

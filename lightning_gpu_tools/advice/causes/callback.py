@@ -1,7 +1,7 @@
-"""callback: callbacks, hooks of the model and schedulers take the training thread's time.
+"""callback: callbacks, model hooks and schedulers take up the training thread.
 
-Each callback, hook and scheduler has a line of its own, by class or by class and method. On a GPU only the time counts
-for which the GPU was idle.
+Times each callback, hook and scheduler separately, by class or by class and method. On a GPU, only time during which
+the GPU was idle counts.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _IN_EVERY_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_c
 def _advice(one: HostPhase, has_trainer: bool) -> str:
     name, times = one.name, one.times
     if not has_trainer:
-        return f"Run {name} {times} times less often, or make it cheaper."
+        return f"Run {name} {times} times less often, or make it faster."
     if one.method == "step":  # of a scheduler
         return (
             f'Step it less often ("interval": "epoch", or "frequency": {times}, in the scheduler\'s configuration), or '
-            "make it cheaper."
+            "make it faster."
         )
     if one.method in _IN_EVERY_STEP:
-        return f"Make {name} cheaper: it runs in every step."
+        return f"Make {name} faster: it runs in every step."
     if "epoch" in one.method:
-        return f"Make {name} cheaper: Lightning calls it in every epoch. Do less in it, or make epochs longer."
+        return f"Make {name} faster: Lightning calls it in every epoch. Do less in it, or make epochs longer."
     if one.method:
         return (
-            f"Make {name} cheaper: Lightning calls it in every step. Or let it return at once in all but every "
+            f"Make {name} faster: Lightning calls it in every step. Or return early from it, except in every "
             f"{times}th step."
         )
-    return f"Make {name} cheaper, or have it do its work only in every {times}th step."
+    return f"Make {name} faster, or do its work only in every {times}th step."
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -59,7 +59,8 @@ CAUSE = Cause(
     shapes=[
         Shape(
             "The callback ... takes ..., `LitModel.on_train_batch_start` takes ..., `StepLR.step` takes ...",
-            "less often, as advised; make a hook of each step cheaper, or let it return at once in most steps",
+            "run it less often, by the factor in the advice; make a hook that runs in every step faster, or return "
+            "early from it in most steps",
         )
     ],
     find=find,

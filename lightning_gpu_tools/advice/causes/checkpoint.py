@@ -1,6 +1,6 @@
 """checkpoint: training waits while checkpoints are written.
 
-All that a checkpoint callback does counts, and every save; on a GPU only the time for which the GPU was idle.
+Times checkpoint callbacks and every save. On a GPU, only time during which the GPU was idle counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if storage is not None:
         where = f" Their folder {described(storage)}."
         if storage.elsewhere is not None:
-            where += f" To save to {elsewhere(storage)} and copy them later may be faster."
+            where += f" Saving to {elsewhere(storage)} and copying them later may be faster."
     for one in phases_of(run, CHECKPOINT):
         advice = f"Save {one.times} times less often{options}, or save {in_background}.{where}"
         yield counted("checkpoint", one.share, {**one.evidence, **evidence_of(storage)}, advice)
@@ -37,7 +37,7 @@ CAUSE = Cause(
     shapes=[
         Shape(
             "Writing checkpoints takes ...; their folder is on `nfs4`, `ext4`, ...",
-            "less often, as advised; `AsyncCheckpointIO`; the local disk that is named",
+            "save less often, by the factor in the advice; `AsyncCheckpointIO`; save to the local disk in the advice",
         )
     ],
     find=find,

@@ -1,7 +1,7 @@
 """communication: ranks wait for each other, and neither a slow rank nor a lack of cores is the reason.
 
-With several ranks, the mean time of a rank in collectives in a step, without waiting for ranks that have no core. On a
-GPU it comes from CUDA events in sampled steps, at which waiting for a late rank and sending are told apart.
+Averages the time that ranks spend in collectives per step, without waiting for ranks that have no core. On a GPU, CUDA
+events in sampled steps separate waiting for a late rank from sending.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         yield _sending(run, waits)
         return
     if all("backward" in rank.phase_s for rank in run.ranks):
-        why = "No rank always works longer than the others: the network is slow, or another rank is late each time."
+        why = "No rank is always slower than the others: the network is slow, or a different rank is late each time."
     else:
-        why = "Which rank is slow is unknown: with this strategy ranks also wait in forward, backward and optimizer."
+        why = "The slow rank is unknown: with this strategy, ranks also wait in forward, backward and optimizer."
     change = "Set Trainer(accumulate_grad_batches=...)"
     if not run.has_trainer:
         change = "Accumulate gradients over several batches (no_sync)"
@@ -43,7 +43,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "communication",
         min(waits / run.step_s, 1.0),
         {"ms_per_step": waits * 1e3, "ranks": len(run.ranks)},
-        f"{why} {change} so that they meet less often, or use fewer ranks.",
+        f"{why} {change} to synchronize less often, or use fewer ranks.",
     )
 
 
@@ -61,7 +61,7 @@ def _sending(run: RunMeasurements, wait_s: float) -> Finding:
         seldom, ddp = "Trainer(accumulate_grad_batches=4)", "DDPStrategy"
         half = "DDPStrategy(ddp_comm_hook=...bf16_compress_hook)"
     else:
-        seldom, ddp = "no_sync() in three batches of four", "DistributedDataParallel"
+        seldom, ddp = "no_sync() in 3 of 4 batches", "DistributedDataParallel"
         half = "register_comm_hook(None, bf16_compress_hook)"
     return counted(
         "communication",
@@ -78,7 +78,7 @@ CAUSE = Cause(
     begins="Waiting for other ranks takes",
     shapes=[
         Shape(
-            "Waiting for other ranks takes ..., and why no rank is named",
+            "Waiting for other ranks takes ..., and no single rank is the reason",
             "`accumulate_grad_batches`, compressed gradients",
         )
     ],

@@ -1,9 +1,9 @@
-"""cpu_contention: threads of this training were ready to run and had no core.
+"""cpu_contention: threads of this job were ready to run but had no CPU core.
 
-Linux counts for how long a thread could run and had no core (schedstat), for the training thread, the loader's workers
-and other ranks. Who had the cores comes from the CPU times of all processes, the runnable threads of this job and the
-quota of its cgroup. What is due to missing cores is taken from data_loading. Irregular slow steps, unexplained time,
-and work of the host at no line of the program are then not reported.
+Linux counts how long a thread was runnable without a core (schedstat). It is read for the training thread, the
+DataLoader's workers and other ranks. The CPU times of all processes, the runnable threads of this job and its cgroup
+quota show who used the cores. This time is subtracted from data_loading. Irregular slow steps, unexplained time, and
+host work without a line of the program are then not reported.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lightning_gpu_tools.units import printable
 # Our defaults.
 MIN_WAITING = 0.10  # of the wall time: from here on, no run is healthy
 _MIN_THROTTLED = 0.10  # of the quota's periods: from here on, the job waits for the quota
-_MIN_OTHERS = 0.20  # of the cores; with less, this job's own threads are in each other's way,
-_FEW_OTHERS = 0.05  # unless they are fewer than the cores, and there are some others
+_MIN_OTHERS = 0.20  # of the cores: with less, this job's own threads compete with each other,
+_FEW_OTHERS = 0.05  # unless they are fewer than the cores, and other programs use at least this much
 _FULL = 1.1  # runnable threads per core: more than measuring adds
 _MIN_NAMED = 0.10  # of what all other programs use, to name one of them
 
 
 def cpu_contention(run: RunMeasurements, loading: Finding | None) -> Finding | None:
-    """Return the training's wait for a core, and who had the core; ``None`` if the wait is short or unknown.
+    """Return the wait for CPU cores, and who used them; ``None`` if the wait is short or unknown.
 
-    It waits itself, for workers without a core (a part of ``loading``, the cost of waiting for data), or for ranks.
+    It includes waits for workers without a core (a part of ``loading``, the wait for data), and for ranks without one.
     """
     cores = run.cores
     if cores is None or cores.wait_share is None:
@@ -58,15 +58,15 @@ def cpu_contention(run: RunMeasurements, loading: Finding | None) -> Finding | N
         "pressure_percent": None if cores.pressure_share is None else 100 * cores.pressure_share,
         "niceness": cores.niceness or None,
     }
-    # For a wait for ranks, only an upper bound of the part due to their cores is known.
+    # For waits on ranks, only an upper bound of the part due to missing cores is known.
     return counted("cpu_contention", share, evidence, advice, "heuristic" if of_ranks > 0 else "measured")
 
 
 def without_contention(run: RunMeasurements, found: Sequence[Finding], contention: Finding) -> list[Finding]:
     """Return the findings without the parts that missing cores explain.
 
-    These parts are waiting for data while workers had no core, and what has no other reason: irregular slow steps,
-    long unnamed work, and work of the host at no line of the program.
+    These are waits for data while workers had no core, and findings without another reason: irregular slow steps,
+    long unnamed work, and host work without a line of the program.
     """
     kept = []
     for one in found:
@@ -93,7 +93,7 @@ def _delayed_by_others(run: RunMeasurements) -> float:
         return 0.0
     if cores.throttled_share >= _MIN_THROTTLED:
         return min(1.0, delayed)
-    # It is unknown whom a thread waits for, so programs count by their use of cores.
+    # The program that blocks a thread is unknown, so programs count by their use of cores.
     busy = cores.own_cores + cores.others_cores
     return min(1.0, delayed) * cores.others_cores / busy if busy > 0 else 0.0
 
@@ -107,13 +107,13 @@ def _delayed_in_loading(run: RunMeasurements, share: float) -> float:
 
 
 def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
-    """Return who has the cores, in one word and in a phrase, and what to do."""
+    """Return the kind, a phrase about who uses the cores, and the advice."""
     allowed, quota = run.host.cores, run.host.quota_cores
     own = f"this job has {cores.runnable_threads:.1f} runnable threads" if cores.runnable_threads else "this job"
     more = _more_cores(run, cores)
     if quota is not None and cores.throttled_share >= _MIN_THROTTLED:
         stopped = f"{100 * cores.throttled_share:.0f} % of its periods"
-        taken_by = f"a quota allows {_cores(quota)}, and stopped this job in {stopped}"
+        taken_by = f"a quota allows {_cores(quota)}, and paused this job in {stopped}"
         raised = more or f"Raise the quota (cpu.max; docker run --cpus, resources.limits.cpu), now {_cores(quota)}."
         return "quota", taken_by, f"{raised}{_fewer_threads(run, cores)}"
     runnable, others = cores.runnable_threads or 0.0, cores.others_cores / max(1, cores.affinity_cores)
@@ -123,13 +123,13 @@ def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
         taken_by = f"other programs keep {cores.others_cores:.1f} of {_cores(cores.affinity_cores)} busy"
         advice = "Stop the other programs, or train where cores are free."
         if cores.niceness > 0:
-            advice += f" This job runs at nice {cores.niceness}, so that others go first: start it without nice."
+            advice += f" This job runs at nice {cores.niceness}, so other programs go first: start it without nice."
         if runnable > _FULL * allowed:
             advice += _fewer_threads(run, cores)
         return "other_programs", taken_by + (f": {users}" if users else ""), advice
     if 0 < cores.affinity_cores < cores.machine_cores and runnable > _FULL * allowed:
         taken_by = f"{own} and may use {cores.affinity_cores} of {_cores(cores.machine_cores)}"
-        widened = more or "Let it use more cores (taskset, docker run --cpuset-cpus)."
+        widened = more or "Allow it more cores (taskset, docker run --cpuset-cpus)."
         return "affinity", taken_by, f"{widened}{_fewer_threads(run, cores)}"
     advice = (
         _fewer_threads(run, cores).strip() or "Find which threads compute: top -H -p PID, or py-spy dump --pid PID."
@@ -148,7 +148,7 @@ def _more_cores(run: RunMeasurements, cores: CoreFacts) -> str:
 
 
 def _fewer_threads(run: RunMeasurements, cores: CoreFacts) -> str:
-    """Return how to have at most one runnable thread per core, after a space; empty if there is no way."""
+    """Return how to run at most one thread per core, after a space; empty if there is no way."""
     own_cores = math.floor(run.host.cores / run.host.local_ranks)
     workers = 0 if run.loader is None else run.loader.num_workers
     threads = max(1, own_cores - (workers > 0))  # leaves a core to the workers
@@ -160,7 +160,7 @@ def _fewer_threads(run: RunMeasurements, cores: CoreFacts) -> str:
     if run.host.local_ranks > max(1.0, run.host.cores):
         most = max(1, math.floor(run.host.cores))
         change.append(f"at most {most} rank{'s' * (most > 1)} on this machine (now {run.host.local_ranks})")
-    return f" Have fewer threads compute: {', '.join(change)}." if change else ""
+    return f" Use fewer threads: {', '.join(change)}." if change else ""
 
 
 def _cores(count: float) -> str:
@@ -177,7 +177,7 @@ CAUSE = Cause(
             "other_programs",
         ),
         Shape(
-            "a quota allows ... cores, and stopped this job in ... % of its periods",
+            "a quota allows ... cores, and paused this job in ... % of its periods",
             "`docker run --cpus`, `resources.limits.cpu`, `--cpus-per-task`; or fewer threads",
             "quota",
         ),

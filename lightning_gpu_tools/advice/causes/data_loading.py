@@ -1,8 +1,8 @@
 """data_loading: training waits for batches.
 
-The median wait in steady steps; on a GPU only as far as the GPU was idle meanwhile, by CUDA events around sampled
-steps. The kind comes from polls of the workers (/proc: running, without a core, waiting for storage), from batches that
-are ready early or late, and from CPU times.
+Takes the median wait in steady steps. On a GPU, only waits during which the GPU was idle count, by CUDA events around
+sampled steps. The kind comes from polls of the workers (/proc: running, without a core, waiting for storage), from
+batches that are ready early or late, and from CPU times.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _COMPUTING = 0.50
 # share of it. loadtune calls a CPU saturated at 85 %.
 _RUNNABLE = 0.80
 _DELAYED = 0.20
-_READY = 0.90  # nothing waits for the workers if a batch is ready before this share of steps
-# One worker lags if, when its batch arrives at last, half of all prefetched batches are ready.
+_READY = 0.90  # the workers are fast enough if a batch is ready before this share of steps
+# One worker lags if half of all prefetched batches are ready when its batch arrives.
 _READY_OUT_OF_ORDER = 0.5
 _MIN_LONG_WAITS = 5
 # A cold page cache: the first third of a run reads three times as much from storage as the last third (gpuprof's rule),
@@ -66,7 +66,7 @@ _MIN_COLD_BLOCKS = 6
 _MIN_STORAGE_BYTES = 64 * 2**10  # per batch
 _UNPACKING = 0.5  # of its wait: a training process that computes for this part is unpacking batches
 # Receiving a batch of one tensor took 0.5 to 2.3 ms, which no setting changes.
-_MIN_UNPACKING_S = 0.005  # twice the most
+_MIN_UNPACKING_S = 0.005  # twice the longest
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -88,8 +88,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "exposed_percent": None if run.gpu_idle is None else 100 * run.exposed(DATA_LOADING),
     }
     advice = (
-        "The loader is not a torch DataLoader: use its own settings to load in parallel, or to cache what it "
-        "computes for each batch."
+        "The loader is not a torch DataLoader. Use its own settings to load in parallel, or cache what it computes "
+        "for each batch."
     )
     found = replace(counted("data_loading", share, evidence, advice), ceiling_lower=ceiling(min(lower * scale, share)))
     if run.loader is None:
@@ -116,12 +116,12 @@ def _of_torch_loader(
     plan = plan_loader(loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
     tried = max(plan.settings.num_workers, loader.num_workers + 1)
     after = predict_step(loader, cost, tried, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
-    # The saved part of the wall time. A wait that overlaps GPU work counts only as far as the GPU feels it.
+    # The saved part of the wall time. A wait that overlaps GPU work counts only if the GPU was idle.
     saved = [found.share * (step_s - one_s) / wait_s for one_s in after]
     upper, expected, lower = (1 / (1 - one) for one in saved)
     if _has_no_free_core(seen):
         lower, expected, upper = (min(1.0, one) for one in (lower, expected, upper))
-    if upper >= MIN_CEILING_LOWER:  # else there is nothing to predict
+    if upper >= MIN_CEILING_LOWER:
         lower, upper = lower / (1 + BETWEEN_RUNS), upper * (1 + BETWEEN_RUNS)
     speedup = (lower, expected, upper)
     computes = cpu_s is None or cpu_s >= _COMPUTING * wall_s
@@ -142,7 +142,7 @@ def _of_torch_loader(
     evidence |= evidence_of(run.storage)
     known = {name: value for name, value in evidence.items() if value is not None}
     found = with_range(replace(found, advice=advice, evidence={**found.evidence, **known}), tried, *speedup)
-    # Other advice may end the wait altogether.
+    # Other advice may end the whole wait.
     return advised(found) if kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers else found
 
 
@@ -168,12 +168,12 @@ def _shortage(
     settings = settings_line(now, plan.settings)
     in_memory, better = run.storage is not None and run.storage.is_memory, elsewhere(run.storage)
     if plan.settings.num_workers > run.host.cores:
-        settings += ". torch warns of more workers than cores: that is fine where they wait for storage"
+        settings += ". torch warns about more workers than cores: ignore it, because they wait for storage"
     if now.num_workers > 1 and out_of_order >= _READY_OUT_OF_ORDER:
         kind = "slow_worker"
         advice = (
-            f"Some batches hold the others up: when a late one arrives, {100 * out_of_order:.0f} % of those that other "
-            "workers prefetched are ready. Find the samples, or the worker, that take so long. To bridge the gaps, set "
+            f"Some batches delay the others: when a late one arrives, {100 * out_of_order:.0f} % of the batches "
+            "prefetched by other workers are ready. Find the slow samples, or the slow worker. To bridge the gaps, set "
             f"prefetch_factor={2 * (now.prefetch_factor or 2)} (now {now.prefetch_factor}), or in_order=False, which "
             "changes the order of batches."
         )
@@ -195,9 +195,9 @@ def _shortage(
         )
     elif not is_unpacking and (_has_no_free_core(seen) or (plan.limited_by == "cores" and not is_certain)):
         kind = "cpu_bound"
-        no_help = f"More workers will not help: {cpu_times}"
+        no_help = f"More workers will not help, because the CPU is the limit: {cpu_times}"
         may_help = (
-            f"The cores are the limit: {cpu_times}. Speedup with num_workers={tried}: {as_times(lower)} to "
+            f"The CPU is the limit: {cpu_times}. Speedup with num_workers={tried}: {as_times(lower)} to "
             f"{as_times(upper)}; {search} measures it"
         )
         advice = (
@@ -207,32 +207,32 @@ def _shortage(
     elif not is_unpacking and (plan.settings.num_workers > now.num_workers or plan.limited_by == "shm"):
         kind = "too_few_workers"
         advice = (
-            f"The step could use {plan.workers_needed} workers (now {now.num_workers}), but /dev/shm has no room "
+            f"Training needs {plan.workers_needed} workers (now {now.num_workers}), but /dev/shm is too small "
             "for their batches. Enlarge it: docker run --shm-size=..., or --ipc=host."
         )
         if plan.settings.num_workers > now.num_workers:
             found = BY_THE_FINDER if run.has_trainer else f"{search} finds them."
-            limits = {"cores": f" Then the cores are the limit: {cpu_times}.", "shm": f" {advice}"}
+            limits = {"cores": f" Beyond that, the CPU is the limit: {cpu_times}.", "shm": f" {advice}"}
             advice = f"Set {settings}. {found}{limits.get(plan.limited_by or '', '')}"
     else:
         kind = "main_process"
         advice = (
-            f"The limit is unpacking what the {now.num_workers} workers send, which more of them do not speed up. "
-            "Return few large tensors, not many small ones or Python objects, and collate in the workers."
+            f"The limit is unpacking what the {now.num_workers} workers send; more workers will not help. Return a "
+            "few large tensors, not many small ones or Python objects, and collate in the workers."
         )
     return kind, advice
 
 
 def _storage_facts(run: RunMeasurements) -> str:
-    """Return what was measured of the storage, as sentences, each after a space."""
+    """Return measurements of the storage, as sentences, each after a space."""
     seen, storage, facts = run.loading or LoadingFacts(), run.storage, ""
     if storage is not None:
         facts += f" {described(storage)}."
     if seen.read_ms is not None:
         read = format_duration(seen.read_ms / 1e3)
-        facts += f" A call of read waited {read} for storage (median of {seen.read_samples} samples)."
+        facts += f" A read call waited {read} for storage (median of {seen.read_samples} samples)."
     if storage is not None and storage.io_pressure_percent is not None:
-        facts += f" The I/O pressure was {storage.io_pressure_percent:.0f} %."
+        facts += f" I/O pressure was {storage.io_pressure_percent:.0f} %."
     return facts
 
 
@@ -249,12 +249,12 @@ def _cpu_times(run: RunMeasurements, load_cpu_s: float, step_cpu_s: float) -> st
     host = run.host
     cores = f"{host.cores:g} core{'s' if host.cores > 1 else ''}"
     if host.cores_in_reach is not None and host.cores_in_reach < 0.9 * host.cores:
-        cores += f", of which other jobs leave it {host.cores_in_reach:.2g}"
+        cores += f" ({host.cores_in_reach:.2g} free of other jobs)"
     if host.local_ranks > 1:
         cores += f" for {host.local_ranks} ranks"
     return (
-        f"a batch takes {format_duration(load_cpu_s)} of CPU time and a step {format_duration(step_cpu_s)}, and this "
-        f"job has {cores}"
+        f"a batch takes {format_duration(load_cpu_s)} of CPU time, a step {format_duration(step_cpu_s)}, and this job "
+        f"has {cores}"
     )
 
 
@@ -270,19 +270,19 @@ CAUSE = Cause(
     shapes=[
         Shape(
             "Waiting for data takes ...; *Next* has `DataLoader(..., num_workers=...)` and a range of the speedup",
-            "set those values; `NumWorkersFinder()` measures and applies them, and then its measurement is the advice. "
-            "Beyond them, the step, the cores or /dev/shm are the limit",
+            "set these values, or let `NumWorkersFinder()` measure and apply them. If that is not enough, the limit is "
+            "the step itself, the CPU cores, or /dev/shm",
             "too_few_workers",
         ),
         Shape(
-            "More workers will not help, or The cores are the limit: a batch takes ... of CPU time and a step ...",
+            "The CPU is the limit: a batch takes ... of CPU time, a step ..., and this job has ... cores",
             "cache what is computed each time (decoded, tokenized or featurized samples), store smaller samples, get "
             "more cores",
             "cpu_bound",
         ),
         Shape(
             "The workers were waiting for storage in ... % of the polls",
-            "the local disk that is named; a few large files instead of many small ones",
+            "copy the data to the local disk in the advice; a few large files instead of many small ones",
             "io_bound",
         ),
         Shape(
@@ -292,12 +292,12 @@ CAUSE = Cause(
         ),
         Shape(
             "Early batches read ... each from storage; or ... % of the waiting was in the first ... steps",
-            "nothing: it ends after the first epoch",
+            "no change: it ends after the first epoch",
             "cold_cache",
         ),
         Shape(
             "Some batches take as long to load as ... steps",
-            "find what the dataset does for them; more prefetched batches",
+            "find out what the dataset does for them; prefetch more batches",
             "slow_batches",
         ),
         Shape(

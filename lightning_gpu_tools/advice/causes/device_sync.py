@@ -1,8 +1,7 @@
-"""device_sync: the host waits for the GPU inside the step, and the GPU is idle when the host goes on.
+"""device_sync: the host waits for the GPU inside the step, and then the GPU waits for the host.
 
-A few steps run under torch.cuda.set_sync_debug_mode, which names the lines that wait, and torch.cuda.synchronize() is
-counted, too. What a step would take without these waits, at least as long as the host or the GPU works, bounds the
-gain.
+A few steps run under torch.cuda.set_sync_debug_mode, which reports the lines that wait. Calls of
+torch.cuda.synchronize() are counted as well. The time that a step would take without these waits limits the gain.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE, idle_in_step, syn
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
-_MAX_LINES = 3  # named; our default
+_MAX_LINES = 3  # our default: lines in the advice
 _LOG_WITHOUT_SYNC = " Pass the tensor itself to self.log; prog_bar=True syncs each time the bar is drawn."
 
 

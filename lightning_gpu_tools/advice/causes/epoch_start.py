@@ -1,7 +1,7 @@
-"""epoch_start: short epochs, whose start takes long.
+"""epoch_start: epochs are short, and starting one takes long.
 
-It includes the iterator, starting the workers, and the first batch. It is found in runs whose epochs are too short for
-steady steps, too.
+Times the iterator, the start of the workers, and the first batch. It is judged even if epochs are too short for steady
+steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_gpu_tools.advice.host_phases import phases_of
 from lightning_gpu_tools.training.phases import EPOCH_START
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
-MIN_EPOCHS = 5  # our default, in a run without enough steady steps: with fewer, it may be the start of the first alone
+MIN_EPOCHS = 5  # our default, without enough steady steps: in fewer epochs, only the first start may have been slow
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:

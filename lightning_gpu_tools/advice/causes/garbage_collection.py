@@ -1,6 +1,6 @@
-"""garbage_collection: Python's garbage collector looks through all objects again and again.
+"""garbage_collection: Python's garbage collector scans all objects again and again.
 
-Only collections beyond the youngest generation count, by Python's gc.callbacks.
+Times collections beyond the youngest generation, with Python's gc.callbacks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 def find(run: RunMeasurements) -> Iterator[Finding]:
     for one in phases_of(run, GARBAGE_COLLECTION):
         advice = (
-            "Call gc.collect() and gc.freeze() once before training: later collections then skip what exists. Where "
-            f"the program calls gc.collect() itself, call it {one.times} times less often."
+            "Call gc.collect() and gc.freeze() once before training, so that later collections skip existing objects. "
+            f"If the program calls gc.collect() itself, call it {one.times} times less often."
         )
         yield counted("garbage_collection", one.share, one.evidence, advice)
 
@@ -30,7 +30,7 @@ CAUSE = Cause(
     shapes=[
         Shape(
             "Garbage collection takes ...",
-            "`gc.collect()` and `gc.freeze()` once before training; fewer calls of `gc.collect()`",
+            "call `gc.collect()` and `gc.freeze()` once before training; call `gc.collect()` less often",
         )
     ],
     find=find,

@@ -1,7 +1,7 @@
 """host_to_device_copy: the GPU waits for batches to be copied; on the CPU, transfer hooks take long.
 
-On a GPU only the time counts for which the GPU was idle, by CUDA events around sampled steps. On the CPU it is the time
-in the transfer hooks.
+On a GPU, only time during which the GPU was idle counts, by CUDA events around sampled steps. On the CPU, all time in
+the transfer hooks counts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 def _on_cpu(run: RunMeasurements) -> Iterator[Finding]:
-    hooks = "the transfer hooks cheaper (transfer_batch_to_device, on_after_batch_transfer), or do their"
-    advice = f"Make {hooks if run.has_trainer else 'moving the batch cheaper, or do that'} work in the dataset, where "
+    hooks = "the transfer hooks faster (transfer_batch_to_device, on_after_batch_transfer), or do their"
+    advice = f"Make {hooks if run.has_trainer else 'moving the batch faster, or do that'} work in the dataset, where "
     for one in phases_of(run, COPY):
         yield counted("host_to_device_copy", one.share, one.evidence, f"{advice}workers run it in parallel.")
 
@@ -49,21 +49,21 @@ def _advice(run: RunMeasurements) -> str:
             ("Lightning", "transfer_batch_to_device") if run.has_trainer else ("Fabric", "batch.to(device)")
         )
         advice = (
-            "In the DataLoader set pin_memory=True (now False): the GPU copies page-locked memory in the background. "
-            f"{by_itself} passes non_blocking=True; your own {by_hand} must, too."
+            "Set DataLoader(pin_memory=True) (now False): the GPU copies page-locked memory in the background. "
+            f"{by_itself} passes non_blocking=True; your own {by_hand} must do so as well."
         )
     else:
         hook = " in on_after_batch_transfer" if run.has_trainer else ""
         advice = f"Copy less: send images as uint8 and convert them on the GPU{hook}."
     if len(run.ranks) > 1 and run.has_trainer:
         advice += (
-            " With several ranks no copy overlaps the previous step, because Lightning waits for the GPU before each "
+            " With several ranks, no copy overlaps the previous step, because Lightning synchronizes before each copy "
             "(Lightning issue 21487)."
         )
     if run.left_on_cpu:
         advice += (
-            f" Still on the CPU and copied on every use: {', '.join(run.left_on_cpu)}. Lightning moves parameters, "
-            "buffers and submodules: use register_buffer, nn.ModuleList or nn.ParameterList."
+            f" Still on the CPU and copied on every use: {', '.join(run.left_on_cpu)}. Lightning moves only "
+            "parameters, buffers and submodules: use register_buffer, nn.ModuleList or nn.ParameterList."
         )
     return advice
 

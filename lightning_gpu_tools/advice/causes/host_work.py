@@ -1,8 +1,8 @@
-"""host_work: inside the training step, the GPU waits for code that gives it little to do.
+"""host_work: inside the training step, the GPU waits for Python code that gives it little to do.
 
-The GPU's idle time inside the step, by CUDA events and the driver's utilization, where no line waits for the GPU and
-the host takes longer for each operation than launching needs. Operations are counted by their allocations of GPU
-memory; lines come from sampled stacks.
+Takes the GPU's idle time inside the step, by CUDA events and the driver's utilization, if no line waits for the GPU and
+the host needs more time per operation than a launch takes. Operations are counted by their allocations of GPU memory;
+lines come from sampled stacks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Finding, counted
 from lightning_gpu_tools.advice.idle_in_step import idle_in_step, is_tiny
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements, SourceLine
 
-_MIN_SHARE = 0.15  # our default: a well-fed GPU has some gaps, too
+_MIN_SHARE = 0.15  # our default: even a well-fed GPU has some gaps
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -27,9 +27,9 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "operations_per_step": run.watched.operations,
         "left_on_cpu": ", ".join(run.left_on_cpu) or None,
     }
-    advice = f"{FIND_FUNCTION} Do that work in the dataset, where workers run it ahead, or on the GPU."
+    advice = f"{FIND_FUNCTION} Move that work to the dataset, where workers do it in advance, or to the GPU."
     if run.left_on_cpu:
-        advice += f" Start with what is left on the CPU: {', '.join(run.left_on_cpu)}."
+        advice += f" Start with tensors that are still on the CPU: {', '.join(run.left_on_cpu)}."
     yield counted("host_work", idle.host_work, evidence, advice)
 
 
@@ -47,7 +47,7 @@ CAUSE = Cause(
     shapes=[
         Shape(
             "Work of the host inside the training step takes ..., with the source line",
-            "do it in the dataset, where workers run it ahead, or on the GPU",
+            "move it to the dataset, where workers do it in advance, or to the GPU",
         )
     ],
     find=find,

@@ -1,7 +1,7 @@
 """launch_bound: the host launches kernels more slowly than the GPU runs them.
 
-The GPU's idle time inside the step, by CUDA events and the driver's utilization, where no line waits for the GPU and
-the host takes little time for each operation. A step that is short and hardly keeps the GPU busy counts as well.
+Takes the GPU's idle time inside the step, by CUDA events and the driver's utilization, if no line waits for the GPU and
+the host needs little time per operation. A short step that hardly uses the GPU counts as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_gpu_tools.advice.idle_in_step import CAVEAT_OF_LARGER_BATCH, idle
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 
 # Our defaults.
-_MIN_SHARE = 0.15  # a well-fed GPU has some gaps, too
+_MIN_SHARE = 0.15  # even a well-fed GPU has some gaps
 _MIN_REPLAYS = 0.5  # of CUDA graphs per step; fewer are not part of the steps
 
 
@@ -45,9 +45,9 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 def _fewer_launches(run: RunMeasurements) -> str:
     fused = "a fused optimizer (AdamW(..., fused=True))"
     if run.replays_per_step >= _MIN_REPLAYS:
-        return f"CUDA graphs for what is still outside of the {run.replays_per_step:.0f} per step, {fused}"
+        return f"CUDA graphs for the code outside of the {run.replays_per_step:.0f} per step, {fused}"
     if run.compiled is not None:
-        return f"mode='reduce-overhead' (CUDA graphs) for what torch.compile compiles already, {fused}"
+        return f"mode='reduce-overhead' (CUDA graphs) in your torch.compile call, {fused}"
     return f"torch.compile(model, mode='reduce-overhead') (CUDA graphs), {fused}"
 
 

@@ -1,7 +1,7 @@
-"""logging: loggers, and ``self.log``, take the training thread's time.
+"""logging: loggers, or ``self.log``, take up the training thread.
 
-Each logger has a line of its own, by class, and collecting the metrics of self.log has one. On a GPU only the time
-counts for which the GPU was idle.
+Times each logger by class, and collecting the metrics of self.log. On a GPU, only time during which the GPU was idle
+counts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
 _USUAL_STEPS = 50  # Lightning's default of log_every_n_steps
-_MAX_STEPS = 1000  # our default: rarer metrics show too little
+_MAX_STEPS = 1000  # our default: less frequent metrics show too little
 
 
 def _advice(one: HostPhase, run: RunMeasurements) -> str:
     if not run.has_trainer:
-        return f"Log {one.times} times less often. Training waits meanwhile."
+        return f"Log {one.times} times less often. Training waits while it logs."
     if one.method == "log":
         return "Pass fewer metrics to self.log, without prog_bar=True, which syncs in every step."
     now = max(1, run.log_every_n_steps)

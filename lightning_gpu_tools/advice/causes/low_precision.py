@@ -1,7 +1,7 @@
-"""low_precision: 32-bit computing on a GPU whose tensor cores are idle.
+"""low_precision: the model computes in 32-bit, and the GPU's tensor cores are idle.
 
-The driver's counter of active tensor cores (GPM, on Hopper and later) is near zero at a precision of 32 bits. That
-products run twice as fast is a rule of thumb.
+The driver's counter of active tensor cores (GPM, on Hopper and later) is near zero at 32-bit precision. A speedup of 2
+for matrix products is a rule of thumb.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if capability >= _AMPERE:
         advice = f"Set {driver}(precision='bf16-mixed')"
         if run.matmul_precision == "highest":
-            advice += ", or with less change torch.set_float32_matmul_precision('high') (TF32)"
+            advice += ", or for a smaller change torch.set_float32_matmul_precision('high') (TF32)"
         advice += ", and compare the validation metric."
     else:
         advice = (
-            f"Set {driver}(precision='16-mixed'); this GPU has no bf16. Watch for a loss of inf or nan: fp16 overflows "
-            "beyond 65504."
+            f"Set {driver}(precision='16-mixed'); this GPU does not support bf16. Watch for a loss of inf or nan: fp16 "
+            "overflows above 65504."
         )
     yield counted(
         "low_precision",
@@ -55,7 +55,7 @@ CAUSE = Cause(
     shapes=[
         Shape(
             "Computing in 32-bit leaves the tensor cores idle and costs ...",
-            '`precision="bf16-mixed"` (`"16-mixed"` before Ampere, where numbers beyond 65504 overflow)',
+            '`precision="bf16-mixed"` (`"16-mixed"` before Ampere, where numbers above 65504 overflow)',
         )
     ],
     find=find,

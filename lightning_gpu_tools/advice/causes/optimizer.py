@@ -1,8 +1,7 @@
-"""optimizer: on the CPU, the optimizer takes far longer than the rest of the step accounts for.
+"""optimizer: on the CPU, the optimizer takes far longer than forward and backward account for.
 
-The median times of the optimizer's step, of forward and of backward in steady steps are compared. That says something
-only without a GPU and with one rank: elsewhere these include waiting. It is reported where an optimizer has a fused
-form, or is not one of torch's.
+Compares the median times of optimizer, forward and backward in steady steps. Only for one rank without a GPU: otherwise
+these times include waiting. Reported if an optimizer has a fused implementation, or is not one of torch's.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from lightning_gpu_tools.training.phases import OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
-# In multiples of forward plus backward. On two cores with torch 2.13, Adam took 0.1 to 1.3 times as long, but 2.4 to
-# 3.2 times with batches of one sample or a large embedding; fused=True left 13 to 25 %.
+# Multiples of forward plus backward. On two cores with torch 2.13, Adam took 0.1 to 1.3 times as long, but 2.4 to
+# 3.2 times with batches of one sample or a large embedding; fused=True reduced it to 13 to 25 %.
 _MAX = 2.0
 _FUSED_SAVES = 0.7
 
@@ -41,7 +40,7 @@ CAUSE = Cause(
     begins=lambda evidence, has_trainer: f"The optimizer {printable(evidence.get('name') or '')} takes",
     shapes=[
         Shape(
-            "The optimizer ... takes ...: on the CPU, far more than the rest of the step accounts for", "`fused=True`"
+            "The optimizer ... takes ...: on the CPU, far longer than forward and backward account for", "`fused=True`"
         )
     ],
     find=find,

@@ -1,7 +1,7 @@
 """power_cap: the driver lowers the clocks of a busy GPU at its power limit.
 
-The driver's reasons for throttling and its clocks, while the GPU is busy. A GPU whose limit is the highest that it has
-is not reported, because nothing can be changed.
+Reads the driver's throttling reasons and clocks while the GPU is busy. A GPU at its highest possible limit is not
+reported, because nothing can be changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     limit_watts, max_watts = gpu.power_limit_watts, gpu.power_limit_watts_max
     if capped_percent is None or clock_percent is None or busy_percent < BUSY_PERCENT:
         return
-    # At the highest limit, as an H100 is delivered, dense matrix products reach it, and nothing can be changed.
+    # An H100 is delivered at its highest limit; dense matrix products reach it, and nothing can be changed.
     if limit_watts is None or max_watts is None or limit_watts >= max_watts:
         return
     if capped_percent <= _MIN_PERCENT or clock_percent >= _MAX_CLOCK_PERCENT:
@@ -58,7 +58,7 @@ CAUSE = Cause(
     shapes=[
         Shape(
             "Throttling at the power limit costs ...",
-            "the power limit. It slows a busy GPU down and never leaves it idle",
+            "raise the power limit. Throttling slows a busy GPU down but never leaves it idle",
         )
     ],
     find=find,

@@ -1,7 +1,7 @@
-"""recompilation: torch.compile compiles the same function again and again, or has given up on it.
+"""recompilation: torch.compile compiles the same function again and again, or no longer compiles it.
 
-torch's own record of its compilations, which is read once a second: how often each function was compiled again, for how
-long, and which condition failed. A function that torch no longer compiles is reported whatever that costs.
+Reads torch's own record of compilations once a second: how often each function was compiled again, how long it took,
+and which guard failed. A function that torch no longer compiles is always reported.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lightning_gpu_tools.advice.lines import in_words, is_of_program
 from lightning_gpu_tools.training.run_measurements import CompiledCode, Recompiled, RunMeasurements
 from lightning_gpu_tools.units import printable
 
-# Our defaults. torch compiles a function once more to let a size vary; that is no fault, and happens for a few sizes.
+# Our defaults. Compiling a function again to make a size dynamic is normal, and happens for a few sizes.
 _MIN_COUNT = 3
-_MAX_LINES = 3  # named
+_MAX_LINES = 3  # in the report
 _MAX_REASON = 200  # characters of torch's reason
 _SIZE = re.compile(r"tensor '(?P<tensor>.+?)' (?:size|stride) mismatch at index (?P<dimension>\d+)")
 
@@ -31,7 +31,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 def given_up(run: RunMeasurements) -> Iterator[Finding]:
-    """Yield a finding if torch no longer compiles a function, whatever compiling has cost. Its own cost is unknown."""
+    """Yield a finding if torch no longer compiles a function, whatever compiling has cost."""
     if _stopped(() if run.compiled is None else run.compiled.recompiled) is not None:
         yield _finding(run, 0.0)
 
@@ -65,22 +65,22 @@ def _finding(run: RunMeasurements, share: float) -> Finding:
 def _advice(compiled: CompiledCode, worst: Recompiled, reason: str) -> str:
     name = printable(worst.function)
     where = f"{name} ({printable(worst.file)}:{worst.line})" if is_of_program(worst.file) else name
-    said = f"torch compiled {where} again {worst.count:,} time{'s' * (worst.count > 1)}"
-    said += f", the last time because: {reason}." if reason else "."
+    advice = f"torch recompiled {where} {worst.count:,} time{'s' * (worst.count > 1)}"
+    advice += f"; the last reason was: {reason}." if reason else "."
     if size := _SIZE.search(worst.reason):
         tensor = re.sub(r"^L\['(.+?)'\]", r"\1", size["tensor"])
-        said += (
-            f" Pad batches to few lengths, or call torch._dynamo.mark_dynamic({printable(tensor)}, "
+        advice += (
+            f" Pad batches to a few lengths, or call torch._dynamo.mark_dynamic({printable(tensor)}, "
             f"{size['dimension']}) before the compiled code runs."
         )
     else:
-        said += " Keep what it depends on the same in every step, or pass it as a tensor."
+        advice += " Keep the value it depends on constant, or pass it as a tensor."
     if worst.stopped_at_step is not None:
-        said += f" Compiled code is no longer used for new cases since about step {worst.stopped_at_step:,}"
+        advice += f" Since about step {worst.stopped_at_step:,}, new cases run without compiled code"
         if compiled.limit is not None:
-            said += f"; raise torch._dynamo.config.{compiled.limit[0]} (now {compiled.limit[1]})"
-        said += "."
-    return said
+            advice += f"; raise torch._dynamo.config.{compiled.limit[0]} (now {compiled.limit[1]})"
+        advice += "."
+    return advice
 
 
 _COMPILED = Recompiled(
@@ -104,9 +104,9 @@ CAUSE = Cause(
     begins="Compiling the same code again takes",
     shapes=[
         Shape(
-            "Compiling the same code again takes ...: the function, its line, and why; compiled code is no longer used "
-            "since step ...",
-            "few lengths, `mark_dynamic`, `torch._dynamo.config.recompile_limit`",
+            "Compiling the same code again takes ...: the function, its line, and why; since step ..., new cases run "
+            "without compiled code",
+            "pad to a few lengths, `mark_dynamic`, `torch._dynamo.config.recompile_limit`",
         )
     ],
     find=find,

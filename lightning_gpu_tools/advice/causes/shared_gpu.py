@@ -1,6 +1,6 @@
-"""shared_gpu: other jobs compute on the same GPU, so its utilization says nothing about this training.
+"""shared_gpu: other jobs compute on the same GPU, so its utilization says nothing about this run.
 
-The driver's utilization by process, and without it the memory of other processes. No other cause is judged then.
+Reads the driver's utilization by process, or without it the memory of other processes. No other cause is judged then.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasureme
 from lightning_gpu_tools.units import format_bytes
 
 # Our defaults.
-_MIN_PERCENT = 10.0  # that others use it; with less, the times of this training still hold
-_MIN_BYTES = 2**30  # that others hold, if the driver does not report what they use
+_MIN_PERCENT = 10.0  # utilization by other jobs: with less, the times of this run still hold
+_MIN_BYTES = 2**30  # memory of other jobs, if the driver does not report their utilization
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -37,7 +37,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 def what_others_do(evidence: Mapping[str, float | str]) -> str:
-    """Return in words what other jobs do on the GPU."""
+    """Return a phrase about the other jobs on the GPU."""
     percent, size = evidence.get("others_utilization_percent"), evidence.get("others_memory_bytes")
     uses = [] if percent is None else [f"keep the GPU {percent:.0f} % busy"]
     if size is not None:

@@ -1,8 +1,8 @@
-"""slow_steps: a few steps take much longer than the rest, or the first ones do.
+"""slow_steps: a few steps take much longer than the rest, or the first steps do.
 
-A step that takes twice the median, or that many first steps, with the line of the report in which it loses that time.
-On a GPU only the time counts for which the GPU was idle. What is due to another cause goes into the evidence of that
-cause.
+Finds steps that take twice the median, and first steps that are as slow, with the line of the report in which they lose
+that time. On a GPU, only time during which the GPU was idle counts. Slow steps due to another cause become evidence of
+that cause.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowS
 
 # Our defaults.
 _NEARLY_ALL = 0.90  # of the waiting
-# If four workers are too few, every fourth step waits as long as four steps take. Waits twice as long have another
-# reason. They replace the steady wait if they are half of all.
+# If four workers are too few, every fourth step waits for the time of four steps. Waits twice as long have another
+# reason. They replace the steady wait if they are at least half of all waiting.
 _LONGER_THAN_BURSTS = 2.0
 _MOST = 0.5
 # Slow steps in these phases have no other finding.
@@ -56,8 +56,8 @@ def revised(run: RunMeasurements, found: Sequence[Finding]) -> list[Finding]:
     return findings
 
 
-def unsaid(run: RunMeasurements, findings: Sequence[Finding]) -> str:
-    """Return in words the most uneven thing that no finding covers; empty if there is none."""
+def not_in_findings(run: RunMeasurements, findings: Sequence[Finding]) -> str:
+    """Return a phrase about the most uneven phase that no finding covers; empty if there is none."""
     for one in uneven(run):
         if one.phase not in PAUSES and not any(_is_about(finding, one) for finding in findings):
             return f"{details({**one.evidence, 'phase': one.phase})}: {100 * one.share:.0f} % of the wall time"
@@ -86,7 +86,7 @@ def _slow_work(one: Uneven) -> Finding:
         kind = "beginning"
         basis = "heuristic"
         advice = (
-            "A longer training loses less. Pad batches to few lengths: torch.compile and cuDNN start anew for each."
+            "Longer runs lose less. Pad batches to a few lengths: torch.compile and cuDNN start over for each length."
         )
     elif "batch_items_times" in evidence:
         kind = "longer_batches"
@@ -98,19 +98,19 @@ def _slow_work(one: Uneven) -> Finding:
     elif "every_steps" in evidence:
         kind = "periodic"
         advice = (
-            f"Find what runs every {evidence['every_steps']} steps in {where}. Run it less often, or make it cheaper."
+            f"Find what runs every {evidence['every_steps']} steps in {where}. Run it less often, or make it faster."
         )
     else:
         kind = "irregular"
         advice = (
-            f"Find what the slow steps have in common in {where}; the latest are {evidence['latest_steps']}. It can be "
-            "rare samples, a full disk, other programs or a slow rank."
+            f"Find what the slow steps have in common in {where}; the latest are {evidence['latest_steps']}. Possible "
+            "reasons: unusual samples, a full disk, other programs, or a slow rank."
         )
     return counted("slow_steps", one.share, {"kind": kind, "phase": one.phase, **evidence}, advice, basis)
 
 
 def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding | None:
-    """Return the finding on waiting for data, of another kind if it is mostly a few waits or those of the beginning."""
+    """Return the finding on waiting for data; of another kind if most waits are few long ones or at the beginning."""
     evidence, workers, times = one.evidence, 0 if run.loader is None else run.loader.num_workers, run.step_times
     begins = "first_steps" in evidence
     if begins:
@@ -131,12 +131,12 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
         if storage is not None:
             advice += f" {described(storage)}."
         if better is not None:
-            advice += f" To speed up the beginning, copy the data to {better} beforehand."
+            advice += f" To speed up the beginning, copy the data to {better} before training."
     else:
         kind = "slow_batches"
         advice = (
             f"Some batches take as long to load as {rounded(evidence['times_median'])} steps, the latest at steps "
-            f"{evidence['latest_steps']}. Find what the dataset does for them, or prefetch more batches than that "
+            f"{evidence['latest_steps']}. Find out what the dataset does for them, or prefetch more batches than that "
             "(num_workers times prefetch_factor)."
         )
     shown = {"kind": kind, "num_workers": workers, **evidence, **evidence_of(run.storage)}
@@ -167,27 +167,27 @@ CAUSE = Cause(
     shapes=[
         Shape(
             "Slow steps take ...: how many, how often, and in which line of the tree",
-            "what runs at that period",
+            "find what runs at that period",
             "periodic",
         ),
         Shape(
             "Slow steps take ...: how many, and in which line of the tree",
-            "what these steps have in common",
+            "find what these steps have in common",
             "irregular",
         ),
         Shape(
             "Slow steps have ... times as many elements per batch",
-            "samples of similar length in a batch, or fewer tokens in one",
+            "group samples of similar length, or limit the tokens of a batch",
             "longer_batches",
         ),
         Shape(
             "In the first ... steps, ... took ... times as long",
-            "nothing if it is compiling; otherwise few sizes of batches",
+            "no change if torch is compiling; otherwise use only a few batch shapes",
             "beginning",
         ),
     ],
     phases=_phases,
-    time="what these steps take longer",
+    time="the extra time",
     verified_on="cpu",
     sick=_with_slow_steps(15.0),
     healthy=_with_slow_steps(3.0),

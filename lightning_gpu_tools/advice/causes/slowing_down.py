@@ -1,10 +1,10 @@
 """slowing_down: steps take longer and longer over the run.
 
-Steady steps in up to 63 windows, by a robust line (Theil and Sen's). It counts only if a line fits the ranks of the
-windows better than two jumps do, as it does not with noise, another job that comes, or a slow beginning. Waiting for a
-CPU core or for other ranks is left out, and so are pauses such as validation. The share is what was added since the
-beginning, and is taken from other findings. What grows along with it is read in the background, and the size of the
-loss's graph in ever fewer steps.
+Fits a robust line (Theil-Sen) to steady steps in up to 63 windows. It counts only if the line fits the ranks of the
+windows better than two jumps do, which rules out noise, a job that starts, and a slow beginning. Waits for CPU cores or
+other ranks, and pauses such as validation, do not count. The share is the time added since the beginning; it is
+subtracted from other findings. Quantities that may grow with the step time are read in the background; the size of the
+loss's graph is read less and less often.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _MIN_WINDOWS = 24  # of at least ten steps each
 _MAX_WINDOWS = 63  # which take some milliseconds to judge
 _MIN_TIMES = 1.2  # as long as at the beginning
 _MIN_TIMES_LOWER = 1.1  # the same, at the lower end of the 95 % interval
-_NEARLY_ALL_PERCENT = 95.0  # of what was added, in one phase: "all of it"
-_MOST_PERCENT = 50.0  # of what was added: if no phase has as much, a step has become slower in all parts
-# What grows along with the steps, the median of its last third against that of its first.
+_NEARLY_ALL_PERCENT = 95.0  # of the added time, in one phase: "all of it"
+_MOST_PERCENT = 50.0  # of the added time: if no phase has as much, all parts of the step became slower
+# Quantities that grow with the step time: the median of the last third compared with that of the first.
 _MIN_LOST_CLOCK_PERCENT = 5.0  # of the highest clock
 _MIN_BATCH_TIMES = 1.2  # as many elements
 _MIN_GRAPH_TIMES = 1.5  # as many operations
@@ -62,7 +62,7 @@ _WITHOUT_PYTHON = (BACKWARD, OPTIMIZER, ZERO_GRAD, GRADIENT_CLIPPING, HOST_TO_DE
 
 
 class _Sign(NamedTuple):
-    """A quantity that grows along with the steps, and what to do then."""
+    """A quantity that grows with the step time, and what to do about it."""
 
     quantity: Quantity
     min_times: float
@@ -91,17 +91,17 @@ _SIGNS = (
     _Sign(
         "batch_items", _MIN_BATCH_TIMES, 1.0, math.inf, _holds_batch,
         lambda first, last: f"as batches have {rounded(last / max(first, 1.0))} times as many elements",
-        "If batches are not meant to grow, shuffle samples of different lengths, or limit the elements of a batch.",
+        "If batches are not meant to grow, shuffle the samples, or limit the elements per batch.",
         Shape(
             "..., as batches have ... times as many elements",
-            "nothing if they are meant to grow; otherwise shuffled samples, or fewer elements in a batch",
+            "no change if they are meant to grow; otherwise shuffle samples, or limit the elements per batch",
             "larger_batches",
         ),
     ),
     _Sign(
         "graph_nodes", _MIN_GRAPH_TIMES, 1.0, math.inf, _is_in_step,
         lambda first, last: f"as the graph of the loss has grown from {first:,.0f} to {last:,.0f} operations",
-        "Something that is kept from step to step holds on to its graph: keep loss.detach() or loss.item() in sums and "
+        "A tensor that is kept from step to step also keeps its graph. Keep loss.detach() or loss.item() in sums and "
         "lists, and detach hidden states between steps.",
         Shape(
             "..., as the graph of the loss has grown from ... to ... operations",
@@ -111,37 +111,40 @@ _SIGNS = (
     ),
     _Sign(
         "lost_clock_percent", 1.0, _MIN_LOST_CLOCK_PERCENT, math.inf, _is_in_step,
-        lambda first, last: f"as the GPU's clock has lost {last - first:.0f} % of its highest",
-        "Heat or the power limit lowers the clock more and more: nvidia-smi -q -d PERFORMANCE names the reason. Have "
-        "the air flow and the fans checked.",
-        Shape("..., as the GPU's clock has lost ... % of its highest", "cooling, or the power limit", "lower_clock"),
+        lambda first, last: f"as the GPU's clock has lost {last - first:.0f} % of its maximum",
+        "Heat or the power limit lowers the clock more and more: nvidia-smi -q -d PERFORMANCE shows the reason. Check "
+        "the air flow and the fans.",
+        Shape(
+            "..., as the GPU's clock has lost ... % of its maximum", "cool it better, or raise the power limit",
+            "lower_clock",
+        ),
     ),
     _Sign(
         "written_bytes_per_step", _MIN_BYTES_TIMES, _MIN_WRITTEN_BYTES, math.inf, _may_run_python,
         lambda first, last: f"as {format_bytes(last)} are written per step instead of {format_bytes(first)}",
-        "Append to the file instead of writing all of it again.",
+        "Append to the file instead of rewriting it.",
         Shape(
             "..., all of it in the logger ..., whose file has grown to ... rows",
-            "append instead of writing all again; with `CSVLogger`, the same names of metrics throughout",
+            "append to the file instead of rewriting it; with `CSVLogger`, log the same metric names throughout",
             "rewritten_file",
         ),
     ),
     _Sign(
         "storage_bytes_per_step", _MIN_BYTES_TIMES, _MIN_STORAGE_BYTES, math.inf, lambda phase: phase == DATA_LOADING,
         lambda first, last: f"as {format_bytes(last)} are read from storage per step instead of {format_bytes(first)}",
-        "The page cache no longer holds the data. Leave it more memory (fewer workers, less that the program keeps), "
+        "The page cache no longer holds the data. Leave it more memory (use fewer workers, keep less in the program), "
         "or store smaller samples.",
         Shape(
             "..., as ... are read from storage per step instead of ...",
-            "more memory for the page cache, or smaller samples",
+            "leave more memory to the page cache, or store smaller samples",
             "storage_reads",
         ),
     ),
     _Sign(
         "python_objects", 1.0, _MIN_OBJECTS, _MAX_S_PER_OBJECT, _may_run_python,
         lambda first, last: f"as {last - first:,.0f} more Python objects are kept",
-        "Something keeps more in every step, and goes through all of it: keep a running sum, or only the latest, as in "
-        f"collections.deque(maxlen=1000). {FIND_FUNCTION}",
+        "A collection grows in every step, and each step iterates over all of it. Keep a running sum, or only the "
+        f"latest values: collections.deque(maxlen=1000). {FIND_FUNCTION}",
         Shape(
             "..., as ... more Python objects are kept, with the source line",
             "running sums, or a `deque` with a `maxlen`, instead of a list that only grows",
@@ -151,32 +154,32 @@ _SIGNS = (
     _Sign(
         "resident_bytes", 1.0, _MIN_MEMORY_BYTES, _MAX_S_PER_BYTE, _may_run_python,
         lambda first, last: f"as memory has grown by {format_bytes(last - first)}",
-        "An array or a tensor grows in every step: torch.cat and numpy.concatenate copy all that was there. Collect "
-        f"the parts in a list, and join them once. {FIND_FUNCTION}",
+        "An array or a tensor grows in every step, and torch.cat and numpy.concatenate copy all of it. Collect the "
+        f"parts in a list, and join them once. {FIND_FUNCTION}",
         Shape(
             "..., as memory has grown by ..., with the source line",
-            "a list that is joined once, instead of `torch.cat` in every step",
+            "collect parts in a list and join it once, instead of calling `torch.cat` in every step",
             "kept_memory",
         ),
     ),
 )  # fmt: skip
 _OF_ALL_PARTS = ("lower_clock", "larger_batches")
-_WHOLE_STEP = Shape("..., in all parts", "other programs and the heat of the machine", "whole_step")
-_UNKNOWN = Shape("..., all of it in one line of the tree, with the source line", "what it does more of", "unknown")
+_WHOLE_STEP = Shape("..., in all parts", "check other programs and the temperature of the machine", "whole_step")
+_UNKNOWN = Shape("..., all of it in one line of the tree, with the source line", "find what grows there", "unknown")
 
 
 class _Slowdown(NamedTuple):
     first_s: float  # per step
     last_s: float
-    times: tuple[float, float, float]  # as long, and the 95 % interval
-    share: float  # of the wall time, that was added
+    times: tuple[float, float, float]  # the factor, and its 95 % interval
+    share: float  # added time, of the wall time
     share_lower: float
     by_phase: Mapping[str, float]  # parts of the share, largest first
     slope_s: float  # per step, of the phase with the largest part
 
 
 def slowing_down(run: RunMeasurements) -> Finding | None:
-    """Return the finding that steps take longer and longer; ``None`` if they do not."""
+    """Return a finding if steps take longer and longer, else ``None``."""
     found = _slowdown(run)
     if found is None:
         return None
@@ -205,7 +208,7 @@ def slowing_down(run: RunMeasurements) -> Finding | None:
 def without_slowdown(
     run: RunMeasurements, found: Sequence[Finding], slower: Finding, phases_of: Callable[[Finding], Sequence[str]]
 ) -> list[Finding]:
-    """Return the findings without the time that was added to steps. ``phases_of`` returns the phases of a finding."""
+    """Return the findings without the time added to steps. ``phases_of`` returns the phases of a finding."""
     slowdown, kept = _slowdown(run), []
     assert slowdown is not None
     for one in found:
@@ -237,7 +240,7 @@ def _slowdown(run: RunMeasurements) -> _Slowdown | None:
     if found is None or found.line.times < _MIN_TIMES or found.lower.times < _MIN_TIMES_LOWER:
         return None
     slopes = {phase: max(0.0, slope(values)) for phase, values in by_phase.items()}
-    # It is 0 for what happens in few windows, as a log file that is written every 100 steps of a short run.
+    # A slope is 0 if the phase occurs in few windows, such as a log file written every 100 steps of a short run.
     whole = sum(slopes.values()) or 1.0
     added = found.line.added * sum(one.steps for one in windows) / run.wall_s
     shares = {phase: _lost(run, phase, added * part / whole) for phase, part in slopes.items()}
@@ -258,12 +261,12 @@ def _slowdown(run: RunMeasurements) -> _Slowdown | None:
 
 def _lost(run: RunMeasurements, phase: str, share: float) -> float:
     if _is_in_step(phase):
-        return share  # even if the GPU is busy then: it has more to do, or is slower
+        return share  # even while the GPU is busy: it has more to do, or is slower
     return min(share * run.exposed(phase), run.idle_share)
 
 
 def _what_grows(run: RunMeasurements, phase: str, percent: float, added_s: float) -> tuple[str, str, Evidence]:
-    """Return the kind, the advice, and the evidence of the first sign that applies."""
+    """Return the kind, advice and evidence of the first sign that applies."""
     is_everywhere = percent < _MOST_PERCENT
     for sign in _SIGNS:
         ends, kind = rise(run.readings.get(sign.quantity, ())), sign.shape.kind
@@ -283,13 +286,13 @@ def _what_grows(run: RunMeasurements, phase: str, percent: float, added_s: float
         is_csv = phase == f"{LOGGING}/CSVLogger"
         return kind, _OF_CSV_LOGGER if is_csv else sign.advice, evidence
     if is_everywhere:
-        advice = "Other programs or heat may slow the whole machine down: look at top, and at the clocks of its cores."
+        advice = "Other programs or heat may slow the whole machine down: check top, and the clocks of the CPU cores."
         return _WHOLE_STEP.kind, advice, {}
-    return _UNKNOWN.kind, f"Nothing else that is measured grows along with it. {FIND_FUNCTION}", {}
+    return _UNKNOWN.kind, f"No measured quantity grows with it. {FIND_FUNCTION}", {}
 
 
 _OF_CSV_LOGGER = (
-    "CSVLogger writes its whole file again for each metric with a new name: log the same names throughout, or use "
+    "CSVLogger rewrites its whole file for each metric with a new name. Log the same names throughout, or use "
     "TensorBoardLogger, which only appends."
 )
 
@@ -303,7 +306,7 @@ def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
         part = "all" if percent >= _NEARLY_ALL_PERCENT else f"{percent:.0f} %"
         where = f"{part} of it in {quoted(str(evidence['phase']))}"
     grew = f", {evidence['what_grew']}" if "what_grew" in evidence else ""
-    return f"Steps became {times} times as long (95 % interval {lower} to {upper}), {where}{grew}. What was added takes"
+    return f"Steps became {times} times as long (95 % interval {lower} to {upper}), {where}{grew}. The added time is"
 
 
 def _with_logging(*ms: float) -> RunMeasurements:

@@ -1,7 +1,7 @@
-"""small_batch: kernels that keep few of the GPU's multiprocessors busy, where a larger batch fits.
+"""small_batch: kernels use few of the GPU's multiprocessors, and a larger batch fits.
 
 The driver's counter of active multiprocessors (GPM, on Hopper and later) is low while the GPU looks busy. The batch
-that fits comes from the memory of recorded steps.
+size that fits is computed from the memory of recorded steps.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ CAUSE = Cause(
     shapes=[
         Shape(
             "A batch too small to fill the GPU costs ...",
-            "the `batch_size` in the advice: what fits by measured memory",
+            "the `batch_size` in the advice, which fits by measured memory",
         )
     ],
     find=find,
     needs=("gpu.sm_active_percent",),
-    after=("communication",),  # which keeps few multiprocessors busy, too
+    after=("communication",),  # which also keeps few multiprocessors busy
     verified_on="hardware",
     sick=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496),
     healthy=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=80.0), largest_batch_size=496),

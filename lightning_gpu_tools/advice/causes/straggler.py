@@ -1,7 +1,7 @@
-"""straggler: one rank, or all ranks of a node, for which all others wait in every step.
+"""straggler: all ranks wait in every step for one slow rank, or for the ranks of one node.
 
-Every rank publishes the times of its own work by phase. The rank is named that works longer than the median rank by
-more than the noise, if the others wait longer than it does, and not by accident.
+Every rank publishes the times of its own work by phase. A rank is a straggler if it works longer than the median rank
+by more than the noise, repeatedly, and the others wait longer than it does.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from lightning_gpu_tools.training.phases import (
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.units import format_duration, number_ranges, printable
 
-# TraceML's rule: an excess over the median rank counts from 10 % of the step on, and a phase has it from 80 % of it on.
+# TraceML's rule: an excess over the median rank counts from 10 % of the step, and a phase explains it from 80 % of it.
 _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
 _SIGMA_PER_MAD = 1.4826  # standard deviation per median absolute deviation, of normal noise (Hampel's identifier)
 # Our defaults from here on.
 _MIN_WAITED = 0.50  # of the blamed rank's excess: the others' longer wait, or its own wait for a core
-_MOST = 2 / 3  # of the excess: a phase that is named at all
+_MOST = 2 / 3  # of the excess: the least for a phase to be reported
 _ALWAYS = 0.90  # of the parts of a run
 _ALIKE = 0.50  # of the slowest rank's excess: from here on, the ranks of a node are slow for the same reason
-_MIN_LATE_PARTS = 3  # fewer are an accident, unless there are few parts
-# From these values on, and from twice the median rank, slow storage or throttled clocks explain a slow rank.
+_MIN_LATE_PARTS = 3  # fewer are chance, unless there are few parts
+# At these values or more, and at least twice the median rank's, slow storage or throttled clocks explain a slow rank.
 _MIN_STORAGE_PERCENT = 30.0
 _MIN_THROTTLED_PERCENT = 20.0
 
@@ -50,10 +50,10 @@ _ADVICE = {
     "forward": "compare the size of its batches, its clocks and temperature, and other jobs on that machine",
     "backward": _GPU_ADVICE,
     "optimizer": _GPU_ADVICE,
-    "callback": "make it cheaper there, or call it less often",
+    "callback": "make it faster there, or call it less often",
     "logging": "log less often: Trainer(log_every_n_steps=...)",
     "checkpoint": "save less often, or in the background with AsyncCheckpointIO(PortableCheckpointIO())",
-    "validation": "give all ranks as many batches, and compare its storage and cores with theirs",
+    "validation": "give all ranks the same number of batches, and compare its storage and cores with theirs",
     "epoch_start": "compare its storage and cores, and set persistent_workers=True",
 }
 _ADVICE_IN_OWN_LOOP = {
@@ -64,9 +64,9 @@ _ADVICE_IN_OWN_LOOP = {
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    """Yield the rank or the node that all others wait for, if possible with the phase in which it loses time.
+    """Yield the rank or node that all others wait for, with the phase in which it loses time if one explains it.
 
-    The share is the gain for the job: the rank's lag behind the slowest rank that does not stand out.
+    The share is the gain for the job: the lag behind the slowest rank that is not an outlier.
     """
     ranks, found = run.ranks, slowest_rank(run.ranks)
     if found is None:
@@ -103,7 +103,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "phase": phase,
     }
     if phase is None:
-        where = "No single phase accounts for it: compare its cores, storage and clocks with those of the others."
+        where = "No single phase explains it: compare its cores, storage and clocks with those of the others."
     else:
         group, _, name = phase.partition("/")
         advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[group]
@@ -122,7 +122,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
-    """Return the positions of the values that the noise of all values does not explain."""
+    """Return the positions of outliers: values that the noise of all values does not explain."""
     typical_s = median_low(values_s)
     sigma_s = _SIGMA_PER_MAD * median_low(abs(one_s - typical_s) for one_s in values_s)
     # Of n values with normal noise, the highest is at about sqrt(2 ln n) standard deviations.
@@ -131,9 +131,9 @@ def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
 
 
 def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int], alike: set[int]) -> tuple[str, str, str]:
-    """Return a short and a long name of the slowest rank, or of its node if all of it is slow, and the others.
+    """Return a short and a long name of the slowest rank, or of its node if all its ranks are slow, and the others.
 
-    All of a node is slow if all its ranks are about as far ``behind`` as the slowest one (``alike``).
+    A node is slow if all its ranks are about as far ``behind`` as the slowest one (``alike``).
     """
     members: defaultdict[int, set[int]] = defaultdict(set)
     for rank in ranks:
@@ -151,7 +151,7 @@ def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int], alike: s
 
 
 def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s: float) -> tuple[float, str] | None:
-    """Return the share of the run in which a rank was late, and when; ``None`` for an accident, or noise."""
+    """Return the share of the run in which a rank was late, and when; ``None`` if it is chance or noise."""
     steps = max(rank.steps_over_time for rank in ranks)
     parts = [_in_parts_of(steps, rank) for rank in ranks]
     count = min(map(len, parts))
@@ -170,8 +170,8 @@ def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s
     elif all(late[: numbers[-1] + 1]):
         when = f"It was late up to about step {(numbers[-1] + 1) * steps:,}, for {lasted}."
     else:
-        when = f"It is late now and then, for {lasted} of {whole}."
-    # Noise goes both ways: at other times, a rank is faster by as much.
+        when = f"It is late at times, for {lasted} of {whole}."
+    # Noise has both signs: at other times, the rank would be faster by as much.
     is_certain = len(numbers) >= min(_MIN_LATE_PARTS, count / 2) and excess_s > -min(seen_s)
     return (len(numbers) / count, when) if is_certain else None
 
@@ -190,13 +190,13 @@ def _hardware_behind(ranks: Iterable[RankStep], slow: RankStep, phase: str | Non
     if 1e3 * (slow.core_wait_s - usual_s) >= _MIN_WAITED * float(evidence["behind_ms_per_step"] or 0.0):
         evidence["core_wait_ms_per_step"] = 1e3 * slow.core_wait_s
         return (
-            f"Its training thread waits {format_duration(slow.core_wait_s)} per step for a core, that of the median "
-            f"rank {format_duration(usual_s)}: free cores on that machine."
+            f"Its training thread waits {format_duration(slow.core_wait_s)} per step for a core (median rank: "
+            f"{format_duration(usual_s)}): free cores on that machine."
         )
     if phase in (DATA_LOADING, EPOCH_START):
-        name, least, what, those = "storage_wait_percent", _MIN_STORAGE_PERCENT, "workers wait for storage", "those"
+        name, least, what = "storage_wait_percent", _MIN_STORAGE_PERCENT, "workers wait for storage"
     elif phase is None or phase in PARTS_OF_STEP:
-        name, least, what, those = "throttled_percent", _MIN_THROTTLED_PERCENT, "GPU is throttled", "that"
+        name, least, what = "throttled_percent", _MIN_THROTTLED_PERCENT, "GPU is throttled"
     else:
         return ""
     known = [percent for rank in ranks if (percent := getattr(rank, name)) is not None]
@@ -204,7 +204,7 @@ def _hardware_behind(ranks: Iterable[RankStep], slow: RankStep, phase: str | Non
     if own_percent is None or own_percent < max(least, 2 * median_low(known)):
         return ""
     evidence[name] = own_percent
-    return f"Its {what} {own_percent:.0f} % of the time, {those} of the median rank {median_low(known):.0f} %."
+    return f"Its {what} {own_percent:.0f} % of the time (median rank: {median_low(known):.0f} %)."
 
 
 def _line_behind(slow: RankStep, phase: str | None, evidence: Evidence) -> str:
@@ -218,7 +218,7 @@ def _line_behind(slow: RankStep, phase: str | None, evidence: Evidence) -> str:
 
 
 def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) -> tuple[str | None, float]:
-    """Return the phase that has most of the excess, and its share."""
+    """Return the phase with most of the excess, and its share."""
     behind_s = {
         phase: seconds - median_low(rank.phase_s.get(phase, 0.0) for rank in ranks)
         for phase, seconds in slow.phase_s.items()
@@ -235,9 +235,9 @@ CAUSE = Cause(
     begins=lambda evidence, has_trainer: f"Waiting for {evidence['who']} takes",
     shapes=[
         Shape(
-            "Waiting for rank ..., or for node ..., takes ...; in which phase that loses the time, and since when or "
-            "how often",
-            "by phase: that rank's data and storage, its clocks and temperature, a callback, a checkpoint",
+            "Waiting for rank ... (or node ...) takes ...; the phase in which it loses time, and since when or how "
+            "often",
+            "by phase: compare its data, storage, clocks and temperature, or make a callback or checkpoint faster",
         )
     ],
     find=find,

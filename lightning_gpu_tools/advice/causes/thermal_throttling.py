@@ -1,6 +1,6 @@
 """thermal_throttling: heat lowers the clocks of a busy GPU.
 
-The driver's reasons for throttling and its clocks. Kernels are taken to slow down in proportion to the clock.
+Reads the driver's throttling reasons and clocks. Kernels are assumed to slow down in proportion to the clock.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     hot_percent = gpu.thermal_throttled_percent if gpu is not None else None
     if gpu is None or hot_percent is None or hot_percent <= _MIN_PERCENT:
         return
-    # Kernels slow down in proportion to the clock. If the clock is unknown, count all that throttling may have cost.
+    # If the clock is unknown, count the most that throttling may have cost.
     clock_percent = gpu.held_clock_percent
     slowed = (run.utilization_percent or 0.0) / 100 * (1 - (clock_percent or 0.0) / 100)
     advice = (
-        f"Heat throttled the clocks for {hot_percent:.0f} % of the time. Have the air flow, the fans and the "
-        "neighboring GPU checked. A lower power limit (nvidia-smi -pl) steadies the clocks."
+        f"Heat throttled the clocks for {hot_percent:.0f} % of the time. Check the air flow, the fans and the "
+        "neighboring GPU. A lower power limit (nvidia-smi -pl) steadies the clocks."
     )
     evidence = {"thermal_throttled_percent": hot_percent, "held_clock_percent": clock_percent}
     basis: Basis = "heuristic" if clock_percent is None else "measured"
@@ -35,7 +35,11 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 CAUSE = Cause(
     name="thermal_throttling",
     begins="Thermal throttling costs",
-    shapes=[Shape("Thermal throttling costs ...", "cooling. It slows a busy GPU down and never leaves it idle")],
+    shapes=[
+        Shape(
+            "Thermal throttling costs ...", "cool it better. Throttling slows a busy GPU down but never leaves it idle"
+        )
+    ],
     find=find,
     needs=("gpu.thermal_throttled_percent",),
     is_remark=True,

@@ -1,7 +1,6 @@
-"""unexplained: time without a name, and a GPU that is idle inside the step for no known reason.
+"""unexplained: time outside all measured phases, or a GPU that is idle inside the step for an unknown reason.
 
-The Trainer's own time beyond what is usual counts, too, and so does the GPU's idle time inside the step that no other
-finding explains.
+Adds the Trainer's own time beyond the usual, and the GPU's idle time inside the step that no other finding explains.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeas
 
 MAX_UNNAMED = 0.10  # our default, of the wall time: from here on, no run is healthy
 MIN_IDLE = 0.15  # our default, of the wall time: idle in the step beyond what other findings explain
-# Lightning 2.6 takes 0.2 to 0.5 ms of its own around a step, and more where cores are few. No setting changes it.
+# Lightning 2.6 takes 0.2 to 0.5 ms of its own around a step, and more with few cores. No setting changes it.
 _USUAL_TRAINER_S = 0.001
-_NAME_IT = "Write `with run.phase('validation'):` around it if it is validation. "
+_NAME_IT = "If it is validation, put it in `with run.phase('validation'):`. "
 _LINES = {
     TRAINER: "The Trainer's own work takes",
     TRAINING_STEP: "Work in the training step other than forward, backward and optimizer takes",
@@ -30,10 +29,10 @@ _LINES = {
 
 
 def long_lines(run: RunMeasurements) -> list[Finding]:
-    """Return a finding for each long line of the time tree that does not show what runs there."""
+    """Return a finding for each long line of the time tree that has no name of its own."""
     trainers = _USUAL_TRAINER_S / run.step_s
     usual = {UNEXPLAINED: 0.0, OUTSIDE_LOOP: 0.0, TRAINER: trainers}
-    # The rest of the step, if its parts are known. GPU time lost in it has findings of its own.
+    # The rest of the step, if its parts are known. GPU time lost in it has its own findings.
     if not run.on_gpu and any(base_phase(phase) == TRAINING_STEP != phase for phase in run.phase_s):
         usual[TRAINING_STEP] = trainers
     shares = {phase: min(run.lost_share(phase), run.idle_share) for phase in usual}
@@ -58,7 +57,7 @@ def idle_in_step(run: RunMeasurements, idle: float) -> Finding:
         advice = "Profile some steps with torch.profiler."
     left_on_cpu = ", ".join(run.left_on_cpu) or None
     if left_on_cpu:
-        advice += f" Start with what is left on the CPU: {left_on_cpu}."
+        advice += f" Start with tensors that are still on the CPU: {left_on_cpu}."
     evidence: Evidence = {"phase": TRAINING_STEP, "idle_percent": 100 * idle, "left_on_cpu": left_on_cpu}
     return replace(counted("unexplained", idle, evidence, advice), ceiling_lower=1.0)
 
@@ -70,7 +69,7 @@ def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
 
 
 def _phases(evidence: Mapping[str, float | str]) -> Sequence[str]:
-    # Not forward, backward and optimizer: they are phases of the step, too, but have a name.
+    # Without forward, backward and optimizer, which have names.
     is_rest_of_step = evidence["phase"] == TRAINING_STEP and "idle_percent" not in evidence
     return [] if is_rest_of_step else [str(evidence["phase"])]
 

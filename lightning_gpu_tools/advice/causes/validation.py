@@ -1,7 +1,7 @@
-"""validation: validation that is long and leaves the GPU idle.
+"""validation: validation takes long and leaves the GPU idle.
 
-It is judged by what is usual and, on a GPU, by how busy the GPU is meanwhile. The only validation of a run does not
-count.
+Compares its share of the time with the usual one. On a GPU, only time during which the GPU was idle counts. The only
+validation of a run does not count.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from lightning_gpu_tools.advice.host_phases import seconds_of, times_less
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
 
 # Our defaults.
-MAX_USUAL = 0.25  # of the wall time; on a fifth as many samples, forward alone takes about 7 %
-_USUAL = 0.10  # of the wall time, which the advised change leaves to it
-_MAX_EPOCHS_APART = 10  # at most, in advice: noticing overfitting later than that wastes time
+MAX_USUAL = 0.25  # of the wall time; with 20 % as many samples, forward alone takes about 7 %
+_USUAL = 0.10  # of the wall time, after the advised change
+_MAX_EPOCHS_APART = 10  # the most in advice: noticing overfitting later wastes time
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -28,12 +28,12 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         return
     evidence = {**seconds_of(run, seconds), "wall_percent": 100 * taken, "gpu_busy_percent": busy}
     fewer = "limit_val_batches=..." if run.has_trainer else "fewer batches"
-    advice = f"{_rarer(run, taken)}Validate on less ({fewer}), and give the validation DataLoader workers."
+    advice = f"{_rarer(run, taken)}Use less validation data ({fewer}), and set num_workers of its DataLoader."
     yield counted("validation", taken * (1 - (busy or 0.0) / 100), evidence, advice)
 
 
 def _rarer(run: RunMeasurements, taken: float) -> str:
-    """Return the option and value that bring validation to a usual share, before a space; empty if there is none."""
+    """Return advice that brings validation to its usual share, before a space; empty if there is none."""
     times = times_less(taken, _USUAL)
     if not run.has_trainer or not run.validations or not run.epoch_steps:
         return "" if run.has_trainer else f"Validate {min(times, _MAX_EPOCHS_APART)} times less often. "
@@ -51,8 +51,8 @@ CAUSE = Cause(
     shapes=[
         Shape(
             "Validation takes ...",
-            "`check_val_every_n_epoch` or `val_check_interval` with a value, where there are enough epochs; fewer "
-            "batches; workers",
+            "`check_val_every_n_epoch` or `val_check_interval`, if there are enough epochs; fewer batches; "
+            "`num_workers`",
         )
     ],
     find=find,

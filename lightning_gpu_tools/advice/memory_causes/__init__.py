@@ -1,7 +1,7 @@
 """Causes of out-of-memory errors. Each has one file with everything about it, and the folder is the registry.
 
 A new cause is a new file with a ``CAUSE``: the report, ``lightning-gpu-tools explain``, the tables of docs/ and the
-tests take it from there. All sizes are in bytes.
+tests read it from there. All sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def _what(oom: OutOfMemory) -> str:
     if message.requested_bytes:
         at = "" if oom.asked is None else f" at {in_words(*oom.asked[3:])}"
         parts.append(f"{message.name} asked for {format_bytes(message.requested_bytes)}{at}")
-    # Where the driver keeps what is free, a limit on torch counts tensors alone.
+    # If the driver keeps the free memory (cudaMallocAsync), a limit on torch counts only tensors.
     held = oom.allocated_bytes if oom.is_pool_of_driver else oom.reserved_bytes
     if message.allowed_bytes is not None and held is not None:
-        parts.append(f"it has {format_bytes(held)} of the {format_bytes(message.allowed_bytes)} allowed")
+        parts.append(f"it uses {format_bytes(held)} of the {format_bytes(message.allowed_bytes)} allowed")
     elif oom.free_bytes is not None and oom.total_bytes is not None and message.source != "host":
         parts.append(f"{format_bytes(oom.free_bytes)} of {format_bytes(oom.total_bytes)} were free")
-    return f"Out of memory in {oom.place} at step {oom.step}{': ' if parts else ''}{' and '.join(parts)}."
+    return f"Out of memory in {oom.place} at step {oom.step}{': ' if parts else ''}{'; '.join(parts)}."

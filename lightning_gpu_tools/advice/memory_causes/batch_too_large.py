@@ -1,8 +1,8 @@
 """batch_too_large: the batch, in training or in validation, takes more memory than the model leaves.
 
-By the counters of torch's allocator: what the step had taken, beyond what was there before it, when it asked for more.
-A batch that had fitted before, in less memory, is not the cause. The largest batch that fits is a replay of the
-allocations of recorded steps.
+Reads the counters of torch's allocator: the memory that the step took beyond what was there before it. A batch size
+that fit before, in less memory, is not the cause. The largest batch that fits comes from a replay of the allocations of
+recorded steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_gpu_tools.training.phases import TRAINING_STEP, VALIDATION, base_
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
-_NEARLY = 1.1  # our default: a step that needs up to a tenth more than any other is one of many that barely fit
+_NEARLY = 1.1  # our default: if a step needs up to 10 % more than any other, many steps barely fit
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
@@ -44,10 +44,10 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     batch = f"{'In validation, the' if in_validation(oom) else 'The'} batch{f' of {size}' if size else ''}"
     why = f"{batch} does not fit."
     if taken is not None and begin is not None:
-        why = f"{batch} takes more than {format_bytes(taken)}, and {format_bytes(begin)} do not depend on it."
+        why = f"{batch} takes more than {format_bytes(taken)}, in addition to {format_bytes(begin)} of fixed memory."
     if oom.has_completed_steps and not oom.has_completed_full_steps and oom.model.optimizer_bytes:
-        came = format_bytes(oom.model.optimizer_bytes + oom.model.gradients_bytes)
-        why += f" The first step fitted because it had neither optimizer states nor old gradients, which take {came}."
+        later = format_bytes(oom.model.optimizer_bytes + oom.model.gradients_bytes)
+        why += f" The first step fit because it had no optimizer states and no old gradients, which take {later}."
     if lines := largest_lines(oom):
         why += f" Most of it is allocated at {lines}."
     fits = largest_that_fits(run, oom)
@@ -77,10 +77,10 @@ CAUSE = MemoryCause(
     name="batch_too_large",
     shapes=[
         Shape(
-            "The batch of ... takes more than ..., and ... do not depend on it; in training or in validation",
+            "The batch of ... takes more than ..., in addition to ... of fixed memory; in training or in validation",
             "the `batch_size` in the advice, with the `accumulate_grad_batches` that keeps the effective batch size; "
-            "or activation checkpointing, `bf16-mixed`, or zeroing gradients before forward, each with what it frees "
-            "here",
+            "or activation checkpointing, `bf16-mixed`, or zeroing gradients before forward, each with the memory that "
+            "it frees",
         )
     ],
     find=find,

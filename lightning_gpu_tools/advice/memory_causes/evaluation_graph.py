@@ -1,6 +1,6 @@
-"""evaluation_graph: validation keeps its results with their graph, because gradients are enabled in it.
+"""evaluation_graph: validation keeps its results with their graph, because gradients are enabled.
 
-By the memory in tensors when each validation batch begins, which grows steadily while gradients are enabled.
+The memory in tensors at the start of each validation batch grows steadily while gradients are enabled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
             oom,
             "evaluation_graph",
             "with its graph: gradients are enabled in validation.",
-            f"{change} validation, or detach what it keeps: metric.detach(), outputs moved to the CPU.",
+            f"{change} validation, or detach what it keeps (metric.detach()) and move outputs to the CPU.",
         )
 
 

@@ -1,7 +1,6 @@
-"""fragmentation: memory that torch holds and no tensor uses is in pieces that are too small.
+"""fragmentation: torch holds enough free memory, but only in pieces that are too small.
 
-By the counters of torch's allocator: what it has reserved beyond its tensors would be enough, but was not to be had in
-one piece.
+Reads the counters of torch's allocator: the memory reserved beyond its tensors would suffice, but not in one piece.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     left = max(0, (oom.room_bytes or 0) - reserved)
     is_enough = unused >= oom.requested_bytes or left < oom.requested_bytes <= unused + left
     if oom.room_bytes is not None and oom.model.total_bytes > oom.room_bytes:
-        return  # the model alone would not fit without fragments, either
+        return  # the model alone would not fit even without fragments
     if oom.is_pool_of_driver or unused < MIN_SHARE * reserved or not is_enough:
         return
     retries = None if oom.reading is None else oom.reading.retries
     times = "once" if retries == 1 else f"{retries} times"
-    again = f", and has emptied its cache {times} to go on" if retries else ""
+    again = f", and emptied its cache {times} to continue" if retries else ""
     together = ""
     if unused < oom.requested_bytes:
-        together = f" In one piece, they would be enough with the {format_bytes(left)} that are free."
+        together = f" In one piece, it would suffice together with the {format_bytes(left)} that are free."
     yield ruling(
         oom,
         "fragmentation",
-        f"torch holds {format_bytes(unused)} that no tensor uses, in pieces below {format_bytes(oom.requested_bytes)}"
+        f"torch holds {format_bytes(unused)} of unused memory, in pieces below {format_bytes(oom.requested_bytes)}"
         f"{again}.{together}",
         _advice(oom.allocator or "PYTORCH_CUDA_ALLOC_CONF="),
         fragmented_bytes=unused,
@@ -51,13 +50,13 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 def _advice(settings: str) -> str:
     if _EXPANDABLE in settings.replace(" ", ""):
         return (
-            f"With {_EXPANDABLE}, which is set, only gaps within pages of 20 MiB are lost. Allocate what stays before "
-            "training or as one tensor, and use batches of few different sizes."
+            f"{_EXPANDABLE} is set, so only gaps within pages of 20 MiB are lost. Allocate long-lived tensors before "
+            "training, or as one tensor, and use only a few batch shapes."
         )
     others = "" if settings.endswith("=") else ","
     return (
-        f"Set {printable(settings)}{others}{_EXPANDABLE} in the environment before training. Batches of few different "
-        "sizes help, too."
+        f"Set {printable(settings)}{others}{_EXPANDABLE} in the environment before training. Using only a few batch "
+        "shapes also helps."
     )
 
 
@@ -65,9 +64,9 @@ CAUSE = MemoryCause(
     name="fragmentation",
     shapes=[
         Shape(
-            "torch holds ... that no tensor uses, in pieces",
-            "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. It is advised here only: it frees nothing that is in "
-            "use. Where it is set: allocate what stays before training, or as one tensor",
+            "torch holds ... of unused memory, in pieces below ...",
+            "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` (advised only here, because it frees no memory that is "
+            "in use). If it is already set: allocate long-lived tensors before training, or as one tensor",
         )
     ],
     find=find,

@@ -1,6 +1,6 @@
-"""leftover_process: a program that has ended left a process behind that holds GPU memory.
+"""leftover_process: an orphaned process of a program that has ended holds GPU memory.
 
-By the driver's list of processes on the GPU: one whose parent has ended, and for which the GPU did nothing meanwhile.
+Searches the driver's list of processes on the GPU for one that has lost its parent and does not use the GPU.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     yield ruling(
         oom,
         "leftover_process",
-        f"{named(orphans)} on this GPU, left over by a program that has ended.",
-        f"End it if it is not needed: kill {pids}.",
+        f"On this GPU, {named(orphans)}: left over by a program that has ended.",
+        f"If it is not needed, end it: kill {pids}.",
         pids=pids,
         leftover_bytes=sum(one.memory_used_bytes or 0 for one in orphans),
     )
@@ -35,8 +35,8 @@ CAUSE = MemoryCause(
     name="leftover_process",
     shapes=[
         Shape(
-            "Process ... on this GPU, left over by a program that has ended; the GPU has done nothing for it",
-            "`kill` it, if it is not needed",
+            "On this GPU, process ... holds ...: left over by a program that has ended. It does not use the GPU",
+            "if it is not needed, `kill` it",
         )
     ],
     find=find,

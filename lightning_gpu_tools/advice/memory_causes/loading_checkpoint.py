@@ -1,6 +1,6 @@
 """loading_checkpoint: a checkpoint was loaded onto the GPU, in addition to the model.
 
-By the call in which memory ran out.
+Memory ran out in the call that loads it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         return
     allocated, model = oom.allocated_bytes, oom.model.parameters_bytes
     more = f" in addition to the model's {format_bytes(model)}" if model else ""
-    held = f"{format_bytes(allocated)} were in tensors{more}" if allocated else "the model was there already"
+    held = f"{format_bytes(allocated)} were in tensors{more}" if allocated else "the model already was"
     load = "plugins=[PortableCheckpointIO()]" if run.has_trainer else "load_weights(model, path)"
     yield ruling(
         oom,
         "loading_checkpoint",
         f"The checkpoint was loaded onto the GPU, where {held}.",
-        f"Load it to the host: torch.load(path, map_location='cpu', mmap=True), or {load}.",
+        f"Load it into host memory: torch.load(path, map_location='cpu', mmap=True), or {load}.",
         more_room(oom),
     )
 
@@ -36,7 +36,7 @@ CAUSE = MemoryCause(
     name="loading_checkpoint",
     shapes=[
         Shape(
-            "The checkpoint was loaded onto the GPU, where the model was",
+            "The checkpoint was loaded onto the GPU, where the model already was",
             '`map_location="cpu"`, `PortableCheckpointIO`, `load_weights`',
         )
     ],

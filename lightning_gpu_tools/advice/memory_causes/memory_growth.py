@@ -1,8 +1,7 @@
 """memory_growth: something keeps more memory with each step, or with each validation batch.
 
-By the memory in tensors when each step, or each validation batch, begins: it grows in all parts of the run. The memory
-of the training process and of the loader's workers is followed, too. In a run that goes on, it is a finding before
-memory is full.
+The memory in tensors at the start of each step, or of each validation batch, grows in all parts of the run. The memory
+of the training process and of the DataLoader's workers is tracked as well. Growth is reported before memory is full.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
             oom,
             "memory_growth",
             "because something keeps its outputs.",
-            "Reduce outputs to numbers in each validation batch, or move what is kept to the CPU (.cpu()).",
+            "Reduce outputs to numbers in each validation batch, or move kept tensors to the CPU (.cpu()).",
         )
     grown = _growth(oom.begins, oom)
     if grown is not None:
@@ -40,8 +39,8 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         yield ruling(
             oom,
             "memory_growth",
-            f"What is kept from step to step has grown by {format_bytes(per_step)} a step since step {since:.0f}, "
-            f"{format_bytes(total)} in all.{_left(oom)}",
+            f"Memory kept from step to step has grown by {format_bytes(per_step)} per step since step {since:.0f}, "
+            f"{format_bytes(total)} in total.{_left(oom)}",
             KEPT["gpu"].format(what="step"),
             bytes_per_step=per_step,
             since_step=since,
@@ -65,7 +64,7 @@ def kept_in_validation(oom: OutOfMemory, cause: str, reason: str, advice: str) -
         yield ruling(
             oom,
             cause,
-            f"Each validation batch keeps {format_bytes(per_batch)} of the GPU, {format_bytes(total)} so far, {reason}"
+            f"Each validation batch keeps {format_bytes(per_batch)} on the GPU, {format_bytes(total)} so far, {reason}"
             f"{_left(oom)}",
             advice,
             bytes_per_batch=per_batch,
@@ -80,7 +79,7 @@ def _left(oom: OutOfMemory) -> str:
 
 
 def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[float, float, float] | None:
-    """Return the bytes per step, the step since when, and the total; ``None`` if not steady, or not a cause."""
+    """Return bytes per step, the first such step, and the total; ``None`` if growth is not steady, or not a cause."""
     points = [point for point in points if point[0] > 1]  # the first step creates the optimizer's states
     if len(points) < _PARTS or oom.room_bytes is None:
         return None
@@ -104,9 +103,9 @@ CAUSE = MemoryCause(
     name="memory_growth",
     shapes=[
         Shape(
-            "What is kept from step to step, or from validation batch to validation batch, has grown by ... a step "
+            "Memory kept from step to step, or from validation batch to validation batch, has grown by ... per step "
             "since step ...",
-            "`loss.item()` or `.detach()` for what is kept, `.cpu()` for outputs",
+            "`loss.item()` or `.detach()` for kept tensors, `.cpu()` for outputs",
         )
     ],
     find=find,

@@ -1,7 +1,7 @@
 """model_too_large: parameters, gradients and optimizer states leave no room for a batch.
 
-By the sizes of parameters, gradients and optimizer states, and by what is there before the first batch. An error while
-the model is set up counts, too.
+Adds up parameters, gradients and optimizer states, or takes the memory in use before the first batch. An error during
+the setup of the model counts as well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         return
     half = ""
     if is_32(run) and model.total_bytes:
-        half = f", or precision='bf16-true' for half of it ({format_bytes(model.total_bytes / 2)})"
+        half = f", or precision='bf16-true', which needs half as much ({format_bytes(model.total_bytes / 2)})"
     parts = {
         "parameters": model.parameters_bytes,
         "gradients": model.gradients_bytes,
@@ -39,10 +39,10 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     yield ruling(
         oom,
         "model_too_large",
-        f"The model takes {format_bytes(fixed)} before any batch, and torch can have {format_bytes(room)}: "
+        f"The model takes {format_bytes(fixed)} before any batch, and torch can use {format_bytes(room)}: "
         f"{known or 'its parts are unknown'}.",
-        raised_limit(oom) or sharded(oom) or f"It needs a GPU with more than {needed(oom)}{half}.",
-        "Adapters or frozen layers need fewer gradients and states.",
+        raised_limit(oom) or sharded(oom) or f"Use a GPU with more than {needed(oom)}{half}.",
+        "Adapters or frozen layers need fewer gradients and optimizer states.",
         "" if raised_limit(oom) else another_gpu(oom),
         fixed_bytes=fixed,
         largest_batch_size=0,
@@ -54,7 +54,7 @@ CAUSE = MemoryCause(
     shapes=[
         Shape(
             "The model takes ... before any batch, with parameters, gradients and optimizer states",
-            "FSDP over the GPUs of this machine, with what is left on each; adapters; `bf16-true`",
+            "FSDP over the GPUs of this machine, with the memory needed on each; adapters; `bf16-true`",
         )
     ],
     find=find,

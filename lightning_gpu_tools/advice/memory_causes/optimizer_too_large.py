@@ -1,6 +1,6 @@
 """optimizer_too_large: forward and backward fit, but the optimizer's step does not.
 
-By the phase in which memory ran out.
+Memory ran out in the optimizer's step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         return
     model, names = oom.model, " and ".join(map(printable, oom.model.fusible))
     states = f" Its states need {format_bytes(model.optimizer_bytes)}." if model.optimizer_bytes else ""
-    first = "the optimizer" if oom.has_completed_steps else "the optimizer's first step, which makes its states,"
+    first = "the optimizer" if oom.has_completed_steps else "the optimizer's first step, which creates its states,"
     fused = f"Set {names}(..., fused=True): its step needs up to {format_bytes(model.parameters_bytes)} less."
     yield ruling(
         oom,
@@ -39,7 +39,7 @@ CAUSE = MemoryCause(
     name="optimizer_too_large",
     shapes=[
         Shape(
-            "Forward and backward fit; the optimizer's first step, which makes its states, did not",
+            "Forward and backward fit; the optimizer's first step, which creates its states, did not",
             "`fused=True`, an optimizer with 8-bit states, FSDP",
         )
     ],

@@ -1,7 +1,7 @@
-"""other_processes: other jobs hold so much of the GPU that this one does not fit.
+"""other_processes: other jobs hold so much of the GPU that this job does not fit.
 
-By the driver's list of processes, and what it calls used beyond them: without these, this job would fit. A job that
-needs more than it did before is not blocked by others.
+Without the processes that the driver lists, and the used memory that it lists for no process, this job would fit. If
+this job needs more than it did before, others are not the cause.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
 
-_LEFT_OVER_SHARE = 0.5  # our default: from this part of others' memory on, leftover processes are the cause
+_LEFT_OVER_SHARE = 0.5  # our default: of other jobs' memory; from here on, leftover processes are the cause
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if not others_are_the_cause(oom) or left_over(oom):
         return
     pick = "FreeMemoryCUDAAccelerator" if run.has_trainer else "select_gpus"
-    wait = f"No other GPU has that much free; wait: lightning-gpu-tools run --min-free {needed(oom)} --wait 2h -- CMD."
+    run_later = f"lightning-gpu-tools run --min-free {needed(oom)} --wait 2h -- CMD"
+    wait = f"No other GPU has that much free. Wait for one: {run_later}."
     who = [named(oom.others[:3])] if oom.others else []
     if oom.unlisted_bytes:
-        unseen = f"{format_bytes(oom.unlisted_bytes)} belong to processes that cannot be seen from here"
-        who.append(f"{unseen} (another container, or another user's)")
+        hidden = f"{format_bytes(oom.unlisted_bytes)} belong to processes that are not visible from here"
+        who.append(f"{hidden} (in another container, or another user's)")
     yield ruling(
         oom,
         "other_processes",
@@ -49,7 +50,7 @@ def others_are_the_cause(oom: OutOfMemory) -> bool:
     if not size or size < missing or total is None or room is None or oom.message.allowed_bytes is not None:
         return False
     if oom.has_completed_full_steps and oom.memory is not None:
-        # This job had more of the GPU before than it can have now, and needs no more than it did.
+        # This job used more of the GPU before than it can now, and needs no more than it did.
         before = oom.memory.latest
         needs_more = oom.wanted_bytes > before.peak_allocated_bytes
         return room + missing <= before.peak_reserved_bytes and not needs_more
@@ -64,13 +65,13 @@ def left_over(oom: OutOfMemory) -> list[GpuProcess]:
 
 
 def named(processes: Sequence[GpuProcess]) -> str:
-    """Return in words who the processes are and how much they hold."""
+    """Return a phrase with the processes, their owners, and their memory."""
     found = []
     for one in processes:
         name = f" ({printable(one.name, 40)})" if one.name else ""
         owner = f" of {printable(one.user, 40)}" if one.user else ""
-        size = "an unknown part" if one.memory_used_bytes is None else format_bytes(one.memory_used_bytes)
-        found.append(f"process {one.pid}{name}{owner} has {size}")
+        size = "an unknown amount" if one.memory_used_bytes is None else format_bytes(one.memory_used_bytes)
+        found.append(f"process {one.pid}{name}{owner} holds {size}")
     return ", ".join(found)
 
 
@@ -78,9 +79,9 @@ CAUSE = MemoryCause(
     name="other_processes",
     shapes=[
         Shape(
-            "Other processes hold ... of this GPU, with number, owner and name; or as much as nobody lists here, as "
-            "of another container",
-            "another GPU of this machine, if one has room, with the `pick` command; `min_free`",
+            "Other processes hold ... of this GPU, with PID, owner and name, or without them if they are in another "
+            "container",
+            "another GPU of this machine, if one has enough room, with the `pick` command; `min_free`",
         )
     ],
     find=find,

@@ -1,7 +1,7 @@
-"""shared_by_ranks: other ranks of this job train on the same GPU, and hold what this one lacks.
+"""shared_by_ranks: other ranks of this job train on the same GPU and hold the memory that this rank lacks.
 
-By the driver's list of processes and the PIDs of this job's ranks: without those on the same GPU, what was asked for
-would fit.
+Compares the driver's list of processes with the PIDs of this job's ranks. Without the other ranks on this GPU, the
+allocation would fit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
-_MAX_NAMED = 3  # processes in the report; our default
+_MAX_NAMED = 3  # our default: processes in the report
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
@@ -33,12 +33,12 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     ranks = len(here) + 1
     if len(oom.gpus) > 1:
         advice = (
-            "Give each rank a GPU of its own: torch.cuda.set_device(local_rank) before anything else uses CUDA, and a "
-            "CUDA_VISIBLE_DEVICES with as many GPUs as this machine has ranks."
+            "Give each rank its own GPU: call torch.cuda.set_device(local_rank) before anything else uses CUDA, and "
+            "list as many GPUs in CUDA_VISIBLE_DEVICES as this machine has ranks."
         )
     else:
         advice = (
-            f"This machine has one GPU: start one rank, and accumulate the gradients of {ranks} times as many batches."
+            f"This machine has one GPU: start one rank, and accumulate gradients over {ranks} times as many batches."
         )
     yield ruling(
         oom,
@@ -63,10 +63,9 @@ CAUSE = MemoryCause(
     name="shared_by_ranks",
     shapes=[
         Shape(
-            "... ranks of this job share this GPU, with what each of the others holds; what was asked for would fit "
-            "without them",
-            "`torch.cuda.set_device(local_rank)`, and as many GPUs in `CUDA_VISIBLE_DEVICES` as there are ranks; with "
-            "one GPU, one rank",
+            "... ranks of this job share this GPU, with the memory that each of them holds",
+            "`torch.cuda.set_device(local_rank)`, and as many GPUs in `CUDA_VISIBLE_DEVICES` as there are ranks; on a "
+            "machine with one GPU, one rank",
         )
     ],
     find=find,

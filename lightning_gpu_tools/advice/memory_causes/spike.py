@@ -1,7 +1,7 @@
-"""spike: this batch is much larger than others, or this step or a callback takes much more memory than steps do.
+"""spike: this batch is much larger than others, or this step or a callback takes much more memory than other steps.
 
-By the number of elements of the batch, compared with the median batch, and by the memory that this step, callback or
-checkpoint took, compared with the largest of the steps before.
+Compares the number of elements in this batch with the median batch, and the memory of this step, callback or checkpoint
+with the largest earlier step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _large_batch(run: RunMeasurements, oom: OutOfMemory, items: int, times: floa
     return ruling(
         oom,
         "spike",
-        f"This batch has {times:.3g} times as many elements as usual ({shape}; the median is {oom.usual_items:,.0f}).",
+        f"This batch has {times:.3g} times as many elements as usual ({shape}; median {oom.usual_items:,.0f}).",
         "Limit the elements per batch: truncate long samples, or group samples of similar length.",
         f"By measured memory, {fits.size:,} elements fit in a batch." if fits.size else "",
         levers(run, oom),
@@ -67,9 +67,9 @@ def _usual_batch(oom: OutOfMemory) -> Iterator[Ruling]:
     yield ruling(
         oom,
         "spike",
-        f"Step {oom.step} takes more than {format_bytes(taken)}, {taken / usual_bytes:.3g} times as much as the steps "
-        f"before ({format_bytes(usual_bytes)} at most), with a batch of the same size.",
-        "Find what only this step does: a branch that is rarely taken, a longer generation, an evaluation in between.",
+        f"Step {oom.step} takes more than {format_bytes(taken)}, {taken / usual_bytes:.3g} times as much as earlier "
+        f"steps (at most {format_bytes(usual_bytes)}), with a batch of the same size.",
+        "Find what only this step does: a rarely taken branch, a longer generation, or an evaluation in between.",
         raised_limit(oom),
         step_bytes=taken,
         usual_step_bytes=usual_bytes,
@@ -83,11 +83,11 @@ def _between_steps(oom: OutOfMemory) -> Iterator[Ruling]:
     taken, usual_bytes = oom.wanted_bytes - oom.begin_bytes, oom.usual_step_bytes
     if taken < max(usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
         return
-    steps = f"; steps take {format_bytes(usual_bytes)} at most" if usual_bytes else ""
+    steps = f"; steps take at most {format_bytes(usual_bytes)}" if usual_bytes else ""
     yield ruling(
         oom,
         "spike",
-        f"{oom.place} takes more than {format_bytes(taken)} beyond what a step begins with{steps}.",
+        f"{oom.place} takes more than {format_bytes(taken)}, in addition to the memory at the start of a step{steps}.",
         f"Do it in parts, or on the CPU{', and under torch.no_grad()' if oom.grad_enabled else ''}.",
         raised_limit(oom),
         step_bytes=taken,
@@ -103,11 +103,11 @@ CAUSE = MemoryCause(
             "limit the elements per batch: the advice says how many fit",
         ),
         Shape(
-            "This step takes ... times as much as the steps before, with a batch of the same size",
+            "This step takes ... times as much as earlier steps, with a batch of the same size",
             "find what only this step does, at the line that asked for more",
         ),
         Shape(
-            "... takes more than ... beyond what a step begins with: a callback, a hook, or a checkpoint",
+            "A callback, a hook, or a checkpoint takes more than ..., in addition to the memory at the start of a step",
             "do it in parts, or on the CPU, and under `torch.no_grad()`",
         ),
     ],

@@ -1,7 +1,7 @@
 """stray_contexts: ranks of this job also hold CUDA contexts on GPUs that are not theirs.
 
-Every rank asks the driver on which GPUs its process holds memory, before training, after the first step, and about once
-a minute. In a run that goes on, it is a finding, too, and changes no verdict.
+Every rank asks the driver on which GPUs its process holds memory: before training, after the first step, and about once
+a minute. Without an out-of-memory error it is also a finding, but does not change the verdict.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_gpu_tools.units import format_bytes, number_ranges
 
 # Our default: on a GPU where no rank trains, a process with more than this in torch's allocator uses it on purpose.
 _MAX_RESERVED = 32 * 2**20
-_MAX_PIDS = 8  # in the report; our default
+_MAX_PIDS = 8  # our default: PIDs in the report
 
 
 def strays(contexts: Sequence[HeldContext]) -> list[list[HeldContext]]:
@@ -42,11 +42,11 @@ def stray_contexts(contexts: Sequence[HeldContext]) -> Iterator[Finding]:
         first, others = found[0], len(found) - 1
         is_alone, own = len({one.rank for one in contexts}) == 1, [str(one.gpu) for one in contexts if one.is_own]
         advice = [
-            _said(first, "This process" if is_alone else ""),
+            _description(first, "This process" if is_alone else ""),
             _advice(first, own[0] if is_alone and own else "local_rank"),
         ]
         if others:
-            advice.append(f"{others:,} other GPU{'s have' if others > 1 else ' has'} contexts of other ranks, too.")
+            advice.append(f"{others:,} more GPU{'s have' if others > 1 else ' has'} contexts of other ranks.")
         yield counted("stray_contexts", 0.0, {**_evidence(first), "gpus": len(found)}, " ".join(advice))
 
 
@@ -54,13 +54,14 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     here = [one for those in strays(oom.contexts) for one in those if one.uuid == oom.uuid]
     if not here or oom.total_bytes is None or oom.message.allowed_bytes is not None:
         return
-    # Where a size was known, PIDs are the driver's, which may have a newer one, read after the error.
+    # If a size was known, PIDs are the driver's, which may have a newer size, read after the error.
     listed = {} if oom.gpu is None else {one.pid: one.memory_used_bytes for one in oom.gpu.processes or ()}
     here = [replace(one, held_bytes=one.held_bytes and listed.get(one.pid, one.held_bytes)) for one in here]
     size, free = _size(here), oom.free_bytes or 0
     needed = needed_bytes(oom) + oom.siblings_bytes - size
     if size and oom.requested_bytes <= free + size and needed <= oom.total_bytes:
-        why = f"{_said(here)} Without {'them' if len(here) > 1 else 'it'}, {format_bytes(free + size)} would be free."
+        without = "them" if len(here) > 1 else "it"
+        why = f"{_description(here)} Without {without}, {format_bytes(free + size)} would be free."
         yield ruling(oom, "stray_contexts", why, _advice(here, "local_rank"), **_evidence(here))
 
 
@@ -84,8 +85,8 @@ def _pids(those: Sequence[HeldContext], between: str) -> str:
     return between.join([*shown, *(["..."] if len(those) > _MAX_PIDS else [])])
 
 
-def _said(those: Sequence[HeldContext], who: str = "") -> str:
-    """Return who holds how much of which GPU, and since when."""
+def _description(those: Sequence[HeldContext], who: str = "") -> str:
+    """Return a sentence with the rank, the size, the GPU, and since when."""
     many, size = len(those) > 1, _size(those)
     who = who or f"Rank{'s' * many} {number_ranges(one.rank for one in those)}"
     what = format_bytes(size) if size else "CUDA contexts" if many else "a CUDA context"
@@ -105,8 +106,8 @@ def _gpu(one: HeldContext) -> str:
 def _advice(those: Sequence[HeldContext], own: str) -> str:
     frees = f" That frees {format_bytes(_size(those))} on {_gpu(those[0])}." if _size(those) else ""
     return (
-        f"Call torch.cuda.set_device({own}) before anything else uses CUDA, and name no other GPU: 'cuda:0' does, and "
-        f"torch.load without map_location.{frees}"
+        f"Call torch.cuda.set_device({own}) before anything else uses CUDA, and use no other GPU, as 'cuda:0' and "
+        f"torch.load without map_location do.{frees}"
     )
 
 
@@ -117,8 +118,8 @@ CAUSE = MemoryCause(
     name="stray_contexts",
     shapes=[
         Shape(
-            "Rank ... holds ... on GPU ..., which is not its GPU, since ..., and what was asked for would fit without; "
-            "in a training that goes on, too, with the same verdict as without it",
+            "Rank ... holds ... on GPU ..., which is not its GPU, since ...; also reported, without a change of the "
+            "verdict, if no error occurred",
             "`torch.cuda.set_device(local_rank)` before anything else uses CUDA, `map_location` in `torch.load`",
         )
     ],

@@ -1,6 +1,6 @@
-"""unexplained: it is not known what filled the memory.
+"""unexplained: no known cause filled the memory.
 
-By what is left: more was free than was asked for, or no counter shows what filled the memory. On the host, it names the
+More was free than was requested, or no counter shows what filled the memory. On the host, the report lists the
 processes that grew.
 """
 
@@ -18,21 +18,21 @@ from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
-_RECORD = "torch's own record shows who allocates what: https://pytorch.org/blog/understanding-gpu-memory-1/."
+_RECORD = "Record a torch memory snapshot: https://pytorch.org/blog/understanding-gpu-memory-1/."
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     free, requested = oom.free_bytes, oom.requested_bytes
     if free is not None and requested and free > requested and oom.message.allowed_bytes is None:
-        why = "More was free than was asked for: another process held it a moment before, or a limit applies."
+        why = "More was free than was requested: another process held it a moment before, or a limit applies."
     elif has_fitted(oom) and oom.memory is not None:
-        why = f"Batches of this size fitted before, and no step took more than {format_bytes(oom.memory.peak_bytes)}."
+        why = f"Batches of this size fit before, and no step took more than {format_bytes(oom.memory.peak_bytes)}."
     elif kept := oom.kept_bytes:
-        why = f"When the step began, {format_bytes(kept)} were in tensors that are not the model's, and did not grow."
+        why = f"When the step began, tensors outside the model held {format_bytes(kept)}, and did not grow."
     else:
-        why = f"What filled the memory is not known: it was full in {oom.place}."
+        why = f"It is unknown what filled the memory. It was full in {oom.place}."
     if lines := holding(oom.lines):
-        why += f" Of what was recorded, most was allocated at {lines}."
+        why += f" Most of the recorded memory was allocated at {lines}."
     yield ruling(oom, "unexplained", why, _RECORD, more_room(oom))
 
 
@@ -41,7 +41,7 @@ def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         oom,
         "unexplained",
         why_host_is_full(run, oom),
-        "Look for what holds it with smem or top, sorted by memory.",
+        "Find the processes that hold it with smem, or with top sorted by memory.",
         fewer_workers(run),
         workers=", ".join(map(str, oom.message.workers)) or None,
         memory_available_bytes=run.host.memory_available_bytes,
@@ -52,8 +52,8 @@ CAUSE = MemoryCause(
     name="unexplained",
     shapes=[
         Shape(
-            "More was free than was asked for, or what filled the memory is not known",
-            "torch's own record of allocations",
+            "More was free than was requested, or it is unknown what filled the memory",
+            "a torch memory snapshot",
         )
     ],
     find=find,

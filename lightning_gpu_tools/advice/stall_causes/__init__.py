@@ -1,7 +1,7 @@
-"""Causes of stalls. Each has one file with everything about it.
+"""Causes of stalls. Each has one file with everything about it, and the folder is the registry.
 
-The folder is the registry. A new cause is a new file with a ``CAUSE``: the report, ``lightning-gpu-tools explain``, the
-tables of docs/ and the tests take it from there.
+A new cause is a new file with a ``CAUSE``: the report, ``lightning-gpu-tools explain``, the tables of docs/ and the
+tests read it from there.
 """
 
 from __future__ import annotations

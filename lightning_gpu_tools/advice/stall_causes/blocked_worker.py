@@ -1,7 +1,7 @@
 """blocked_worker: one worker of the DataLoader does not finish its batch.
 
-By the state, CPU time and system call of each worker (/proc), and by the Python stacks of forked workers, for the one
-that has to deliver the next batch.
+Reads the state, CPU time and system call of each worker (/proc), and the Python stacks of forked workers, to find the
+worker that has to deliver the next batch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ def find(facts: StallFacts) -> Explanation | None:
     if not workers:
         return None
     awaited = awaited_of(workers)
-    idle = sum(one is not awaited and is_idle(one) for one in workers)
-    rest = f" {idle} of the {len(workers) - 1} others have nothing to do." if idle else ""
+    idle, others = sum(one is not awaited and is_idle(one) for one in workers), len(workers) - 1
+    which = f"{idle} of the other {others}" if idle < others else f"The other {others}" if others > 1 else "The other"
+    rest = f" {which} worker{'s' * (others > 1)} {'is' if idle == 1 else 'are'} idle." if idle else ""
     return Explanation(
         "blocked_worker",
-        f"{name_of(awaited)} of {len(workers)} {does_where(awaited)}. The next batch has to come from it.{rest}",
-        "Look at that line of the dataset, and at the sample that it loads. DataLoader(timeout=60) turns this into an "
-        "error.",
+        f"{name_of(awaited)} of {len(workers)} {does_where(awaited)}. It has to deliver the next batch.{rest}",
+        "Check that line of the dataset, and the sample that it loads. DataLoader(timeout=60) raises an error instead.",
     )
 
 
 CAUSE = StallCause(
     name="blocked_worker",
-    seen_as="GPU-Util is 0 %; one worker of the DataLoader waits or computes, the others have nothing to do",
-    change="the line of the dataset that is named, or the sample; `timeout=60` of the DataLoader",
+    seen_as="GPU-Util is 0 %; one worker of the DataLoader waits or computes, and the others are idle",
+    change="check the line of the dataset in the report, and the sample that it loads; `DataLoader(timeout=60)`",
     find=find,
     after=("deadlocked_workers",),
     verified_on="cpu",

@@ -1,6 +1,6 @@
-"""callback: a callback, a logger or a hook of the model does not return.
+"""callback: a callback, a logger or a model hook does not return.
 
-By the phase in which the training thread is, and by its stack.
+Takes the current phase of the training thread, and its stack.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ def find(facts: StallFacts) -> Explanation | None:
     if base not in (CALLBACK, LOGGING) or not name:
         return None
     name = printable(name)
-    return Explanation("callback", f"{name} {does_where(facts)}.", f"Look at that line, or train without {name}.")
+    return Explanation("callback", f"{name} {does_where(facts)}.", f"Check that line, or train without {name}.")
 
 
 CAUSE = StallCause(
     name="callback",
-    seen_as="it hangs in a callback, a logger or a hook of the model, which is named",
-    change="the line that is named: often a network call without a timeout",
+    seen_as="training hangs in a callback, a logger or a model hook",
+    change="check the line in the report: often a network call without a timeout",
     find=find,
     after=("blocked_worker",),
     verified_on="cpu",

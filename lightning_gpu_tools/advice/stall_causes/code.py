@@ -1,7 +1,7 @@
-"""code: the training step, validation or other code of the program stands still at a line that is named.
+"""code: the training step, validation or other code of the program hangs at the reported line.
 
-By the stack of the training thread, its CPU time and the GPU's utilization. With several ranks, by the first one that
-waits for no other.
+Takes the stack of the training thread, its CPU time and the GPU's utilization. With several ranks, those of the first
+rank that waits for no other.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ def find(facts: StallFacts) -> Explanation:
     busy_percent = facts.gpu_busy_percent
     gpu = "" if busy_percent is None else f", and the GPU is {busy_percent:.0f} % busy"
     why = f"The training process {does_where(facts)}{gpu}."
-    return Explanation("code", why, "Look at that line; the stack is below.")
+    return Explanation("code", why, "Check that line. The stack is below.")
 
 
 def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
-    """Return what holds up the first rank that waits for no other: the cause that it has found itself, if any."""
+    """Return what blocks the first rank that waits for no other: the cause that it has found itself, if any."""
     behind = next((one for one in ranks if one.collective is None), None)
     if behind is None:
         return None
     why = behind.why or f"It has made no progress for {format_duration(behind.stuck_s)}."
     return Explanation(
         behind.cause or "code",
-        f"All wait for rank {behind.rank}, at step {behind.step}, {during(behind.phase)}. {why}",
-        behind.next_step or "See the stack of that rank.",
+        f"All ranks wait for rank {behind.rank}, at step {behind.step}, {during(behind.phase)}. {why}",
+        behind.next_step or "Check the stack of that rank.",
         behind.rank,
     )
 
 
 CAUSE = StallCause(
     name="code",
-    seen_as="the training step or validation stands still in a line that is named",
-    change="that line",
+    seen_as="the training step or validation hangs",
+    change="check the line in the report",
     find=find,
     find_among_ranks=find_among_ranks,
     after=("gpu", "rank_silent"),

@@ -1,7 +1,7 @@
 """collective_mismatch: ranks call different collectives, or pass different sizes to the same one.
 
-By torch's flight recorder, which has the last collectives of each rank with their sizes: the first that has not ended
-is compared.
+Reads the last collectives of each rank, with their sizes, from torch's flight recorder, and compares the first one that
+has not completed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
         return None
     return Explanation(
         "collective_mismatch",
-        "Ranks do not call the same collective, so it ends on none of them.",
-        "Call the same collectives in the same order and with the same sizes on every rank. Look for one behind an "
-        "`if` on the rank, a loop of another length, and parameters that one rank alone uses.",
+        "Ranks do not call the same collective, so it completes on none of them.",
+        "Call the same collectives in the same order and with the same sizes on every rank. Check for collectives "
+        "behind an `if` on the rank, loops of different lengths, and parameters that only one rank uses.",
         held_up.odd,
     )
 

@@ -1,6 +1,6 @@
 """collective_on_one_rank: ranks wait in different places, because only one has called a collective.
 
-By the stacks of all ranks, which wait in different collectives.
+Compares the stacks of all ranks, which wait in different collectives.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from lightning_gpu_tools.advice.waiting_ranks import all_waiting
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 _CALL_ON_EVERY_RANK = {
-    SAVE_CHECKPOINT: "Call trainer.save_checkpoint() on every rank: Lightning writes on rank 0 alone.",
+    SAVE_CHECKPOINT: "Call trainer.save_checkpoint() on every rank: Lightning writes only on rank 0.",
     SYNC_DIST: (
-        "Call self.log(..., sync_dist=True) on every rank in every step. What one rank alone logs takes "
-        "rank_zero_only=True."
+        "Call self.log(..., sync_dist=True) on every rank in every step. To log on one rank only, set "
+        "rank_zero_only=True instead."
     ),
-    COMPUTE_METRIC: "Call compute() on every rank; log its value on rank 0.",
+    COMPUTE_METRIC: "Call compute() on every rank, and log its value on rank 0.",
 }
 
 
@@ -31,7 +31,7 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
     odd, held_up = waiting.odd, open_collective(ranks)
     if held_up is not None and held_up.differs and odd.collective not in _CALL_ON_EVERY_RANK:
         return None
-    why = f"{waiting.places}. A collective has to be called by every rank."
+    why = f"{waiting.places}. Every rank has to call a collective."
     call = _CALL_ON_EVERY_RANK.get(str(odd.collective), "Call it on every rank, outside of any `if` on the rank.")
     return Explanation("collective_on_one_rank", why, call, odd.rank)
 

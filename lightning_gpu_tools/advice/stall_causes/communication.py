@@ -1,6 +1,6 @@
 """communication: all ranks wait for each other in the same place.
 
-By the stacks of all ranks. A rank that knows nothing of the others says that it waits.
+Compares the stacks of all ranks. Without the others' stacks, a rank reports only that it waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def find(facts: StallFacts) -> Explanation | None:
     if base_phase(facts.phase) != RANK_WAIT:
         return None
     why = f"This rank waits for others{where(facts.stack)}."
-    return Explanation("communication", why, "See what the other ranks print.")
+    return Explanation("communication", why, "Check the output of the other ranks.")
 
 
 def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
@@ -32,7 +32,7 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
     return Explanation(
         "communication",
         f"All {len(ranks):,} ranks wait in {waiting.place}.",
-        f"The network between them does not answer{or_shapes}. Run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
+        f"The network between them does not respond{or_shapes}. Run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
         "NCCL_DEBUG=INFO.",
     )
 
@@ -40,7 +40,7 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 CAUSE = StallCause(
     name="communication",
     seen_as="all ranks wait in the same place",
-    change="the network; `TORCH_DISTRIBUTED_DEBUG=DETAIL`, `NCCL_DEBUG=INFO`",
+    change="check the network; `TORCH_DISTRIBUTED_DEBUG=DETAIL`, `NCCL_DEBUG=INFO`",
     find=find,
     find_among_ranks=find_among_ranks,
     after=("blocked_worker", "collective_mismatch"),

@@ -1,6 +1,6 @@
 """dataset: the training process itself loads data, and does not finish.
 
-By the phase in which the training thread is, and by its stack.
+Takes the current phase of the training thread, and its stack.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ def find(facts: StallFacts) -> Explanation | None:
     return Explanation(
         "dataset",
         f"The training process {does(facts)} while it loads data{where(facts.stack)}.",
-        "Look at that line of the dataset. With num_workers=1 or more, training goes on while samples load.",
+        "Check that line of the dataset. With num_workers=1 or more, training continues while samples load.",
     )
 
 
 CAUSE = StallCause(
     name="dataset",
-    seen_as="it hangs while data is loaded in the training process (`num_workers=0`)",
-    change="the line that is named",
+    seen_as="training hangs while the training process loads data (`num_workers=0`)",
+    change="check the line in the report",
     find=find,
     after=("blocked_worker",),
     verified_on="cpu",

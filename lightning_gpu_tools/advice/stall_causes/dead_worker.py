@@ -1,6 +1,6 @@
-"""dead_worker: a worker of the DataLoader has ended, and training still waits for its batch.
+"""dead_worker: a worker of the DataLoader has exited, and training still waits for its batch.
 
-By the state of the workers' processes (/proc).
+Reads the state of the workers' processes (/proc).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ def find(facts: StallFacts) -> Explanation | None:
         return None
     return Explanation(
         "dead_worker",
-        f"{name_of(ended)} of {len(facts.workers)} has ended, and training waits for a batch from it.",
-        "See its last words on the terminal. `dmesg` says whether the kernel has killed it.",
+        f"{name_of(ended)} of {len(facts.workers)} has exited, and training waits for a batch from it.",
+        "Check its last output on the terminal. `dmesg` shows whether the kernel killed it.",
     )
 
 
 CAUSE = StallCause(
     name="dead_worker",
-    seen_as="a worker has ended, and its batch is still waited for",
-    change="its last words on the terminal; see [below](#a-worker-died)",
+    seen_as="a worker has exited, and training still waits for its batch",
+    change="check its last output on the terminal; see [below](#a-worker-died)",
     find=find,
     after=("swap",),
     verified_on="measurements",

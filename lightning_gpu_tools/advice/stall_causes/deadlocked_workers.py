@@ -1,6 +1,6 @@
 """deadlocked_workers: each worker of the DataLoader waits for a lock that was held when it was forked.
 
-By the system calls of all workers (/proc): each waits for a lock (futex) and computes nothing.
+Reads the system calls of all workers (/proc): each waits for a lock (futex) and computes nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ def find(facts: StallFacts) -> Explanation | None:
     return Explanation(
         "deadlocked_workers",
         f"All {len(workers)} workers wait for a lock{where(awaited_of(workers).stack)}. "
-        "A process that is forked while a thread holds a lock waits for it for good.",
+        "A process that was forked while a thread held a lock waits for it forever.",
         'Set multiprocessing_context="spawn" or "forkserver", or call cv2.setNumThreads(0) first. Start no threads '
-        "before the DataLoader does its workers.",
+        "before the DataLoader starts its workers.",
     )
 
 
 CAUSE = StallCause(
     name="deadlocked_workers",
-    seen_as="it hangs at the first batch or the sanity check, with workers only: all of them wait for a lock that a "
-    "thread held when they were forked",
+    seen_as="only with workers, training hangs at the first batch or the sanity check: all of them wait for a lock "
+    "that a thread held when they were forked",
     change='`multiprocessing_context="spawn"`, `cv2.setNumThreads(0)`, no threads before the workers start',
     find=find,
     after=("storage",),

@@ -1,6 +1,6 @@
 """gpu: the GPU is fully busy, but training makes no progress.
 
-By the driver's utilization of the GPU while the training makes no progress.
+Reads the GPU's utilization from the driver during the stall.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ def find(facts: StallFacts) -> Explanation | None:
     return Explanation(
         "gpu",
         f"The GPU is {busy_percent:.0f} % busy, and the training process {does_where(facts)}. "
-        "A kernel does not end, or a collective waits for another rank.",
-        "With CUDA_LAUNCH_BLOCKING=1 the stack names the operation. See `dmesg` for Xid errors.",
+        "A kernel does not finish, or a collective waits for another rank.",
+        "Set CUDA_LAUNCH_BLOCKING=1 to see the operation in the stack. Check `dmesg` for Xid errors.",
     )
 
 
 CAUSE = StallCause(
     name="gpu",
-    seen_as="the GPU is fully busy, and nothing comes of it",
-    change="`CUDA_LAUNCH_BLOCKING=1` names the operation; `dmesg` for Xid errors",
+    seen_as="the GPU is fully busy, but no step completes",
+    change="set `CUDA_LAUNCH_BLOCKING=1` to see the operation; check `dmesg` for Xid errors",
     find=find,
     after=("communication", "dataset", "callback"),
     verified_on="measurements",

@@ -1,6 +1,6 @@
-"""held_lock: C code holds Python's lock (the GIL), so no Python thread can run.
+"""held_lock: C code holds the GIL, so no Python thread can run.
 
-By a timer of faulthandler, which needs no lock: it writes all stacks where no thread of Python could stop it.
+A timer of faulthandler, which needs no GIL, writes all stacks unless a Python thread stops it in time.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ def find(facts: StallFacts) -> Explanation | None:
     in_which = f" The training thread was{where(facts.stack)}." if facts.stack else ""
     return Explanation(
         "held_lock",
-        f"C code held Python's lock (the GIL), so no thread of Python ran.{in_which}",
-        "Look at that line. C code that takes long has to release the lock: ctypes.CDLL instead of PyDLL, nogil in "
-        "Cython, gil_scoped_release in pybind11.",
+        f"C code held the GIL, so no Python thread ran.{in_which}",
+        "Check that line. Long-running C code has to release the GIL: ctypes.CDLL instead of PyDLL, nogil in Cython, "
+        "gil_scoped_release in pybind11.",
     )
 
 
 CAUSE = StallCause(
     name="held_lock",
-    seen_as="nothing of the program runs, also no other thread: C code holds Python's lock (the GIL)",
-    change="the line that is named: have its C code release the lock (`ctypes.CDLL` instead of `PyDLL`, `nogil` in "
-    "Cython, `gil_scoped_release` in pybind11)",
+    seen_as="no thread of the program runs: C code holds the GIL",
+    change="release the GIL in the C code at the reported line (`ctypes.CDLL` instead of `PyDLL`, `nogil` in Cython, "
+    "`gil_scoped_release` in pybind11)",
     find=find,
     verified_on="cpu",
     sick=StallFacts(phase=FORWARD, stack=a_stack("train.py:tokenize"), lock_is_held=True),

@@ -1,6 +1,6 @@
-"""rank_left: a rank has left the training with an error that was caught, and the others wait for it.
+"""rank_left: training on one rank has ended with an error that was caught, and the others wait for it.
 
-By the job's key-value store, where each rank writes how its training has ended.
+Reads the job's key-value store, where each rank writes how its training has ended.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
     left = first_ended(ranks)
     if left is None or left.has_completed:
         return None
-    advice = "Let the error end the process: do not catch it, or call sys.exit(), on one rank alone."
+    advice = "Let the error end the process: do not catch it, or call sys.exit(), on one rank only."
     if (left.ended or "").startswith("out of memory"):
         advice = f"Rank {left.rank} has printed what filled its memory, and what to change. {advice}"
     return Explanation(
         "rank_left",
-        f"Rank {left.rank} has left the training at step {left.step} ({printable(left.ended)}); {others_wait(ranks)}.",
+        f"Rank {left.rank} stopped training at step {left.step} ({printable(left.ended)}); {others_wait(ranks)}.",
         advice,
         left.rank,
     )
@@ -32,7 +32,7 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 CAUSE = StallCause(
     name="rank_left",
-    seen_as="one rank has left the training with an error that was caught, or by `sys.exit`; the others wait for it",
+    seen_as="one rank stopped training with an error that was caught, or by `sys.exit`; the others wait for it",
     change="let the error end the process",
     find_among_ranks=find_among_ranks,
     verified_on="cpu",

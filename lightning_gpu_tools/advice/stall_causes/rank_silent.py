@@ -1,6 +1,6 @@
 """rank_silent: a rank no longer sends messages, because it was killed or stopped, or cannot run Python.
 
-By the job's key-value store, to which each rank writes once in a while: this one has written nothing for long.
+Reads the job's key-value store, to which each rank writes regularly: this rank has written nothing for a long time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
         "rank_silent",
         f"Rank {silent.rank} (PID {silent.pid} on node {silent.node}) has been silent for "
         f"{format_duration(silent.silent_s)}, since step {silent.step}, {during(silent.phase)}; {others_wait(ranks)}.",
-        "It was killed or stopped, or C code in it holds Python's lock. See its output, and `dmesg` there.",
+        "It was killed or stopped, or C code in it holds the GIL. Check its output, and `dmesg` on its node.",
         silent.rank,
     )
 
 
 CAUSE = StallCause(
     name="rank_silent",
-    seen_as="a rank was killed or stopped, or C code in it holds Python's lock",
-    change="its output; `dmesg` on its node",
+    seen_as="a rank was killed or stopped, or C code in it holds the GIL",
+    change="check its output, and `dmesg` on its node",
     find_among_ranks=find_among_ranks,
     after=("rank_left", "uneven_batches"),
     verified_on="cpu",

@@ -1,6 +1,6 @@
-"""storage: the training process, or a worker of the DataLoader, waits for a file system that does not answer.
+"""storage: the training process, or a worker of the DataLoader, waits for a file system that does not respond.
 
-By the state (D) and the system call of the training process and the workers (/proc).
+Reads the state (D) and the system call of the training process and the workers (/proc).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def find(facts: StallFacts) -> Explanation | None:
 
 CAUSE = StallCause(
     name="storage",
-    seen_as="processes in state `D`, or in a call of the file system that does not return",
-    change="the mount: `ls`, `df`, `dmesg`; a local copy of the data",
+    seen_as="processes are in state `D`, or in a file system call that does not return",
+    change="check the mount with `ls`, `df` and `dmesg`; copy the data to a local disk",
     find=find,
     after=("dead_worker",),
     verified_on="cpu",

@@ -1,6 +1,6 @@
-"""swap: the machine has run out of memory and swaps it to a disk and back.
+"""swap: the machine has run out of memory and swaps.
 
-By the kernel's counters of swapped pages, and of the time in which tasks waited for memory (/proc/pressure/memory).
+Reads the kernel's counters of swapped pages, and of the time in which tasks waited for memory (/proc/pressure/memory).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def find(facts: StallFacts) -> Explanation | None:
         return None
     return Explanation(
         "swap",
-        f"The machine swaps: {facts.swapped_pages_per_s:.0f} pages a second, and every task waited for memory in "
+        f"The machine swaps {facts.swapped_pages_per_s:.0f} pages per second, and every task waited for memory in "
         f"{facts.memory_stall_percent:.0f} % of the last ten seconds.",
         "End other programs (`ps aux --sort=-rss | head`), or use fewer workers (num_workers) or smaller batches.",
     )
@@ -27,8 +27,8 @@ def find(facts: StallFacts) -> Explanation | None:
 
 CAUSE = StallCause(
     name="swap",
-    seen_as="everything is slow, the disk is busy",
-    change="fewer workers, smaller batches, other programs that use memory",
+    seen_as="everything is slow, and the disk is busy",
+    change="use fewer workers or smaller batches, or end other programs",
     find=find,
     after=("held_lock",),
     verified_on="measurements",

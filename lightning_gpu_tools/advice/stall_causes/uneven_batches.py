@@ -1,6 +1,6 @@
-"""uneven_batches: a rank has had fewer batches than the others, and has ended its epoch or its training.
+"""uneven_batches: a rank had fewer batches than the others, and has finished its epoch or its training.
 
-By the job's key-value store, where each rank writes its epoch, its step and where it waits.
+Reads the job's key-value store, where each rank writes its epoch, its step and where it waits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from lightning_gpu_tools.advice.waiting_ranks import all_waiting, first_ended, o
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 _SAME_BATCHES = (
-    "Give every rank as many batches: drop_last=True, a DistributedSampler, or limit_train_batches. Cut an "
-    "IterableDataset by rank."
+    "Give every rank the same number of batches: drop_last=True, a DistributedSampler, or limit_train_batches. Shard "
+    "an IterableDataset by rank."
 )
 
 
@@ -23,8 +23,8 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
     ended, waiting = first_ended(ranks), all_waiting(ranks)
     if ended is not None and ended.has_completed:
         furthest = max((one.step for one in still_there(ranks)), default=ended.step)
-        have_left = f"Rank {ended.rank} has ended its training after {ended.step} steps"
-        why = f"{have_left}; {others_wait(ranks)} at step {furthest}."
+        finished = f"Rank {ended.rank} finished training after {ended.step} steps"
+        why = f"{finished}; {others_wait(ranks)} at step {furthest}."
         return Explanation("uneven_batches", why, _SAME_BATCHES, ended.rank)
     if waiting is None:
         return None
@@ -36,8 +36,8 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 CAUSE = StallCause(
     name="uneven_batches",
-    seen_as="it hangs at the end of an epoch: a rank has had fewer batches",
-    change="`drop_last=True`, `DistributedSampler`, `limit_train_batches`; cut an `IterableDataset` by rank",
+    seen_as="training hangs at the end of an epoch: a rank had fewer batches",
+    change="`drop_last=True`, `DistributedSampler`, `limit_train_batches`; shard an `IterableDataset` by rank",
     find_among_ranks=find_among_ranks,
     verified_on="cpu",
     sick=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, collective=BACKWARD_SYNC, epoch=2)),
