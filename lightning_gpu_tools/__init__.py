@@ -1,6 +1,6 @@
 """Lightning callbacks and plugins for shared GPU servers.
 
-Pick GPUs by free memory, log how busy they are, find out why they are idle, and load checkpoints anywhere. The names
+Pick GPUs by free memory, log their utilization, find out why they are idle, and load checkpoints anywhere. The names
 below are imported on first use (PEP 562), so ``import lightning_gpu_tools`` does not load torch, lightning, or pynvml.
 Errors and warnings are in ``lightning_gpu_tools.errors``, strategies in ``.strategies``, and result types for
 annotations in ``.types``.
@@ -62,7 +62,7 @@ __all__ = [
 
 
 def _on_first_use(module: str, name: str, module_of: dict[str, str]) -> object:
-    """Import a name from a submodule, and cache it in the module that was asked for it."""
+    """Import a name from a submodule, and cache it in the requesting module."""
     if name not in module_of:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     import importlib
@@ -81,5 +81,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Trainer(strategy="ddp_free_memory") looks the name up in Lightning's registry before it loads any entry points.
+# Trainer(strategy="ddp_free_memory") looks up the name in Lightning's registry before any entry points are loaded.
 _register_strategies()

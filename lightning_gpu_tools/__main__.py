@@ -1,4 +1,4 @@
-"""``python -m lightning_gpu_tools``: the same as the command ``lightning-gpu-tools``."""
+"""``python -m lightning_gpu_tools``, the same as the command ``lightning-gpu-tools``."""
 
 import sys
 

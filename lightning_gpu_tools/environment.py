@@ -2,10 +2,10 @@
 
 import os
 
-# Defined here, not read from the installation, so that a clone on PYTHONPATH has a version, too.
+# Not read from the installation, so that a clone on PYTHONPATH has a version, too.
 VERSION = "0.1.0"
 
 
 def is_disabled() -> bool:
-    """Return whether ``LIGHTNING_GPU_TOOLS_DISABLE=1`` disables all callbacks of the package. Read on each call."""
+    """Return whether ``LIGHTNING_GPU_TOOLS_DISABLE=1`` is set, which disables all callbacks of the package."""
     return os.environ.get("LIGHTNING_GPU_TOOLS_DISABLE", "") not in ("", "0")

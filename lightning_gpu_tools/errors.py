@@ -1,7 +1,7 @@
 """All exceptions and warnings of the package, one class for each case that a caller would handle differently.
 
 All can be pickled, because Lightning passes exceptions between spawned ranks. Their text has no control characters
-except newlines, whatever a file or a driver put into it.
+except newlines, even if it quotes a file or a driver.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NvmlUnavailableError(LightningGpuToolsError):
 
 
 class NotEnoughGpusError(LightningGpuToolsError):
-    """Fewer GPUs than ``requested`` qualify; ``rejected`` has a sentence for each GPU that does not, in PCI order."""
+    """Fewer GPUs than ``requested`` qualify. ``rejected`` has a sentence for each rejected GPU, in PCI order."""
 
     def __init__(self, message: str, requested: int, rejected: Sequence[str] = ()) -> None:
         super().__init__(message, requested, tuple(rejected))
@@ -42,15 +42,15 @@ class ClaimsLockedError(ClaimsError):
 
 
 class UnknownOptionError(LightningGpuToolsError, TypeError):
-    """A strategy got an option that neither it nor Lightning's strategy has; the message lists the valid ones."""
+    """A strategy got an unknown option. The message lists the valid options."""
 
 
 class CudaAlreadyInitializedError(LightningGpuToolsError):
-    """CUDA has already started in this process, so changing ``CUDA_VISIBLE_DEVICES`` has no effect."""
+    """CUDA has already started in this process, so changes to ``CUDA_VISIBLE_DEVICES`` have no effect."""
 
 
 class CheckpointError(LightningGpuToolsError):
-    """Base class of all checkpoint errors; the message names the file."""
+    """Base class of all checkpoint errors. The message contains the path of the file."""
 
 
 class KeyCollisionError(CheckpointError):
@@ -64,8 +64,8 @@ class AmbiguousCheckpointError(CheckpointError):
 class CheckpointMismatchError(CheckpointError):
     """The weights do not fit the model under any key names, or the rest of the checkpoint does not fit the Trainer.
 
-    After the closest match, ``missing`` holds the model's keys without a weight, and ``unexpected`` holds the
-    checkpoint's keys that match nothing in the model.
+    ``missing`` and ``unexpected`` refer to the closest match. They are the model's keys without a weight, and the
+    checkpoint's keys that the model does not have.
     """
 
     def __init__(self, message: str, missing: Sequence[str] = (), unexpected: Sequence[str] = ()) -> None:
@@ -75,7 +75,7 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """No checkpoint exists at the path. The message begins like Lightning's own: "Checkpoint file not found"."""
+    """No checkpoint exists at the path. The message begins like Lightning's: "Checkpoint file not found"."""
 
 
 class BrokenCheckpointError(CheckpointError):
@@ -87,7 +87,7 @@ class UnsafeCheckpointError(CheckpointError):
 
 
 class LowGPUUtilizationWarning(_Message, UserWarning):
-    """The GPU (without a GPU, the training step) is often idle."""
+    """The GPU is often idle (without a GPU: the training step)."""
 
 
 class StalledTrainingWarning(_Message, UserWarning):

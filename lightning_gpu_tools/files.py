@@ -1,4 +1,4 @@
-"""File access at any path or URL: reads as from local files, and all-or-nothing writes."""
+"""File access at any path or URL: reads like from local files, and all-or-nothing writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if sys.platform != "win32":
 
 # Raised by file systems that cannot flush a directory, such as FUSE and CIFS.
 _CANNOT_SYNC_DIRECTORY = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS})
-# An upload to these becomes visible only once complete. Elsewhere (SFTP, SMB, HDFS) it is moved into place.
+# Here an upload becomes visible only once complete. Elsewhere (SFTP, SMB, HDFS), it is moved into place.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})
 
 
@@ -56,8 +56,8 @@ class Status(NamedTuple):
 
     size_bytes: int
     modified_s: float | None  # since the epoch; None if the file system does not report it
-    content: object  # changes when another program writes the file
-    kind: Literal["file", "folder", "other"]  # a pipe, a device
+    content: object  # a value that changes when another program writes the file
+    kind: Literal["file", "folder", "other"]  # other: a pipe or a device
 
 
 def status(path: str | os.PathLike[str]) -> Status:
@@ -78,7 +78,7 @@ def status(path: str | os.PathLike[str]) -> Status:
 
 
 def check_writable(folder: str | os.PathLike[str]) -> None:
-    """Raise the error that writing to a local folder, or reaching a URL, would cause. Create nothing.
+    """Raise the error that writing to a local folder, or reaching a URL, would cause. Creates nothing.
 
     Raises:
         OSError: The folder is not writable.
@@ -120,7 +120,7 @@ def matching(folder: str | os.PathLike[str], *patterns: str) -> list[str]:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a new file that appears at a path or URL once the block ends without an error."""
+    """Open a new file, which appears at a path or URL once the block ends without an error."""
     filesystem, name = _place(path)
     if filesystem is None:
         with replacing(name) as file:
@@ -133,9 +133,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def behind_links(path: str | os.PathLike[str]) -> str:
-    """Return the target of a symbolic link, or the path itself. :func:`writing` replaces a link, not its target.
+    """Return the target of a symbolic link, or the path itself. :func:`writing`, by contrast, replaces a link.
 
-    Saving ``last.ckpt`` therefore leaves the best checkpoint alone, even if ``last.ckpt`` links to it.
+    If ``last.ckpt`` links to the best checkpoint, saving ``last.ckpt`` therefore does not change the best checkpoint.
     """
     filesystem, name = _place(path)
     return os.path.realpath(name) if filesystem is None and os.path.islink(name) else os.fspath(path)
@@ -161,10 +161,10 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
-    """Open a new file that replaces ``path`` once the block ends without an error.
+    """Open a new file, which replaces ``path`` once the block ends without an error.
 
-    Until then ``path`` keeps its old content, even if the process is killed or the machine loses power. Afterwards the
-    new content is on disk. An ``OSError`` names ``path``.
+    Until then, ``path`` keeps its old content, even if the process is killed or the machine loses power. Afterwards,
+    the new content is on disk. The file name of an ``OSError`` is ``path``.
     """
     directory, target = os.path.dirname(path) or ".", Path(path)
     temporary = ""
@@ -175,7 +175,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
                 yield device
             return
         sweep(directory)
-        temporary, file = _open_beside(directory)
+        temporary, file = _open_temporary(directory)
         with file:
             yield file
             file.flush()
@@ -183,7 +183,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
             os.replace(temporary, path)
         _sync_directory(directory)
     except OSError as error:
-        reason = f"{error.strerror or error}, while saving (an older file at this path is as it was)"
+        reason = f"{error.strerror or error}, while saving (an older file at this path is unchanged)"
         raise OSError(error.errno, reason, path) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -191,10 +191,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
 
 
 def sweep(directory: str) -> None:
-    """Remove files that killed processes left behind.
-
-    Files named for another kernel, or still locked in this one, stay: they may be in use.
-    """
+    """Remove temporary files of killed processes. Locked files, and files of other hosts or boots, may be in use."""
     prefix = _prefix()
     with os.scandir(directory) as entries:
         candidates = [entry.path for entry in entries if entry.name.startswith(prefix) and entry.name.endswith(".part")]
@@ -212,10 +209,10 @@ def _prefix() -> str:
     return f".lightning-gpu-tools-{running_kernel()}-"
 
 
-def _open_beside(directory: str) -> tuple[str, BinaryIO]:
+def _open_temporary(directory: str) -> tuple[str, BinaryIO]:
     while True:
         temporary = os.path.join(directory, f"{_prefix()}{secrets.token_hex(8)}.part")
-        # Not tempfile, because here the umask decides who may read the file.
+        # Not with tempfile, which ignores the umask.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         _try_lock(descriptor)
         if os.fstat(descriptor).st_nlink:
@@ -224,7 +221,7 @@ def _open_beside(directory: str) -> tuple[str, BinaryIO]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Lock the file until the process ends; return ``False`` if another process holds the lock or locks do not work."""
+    """Lock the file until the process ends; return ``False`` if it is already locked or locks do not work."""
     if sys.platform == "win32":
         return False
     try:
@@ -248,7 +245,7 @@ def _sync_directory(directory: str) -> None:
 
 
 def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:
-    """Return the file system (``None`` if it is the local one) and the name in it."""
+    """Return the file system (``None`` if local) and the name in it."""
     text = os.fspath(path)
     # Importing fsspec takes longer than inspecting a file. Lightning shortens file:///tmp to file:/tmp.
     if "://" not in text and "::" not in text and not text.startswith("file:"):

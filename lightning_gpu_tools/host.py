@@ -1,4 +1,4 @@
-"""The host's limits for this process (cores, memory, shared memory), its use of them, and the file systems."""
+"""The host's limits for this process (cores, memory, shared memory), the use of them, and file systems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CGROUP_MOUNT, _CGROUP_MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgr
 _VMSTAT = Path("/proc/vmstat")
 _PRESSURE = Path("/proc/pressure/io")
 
-# Types of file systems as mountinfo has them; the part after "fuse." is the name of a program.
+# File system types as in mountinfo. The part after "fuse." is the name of a program.
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 DISK_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs"})
 _NETWORK_FILE_SYSTEMS = frozenset(
@@ -32,13 +32,13 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostBudget:
-    """The resources of this host for this process and the other local ranks of its training together."""
+    """The resources of this host that all local ranks of a training share."""
 
     cores: float  # limited by the affinity mask and the cgroup's quota
     memory_available_bytes: int
     shm_free_bytes: int | None  # None without /dev/shm
     local_ranks: int = 1
-    cores_in_reach: float | None = None  # cores that this job can get next to other jobs; None: not measured
+    cores_in_reach: float | None = None  # cores that this job can get while other jobs run; None: not measured
     quota_cores: float | None = None  # limit of the tightest cgroup quota; None: no quota
 
 
@@ -46,7 +46,7 @@ def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
     """Return the resources of the host that this process may use now."""
     affinity, quotas = float(len(_own_cores())), []
     memory_bytes = [psutil.virtual_memory().available]
-    # Limits apply anywhere on the path to the root, so the tightest one counts. The files are those of cgroup v2 or v1.
+    # Limits apply anywhere on the path to the root, so the tightest one counts. Files: cgroup v2, or else v1.
     for folder in _cgroup_folders("cpu"):
         quota = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
         if len(quota) == 2 and quota[0] not in ("max", "-1"):
@@ -70,7 +70,7 @@ def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
 
 
 def throttled_periods() -> tuple[int, int]:
-    """Return the number of periods in which a quota throttled this process's cgroup, and of all periods.
+    """Return the numbers of throttled periods and of all periods of this process's cgroup quota.
 
     Both are running totals, for the most throttled group on the path to the root; zeros without a quota.
     """
@@ -107,7 +107,7 @@ def idle_cpu_s() -> float:
     except OSError:  # /proc is mounted with subset=pid
         return 0.0
     mine = (per_core[core] for core in _own_cores() if core < len(per_core))
-    # A core that waits for a disk is free for other threads, too.
+    # A core that waits for a disk is also free for other threads.
     return sum(core.idle + getattr(core, "iowait", 0.0) for core in mine)
 
 
@@ -118,7 +118,7 @@ def resident_memory_bytes() -> int:
 
 
 def private_memory_bytes(pids: list[int]) -> list[int]:
-    """Return the bytes that each process does not share with others, leaving out processes without that number."""
+    """Return the bytes that each process does not share with others, for processes that report it."""
     private = [_sum_bytes(f"{pid}/smaps_rollup", "Private_Clean|Private_Dirty") for pid in pids]  # Linux 4.14
     return [size for size in private if size is not None]
 
@@ -150,41 +150,35 @@ def parse_mounts(mountinfo: str) -> dict[str, Mount]:
 
 
 def mount_of(path: str, mounts: Mapping[str, Mount]) -> Mount | None:
-    """Return the mount with the longest point that contains a real path; ``None`` without one."""
+    """Return the mount with the longest mount point that contains a real path; ``None`` if there is none."""
     return next((mounts[folder] for folder in (path, *map(str, Path(path).parents)) if folder in mounts), None)
 
 
 def is_network(file_system: str) -> bool | None:
-    """Return whether a type of file system is on other machines; ``None`` if unknown, as for ``overlay``."""
+    """Return whether a file system type is a network file system; ``None`` if unknown (such as ``overlay``)."""
     if file_system in _NETWORK_FILE_SYSTEMS:
         return True
     return False if file_system in DISK_FILE_SYSTEMS | MEMORY_FILE_SYSTEMS else None
 
 
 def io_pressure_s() -> float | None:
-    """Return the seconds in which some task waited for I/O: of this cgroup or, without its own count, of the machine.
-
-    ``None`` before Linux 4.20.
-    """
+    """Return the seconds in which some task of this cgroup (or else the host) waited for I/O; ``None`` if unknown."""
     files = [*(group / "io.pressure" for group in reversed(_cgroup_folders("io"))), _PRESSURE]
     some = next(filter(None, map(read_kernel_file, files)), "").partition("total=")[2].split()
     return int(some[0]) / 1e6 if some else None
 
 
 def oom_kills() -> int:
-    """Return the running total of processes that the kernel has killed because memory ran out.
-
-    It counts this job's processes, or those of the whole machine where no cgroup counts them.
-    """
+    """Return the running total of this job's processes (without a cgroup: of all) killed by the OOM killer."""
     groups = reversed(_cgroup_folders("memory"))  # the innermost group holds this process's siblings
     files = [group / name for group in groups for name in ("memory.events", "memory.oom_control")]
     return next((found["oom_kill"] for found in map(_counters, [*files, _VMSTAT]) if "oom_kill" in found), 0)
 
 
 def cores_in_reach(cores: float, used_or_idle: float) -> float:
-    """Return how many of its cores a job could use next to other jobs, from its average of used or idle cores."""
+    """Return the number of cores that a job could use while other jobs run, given its mean of used or idle cores."""
     taken = max(0.0, cores - used_or_idle)
-    # A job that mostly slept would get more: its fair share, once it has as many runnable threads as cores.
+    # A job that mostly slept would get its fair share once it has as many runnable threads as cores.
     return max(min(cores, used_or_idle), cores * cores / (cores + taken))
 
 

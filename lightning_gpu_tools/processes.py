@@ -1,4 +1,4 @@
-"""Identities of processes, here and on other machines."""
+"""Identities of processes on this and other machines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
-INIT = 1  # becomes the parent of processes whose own parent has ended
+INIT = 1  # becomes the parent of processes whose parent has ended
 
 
 class ProcessStat(NamedTuple):
@@ -29,7 +29,7 @@ def read_kernel_file(path: str | os.PathLike[str]) -> str:
 
 def process_stat(pid: int) -> ProcessStat | None:
     """Return the kernel's facts about a process; ``None`` if it has ended or is hidden, and outside Linux."""
-    fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name before it may contain anything
+    fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # skip the name, which may contain ")"
     return ProcessStat(fields[0], int(fields[1]), int(fields[19])) if fields else None  # fields 3, 4 and 22
 
 
@@ -43,13 +43,13 @@ def pid_namespace() -> str | None:
 
 @functools.cache
 def running_kernel() -> str:
-    """Return 12 hex digits that identify this boot of this machine, also across containers and NFS."""
+    """Return 12 hex digits that identify this boot of this machine, including across containers and NFS."""
     boot = read_kernel_file("/proc/sys/kernel/random/boot_id")
     if boot:
         return boot.replace("-", "")[:12]
     import uuid
 
-    return f"{uuid.getnode():012x}"  # not Linux: a machine counts as one kernel forever
+    return f"{uuid.getnode():012x}"  # outside Linux, all boots of a machine count as one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,14 +70,14 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Return the process that has this PID now in this process's namespace."""
+        """Return the process that now has this PID in this process's namespace."""
         stat = process_stat(pid)
         ticks = None if stat is None else stat.started_ticks
         return cls(kernel=running_kernel(), namespace=pid_namespace(), pid=pid, started_ticks=ticks)
 
     @property
     def is_running(self) -> bool | None:
-        """Whether it is running; ``None`` if that is not visible, from another machine or container."""
+        """Whether it is running; ``None`` if unknown because it is on another machine or in another container."""
         if self.started_ticks is None or (self.kernel, self.namespace) != (running_kernel(), pid_namespace()):
             return None
         stat = process_stat(self.pid)

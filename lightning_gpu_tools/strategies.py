@@ -1,4 +1,4 @@
-"""The strategies, for import by other programs. The import registers ``"ddp_free_memory"`` etc. with Lightning."""
+"""The strategies. Importing this module registers ``"ddp_free_memory"`` etc. with Lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes and durations as text (``"8GiB"``, ``"90s"``), and escaping of untrusted text for printing."""
+"""Sizes and durations as text (``"8GiB"``, ``"90s"``), and escaping of untrusted text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parse_duration(duration: float | str, name: str = "duration") -> float:
 
 
 def _parse(quantity: object, per_unit: Mapping[str, float]) -> float:
-    """Return a number as it is, or parse one from text with a unit; NaN if invalid."""
+    """Return a number unchanged, or parse text with a unit; NaN if invalid."""
     if isinstance(quantity, (int, float)) and not isinstance(quantity, bool):
         return quantity
     match = _QUANTITY.fullmatch(quantity) if isinstance(quantity, str) else None
@@ -105,7 +105,7 @@ def printable(text: object, max_length: int = 100) -> str:
             text = str(text)
         except (RecursionError, ValueError):  # nested too deeply; or an integer with more digits than Python converts
             text = f"<{type(text).__name__}>"
-    # Escaping never makes text shorter, so this much of each end is enough.
+    # Escaping never shortens text, so this much of each end is enough.
     ends = text if len(text) <= 2 * max_length else text[:max_length] + text[-max_length:]
     escaped = _escaped(ends)
     if len(text) == len(ends) and len(escaped) <= max_length:
@@ -120,7 +120,7 @@ def printable_path(path: object) -> str:
 
 
 def user_name(user_id: int) -> str:
-    """Return a user's login name, safe to print, or ``uid 1000`` if it has none (not on Windows)."""
+    """Return a user's login name, safe to print, or ``uid 1000`` if there is none (not on Windows)."""
     import pwd
 
     try:
@@ -132,7 +132,7 @@ def user_name(user_id: int) -> str:
 def printable_lines(text: str) -> str:
     """Escape all control characters except newlines, as a fallback for :func:`printable`.
 
-    Untrusted text that was inserted raw then cannot control a terminal, but it could still forge a line.
+    Untrusted text that was inserted without escaping then cannot control a terminal, but it can still forge a line.
     """
     return "\n".join(map(_escaped, text.split("\n")))
 

@@ -181,7 +181,7 @@ def test_a_full_disk_is_reported_and_keeps_the_old_file(tmp_path: Path) -> None:
     assert isinstance(error, OSError)
     assert error.errno == errno.EFBIG
     assert error.filename == str(path)
-    assert "an older file at this path is as it was" in str(error)
+    assert "an older file at this path is unchanged" in str(error)
     assert read_checkpoint(path) == {"v": 1}
     assert parts(tmp_path) == []
 

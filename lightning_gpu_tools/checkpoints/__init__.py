@@ -1,1 +1,1 @@
-"""Checkpoint files: their contents, the models that their weights fit, and all-or-nothing writing."""
+"""Checkpoint files: inspection, loading into models, and all-or-nothing writing."""

@@ -42,7 +42,7 @@ class Difference:
 
     key: str  # name in the second file
     what: str  # "shape", "dtype" or "values"
-    detail: str  # both sides, or how large the difference is
+    detail: str  # both sides, or the size of the difference
     largest: float | None = None  # absolute difference between two values; None if they cannot be subtracted
     share: float | None = None  # fraction of values that differ
 
@@ -56,13 +56,13 @@ class CheckpointComparison:
     only_in_second: tuple[str, ...]
     differences: tuple[Difference, ...]
     same: int
-    not_compared: tuple[str, ...]  # in both files, but only running code could open them
-    unread_in_first: tuple[str, ...]  # classes and functions named in the file; none was opened
+    not_compared: tuple[str, ...]  # weights in both files that only running code could open
+    unread_in_first: tuple[str, ...]  # classes and functions in the file that were not opened
     unread_in_second: tuple[str, ...]
 
     @property
     def is_same(self) -> bool:
-        """Whether no differences between the weights were found, other than in their names."""
+        """Whether the weights do not differ, except in their names."""
         return not (self.only_in_first or self.only_in_second or self.differences)
 
 
@@ -129,7 +129,7 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
         if unopened:
             yield Difference(key, "values", f"not opened: {unopened[0]}")
         elif not _same(one, two):
-            yield Difference(key, "values", "not plain tensors, and different")
+            yield Difference(key, "values", "different (not plain tensors)")
         return
     if one.shape != two.shape:
         yield Difference(key, "shape", f"{shown_shape(one.shape)} and {shown_shape(two.shape)}")
@@ -137,9 +137,9 @@ def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
     if one.dtype != two.dtype:
         yield Difference(key, "dtype", f"{name_of(one.dtype)} and {name_of(two.dtype)}")
     if one.is_meta or two.is_meta:  # in an extra state
-        yield Difference(key, "values", "no numbers")
+        yield Difference(key, "values", "no values (meta device)")
         return
-    # Compare bits first: equal numbers are the common case, and a NaN equals itself here.
+    # Compare bits first, because equal numbers are the common case, and a NaN equals itself.
     is_dense = one.layout is two.layout is torch.strided and not (one.is_quantized or two.is_quantized)
     if not one.numel() or (is_dense and one.dtype == two.dtype and torch.equal(_bits(one), _bits(two))):
         return
@@ -160,14 +160,14 @@ def _has_own_numbers(value: Any) -> bool:
 
 
 def _same(one: Any, two: Any, compared: set[tuple[int, int]] | None = None) -> bool:
-    """Whether two values of any kind are the same down to the last bit.
+    """Return whether two values of any kind are bitwise identical.
 
     ``compared`` holds the containers already compared: a small file can hold one container in a billion places.
     """
     compared = set() if compared is None else compared
     if isinstance(one, (Mapping, list, tuple)):
         if (id(one), id(two)) in compared:
-            return True  # otherwise, the first comparison would have ended this one
+            return True  # a difference would have ended the comparison before
         compared.add((id(one), id(two)))
     if isinstance(one, Mapping) and isinstance(two, Mapping):
         return one.keys() == two.keys() and all(_same(one[key], two[key], compared) for key in one)
@@ -210,7 +210,7 @@ def _unequal_values(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.dtype is torch.complex128:  # no integer type is that wide
+    if plain.dtype is torch.complex128:  # wider than any integer type
         plain = torch.view_as_real(plain)
     return plain.view(_INTEGER_OF_SIZE[plain.element_size()])
 
@@ -223,15 +223,15 @@ def render(found: CheckpointComparison, first: str, second: str) -> str:
     same = f"{counted(found.same, 'weight')} {'is' if found.same == 1 else 'are'} the same"
     lines = [f"{printable_path(first)} and {printable_path(second)}: {same}"]
     if found.renamed:
-        lines += prose(f"  names of the first: {found.renamed}")
+        lines += prose(f"  keys of the first: {found.renamed}")
     for label, keys in (("only in the first", found.only_in_first), ("only in the second", found.only_in_second)):
         for line in group_keys(keys):
             lines += prose(f"  {label}: {line}")
     if found.not_compared:
-        lines += prose(f"  in both, not compared, as it takes code to open: {list_groups(found.not_compared)}")
+        lines += prose(f"  in both, not compared (opening would run code): {list_groups(found.not_compared)}")
     for label, names in (("first", found.unread_in_first), ("second", found.unread_in_second)):
         if names:
-            lines += prose(f"  of the {label}, {describe_unread(names)}")
+            lines += prose(f"  {label}: {describe_unread(names)}")
     by_key: dict[str, dict[str, Difference]] = {}
     for difference in found.differences:
         by_key.setdefault(difference.key, {})[difference.what] = difference
@@ -244,7 +244,7 @@ def render(found: CheckpointComparison, first: str, second: str) -> str:
         ]
         lines += table([("key", *columns), *rows])
         if len(ranked) > _LONGEST_TABLE:
-            lines.append(f"  … and {len(ranked) - _LONGEST_TABLE} more; --json gives all")
+            lines.append(f"  … and {len(ranked) - _LONGEST_TABLE} more; use --json to list all")
     return "\n".join(lines)
 
 

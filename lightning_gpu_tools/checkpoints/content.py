@@ -1,4 +1,4 @@
-"""The described contents of a checkpoint, before any of it is loaded: tensors, objects, and where the weights are."""
+"""The description of a checkpoint before loading: tensors, objects, and the location of the weights."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class StorageInfo:
 
 @dataclass(slots=True, unsafe_hash=True)
 class TensorInfo:
-    """A tensor as the file describes it."""
+    """A tensor as described in the file."""
 
-    dtype: str  # "?" if the file does not say
-    shape: tuple[int, ...] | None  # None if the file does not say
+    dtype: str  # "?" if unknown
+    shape: tuple[int, ...] | None  # None if unknown
     storage: StorageInfo | None  # None if the numbers are not one block
-    attributes: Any = field(default=None, compare=False)  # that a program has attached to it
-    offset: int = 0  # of its first number in the storage
+    attributes: Any = field(default=None, compare=False)  # attached by a program
+    offset: int = 0  # of the first number in the storage
     strides: tuple[int, ...] | None = None  # None if it is contiguous
     kind: str = ""  # "sparse", "quantized", the name of a subclass, ...; "" for plain numbers
     is_parameter: bool = field(default=False, compare=False)  # or requires gradients, or has attributes
@@ -81,7 +81,7 @@ class Part:
     """A block of a tensor, stored in one of the files."""
 
     file: str
-    start: int  # offset of its first number in the file, in bytes
+    start: int  # offset of the first number in the file, in bytes
     offsets: tuple[int, ...]  # in the tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in the file, in elements
@@ -99,14 +99,14 @@ class SplitTensorInfo(TensorInfo):
 class Opaque:
     """An inert placeholder for an object that only running code could build."""
 
-    is_plain: bool = False  # weights_only=True would build it
-    kind: str = ""  # the class or function that would build it, "module.name"; "" if unknown
-    state: Any = ()  # the state it would get, or else the arguments of the call that would make it
-    items: dict[Any, Any] | None = None  # the items that would be put into it
+    is_plain: bool = False  # whether weights_only=True would build it
+    kind: str = ""  # class or function that would build it, "module.name"; "" if unknown
+    state: Any = ()  # state that it would get, or arguments of the call that would build it
+    items: dict[Any, Any] | None = None  # items that it would get
 
 
 class StandIn:
-    """A placeholder for a class, a function or a constant; its text is their name."""
+    """A placeholder for a class, a function or a constant; ``str()`` returns the name."""
 
     __slots__ = ("is_plain", "module", "name")
 
@@ -120,32 +120,32 @@ class StandIn:
 
 
 def are_sizes(numbers: Sequence[Any]) -> bool:
-    """Whether these are valid sizes, offsets or strides: non-negative integers below 2 ** 63."""
+    """Return whether these are valid sizes, offsets or strides: non-negative integers below 2 ** 63."""
     return not numbers or ({*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**63)
 
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
 # The entry that PortableCheckpointIO adds to a Lightning checkpoint: primitives only, for weights_only=True.
 MANIFEST = "lightning_gpu_tools"
-# Entries of a Lightning checkpoint with the model's keys: WeightAveraging adds the second.
+# Entries of a Lightning checkpoint with the model's keys. WeightAveraging adds the second one.
 MODEL_STATES = ("state_dict", "current_model_state")
-# Arguments of classes: tensors in them are not weights.
+# Arguments of classes. Tensors in them are not weights.
 _ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
 _MAX_LEVELS = 3  # "callbacks", "StochasticWeightAveraging", "average_model_state"
-# Our default, ten times more than in any real model. A file can hold one module in a billion places.
+# Our default, ten times more than in any real model. A hostile file can hold one module in a billion places.
 _MAX_PARTS = 1_000_000
 _QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
 
 
 def likely(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return only ``state_dict`` if it exists, the default when no entry is named; otherwise all entries."""
+    """Return the entries to search if none is named: only ``state_dict`` if it exists, otherwise all."""
     return {"state_dict": entries["state_dict"]} if "state_dict" in entries else dict(entries)
 
 
 def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
-    """Return every set of weights by the name of its entry; ``""`` if the file holds nothing else.
+    """Return entry name -> weights for every set of weights; the name is ``""`` if the file holds nothing else.
 
-    Every module is a set, and so is every dictionary of tensors except an optimizer's state.
+    A set of weights is a module, or a dictionary of tensors that is not an optimizer's state.
     """
     mapping = _as_mapping(content)
     if is_state_dict(mapping):
@@ -160,7 +160,7 @@ def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def is_state_dict(value: Any) -> bool:
-    """Whether this maps names to tensors, apart from extra states and settings of quantized modules."""
+    """Return whether this maps names to tensors, except for extra states and settings of quantized modules."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
     if hasattr(value, "_metadata"):  # set by torch
@@ -177,7 +177,7 @@ def is_state_dict(value: Any) -> bool:
 
 
 def is_lightning_checkpoint(content: Any) -> bool:
-    """Whether this is a checkpoint as written by ``Trainer.save_checkpoint``."""
+    """Return whether this is a checkpoint as written by ``Trainer.save_checkpoint``."""
     return (
         isinstance(content, Mapping) and LIGHTNING_VERSION in content and isinstance(content.get("state_dict"), Mapping)
     )
@@ -186,7 +186,7 @@ def is_lightning_checkpoint(content: Any) -> bool:
 def put_weights(
     content: Any, entries: Mapping[str, Mapping[str, Any]], name: str = "", depth: int = _MAX_LEVELS
 ) -> Any:
-    """Return the content with the sets of weights in ``entries`` put in place of its own."""
+    """Return the content with its sets of weights replaced by those in ``entries``."""
     mapping = _as_mapping(content)
     if name in entries or depth == 0 or not mapping:
         return entries.get(name, content)
@@ -197,7 +197,7 @@ def put_weights(
 
 
 def describe_content(content: Any) -> str:
-    """Return a short description of this value, with its article."""
+    """Return a short description of this value, with an article."""
     if isinstance(content, Mapping):
         if "param_groups" in content and "state" in content:
             return "the state of an optimizer"
@@ -261,7 +261,7 @@ def _is_module(value: Any) -> bool:
 
 
 def _weights_of(module: Opaque) -> dict[str, Any]:
-    """Return the ``state_dict()`` of a described module; packed weights are tensors of their kind without numbers."""
+    """Return the ``state_dict()`` of a described module. Packed weights become tensors without numbers."""
     weights: dict[str, Any] = {}
     modules = 0
     stack = [("", module)]
@@ -270,8 +270,8 @@ def _weights_of(module: Opaque) -> dict[str, Any]:
         modules += 1
         if modules + len(weights) > _MAX_PARTS or prefix.count(".") > MAX_DEPTH:
             raise Fault(
-                f"holds a module with parts in more than {MAX_DEPTH} levels, in too many places, or without end",
-                "No model is made so.",
+                f"holds a module with more than {MAX_DEPTH} levels, too many parts, or endless recursion",
+                "This is not a real model.",
             )
         not_saved = one.state.get("_non_persistent_buffers_set")
         not_saved = (

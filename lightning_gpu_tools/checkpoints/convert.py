@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint: clean keys, another root, another precision, or safetensors."""
+"""Conversion of a checkpoint: clean keys, another prefix, another precision, or safetensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.files import behind_links
 from lightning_gpu_tools.units import printable, printable_path
 
-# Our default, a page: casting smaller tensors lazily saves no significant memory and is ten times slower.
+# Our default, one page. Lazy casts of smaller tensors save no significant memory and are ten times slower.
 _SMALL_BYTES = 1 << 12
 
 
@@ -50,20 +50,20 @@ _SMALL_BYTES = 1 << 12
 class Changes:
     """The requested changes, named like the command's options."""
 
-    entry: str | None = None  # None takes the only one
+    entry: str | None = None  # None: the only one
     wrappers: tuple[str, ...] = ()  # private segments such as _orig_mod are always removed
     keep_prefix: bool = False
     like: str | None = None
     drop_root: str = ""
     add_root: str = ""
-    dtype: torch.dtype | None = None  # None keeps that of the file
+    dtype: torch.dtype | None = None  # None: as in the file
     weights_only: bool = False
 
 
 def convert(source: str, target: str, changes: Changes, progress: Progress = no_progress) -> str:
     """Convert ``source`` to ``target``, as safetensors if it ends in ``.safetensors``, and return a summary.
 
-    If ``target`` is a symbolic link, the link stays, and the file that it points to is replaced or created.
+    If ``target`` is a symbolic link, the file that it points to is replaced or created, and the link stays.
     """
     as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
     leaves_out_rest = as_safetensors or changes.weights_only
@@ -90,12 +90,10 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = no_
         write_content(whole, file, progress)
     done = [counted(len(converted[entry]), "weight") + (f" of {quoted(entry)}" if others else ""), plan.describe()]
     if plan.unused:
-        done.append(f"left out: {list_groups(plan.unused)}")
+        done.append(f"dropped: {list_groups(plan.unused)}")
     if others:
         named = ", ".join(map(quoted, others))
-        done.append(
-            f"not those of {named}, for which there is --entry" if only_weights else f"likewise those of {named}"
-        )
+        done.append(f"without {named} (select with --entry)" if only_weights else f"also converted {named}")
     if unread is not None:
         done.append(describe_unread(unread.classes))
     where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
@@ -108,7 +106,7 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
         _, wanted = choose_weights(changes.like, weights_in(read_weights(changes.like)[0], changes.like), None)
         with errors_about(source, printable_path(changes.like)):
             return plan_renaming(shapes_of(weights), ModelKeys(shapes=shapes_of(wanted)))
-    # Lightning removes its own wrappers, so a `module` in its files is an attribute.
+    # Lightning removes its own wrappers, so a `module` in its files is an attribute of the model.
     is_lightnings = is_lightning_checkpoint(content) and entry in MODEL_STATES
     around_all = not (changes.keep_prefix or is_lightnings or changes.drop_root.startswith(f"{WRAPPER_SEGMENT}."))
     known = {*changes.wrappers, *manifest_of(content).get("wrappers", ())}
@@ -120,13 +118,13 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
         if node is None or not is_wrapper(node):
             inside = f"{wrapper}.{WRAPPER_SEGMENT}.".lstrip(".")
             raise CheckpointMismatchError(
-                f"{source}: {printable(repr(wrapper))} is no wrapper. No key begins with {printable(repr(inside))}, or "
-                "there are others next to it."
+                f"{source}: {printable(repr(wrapper))} is not a wrapper, because not all keys below it begin with "
+                f"{printable(repr(inside))}. Check --wrapper."
             )
     kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
     if changes.drop_root and not kept:
         root = printable(repr(changes.drop_root))
-        raise CheckpointMismatchError(f"{source}: no key begins with {root}, so it cannot be dropped.")
+        raise CheckpointMismatchError(f"{source}: no key begins with {root}. Check --drop-root.")
     return RenamePlan(
         renames={key: changes.add_root + name.removeprefix(changes.drop_root) for key, name in kept.items()},
         unused=tuple(key for key in weights if key not in kept),
@@ -136,7 +134,7 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
 def _converted(
     path: str, weights: Mapping[str, Any], plan: RenamePlan, changes: Changes, as_safetensors: bool
 ) -> OrderedDict[str, Any]:
-    """Return the weights with new names and precision, and ties kept. First refuse any that take too much memory."""
+    """Return the weights with new names and precision, still tied. Refuse weights that take too much memory."""
     converted = plan.apply(weights)
     check_numbers(path, converted)
     # Non-contiguous tensors go to torch.save, which writes each storage once.
@@ -160,7 +158,7 @@ def _converted(
     if beyond_range:
         raise CheckpointError(
             f"{printable_path(path)}: values of {list_groups(beyond_range)} are beyond the range of {changes.dtype} "
-            "and would become infinite. Choose a dtype with a larger range, bfloat16 or float64, or leave --dtype out."
+            "and would become infinite. Use a dtype with a larger range, bfloat16 or float64, or omit --dtype."
         )
     return converted
 
@@ -172,7 +170,7 @@ def _to_dtype(key: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
         value.new_empty(1).to(dtype)  # fails now, not in the middle of writing
     except NotImplementedError:
         raise CheckpointError(
-            f"Torch cannot convert {printable(key)} from {value.dtype} to {dtype}. Leave --dtype out to keep it."
+            f"Torch cannot convert {printable(key)} from {value.dtype} to {dtype}. Omit --dtype to keep {value.dtype}."
         ) from None
     return LazyTensor(tuple(value.shape), dtype, lambda: value.detach().to(dtype).contiguous())
 

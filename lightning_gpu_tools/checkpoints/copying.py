@@ -1,7 +1,7 @@
-"""Checks that torch can copy weights into a model unchanged, made before the first number is copied.
+"""Checks that torch can copy weights into a model unchanged, before anything is copied.
 
-Names, shapes and types decide. Only a model with its own loading code is loaded twice. The first time, the model's own
-parameters replace each weight that fits, and everything is restored afterwards.
+The checks compare names, shapes and types. Only a model with its own loading code is loaded twice. The first time, the
+model's own parameters replace each weight that fits, and everything is restored afterwards.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from lightning_gpu_tools.units import printable
 class Fit(NamedTuple):
     """The match between one entry of a checkpoint and a model."""
 
-    entry: str  # "" if the weights are all that the file holds
+    entry: str  # "" if the file holds only weights
     weights: Mapping[str, Any]
     plan: RenamePlan
     keys: ModelKeys
-    state: Mapping[str, Any]  # of the model
+    state: Mapping[str, Any]  # state_dict of the model
     strict: bool
-    others: tuple[str, ...] = ()  # entries and roots with other weights of the same model, unless one was chosen
+    others: tuple[str, ...] = ()  # entries and roots with other weights of the same model, unless the user chose one
 
     def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """Return ``weights`` as ``load_state_dict`` takes them, plus the model's own for keys they may lack."""
@@ -51,15 +51,15 @@ class Fit(NamedTuple):
         return renamed
 
     def choice(self) -> str:
-        """Return a message on which of several sets of weights is taken, and how to load the others."""
+        """Return a message on the loaded set of weights, and how to load the others."""
         taken = ".".join(filter(None, (self.entry, self.plan.dropped_root.rstrip("."))))
         roots = " or ".join(f"root={quoted(name)}" for name in self.others)
-        what = "the average" if all(map(is_average, self.others)) else "other weights of this model"
-        return f"took {quoted(taken)}; load_weights with {roots} takes {what}"
+        others = "the average" if all(map(is_average, self.others)) else "other weights of this model"
+        return f"loaded {quoted(taken)}; to load {others}, call load_weights with {roots}"
 
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
-    """Refuse weights that ``load_state_dict`` would fail on midway, or would copy as different numbers."""
+    """Refuse weights that would make ``load_state_dict`` fail midway, or that it would copy as different numbers."""
     fault = fault_of_parts(fit.weights)
     if fault and not _all_have_their_own(fit.weights):
         raise CheckpointMismatchError(f"{fault} Nothing was changed.")
@@ -74,8 +74,8 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
     if refused:
         reasons = [f"{printable(key)} ({why})" for key, why in refused.items()]
         raise CheckpointMismatchError(
-            f"Torch cannot copy {shortened(reasons)}. Nothing was changed. Store these weights as the model has them, "
-            "or take them out of the file and load it with strict=False."
+            f"Torch cannot copy {shortened(reasons)}. Nothing was changed. Save these weights with the model's shapes "
+            "and types, or remove them from the file and use strict=False."
         )
 
 
@@ -88,7 +88,7 @@ def _has_loading_code(model: nn.Module, keys: ModelKeys) -> bool:
 
 
 def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, str]:
-    """Load without copying anything; return key -> reason for each weight that torch could not copy."""
+    """Run the model's loading code without copying; return key -> reason for each weight that torch cannot copy."""
     refused: dict[str, str] = {}
 
     def check(module: nn.Module, name: str, key: str, target: torch.Tensor, state_dict: dict[str, Any]) -> None:
@@ -107,13 +107,13 @@ def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, 
 
 @contextlib.contextmanager
 def _undoing(model: nn.Module) -> Iterator[None]:
-    """Let modules with their own loading code load into copies of their tensors, then restore everything."""
+    """Let modules with their own loading code load into copies of their tensors; restore everything at the end."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for module in _modules(model):
             parts: tuple[dict[str, Any], ...] = (vars(module), module._modules, module._parameters, module._buffers)
             before += [(part, dict(part)) for part in parts]
-            if type(module).set_extra_state is not nn.Module.set_extra_state:  # which may change anything
+            if type(module).set_extra_state is not nn.Module.set_extra_state:  # it may change anything
                 vars(module)["set_extra_state"] = lambda state: None
             if loads_itself(module):
                 for tensors in parts[2:]:
@@ -131,7 +131,7 @@ def _modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _copied(tensor: Any) -> torch.Tensor:
-    if torch.nn.parameter.is_lazy(tensor):  # has no numbers yet, and gets its shape during loading
+    if torch.nn.parameter.is_lazy(tensor):  # has no numbers yet; gets its shape during loading
         kind: Any = type(tensor)
         empty: torch.Tensor = kind(tensor.requires_grad, device=tensor.device, dtype=tensor.dtype)
         return empty
@@ -140,13 +140,13 @@ def _copied(tensor: Any) -> torch.Tensor:
 
 
 def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outcome: str) -> Any:
-    """Call ``load_state_dict``; if it fails, end the error with ``outcome``, the state of the model."""
+    """Call ``load_state_dict``. If it fails, append ``outcome``, the state of the model, to the error."""
     try:
         return model.load_state_dict(renamed, strict=strict)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # Torch lists keys of the file, one per line. The traceback shows this error, too.
+        # Torch lists keys of the file, one per line. The traceback also shows this error.
         error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
     except KeyError as error:  # from quantized modules, which load themselves
@@ -154,7 +154,7 @@ def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outco
         if key in renamed or key not in model.state_dict():
             raise
         raise CheckpointMismatchError(
-            f"There is no {printable(key)} in it, without which the model cannot load itself. {outcome}", [key]
+            f"The key {printable(key)} is missing, and the model's own loading code needs it. {outcome}", [key]
         ) from None
 
 
@@ -162,9 +162,9 @@ def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outco
 def before_each_copy(
     model: nn.Module, prepare: Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]
 ) -> Iterator[None]:
-    """Call ``prepare`` for each weight that is loaded, after the module's own hooks and before the copy.
+    """Call ``prepare`` for each loaded weight, after the module's own hooks and before the copy.
 
-    Hooks may change names and shapes, and going module by module needs no second copy of the model. ``prepare`` gets
+    The hooks may change names and shapes. Working module by module avoids a second copy of the model. ``prepare`` gets
     the module, the name, full key and tensor of a parameter or buffer, and the state dict to load.
     """
 
@@ -183,10 +183,10 @@ def before_each_copy(
 
 @contextlib.contextmanager
 def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
-    """Gather ZeRO-3's partitioned parameters while a state dict is loaded, then refresh DeepSpeed's own copies.
+    """Gather ZeRO-3's partitioned parameters while a state dict is loaded, then refresh DeepSpeed's copies.
 
-    DeepSpeed's optimizers also keep every weight in float32, and the next step would restore those. All processes must
-    take part.
+    DeepSpeed's optimizers keep a float32 copy of every weight, which the next step would restore. All processes must
+    call this function.
     """
     if "deepspeed" not in sys.modules:
         yield
@@ -196,7 +196,7 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
     gathered = contextlib.ExitStack()
 
     def gather(module: nn.Module, *_: Any) -> None:
-        gathered.close()  # partitions the previous module again
+        gathered.close()  # partition the previous module again
         parameters = [*module.parameters(recurse=False)]
         gathered.enter_context(deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
 
@@ -206,16 +206,16 @@ def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
                 hooks.enter_context(module.register_load_state_dict_pre_hook(gather))  # type: ignore[no-untyped-call]
         yield
     loaded = {*map(id, model.parameters())}
-    # A model has no reference to its engine.
+    # The model has no reference to its engine.
     engines: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), deepspeed.DeepSpeedEngine)]
     for engine in engines:
-        is_concerned = not loaded.isdisjoint(map(id, engine.parameters()))
-        if is_concerned and hasattr(engine.optimizer, "refresh_fp32_params"):  # torch's optimizers keep no copies
+        has_model = not loaded.isdisjoint(map(id, engine.parameters()))
+        if has_model and hasattr(engine.optimizer, "refresh_fp32_params"):  # torch's optimizers keep no copies
             engine.optimizer.refresh_fp32_params()
 
 
 def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
-    """Whether every process holds the parts that it saved itself; all processes must call this."""
+    """Return whether every process holds the parts that it saved. All processes must call this function."""
     if not torch.distributed.is_initialized():
         return False
     mesh = next(value.device_mesh for value in weights.values() if part_of(value))
@@ -226,7 +226,7 @@ def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
 
 
 def _different_for_tied(fit: Fit) -> dict[str, str]:
-    """Return key -> reason for tied weights whose numbers in the checkpoint differ from those of the first."""
+    """Return key -> reason for tied weights that differ from the first of their ties in the checkpoint."""
     first: dict[str, tuple[str, torch.Tensor]] = {}
     refused = {}
     for old, new in fit.plan.renames.items():
@@ -235,13 +235,13 @@ def _different_for_tied(fit: Fit) -> dict[str, str]:
             continue
         other, same = first.setdefault(leader, (old, value))
         if other != old and not _are_equal(value, same, fit.state[new].dtype):
-            refused[old] = f"other numbers than {quoted(other)}, which is the same tensor in the model"
+            refused[old] = f"differs from {quoted(other)}, but both are the same tensor in the model"
     return refused
 
 
 def _are_equal(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool:
     if one.is_quantized or two.is_quantized or is_sharded(one):
-        return True  # unknown, and never seen
+        return True  # unknown; has never been seen
     if one.data_ptr() == two.data_ptr() and one.stride() == two.stride() and one.dtype is two.dtype:
         return True
     return torch.allclose(one.to(dtype), two.to(dtype), rtol=0, atol=0, equal_nan=True)
@@ -262,16 +262,16 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
     if not is_of_its_kind:
         return f"{_kind(value)} instead of {_kind(target)}"
     if target.is_inference() and not torch.is_inference_mode_enabled():
-        return "the model's is an inference tensor, which can only be changed under torch.inference_mode()"
+        return "the model has an inference tensor, which can only be changed under torch.inference_mode()"
     if target.layout is torch.strided and any(
         size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)
     ):
-        return "the model's is an expanded tensor, whose numbers share one place in memory"
+        return "the model has an expanded tensor, whose elements share memory"
     return "" if value.dtype is target.dtype else changed_number(value, target.dtype)
 
 
 def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
-    """Return a message on a number that a cast would change beyond rounding; ``""`` if there is none."""
+    """Return a message about a number that a cast would change beyond rounding; ``""`` if there is none."""
     numbers = value.detach()
     is_plain = type(numbers) is torch.Tensor and numbers.layout is torch.strided and not numbers.is_nested
     if not is_plain or numbers.is_meta or numbers.is_quantized:
@@ -280,10 +280,10 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
         numbers = torch.view_as_real(numbers.resolve_conj())
         if not dtype.is_complex:
             if numbers[..., 1].any():
-                return f"a complex number cannot become one of {name_of(dtype)}"
+                return f"a complex number cannot become {name_of(dtype)}"
             numbers = numbers[..., 0]
     if numbers.is_floating_point() and numbers.element_size() < 4:
-        numbers = numbers.float()  # where the limits below are exact and float8 can be compared
+        numbers = numbers.float()  # here the limits below are exact, and float8 can be compared
     if dtype.is_floating_point or dtype.is_complex:
         kinds = torch.finfo if numbers.is_floating_point() else torch.iinfo
         limit = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 4)  # numbers up to here round down to max

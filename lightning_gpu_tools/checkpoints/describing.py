@@ -1,4 +1,4 @@
-"""The contents of a checkpoint file, read without its weights, without torch, and without running any of its code."""
+"""Reading the contents of a checkpoint file without its weights, without torch, and without running its code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import BinaryIO
 
-from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
+from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged, faults_of
 from lightning_gpu_tools.checkpoints.formats import FileFormat, safetensors, torch_legacy, torch_zip
 from lightning_gpu_tools.checkpoints.structure import Structure, collector_paused
 from lightning_gpu_tools.units import format_bytes
@@ -15,38 +15,37 @@ _FORMATS: tuple[FileFormat, ...] = (torch_zip, torch_legacy, safetensors)
 
 
 def describe(file: BinaryIO, path: str) -> Structure:
-    """Read the description in an open file and check it against the file's contents."""
+    """Read the description in an open file, and check it against the file's contents."""
     size_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(1024)
     with faults_of(path):
         for form in _FORMATS:
             if form.recognizes(head):
-                with collector_paused(), any_error_is(damaged("what it describes and what it holds do not agree")):
+                with collector_paused(), any_error_is(damaged("its description and its contents do not match")):
                     return replace(form.describe(file, path, size_bytes), form=form)
         raise _something_else(head, size_bytes)
 
 
 def _something_else(head: bytes, size: int) -> Fault:
     if size == 0:
-        return Fault("is empty", "Most likely the disk was full or a save was interrupted.")
+        return Fault("is empty", "Probably the disk was full, or a save was interrupted.")
     text = head.lstrip()[:200].lower()
     for starts, what, advice in _OTHER_FILES:
         if head.startswith(starts) or text.startswith(starts):
             return Fault(what, advice)
-    advice = "If it was one, restore it from where it came from."
-    return Fault(f"is no checkpoint: {format_bytes(size)} that begin with {head[:8]!r}", advice)
+    return Fault(f"is not a checkpoint: {format_bytes(size)} that begin with {head[:8]!r}", RESTORE)
 
 
 # First bytes of a file (in any case, after any whitespace), what the file is, and what to do.
 _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
-    ((b"version https://git-lfs",), "is a git-lfs pointer, not the file itself", "Fetch the file with: git lfs pull"),
+    ((b"version https://git-lfs",), "is a git-lfs pointer, not the file itself", "To fetch the file: git lfs pull"),
     (
         (b"<!doctype html", b"<html", b"<?xml", b"<head"),
-        "is a web page: the download got a log-in or error page",
-        "Download the file itself again.",
+        "is a web page: the download returned a login or error page",
+        "Download the file itself.",
     ),
-    ((b"{", b"["), "is a JSON text", "Name the file with the weights."),
+    ((b"{", b"["), "is a JSON file", "Use the file with the weights."),
     (
         (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"),
         "is compressed (gzip, bzip2, xz or zstd)",
@@ -55,6 +54,6 @@ _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
     (
         tuple(b"\x80" + bytes([protocol]) for protocol in range(6)),
         "is a Python pickle that torch.save did not write",
-        "Only files by torch.save or safetensors can be loaded.",
+        "Save it with torch.save or as safetensors.",
     ),
 )

@@ -11,7 +11,7 @@ from lightning_gpu_tools.units import printable_path
 
 
 class Fault(Exception):
-    """The reason why a file is not a checkpoint."""
+    """The reason that a file is not a valid checkpoint."""
 
     def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(what, advice)
@@ -19,7 +19,7 @@ class Fault(Exception):
         self.advice = advice
 
 
-RESTORE = "Restore it from where it came from, or use an earlier checkpoint."
+RESTORE = "Copy or download it again, or use an earlier checkpoint."
 
 
 def damaged(what: str) -> Fault:
@@ -35,12 +35,12 @@ def faults_of(path: object) -> Iterator[None]:
     except Fault as fault:
         raise BrokenCheckpointError(f"{printable_path(path)} {fault.what}. {fault.advice}".rstrip()) from None
     except RecursionError:
-        raise BrokenCheckpointError(f"{printable_path(path)} nests its contents too deep, or without end.") from None
+        raise BrokenCheckpointError(f"{printable_path(path)} nests its contents too deeply, or endlessly.") from None
 
 
 @contextlib.contextmanager
 def any_error_is(fault: Fault) -> Iterator[None]:
-    """Raise ``fault`` in place of any error that damaged or hostile contents cause."""
+    """Raise ``fault`` instead of any error that damaged or hostile contents cause."""
     try:
         yield
     except Exception as error:
@@ -50,5 +50,5 @@ def any_error_is(fault: Fault) -> Iterator[None]:
 
 
 def comes_from_contents(error: Exception) -> bool:
-    """Whether the contents made reading fail, not the disk; impossible offsets in them cause EINVAL."""
+    """Return whether the contents, not the disk, caused the error. Impossible offsets in them cause EINVAL."""
     return not isinstance(error, OSError) or error.errno in (None, errno.EINVAL)

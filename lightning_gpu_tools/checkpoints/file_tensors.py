@@ -1,4 +1,4 @@
-"""Tensors from open files, mapped instead of read; those stored in several parts are joined when they are used."""
+"""Tensors from open files, mapped instead of read. Tensors in several parts are joined when they are used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_gpu_tools.units import printable
 
 
 def name_of_open_file(file: BinaryIO) -> str | None:
-    """Return a path to map an open file by, even if another file is at its old path now."""
+    """Return a path for mapping an open file, even if another file is now at its old path."""
     if isinstance(file, io.BytesIO):
         return None
     if sys.platform == "win32":  # where an open file cannot be replaced
@@ -51,8 +51,8 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the dtype with this name; raise a :class:`Fault` if only a newer torch has it."""
     dtype: torch.dtype | None = getattr(torch, name, None)
     if dtype is None:
-        what = f"holds torch.{printable(name)}, which torch {torch.__version__} does not know"
-        raise Fault(what, "Use a newer torch.")
+        what = f"holds torch.{printable(name)}, which torch {torch.__version__} does not have"
+        raise Fault(what, "Update torch.")
     return dtype
 
 
@@ -62,7 +62,7 @@ def with_numbers(
     map_location: Any,
     made: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> Any:
-    """Return the content of a folder with tensors in place of descriptions, and ``made(leaf)`` for everything else."""
+    """Return the content of a folder with descriptions replaced by tensors, and other leaves by ``made(leaf)``."""
     numbers: dict[str, torch.UntypedStorage] = {}
 
     def replaced(leaf: Any) -> Any:
@@ -110,7 +110,7 @@ class LazyTensor(torch.Tensor):
 
 
 def _put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, Any]) -> Any:
-    """Copy dictionaries and lists, with ``made(leaf)`` in place of each leaf."""
+    """Copy dictionaries and lists, and replace each leaf by ``made(leaf)``."""
     if id(content) not in copies:
         if type(content) in (dict, OrderedDict, list):
             copies[id(content)] = container = copy.copy(content)  # with the _metadata of a state_dict
@@ -122,7 +122,7 @@ def _put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, An
 
 
 def _joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
-    """Return a mapped tensor if its numbers are in one place, else one that is rebuilt for each use."""
+    """Return a mapped tensor if its numbers are in one place; otherwise one that is rebuilt for each use."""
     dtype, shape = dtype_of(info.dtype), info.shape or ()
     if len(info.parts) == 1 and info.parts[0].start % dtype.itemsize == 0:
         return _block(info.parts[0], dtype, numbers).reshape(shape)

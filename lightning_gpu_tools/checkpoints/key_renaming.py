@@ -1,4 +1,4 @@
-"""The mapping of a checkpoint's weights to a model's parameters, decided by names and shapes alone."""
+"""The mapping of a checkpoint's weights to a model's parameters, based only on names and shapes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class RenamePlan:
     renames: Mapping[str, str]  # one-to-one, in the order of the checkpoint; unchanged names included
     dropped_root: str = ""
     added_root: str = ""
-    tied: Mapping[str, str] = field(default_factory=dict)  # further names of a tensor -> its checkpoint key
+    tied: Mapping[str, str] = field(default_factory=dict)  # other names of a tensor -> its checkpoint key
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    clashes: Mapping[str, str] = field(default_factory=dict)  # like renames, but the shapes differ
-    unused: tuple[str, ...] = ()  # outside the dropped root, or the counter of a wrapper that the model lacks
+    clashes: Mapping[str, str] = field(default_factory=dict)  # like renames, but with different shapes
+    unused: tuple[str, ...] = ()  # outside the dropped root, or counters of wrappers that the model lacks
     others: tuple[str, ...] = ()
 
     @property
@@ -84,7 +84,7 @@ class RenamePlan:
 
     @functools.cached_property
     def _moved_modules(self) -> dict[str, str]:
-        """Module path in the checkpoint -> module path in the model, as far as the keys show."""
+        """Module path in the checkpoint -> module path in the model, as far as the keys show it."""
         moved: dict[str, str] = {}
         for old, new in self.renames.items():
             old_path, new_path = old.rpartition(".")[0], new.rpartition(".")[0]
@@ -97,15 +97,15 @@ class RenamePlan:
                     new_parent, _, new_name = new_path.rpartition(".")
                 if name == new_name and name:
                     new_path = new_parent
-                elif not is_wrapper_name(name):  # a wrapper and the module inside become one
+                elif not is_wrapper_name(name):  # a wrapper and its module become one
                     break
                 old_path = parent
         return moved
 
     def left_over(self, *, strict: bool) -> dict[str, str]:
-        """Return key -> name for keys without a matching place; hooks of the model may find one for that name.
+        """Return key -> name for keys without a match. Hooks of the model may use these names.
 
-        If not ``strict``, leave out keys whose name is already taken; otherwise ``apply`` refuses them.
+        If not ``strict``, omit keys whose name is already taken; otherwise, ``apply`` refuses them.
         """
         names = {key: self.rename(key) for key in (*self.unexpected, *self.clashes)}
         if strict or not names:
@@ -126,14 +126,14 @@ class RenamePlan:
         renamed.update((name, state_dict[key]) for name, key in self.tied.items())
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is not None:
-            # A wrapper and the module inside get the same name; the inner one comes later and wins.
+            # A wrapper and its module get the same name. The module comes later and wins.
             versions = OrderedDict((self.rename(path), entry) for path, entry in metadata.items())
             renamed._metadata = versions  # type: ignore[attr-defined]
         return renamed
 
 
 def quoted(*names: str) -> str:
-    """Return names in quotes and printable."""
+    """Return names in quotes, safe to print."""
     return " and ".join(f'"{printable(name)}"' for name in names)
 
 
@@ -145,8 +145,8 @@ def collision(keys: str, name: str) -> KeyCollisionError:
 def clean_names(keys: Iterable[str], wrappers: Iterable[str] = (), *, around_all: bool = False) -> dict[str, str]:
     """Return key -> key without private segments and without the ``module`` of the wrappers at these paths.
 
-    With ``around_all``, a ``module`` that all keys begin with also counts as a wrapper, and its counter is left out.
-    Raises ``KeyCollisionError`` if two keys would get the same name.
+    With ``around_all``, a ``module`` that all keys begin with counts as a wrapper, and its counter is dropped. Raises
+    ``KeyCollisionError`` if two keys would get the same name.
     """
     tree = build_tree(keys, wrappers)
     for key, other in tree.collisions.items():
@@ -179,8 +179,8 @@ class ModelKeys:
     """The facts about a model that a plan needs."""
 
     shapes: Shapes  # of ``state_dict()``
-    wrappers: frozenset[str] = frozenset()  # paths of modules whose whole content is a child called ``module``
-    tied: Mapping[str, str] = field(default_factory=dict)  # each key of a tied tensor -> the first key of that tensor
+    wrappers: frozenset[str] = frozenset()  # paths of modules that contain only a child called ``module``
+    tied: Mapping[str, str] = field(default_factory=dict)  # each key of a tied tensor -> first key of the tensor
     optional: frozenset[str] = frozenset()  # keys that a complete checkpoint may lack
     self_loading: frozenset[str] = frozenset()  # modules with their own loading code, as paths without private segments
 
@@ -193,20 +193,20 @@ def plan_renaming(
     strict: bool = True,
     same_tensor: Callable[[], Mapping[str, Hashable]] = dict,
 ) -> RenamePlan:
-    """Find the only way in which a checkpoint fits a model; arguments and errors as in ``load_weights``.
+    """Find the only plan by which a checkpoint fits a model; arguments and errors as in ``load_weights``.
 
-    ``same_tensor`` returns a value for each checkpoint key that may be tied; equal values mean the same tensor.
+    ``same_tensor`` returns a value for each checkpoint key that may be tied. Equal values mean the same tensor.
     """
     return _Search(checkpoint, model, same_tensor, root).run(strict)
 
 
 def is_average(name: str) -> bool:
-    """Whether this is a name for averaged weights, such as ``model_ema`` or ``swa_model``."""
+    """Return whether this is a name for averaged weights, such as ``model_ema`` or ``swa_model``."""
     return any(word.lower() in _AVERAGES for word in _WORD.findall(name))
 
 
 def preferred(sets: Sequence[Set], name_of: Callable[[Set], str]) -> list[Set]:
-    """Return the default sets when none is named: no averages, if there is anything else."""
+    """Return the default sets if the user names none: the sets that are not averages, if there are any."""
     return [one for one in sets if not is_average(name_of(one))] or [*sets]
 
 
@@ -221,7 +221,7 @@ class _Reading:
 
 @dataclass
 class _Search:
-    """A search through the readings of a checkpoint for a model, from least change to most."""
+    """A search through the readings of a checkpoint for a model, from the smallest change to the largest."""
 
     shapes: Shapes
     model: ModelKeys
@@ -250,8 +250,8 @@ class _Search:
             tried += readings
         if not tried:
             raise CheckpointMismatchError(
-                f"There is no {_shown(self.root)} in the checkpoint ({_roots(self.checkpoint_tree)}) nor in the model "
-                f"({_roots(self.model_tree)})."
+                f"Neither the checkpoint ({_roots(self.checkpoint_tree)}) nor the model ({_roots(self.model_tree)}) "
+                f"has {_shown(self.root)}. Check root."
             )
         nearest = _most(tried)
         plan = self._to_plan(nearest[0])
@@ -288,7 +288,7 @@ class _Search:
         return enough and self.required <= {self._leader(key) for _, key in overlap.pairs}
 
     def _is_meant(self, plan: RenamePlan) -> bool:
-        """Whether the root was given, or gives most keys a place; a bias can fit by chance."""
+        """Return whether the root was given, or matches most keys. A single bias can fit by chance."""
         is_guess = self.root is None and (plan.dropped_root or plan.added_root)
         named = len(plan.renames) + len(plan.clashes)
         return not is_guess or 2 * named > min(len(self.required), len(self.shapes))
@@ -304,10 +304,10 @@ class _Search:
         chosen = preferred(found, lambda reading: reading.roots[0])
         if len(chosen) != 1:
             choices = " or ".join(f"root={_shown(reading.roots)}" for reading in found)
-            places = "checkpoint holds {} sets of weights" if fits[0].roots[0] else "model has {} places"
+            sides = "checkpoint has {} sets of weights" if fits[0].roots[0] else "model has {} attributes"
             names = quoted(*("".join(reading.roots) for reading in found))
             raise AmbiguousCheckpointError(
-                f"The {places.format(len(found))} that fit: {names}. Choose one with {choices}."
+                f"The {sides.format(len(found))} that fit: {names}. Choose one with {choices}."
             )
         others = tuple(reading.roots[0] for reading in found if reading is not chosen[0])
         return replace(self._to_plan(chosen[0]), others=others)
@@ -318,8 +318,8 @@ class _Search:
             if key in target:
                 raise collision(quoted(other, key), f"{quoted(target[key])} of the model")
         source = {self._leader(key): old for old, key in target.items()}
-        laid_on = {*target.values(), *clashes.values()}
-        uncovered = [key for key in self.model.shapes if key not in laid_on]
+        covered = {*target.values(), *clashes.values()}
+        uncovered = [key for key in self.model.shapes if key not in covered]
         tied = {key: source[self._leader(key)] for key in uncovered if self._leader(key) in source}
         absent = [key for key in uncovered if key not in tied]
         left = [key for key in self.shapes if key not in target and key not in clashes]
@@ -372,20 +372,20 @@ class _Search:
             ]
             lines.append(f"other shape: {shortened(shapes)}")
         if covered and self._is_meant(plan):
-            lines.append("strict=False loads what fits and reports the rest.")
+            lines.append("To load the weights that fit and report the rest, use strict=False.")
         elif covered:
             roots = _shown((plan.dropped_root, plan.added_root))
-            lines.append(f"This is too little to guess the root by. To load it, pass root={roots} and strict=False.")
+            lines.append(f"Too few keys fit to guess the root. To load them, use root={roots} and strict=False.")
         lines += self._suggestions(covered)
         if any(map(_LORA.search, plan.unexpected)):
             lines.append(
-                "The checkpoint holds LoRA weights, which change those of a base model. Merge them first (peft: "
+                "The checkpoint holds LoRA weights, which modify a base model. Merge them first (peft: "
                 "merge_and_unload()), or load them with peft."
             )
         return CheckpointMismatchError("\n  ".join(lines), plan.missing, plan.unexpected)
 
     def _suggestions(self, covered: int) -> Iterable[str]:
-        """Yield advice on roots, at most two levels down, that make more keys fit than ``covered``."""
+        """Yield advice on roots, at most two levels deep, with which more keys fit than ``covered``."""
         parts = [*self._large(inside_wrappers(self.checkpoint_tree.root))]
         readings = [self._reading(part, place) for place in self._large(self.model_tree.root) for part in parts]
         for reading in _most(readings)[:2]:
@@ -401,7 +401,7 @@ class _Search:
             )
 
     def _large(self, node: Node) -> Iterator[tuple[str, Node]]:
-        """Yield (name, node) for this node and those at most two levels below that could hold half of the model."""
+        """Yield (name, node) for nodes at most two levels below that could hold half of the model."""
         level = [("", node)]
         for _ in range(3):
             level = [(name, node) for name, node in level if 2 * sum(1 for _ in keys_below(node)) > len(self.required)]
@@ -416,7 +416,7 @@ def _most(readings: list[_Reading]) -> list[_Reading]:
 
 
 def _roots(tree: Tree) -> str:
-    return list_groups(name for name, _ in child_modules(tree.root)) or "no attributes at all"
+    return list_groups(name for name, _ in child_modules(tree.root)) or "no attributes"
 
 
 def as_root(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoint keys as a tree of modules, and thousands of keys in a few lines: ``layers.{0…11}.attn.bias``."""
+"""Checkpoint keys as a tree of modules, and as short text: ``layers.{0…11}.attn.bias``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightning_gpu_tools.units import printable
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape | None]  # by key; None if not a tensor, or without a shape yet
 
-# One dict per module: "name." -> the child module of that name, "name" -> the key of the module's own tensor.
-# Not a class with two dicts, because 100,000 of those keep the garbage collector busy for seconds.
+# One dict per module: "name." -> child module, "name" -> key of the module's own tensor.
+# Not a class with two dicts, because 100,000 of them keep the garbage collector busy for seconds.
 Node: TypeAlias = dict[str, Any]
 
 # torch.compile, FSDP, activation checkpointing, Lightning Fabric and old Lightning, FairScale and XLA's FSDP.
 PRIVATE_SEGMENTS = frozenset(
     {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_fpw_module"}
 )
-# Where DataParallel, DistributedDataParallel, AveragedModel, DeepSpeedEngine and others keep the wrapped module.
+# The attribute of DataParallel, DistributedDataParallel, AveragedModel, DeepSpeedEngine, ... with the wrapped module.
 WRAPPER_SEGMENT = "module"
-# AveragedModel's step counter, the only possible sibling of a wrapper's ``module``.
+# AveragedModel's step counter, the only sibling that a wrapper's ``module`` can have.
 WRAPPER_COUNTER = "n_averaged"
 
 _WRAPPED = WRAPPER_SEGMENT + "."
@@ -37,7 +37,7 @@ class Tree:
     collisions: dict[str, str] = field(default_factory=dict)  # key -> another key at the same place
 
     def find(self, path: str) -> Node | None:
-        """Return the node at ``path``, which may include or omit wrappers on the way."""
+        """Return the node at ``path``, which may include or omit wrappers."""
         node = self.root
         for segment in filter(None, without_private_segments(path).split(".")):
             name = f"{segment}."
@@ -50,7 +50,7 @@ class Tree:
 
 
 def build_tree(keys: Iterable[str], wrappers: Iterable[str] = ()) -> Tree:
-    """Build a tree from keys; a wrapper at one of these paths and its ``module`` become one node."""
+    """Build a tree from keys. A wrapper at one of these paths and its ``module`` become one node."""
     tree = Tree()
     node_of = {"": tree.root}
     for key in keys:
@@ -59,7 +59,7 @@ def build_tree(keys: Iterable[str], wrappers: Iterable[str] = ()) -> Tree:
         if taken is not key:
             tree.collisions[key] = taken
             tree.collisions.setdefault(taken, key)
-    for path in sorted({*wrappers}, key=len, reverse=True):  # inner ones first: outer paths stay valid
+    for path in sorted({*wrappers}, key=len, reverse=True):  # inner ones first, so that outer paths stay valid
         node = tree.find(path)  # None where state-dict hooks omit the path
         if node is not None and is_wrapper(node):
             node.update(node.pop(_WRAPPED))
@@ -75,7 +75,7 @@ def _node_at(path: str, node_of: dict[str, Node]) -> Node:
 
 
 def is_wrapper_name(segment: str) -> bool:
-    """Whether a wrapper may have added this segment to a key."""
+    """Return whether a wrapper may have added this segment to a key."""
     return segment == WRAPPER_SEGMENT or segment in PRIVATE_SEGMENTS
 
 
@@ -90,7 +90,7 @@ def without_private_segments(name: str) -> str:
 
 
 def is_inside(key: str, paths: Collection[str]) -> bool:
-    """Whether a key is inside one of these modules; their paths have no private segments."""
+    """Return whether a key is inside one of these modules; their paths have no private segments."""
     path = without_private_segments(key) if paths else ""
     while path:
         path = path.rpartition(".")[0]
@@ -116,26 +116,26 @@ def keys_below(node: Node) -> Iterator[str]:
 
 
 def is_wrapper(node: Node) -> bool:
-    """Whether the node has only a child ``module``, and perhaps a counter, as a wrapper does."""
+    """Return whether the node has only a child ``module`` and perhaps a counter, like a wrapper."""
     return _WRAPPED in node and node.keys() <= {_WRAPPED, WRAPPER_COUNTER}
 
 
 def inside_wrappers(node: Node) -> Node:
-    """Return the node inside the wrappers around everything."""
+    """Return the node inside all outer wrappers."""
     while is_wrapper(node):
         node = node[_WRAPPED]
     return node
 
 
 def is_copied_into(have: Shape | None, want: Shape | None) -> bool:
-    """Whether torch copies from one shape into the other; an unknown shape may fit."""
-    # Also (1,) into (): torch 0.3 had no zero-dimensional tensors.
+    """Return whether torch copies from one shape into the other; an unknown shape may fit."""
+    # Torch also copies (1,) into (), because torch 0.3 had no zero-dimensional tensors.
     return have == want or have is None or want is None or (have == (1,) and want == ())
 
 
 @dataclass
 class Overlap:
-    """The overlap of a checkpoint and a model: pairs of their keys at the same place."""
+    """The overlap of a checkpoint and a model: pairs of keys at the same place."""
 
     pairs: list[tuple[str, str]] = field(default_factory=list)  # of the same shape
     clashes: list[tuple[str, str]] = field(default_factory=list)  # of different shapes
@@ -149,15 +149,15 @@ class Overlay:
         self._model_shapes = model_shapes
         self._of_wrappers: dict[tuple[int, int], Overlap] = {}
 
-    # Recursion is as deep as keys have levels, which structure.check_contents limits.
+    # The recursion is limited by the number of levels in keys; see structure.check_contents.
     def largest(self, checkpoint: Node, model: Node) -> Overlap:
-        """Return the largest overlap, skipping ``module`` levels of the checkpoint that are in the way."""
+        """Return the largest overlap, skipping ``module`` levels of the checkpoint if necessary."""
         if not is_wrapper(checkpoint):
             return self.by_name(checkpoint, model)
         nodes = id(checkpoint), id(model)  # the pair recurs where wrappers are nested
         if nodes not in self._of_wrappers:
             kept, unwrapped = self.by_name(checkpoint, model), self._without_wrapper(checkpoint, model)
-            # On a tie, the name stays: the smaller change.
+            # On a tie, keep the name, which is the smaller change.
             self._of_wrappers[nodes] = unwrapped if len(unwrapped.pairs) > len(kept.pairs) else kept
         return self._of_wrappers[nodes]
 
@@ -202,12 +202,12 @@ def group_keys(keys: Iterable[str]) -> list[str]:
 
 
 def list_groups(keys: Iterable[str], limit: int = 6) -> str:
-    """Return the groups on one line; those beyond ``limit`` are only counted."""
+    """Return the groups on one line. Groups beyond ``limit`` are only counted."""
     return shortened(group_keys(keys), limit)
 
 
 def listed(names: Sequence[object], limit: int = 40) -> str:
-    """Return names on one line, printable; those beyond ``limit`` are only counted."""
+    """Return names on one line, safe to print. Names beyond ``limit`` are only counted."""
     return shortened([*map(printable, names)], limit)
 
 
@@ -217,7 +217,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def shortened(texts: Sequence[str], limit: int = 4) -> str:
-    """Return texts on one line; those beyond ``limit`` are only counted."""
+    """Return texts on one line. Texts beyond ``limit`` are only counted."""
     hidden = len(texts) - limit
     return ", ".join(texts[:limit]) + (f", … and {hidden} more" if hidden > 0 else "")
 

@@ -1,4 +1,4 @@
-"""Functions that open a checkpoint file, or a folder of several, once for all uses."""
+"""Functions that open a checkpoint file, or a folder of files, once for all uses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             with faults_of(path):
                 file = _open(local)
         except FileNotFoundError:
-            no_folder = "" if Path(local).parent.is_dir() else " The folder does not exist either."
+            no_folder = "" if Path(local).parent.is_dir() else " Its folder does not exist either."
             raise CheckpointNotFoundError(f"Checkpoint file not found: {printable_path(path)}.{no_folder}") from None
         with file:
             yield file
@@ -37,8 +37,8 @@ def _open(path: str) -> BinaryIO:
     if os.path.isdir(path):
         inside = sorted(name for name in os.listdir(path) if name.endswith(SUFFIXES))
         if inside:
-            raise Fault("is a folder", f"It holds {listed(inside, 5)}; name the file.")
-        raise Fault("is a folder without the shards of a checkpoint", "Name a file, or the folder of all shards.")
+            raise Fault("is a folder", f"Use a file in it: {listed(inside, 5)}.")
+        raise Fault("is a folder without shards of a checkpoint", "Use a file, or the folder with all shards.")
     # Otherwise, opening a pipe blocks until something writes to it.
     without_waiting = getattr(os, "O_NONBLOCK", 0)
     file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | without_waiting))  # noqa: SIM115
@@ -60,12 +60,12 @@ class Folder:
         unique = list(dict.fromkeys(names))
         for name in unique:
             if not is_plain_name(name):
-                raise Fault(f"names a file outside of its own folder: {printable(name)}", "Nothing of it was opened.")
+                raise Fault(f"refers to a file outside its own folder: {printable(name)}", "It was not opened.")
         missing = [name for name in unique if not os.path.exists(os.path.join(self.path, name))]
         if missing:
-            gone = f"{len(missing)} of {len(unique)} files are missing, {listed(missing, 3)}"
+            absent = f"{len(missing)} of {len(unique)} files are missing, {listed(missing, 3)}"
             raise Fault(
-                f"is not complete: {gone}", "Most likely a save or a copy was interrupted. Copy all files again."
+                f"is not complete: {absent}", "Probably a save or a copy was interrupted. Copy all files again."
             )
         return unique
 
@@ -79,5 +79,5 @@ class Folder:
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether this is a file name that stays inside its folder."""
+    """Return whether this is a file name that stays inside its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)

@@ -1,4 +1,4 @@
-"""The structure that a pickle describes, read without any import or call. All that torch would trust is checked."""
+"""Reading the structure that a pickle describes, without imports or calls. Checks everything that torch would trust."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_gpu_tools.checkpoints.content import (
 from lightning_gpu_tools.checkpoints.faults import Fault, damaged
 
 _ELEMENTS_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
-# Numbers of arguments they take: a storage, an offset in it, a shape, strides and more.
+# Number of arguments: a storage, an offset in it, a shape, strides and more.
 _MAKERS_OF_VIEWS = {
     "_rebuild_tensor": (4,),
     "_rebuild_tensor_v2": (6, 7),
@@ -38,28 +38,28 @@ _MAKERS_OF_OTHERS = {
     "_rebuild_device_tensor_from_cpu_tensor": "",
 }
 _PLAIN_TENSORS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
-# Python hashes nested tuples recursively without a limit, and hashes each again wherever it occurs.
+# Python hashes nested tuples recursively without a limit, and again wherever they occur.
 _MAX_KEY_PARTS = 256
 _MAX_DIMENSIONS = 64  # the limit of torch's operations
 _MAX_ARGUMENTS = 10
 
 
 class _Set(tuple[Any, ...]):
-    """The elements of a set or a shape, stored without hashing them."""
+    """The elements of a set or a shape, not hashed."""
 
     __slots__ = ()
 
 
 class _GrowingSet(list[Any]):
-    """A set that is still being filled: a list is smaller, and hashes nothing."""
+    """A set that is still being filled. A list is smaller and hashes nothing."""
 
     __slots__ = ()
 
 
 class StructureReader(pickle._Unpickler):
-    """A reader of a pickle as plain data, :class:`TensorInfo` and :class:`Opaque`, in memory proportional to its size.
+    """A reader of pickles as plain data, :class:`TensorInfo` and :class:`Opaque`, in memory proportional to their size.
 
-    It does not use the unpickler in C, where one opcode of a hostile file reserves 64 GiB for the memo.
+    It does not use the unpickler in C, in which one opcode of a hostile file reserves 64 GiB for the memo.
     """
 
     # Missing in the type stubs.
@@ -72,7 +72,7 @@ class StructureReader(pickle._Unpickler):
     def __init__(self, file: IO[bytes], size_bytes: int, *, legacy: bool = False) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
         self._file = file
-        # "module.name"; "module.name(...)" if weights_only=True would allow that call, which plain data never needs.
+        # "module.name", or "module.name(...)" for calls that weights_only=True allows but plain data never needs.
         self.globals: set[str] = set()
         self.filled: set[str] = set()  # classes of objects that get elements
         self.storages: dict[str, StorageInfo] = {}
@@ -81,7 +81,7 @@ class StructureReader(pickle._Unpickler):
         self._left_to_copy = size_bytes
 
     def load(self) -> Any:
-        """Return what the pickle describes."""
+        """Return the structure that the pickle describes."""
         # As in pickle, but without frames.
         self.read, self.readline = self._file.read, self._file.readline
         self.metastack: list[list[Any]] = []
@@ -104,14 +104,14 @@ class StructureReader(pickle._Unpickler):
         return self._stand_ins[module, name]
 
     def get_extension(self, code: int) -> None:
-        """Push a stand-in for the object that ``copyreg`` has under this code."""
+        """Push a stand-in for the object that ``copyreg`` registers with this code."""
         self.append(self.find_class("copyreg", f"extension_{code}"))
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the described storage for ``("storage", class, key, location, numel)``."""
         kind_of_pid = pid[0] if isinstance(pid, tuple) and pid else None
         if self._is_legacy and kind_of_pid in ("module", b"module") and len(pid) > 1 and isinstance(pid[1], StandIn):
-            return pid[1]  # a module's class; its source comes next
+            return pid[1]  # a module's class; its source follows
         _, kind, key, location, numel, *view = pid
         if kind_of_pid not in ("storage", b"storage") or view != ([None] if self._is_legacy else []):
             raise _not_by_torch()  # or by torch before 0.4, whose tensors share numbers
@@ -152,7 +152,7 @@ class StructureReader(pickle._Unpickler):
                 _check_key(key)
             vars(target).update(state)
         elif isinstance(target, TensorInfo) or (isinstance(target, Opaque) and target.is_plain):
-            self.globals.add("torch.Tensor.__setstate__(...)")  # it could reach beyond the storage
+            self.globals.add("torch.Tensor.__setstate__(...)")  # could reach beyond the storage
             if isinstance(target, TensorInfo):
                 target.kind = "changed"
         elif isinstance(target, Opaque):
@@ -213,7 +213,7 @@ class StructureReader(pickle._Unpickler):
 
     def _bytearray8(self) -> None:
         length = int.from_bytes(self.read(8), "little")
-        self.append(bytearray(self.read(length)))  # pickle reserves whatever the file asks for
+        self.append(bytearray(self.read(length)))  # pickle would reserve any length in the file
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         **pickle._Unpickler.dispatch,
@@ -319,7 +319,7 @@ def _view(maker: str, storage: Any, offset: Any, shape: Any, strides: Any, *rest
 
 
 def _not_by_torch() -> Fault:
-    return damaged("its pickle describes what torch.save writes in no file")
+    return damaged("its pickle was not written by torch.save")
 
 
 def _dtypes(arguments: Sequence[Any]) -> list[str]:
@@ -354,7 +354,7 @@ def _check_channels(shape: Sequence[int], quantizer: Any) -> None:
 
 
 def _check_key(key: Any) -> None:
-    """Raise if hashing the key would never end, or would crash the process."""
+    """Raise if hashing the key would not end, or would crash the process."""
     parts = [key]
     for _ in range(_MAX_KEY_PARTS):
         if not parts:
@@ -366,8 +366,8 @@ def _check_key(key: Any) -> None:
 
 
 def _needs_no_more_memory(name: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether the result of a call that ``weights_only=True`` allows is no larger than its arguments."""
-    if name == "_codecs.encode":  # of bytes; other codecs can be applied repeatedly
+    """Return whether the result of a call that ``weights_only=True`` allows is no larger than its arguments."""
+    if name == "_codecs.encode":  # of bytes; other codecs can expand repeatedly
         return len(arguments) == 2 and isinstance(arguments[0], str) and arguments[1] in ("latin1", "latin-1")
     if name == "builtins.bytearray":
         return not arguments or not isinstance(arguments[0], int)

@@ -1,4 +1,4 @@
-"""Functions that read checkpoints of any format: safely, to the CPU, and with errors that explain the problem."""
+"""Functions that read checkpoints of any format safely and to the CPU, with errors that explain the problem."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lightning_gpu_tools.units import printable_path
 def read_checkpoint(
     path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True, verify: bool = False
 ) -> Any:
-    """Return the contents of a checkpoint file, or of a folder with its shards.
+    """Return the contents of a checkpoint file or a folder of shards.
 
-    Tensors are mapped: they take no memory until they are used, and change with the file.
-    A tensor in several parts is joined for each operation, and takes memory only during it.
+    Tensors are mapped: they take no memory until they are used, and change with the file. A tensor in several parts is
+    joined for each operation, and takes memory only during it.
 
-    ``weights_only`` raises an ``UnsafeCheckpointError`` for anything but plain data; ``verify`` compares checksums
-    first. Other errors are those of ``read_structure``.
+    With ``weights_only``, raises ``UnsafeCheckpointError`` for anything but plain data. With ``verify``, compares
+    checksums first. Other errors are as in ``read_structure``.
     """
 
     def load(structure: Structure) -> Any:
@@ -36,11 +36,11 @@ def read_checkpoint(
             return structure.form.load(structure, map_location, weights_only)
         except UnsafeCheckpointError as error:
             values = [value for weights in structure.entries.values() for value in weights.values()]
-            is_shard = structure.path != os.fspath(path)  # and the weights are elsewhere
+            is_shard = structure.path != os.fspath(path)  # the weights are elsewhere
             if is_shard or (values and all(is_plain(value) or not holds_tensors(value) for value in values)):
                 shown = printable_path(path)
                 error.args = (
-                    f"{error}\n  To take only the weights, without opening the rest: "
+                    f"{error}\n  To load only the weights, without opening the rest, use "
                     f"lightning_gpu_tools.load_weights(model, {shown!r}), "
                     f"or: lightning-gpu-tools checkpoint convert {shlex.quote(shown)} weights.pt --weights",
                 )
@@ -50,17 +50,17 @@ def read_checkpoint(
 
 
 class Unread(NamedTuple):
-    """A part of a checkpoint that was left unread, because only running code could open it."""
+    """The parts of a checkpoint that were not read, because only running code could open them."""
 
-    classes: tuple[str, ...]  # classes and functions named in the file
-    values: Mapping[str, Mapping[str, str]]  # entry -> key -> class, of objects among the weights
+    classes: tuple[str, ...]  # classes and functions in the file
+    values: Mapping[str, Mapping[str, str]]  # entry -> key -> class, for objects among the weights
 
 
 def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> tuple[Any, Unread]:
-    """Return the weights of a file or folder of shards, with the rest only described, and what was left unread.
+    """Return the weights of a file or folder of shards, with the rest only described, and the unread parts.
 
-    A weight that is not a block of plain numbers raises an ``UnsafeCheckpointError``. If not ``weights_only``,
-    everything is opened instead, which may run code.
+    Raises ``UnsafeCheckpointError`` for a weight that is not a block of plain numbers. If not ``weights_only``, opens
+    everything, which may run code.
     """
     classes: set[str] = set()
     values: defaultdict[str, dict[str, str]] = defaultdict(dict)
@@ -84,7 +84,7 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
         if weights:
             kinds = ", ".join(sorted({*weights.values()}))
             raise UnsafeCheckpointError(
-                f"{refused}\n  Some of its weights are more than numbers, so they cannot be taken without opening it "
+                f"{refused}\n  Some of its weights are not plain tensors, so they cannot be loaded without opening it "
                 f"({kinds}): {list_groups(weights)}."
             )
         classes.update(beyond_plain_data(structure.globals))
@@ -95,7 +95,7 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
     content = _read(path, load)
     for entry, weights in all_state_dicts(content).items() if classes else ():
         objects = {key: value.kind for key, value in weights.items() if isinstance(value, Opaque)}
-        if objects:  # in a folder by torch.distributed.checkpoint, where each is stored as its own file
+        if objects:  # in a folder by torch.distributed.checkpoint, which stores each object like a file
             values[entry].update(objects)
             rest = OrderedDict((key, value) for key, value in weights.items() if key not in objects)
             content = put_weights(content, {entry: rest})

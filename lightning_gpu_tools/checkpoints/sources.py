@@ -25,20 +25,20 @@ from lightning_gpu_tools.checkpoints.structure import (
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.units import printable_path
 
-_MAX_NEIGHBORS = 8  # our default: an error message should not take long
+_MAX_NEIGHBORS = 8  # our default: an error message must not take long
 
 
 def read_structure(path: str | os.PathLike[str]) -> Structure:
     """Describe a file, a folder of shards, or a file at a URL that fsspec can open.
 
-    An error about a broken or missing file names a checkpoint in its folder that can replace it, if there is any.
+    The error for a broken or missing file suggests a complete checkpoint in the same folder, if there is one.
     """
     with opened_source(path, to_load=False) as structure:
         return structure
 
 
 def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_progress) -> Structure:
-    """Describe a checkpoint as ``read_structure`` does, then compare all of each file with its checksums."""
+    """Describe a checkpoint like ``read_structure``, then compare each whole file with its checksums."""
     with opened_source(path) as structure:
         check_contents(structure.content, path)
         advance = progress(structure.size_bytes)
@@ -51,10 +51,10 @@ def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_prog
 def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iterator[Structure]:
     """Yield the result of :func:`read_structure` with its files still open.
 
-    The places of blocks in the files are looked up only if ``to_load``.
+    Looks up the places of blocks in the files only if ``to_load``.
     """
     text = os.fspath(path)
-    with _naming_another(text), contextlib.ExitStack() as stack:
+    with _suggesting_another(text), contextlib.ExitStack() as stack:
         with faults_of(text), collector_paused():
             structure = _described_folder(text, stack, to_load)
         if structure is None:
@@ -73,7 +73,7 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     is_index = shard_index.INDEX.fullmatch(name)
     if "://" in path:
         if is_index:
-            raise Fault("lists shards that are at a URL", "Download the whole folder, and name the copy.")
+            raise Fault("lists shards at a URL", "Download the whole folder, and use the local copy.")
     elif os.path.isdir(local):
         names = set(os.listdir(local))
         for form in _FORMATS:
@@ -81,7 +81,7 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
             if place is not None:
                 found = form.describe(Folder(place, stack), set(os.listdir(place)), to_load=to_load)
                 return _assembled(path, found, form)
-    elif (part := _part(path)) and torch_distributed.PART.fullmatch(name):  # which cannot be described alone
+    elif (part := _part(path)) and torch_distributed.PART.fullmatch(name):  # cannot be described alone
         raise part
     elif is_index and os.path.isfile(local):
         return _assembled(path, shard_index.describe_index(Folder(folder, stack), name), shard_index)
@@ -90,7 +90,7 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
 
 def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:
     shards = assembly.shards
-    with any_error_is(damaged("its files do not fit together")):
+    with any_error_is(damaged("its files do not belong together")):
         content = assembly.assemble({name: shards[name].content for name in assembly.loaded})
     return Structure(
         None,
@@ -106,27 +106,27 @@ def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:
 
 
 def _part(path: str) -> Fault | None:
-    """Return a fault if a file is one of several, judging by its name; ``None`` for any other."""
+    """Return a fault if the name of a file marks it as one of several; otherwise ``None``."""
     folder, name = os.path.split(path)
     if not any(form.PART.fullmatch(name) for form in _FORMATS):
         return None
-    advice = f"Name the folder with all of them instead: {printable_path(folder or '.')}"
+    advice = f"Use the folder with all files: {printable_path(folder or '.')}"
     return Fault("is one of several files of a checkpoint", advice)
 
 
 @contextlib.contextmanager
-def _naming_another(path: str) -> Iterator[None]:
+def _suggesting_another(path: str) -> Iterator[None]:
     try:
         yield
     except (BrokenCheckpointError, CheckpointNotFoundError) as error:
-        other = _newest_beside(Path(os.path.expanduser(path)))
+        other = _newest_other(Path(os.path.expanduser(path)))
         if other is not None:
             error.args = (f"{error.args[0]} The newest complete checkpoint in that folder: {printable_path(other)}",)
         raise
 
 
-def _newest_beside(path: Path) -> Path | None:
-    """Return the newest other Lightning checkpoint in the folder that is complete."""
+def _newest_other(path: Path) -> Path | None:
+    """Return the newest other complete Lightning checkpoint in the folder."""
     with contextlib.suppress(OSError):  # the error about the file itself takes precedence
         others = [entry for entry in path.parent.iterdir() if entry.suffix == path.suffix == ".ckpt" and entry != path]
         newest_first = sorted(others, key=lambda entry: entry.stat().st_mtime, reverse=True)

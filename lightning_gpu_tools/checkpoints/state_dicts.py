@@ -1,4 +1,4 @@
-"""The weights in a loaded checkpoint, and the keys of a live model: shapes, wrappers, tied weights."""
+"""The weights in a loaded checkpoint, and the keys of a model: shapes, wrappers, tied weights."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from lightning_gpu_tools.errors import (
 )
 from lightning_gpu_tools.units import printable, printable_path
 
-# Wrappers that keep the wrapped module in ``module``; those of other packages by package and class. A wrapper that uses
-# an attribute name that no user would choose belongs in ``key_tree.PRIVATE_SEGMENTS``.
+# Wrappers that keep the wrapped module in ``module``; those of other packages by package and class. Wrappers with an
+# attribute name that no user would choose belong in ``key_tree.PRIVATE_SEGMENTS``.
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 _WRAPPERS_BY_NAME = frozenset(
     {
@@ -60,8 +60,8 @@ _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-_PLAIN = (torch.Tensor, nn.Parameter)  # the usual case; checks of other tensors take longer than copying them
-# Hooks of these packages only restore the prefix of their own wrapper.
+_PLAIN = (torch.Tensor, nn.Parameter)  # the usual case; checks for other types take longer than copying
+# Hooks of these packages only restore the prefix of a wrapper.
 _PREFIX_HOOK_PACKAGES = (
     "torch.distributed.",
     "torch._dynamo.",
@@ -74,7 +74,7 @@ _PREFIX_HOOK_PACKAGES = (
 def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[ModelKeys, dict[str, Any]]:
     """Return the facts about ``model`` that a plan needs, and its ``state_dict()``.
 
-    A checkpoint whose keys include no batch counter is from before torch 0.4.1, and may lack the model's counters.
+    A checkpoint without batch counters is older than torch 0.4.1, so it may lack the model's counters.
     """
     state = _live_state(model)
     is_old = not any(key.endswith(_BATCH_COUNTER) for key in checkpoint_keys)
@@ -112,8 +112,8 @@ def module_versions(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def shape_of(value: object) -> Shape | None:
-    """Return the shape of a tensor; ``None`` for anything else, and for a tensor without a shape (yet)."""
-    if type(value) is torch.Tensor and not value.is_nested:  # the usual case, and 300,000 times
+    """Return the shape of a tensor; ``None`` for anything else, and for tensors without a shape."""
+    if type(value) is torch.Tensor and not value.is_nested:  # a fast path, because there may be 300,000 tensors
         return tuple(value.shape)
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value) or value.is_nested:
         return None
@@ -126,23 +126,23 @@ def name_of(kind: torch.dtype | torch.layout) -> str:
 
 
 def is_dense(value: Any) -> bool:
-    """Whether this is a tensor whose numbers are in one place in memory, at least while it is used."""
+    """Return whether this is a tensor with its numbers in one place in memory, at least while it is used."""
     return shape_of(value) is not None and value.layout is torch.strided and not (value.is_meta or is_packed(value))
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether this is a tensor whose numbers may be divided among processes."""
+    """Return whether this is a tensor whose numbers may be divided among processes."""
     return type(value) not in _PLAIN and hasattr(value, "device_mesh")
 
 
 def is_packed(value: Any) -> bool:
-    """Whether this is a tensor made of other tensors, such as torchao's quantized ones."""
+    """Return whether this is a tensor made of other tensors, such as torchao's quantized ones."""
     is_wrapper = type(value) not in _PLAIN and is_traceable_wrapper_subclass(value)
     return is_wrapper and not (is_sharded(value) or value.is_nested)
 
 
 def part_of(value: Any) -> str:
-    """Return which part of a sharded tensor this is, ``"rank 0 of 2, Shard(dim=0)"``; ``""`` if whole."""
+    """Return the part of a sharded tensor that this is, ``"rank 0 of 2, Shard(dim=0)"``; ``""`` if whole."""
     if not is_sharded(value):
         return ""
     mesh, placements = value.device_mesh, value.placements
@@ -173,14 +173,14 @@ def _inside(path: str, name: str) -> str:
 
 
 def loads_itself(module: nn.Module) -> bool:
-    """Whether this module has its own loading code."""
+    """Return whether this module has its own loading code."""
     return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict or has_own_hooks(
         module._load_state_dict_pre_hooks
     )
 
 
 def has_own_hooks(hooks: Mapping[int, Any]) -> bool:
-    """Whether any of these hooks does more than restore a prefix."""
+    """Return whether any of these hooks does more than restore a prefix."""
     functions = (getattr(hook, "hook", hook) for hook in hooks.values())
     return any(not (getattr(hook, "__module__", None) or "").startswith(_PREFIX_HOOK_PACKAGES) for hook in functions)
 
@@ -195,7 +195,7 @@ def _tied(state: Mapping[str, Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def errors_about(file: str, model: str = "") -> Iterator[None]:
-    """Begin the messages of checkpoint errors with the file and, if it does not fit, with the model."""
+    """Prefix checkpoint errors with the file and, for mismatches, the model."""
     try:
         yield
     except CheckpointError as error:
@@ -206,21 +206,20 @@ def errors_about(file: str, model: str = "") -> Iterator[None]:
 
 
 def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
-    """Check a loaded checkpoint and return every set of weights in it by entry; raise if there is none."""
+    """Check a loaded checkpoint, and return its sets of weights by entry; raise if there are none."""
     entries = check_contents(content, path)
     if entries:
         return entries
     kinds = unopened_objects(content)
     if not kinds:
-        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights but {describe_content(content)}.")
+        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights, only {describe_content(content)}.")
     objects = describe_content(content)
     if isinstance(content, (Mapping, list, tuple)):  # somewhere in it
         objects = shortened([f"an object of {printable(kind)}" for kind in sorted(kinds)])
     raise UnsafeCheckpointError(
-        f"{explain_blocked(str(path), kinds)}\n  It holds no weights that can be taken without opening it, but "
-        f"{objects}. Ask its author for the model's state_dict(). If you trust the author, "
-        f"lightning_gpu_tools.load_weights(model, {printable_path(path)!r}, weights_only=False) opens it, which runs "
-        "its code."
+        f"{explain_blocked(str(path), kinds)}\n  It holds no weights that can be loaded without opening it, only "
+        f"{objects}. Ask its author for the model's state_dict(). If you trust the author, open it with "
+        f"lightning_gpu_tools.load_weights(model, {printable_path(path)!r}, weights_only=False), which runs its code."
     )
 
 
@@ -253,19 +252,19 @@ def choose_weights(
 
 
 def fault_of_parts(weights: Mapping[str, Any]) -> str:
-    """Return a message if these are one rank's parts, with what to do; ``""`` if they are whole."""
+    """Return a message with advice if these are the parts of one rank; ``""`` if they are whole."""
     for key, value in weights.items():
         if part := part_of(value):
             return (
-                f"It holds one part of a sharded checkpoint: {quoted(key)} is that of {part}. Save the whole in the "
-                "training, by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-                "StateDictOptions(full_state_dict=True), or load each part in the process that saved it."
+                f"It holds one part of a sharded checkpoint: {quoted(key)} is the part of {part}. During training, "
+                "save the full weights from torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+                "StateDictOptions(full_state_dict=True). Or load each part in the process that saved it."
             )
     return ""
 
 
 def whole_weights(path: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the weights with plain tensors in place of sharded ones that are whole; refuse parts."""
+    """Return the weights with plain tensors instead of unsplit sharded tensors; refuse split ones."""
     if fault := fault_of_parts(weights):
         raise CheckpointError(f"{printable_path(path)}: {fault}")
     plain: Any = copy.copy(weights)  # with its _metadata
@@ -290,24 +289,24 @@ def same_tensors(weights: Mapping[str, Any]) -> dict[str, Hashable]:
     }
 
 
-FROM_META = "it was saved from the meta device. Save the model after its weights are loaded"
+FROM_META = "it was saved from the meta device. Load the weights before saving the model"
 
 
 def check_numbers(path: str, weights: Mapping[str, Any]) -> None:
-    """Refuse weights that were saved from the meta device, with names and shapes only."""
+    """Refuse weights saved from the meta device, which have only names and shapes."""
     without = [key for key, value in weights.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if without:
         raise CheckpointError(f"{printable_path(path)} has no numbers for {list_groups(without)}: {FROM_META}.")
 
 
-# In addition to what a file holds. Our default: a float32 mask of 16,384 x 16,384.
+# In addition to the numbers in the file. Our default, a float32 mask of 16,384 x 16,384.
 _MAX_REPEATED_BYTES = 1 << 30
 
 
 def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
-    """Refuse weights that would take far more memory in full than the file holds.
+    """Refuse weights that would take far more memory than the file.
 
-    A tensor may repeat its numbers (``expand``) or leave out zeros (sparse): 1 KiB can describe 256 GiB.
+    A tensor may repeat its numbers (``expand``) or omit zeros (sparse), so 1 KiB can describe 256 GiB.
     """
     for key, value in weights.items():
         if shape_of(value) is None or value.is_meta or isinstance(value, LazyTensor) or is_packed(value):
@@ -315,8 +314,8 @@ def check_repetition(path: str, weights: Mapping[str, Any]) -> None:
         held_bytes = value.untyped_storage().nbytes() if value.layout is torch.strided else 0
         if value.numel() * value.element_size() > held_bytes + _MAX_REPEATED_BYTES:
             raise CheckpointError(
-                f"{printable_path(path)} holds {quoted(key)} of shape {tuple(value.shape)} in far fewer numbers. Take "
-                "it out, or convert the file to .pt without --dtype."
+                f"{printable_path(path)} stores {quoted(key)} of shape {tuple(value.shape)} in far fewer numbers. "
+                "Remove it, or convert the file to .pt without --dtype."
             )
 
 
@@ -342,10 +341,10 @@ def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
 
 
 def own_all_but_weights(content: Any) -> Any:
-    """Return the content, with everything that a program may keep copied out of the mapped file.
+    """Return the content with everything except the model's weights copied out of the mapped file.
 
-    Weights are copied into the model, but optimizers and callbacks keep the objects that they get, and writing over the
-    file would change those.
+    Weights are copied into the model, but optimizers and callbacks keep their objects. Overwriting the file would
+    change these objects.
     """
     if not isinstance(content, dict) or is_state_dict(content):
         return content

@@ -1,4 +1,4 @@
-"""The description of a checkpoint: its contents, its sets of weights, and whether they can be used."""
+"""The description of a checkpoint: its contents, and its sets of weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last
 
 
 def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
-    """Return the result of ``all_state_dicts``; raise if keys or versions are of a wrong type."""
+    """Return the result of ``all_state_dicts``; raise if keys or versions have a wrong type."""
     with faults_of(path):
         entries = all_state_dicts(content)
     for entry, weights in entries.items():
@@ -34,13 +34,12 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
         odd = [key for key in weights if not isinstance(key, str) or key.count(".") > MAX_DEPTH]
         if odd:
             raise BrokenCheckpointError(
-                f"{where} has weights under {describe_content(odd[0])}, which is no name in a module. Save the "
-                "state_dict of a module."
+                f"{where} has an invalid key for a weight: {describe_content(odd[0])}. Save the state_dict of a module."
             )
         if not are_versions(getattr(weights, "_metadata", None)):
             raise BrokenCheckpointError(
-                f"{where} has wrong _metadata: torch keeps the version of each module there, as a whole number. Delete "
-                "that attribute of the state_dict and save it again."
+                f"{where} has invalid _metadata, which must map each module to an integer version. Delete this "
+                "attribute of the state_dict, and save it again."
             )
     return entries
 
@@ -55,7 +54,7 @@ def manifest_of(content: Any) -> dict[str, Any]:
 
 
 def are_versions(metadata: Any) -> bool:
-    """Whether this is valid as the ``_metadata`` of a state dict: the version of each module."""
+    """Return whether this is valid ``_metadata`` of a state dict: the version of each module."""
     return metadata is None or (
         isinstance(metadata, dict)
         and is_named(metadata)
@@ -65,7 +64,7 @@ def are_versions(metadata: Any) -> bool:
 
 
 def is_named(value: Any) -> bool:
-    """Whether this is a dictionary with string keys."""
+    """Return whether this is a dictionary with string keys."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
@@ -77,7 +76,7 @@ class Structure:
     path: str
     size_bytes: int
     format: Format
-    content: Any  # as torch.load would return it, with descriptions in place of tensors and other objects
+    content: Any  # as returned by torch.load, but with descriptions instead of tensors and other objects
     globals: set[str]  # as in StructureReader
     devices: set[str]  # that it was saved from
     metadata: Mapping[str, str] = field(default_factory=dict)  # of a safetensors file
@@ -95,7 +94,7 @@ class Structure:
 
     @functools.cached_property
     def entries(self) -> dict[str, Mapping[str, Any]]:
-        """All sets of weights by the name of their entry; ``""`` if there is nothing else."""
+        """All sets of weights by entry name; the name is ``""`` if there is nothing else."""
         return check_contents(self.content, self.path)
 
     @property
@@ -115,7 +114,7 @@ class Assembly:
 
     format: Format
     shards: Mapping[str, Structure]
-    loaded: tuple[str, ...]  # from the others, only numbers are taken
+    loaded: tuple[str, ...]  # from the other shards, only numbers are read
     assemble: Callable[[Mapping[str, Any]], Any]  # takes the contents of these, described or loaded
 
     def load(self, load_file: LoadFile) -> Any:
@@ -128,7 +127,7 @@ LoadFile = Callable[[Structure], Any]  # loads one of several files
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector while many objects are created: it takes half the time and finds nothing."""
+    """Pause the cyclic garbage collector, which takes half the time of creating many objects and finds nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -148,7 +147,7 @@ def no_progress(_: int) -> Callable[[int], object]:
 
 
 def compare_with_checksums(structure: Structure, advance: Callable[[int], object] = lambda _: None) -> None:
-    """Read all of a file and compare it with its checksums, if it has any."""
+    """Read a whole file, and compare it with its checksums, if it has any."""
     with faults_of(structure.path):
         for record in structure.records.values():
             for chunk in record.chunks():

@@ -44,7 +44,7 @@ _SHOWN = frozenset(
 
 
 def summarize(structure: Structure) -> dict[str, Any]:
-    """Return the known facts about a file, ready for JSON; sizes are in bytes, and ``None`` means unknown."""
+    """Return the facts about a file, ready for JSON. Sizes are in bytes; ``None`` means unknown."""
     content = structure.content
     top = content if isinstance(content, Mapping) else {}
     manifest = _manifest(structure)
@@ -99,7 +99,7 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
     for label, names in {
         "hyperparameters": summary["hyper_parameters"],
         "callbacks": summary["callbacks"],
-        "wrappers removed when it was saved": [f"{kind} at {path or 'the root'}" for path, kind in wrappers],
+        "wrappers removed on save": [f"{kind} at {path or 'the root'}" for path, kind in wrappers],
     }.items():
         if names:
             lines += prose(f"  {label}: {', '.join(map(printable, names))}")
@@ -107,7 +107,7 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
     for name in others[:_MAX_ENTRIES]:
         lines += prose(f"  {printable(name)}: {summary['entries'][name]}")
     if len(others) > _MAX_ENTRIES:
-        lines.append(f"  and {len(others) - _MAX_ENTRIES} more entries; --json lists all")
+        lines.append(f"  and {len(others) - _MAX_ENTRIES} more entries; use --json to list all")
     if summary["beyond_plain_data"]:
         lines += prose(f"  holds more than plain data: {', '.join(map(printable, summary['beyond_plain_data']))}")
     for name, weights in summary["weights"].items():
@@ -144,7 +144,7 @@ def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str,
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows as aligned lines of at most 100 columns; a longer name gets its own line."""
+    """Return rows as aligned lines of at most 100 columns. A longer name gets its own line."""
     longest, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     first = min(longest, _WIDTH - 2 - sum(widths) - 2 * len(widths))
     lines = []
@@ -176,7 +176,7 @@ def _describe(key: str, info: Any) -> dict[str, Any]:
 
 
 def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
-    """Count the keys below each kind of wrapper; ``module`` counts only if it has no sibling."""
+    """Count the keys below each kind of wrapper. ``module`` counts only if it has no siblings."""
     counts: Counter[str] = Counter()
     for key in weights:
         counts.update(set(key.split(".")[:-1]) & PRIVATE_SEGMENTS)
@@ -195,7 +195,7 @@ def _manifest(structure: Structure) -> Mapping[str, Any]:
         return manifest_of(structure.content)
     try:
         return manifest_of({MANIFEST: json.loads(structure.metadata[MANIFEST])})
-    except (ValueError, RecursionError):  # another program's text under that name
+    except (ValueError, RecursionError):  # written by another program
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Loading of torch's formats: the content is built from its description, and only the rest goes to torch."""
+"""Loading of torch's formats: plain content is built from its description, and torch loads the rest."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from lightning_gpu_tools.units import printable
 
 
 def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *, can_be_mapped: bool) -> Any:
-    """Return the contents of an open file; ``can_be_mapped`` by ``torch.load``.
+    """Return the contents of an open file. ``can_be_mapped`` is whether ``torch.load`` can map it.
 
     Raises:
-        UnsafeCheckpointError: It holds more than plain data, and ``weights_only`` is true.
-        BrokenCheckpointError: Torch cannot rebuild its contents.
+        UnsafeCheckpointError: The file holds more than plain data, and ``weights_only`` is true.
+        BrokenCheckpointError: Torch cannot rebuild the contents.
     """
     refused = refusal(structure) if weights_only else None
-    if refused is not None and any(name.endswith("(...)") for name in structure.globals):  # torch would let it pass
+    if refused is not None and any(name.endswith("(...)") for name in structure.globals):  # torch would allow it
         raise refused
     if weights_only:
         _warn_of_old_torch()
@@ -42,9 +42,9 @@ def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *
     name = name_of_open_file(file) if can_be_mapped else None
     file.seek(0)
     try:
-        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # torch's default is not to
+        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # off by default in torch
             return torch.load(name or file, map_location=map_location, weights_only=weights_only, mmap=name is not None)
-    except Exception as error:  # damaged or hostile bytes make torch raise anything
+    except Exception as error:  # damaged or hostile bytes can cause any error in torch
         explained = refused or _explained(structure, error, weights_only, map_location)
         if explained is None:
             raise
@@ -54,16 +54,16 @@ def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *
 
 @functools.cache
 def _warn_of_old_torch() -> None:
-    if torch.__version__ < "2.10":  # this compares versions, not text
+    if torch.__version__ < "2.10":  # compares versions, not text
         warnings.warn(
-            f"torch {torch.__version__} has known holes in weights_only=True (CVE-2026-24747). Each file is checked "
-            "before torch opens it, but update to torch 2.10 or later.",
+            f"torch {torch.__version__} has known vulnerabilities in weights_only=True (CVE-2026-24747). Each file is "
+            "checked before torch opens it, but please update to torch 2.10 or later.",
             stacklevel=2,
         )
 
 
 def described_weights(structure: Structure) -> tuple[Any, dict[str, dict[str, str]]]:
-    """Return the content with tensors as weights, and entry -> key -> kind of the values left out."""
+    """Return the content with tensors as weights, and entry -> key -> kind of the omitted values."""
     build = _Builder(structure, weights_alone=True).build
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: defaultdict[str, dict[str, str]] = defaultdict(dict)
@@ -80,15 +80,15 @@ def described_weights(structure: Structure) -> tuple[Any, dict[str, dict[str, st
 
 
 class _Builder:
-    """A builder that makes the content from its description, in half torch's time, with tensors mapped to the file.
+    """A builder of content from its description, with mapped tensors, in half of torch's time.
 
-    Raises :class:`NotPlainError` for anything but plain data and tensors. ``weights_alone`` makes parameters tensors.
+    Raises :class:`NotPlainError` for anything but plain data and tensors. ``weights_alone``: make parameters tensors.
     """
 
     def __init__(self, structure: Structure, *, weights_alone: bool = False) -> None:
         self._storage = _storages(structure)
         self._weights_alone = weights_alone
-        self._made: dict[int, Any] = {}  # an object that is shared stays shared
+        self._made: dict[int, Any] = {}  # so that shared objects stay shared
 
     def build(self, value: Any) -> Any:
         kind = type(value)
@@ -120,11 +120,11 @@ _ATOMS = frozenset({str, int, float, bool, bytes, bytearray, type(None)})
 
 
 class NotPlainError(Exception):
-    """The error for a value that is more than plain data and plain tensors; it names the value's kind."""
+    """The error for a value that is more than plain data and plain tensors. The message is its kind."""
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a described value is or holds a tensor."""
+    """Return whether a described value is or holds a tensor."""
     stack, seen = [value], set[int]()
     while stack:
         part = stack.pop()
@@ -140,14 +140,14 @@ def holds_tensors(value: Any) -> bool:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether this describes a tensor of plain numbers."""
+    """Return whether this describes a tensor of plain numbers."""
     if not isinstance(tensor, TensorInfo) or tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
         return False
     return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
 
 
 def _storages(structure: Structure) -> Callable[[Any], Any]:
-    """Return a function that returns the numbers of a storage: a part of the mapped file."""
+    """Return a function that returns the numbers of a storage as a part of the mapped file."""
     whole: Any = mapped_bytes(structure.file).untyped_storage()
 
     @functools.cache
@@ -163,7 +163,7 @@ _REGISTERED_BY = {"torch.distributed.": "torch.distributed.tensor", "torch.neste
 
 
 def _explained(structure: Structure, error: Exception, weights_only: bool, map_location: Any) -> Exception | None:
-    """Return an error that explains why torch could not load a file; ``None`` if torch's own error is the best one."""
+    """Return an error that explains why torch could not load a file; ``None`` if torch's error is better."""
     if weights_only and isinstance(error, pickle.UnpicklingError):
         reason = re.search(r"WeightsUnpickler error:\s*(.*)", str(error))
         foreign = beyond_plain_data(structure.globals)
@@ -172,11 +172,11 @@ def _explained(structure: Structure, error: Exception, weights_only: bool, map_l
     asked_for = not weights_only or map_location != "cpu"  # the caller's class or device may be the cause
     if asked_for or isinstance(error, MemoryError) or not comes_from_contents(error):
         return None
-    return Fault(f"is damaged: its contents cannot be put together ({type(error).__name__})", RESTORE)
+    return Fault(f"is damaged: its contents cannot be rebuilt ({type(error).__name__})", RESTORE)
 
 
 def refusal(structure: Structure) -> UnsafeCheckpointError | None:
-    """Return the error if ``weights_only=True`` refuses a file, as far as its description shows."""
+    """Return the error if the description shows that ``weights_only=True`` refuses a file."""
     for prefix, module in _REGISTERED_BY.items():
         if any(name.startswith(prefix) for name in structure.globals):
             importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Classes and functions that a pickle may name: plain data, harmless ones, and those that run code."""
+"""Classes and functions in pickles: plain data, harmless objects, and code."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _HARMLESS = re.compile(
     r"|(lightning(\.pytorch)?|pytorch_lightning)\.utilities\.parsing\.AttributeDict"
     r"|omegaconf\.\w+\.\w+|typing\.Any"
 )
-# Where this Python finds the names in a file: torch.optim deletes modules, Python 3.13 and NumPy 2 moved some, and
-# other systems have other path classes.
+# Where this Python finds the names in a file: torch.optim deletes submodules, Python 3.13 and NumPy 2 moved some names,
+# and other systems have other path classes.
 _FOUND_AT = (
     (re.compile(r"^builtins\.|(?<=^torch\.optim\.)(?!lr_scheduler|swa_utils)\w+\."), ""),
     (re.compile(r"^pathlib\._local\."), "pathlib."),
     (re.compile(r"^numpy\.core\."), "numpy._core."),
     (re.compile(rf"^pathlib\.({'Posix' if os.name == 'nt' else 'Windows'}Path)"), r"pathlib.Pure\1"),
 )
-# In the standard library, only the modules listed here hold nothing but values.
+# Modules of the standard library that can run code: all except these, which only hold values.
 _CODE_MODULES = sys.stdlib_module_names - {"array", "collections", "datetime", "decimal", "enum", "ipaddress", "random"}
 _RUNS_CODE = re.compile(
     r"(nt|posix|distutils|setuptools|pip|pkg_resources|requests|aiohttp|torch\.(hub|jit|utils|serialization))\.\S+"
@@ -62,27 +62,27 @@ def beyond_plain_data(names: Iterable[str]) -> list[str]:
 
 
 def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (), reason: str = "") -> str:
-    """Return a message with the names that block a file, and the line that allows them if none of them runs code.
+    """Return a message with the names that block a file, and with a line that allows them if none of them runs code.
 
-    ``filled`` are classes of objects that get elements; ``reason`` is why torch refuses a file whose names are allowed.
+    ``filled`` are classes of objects that get elements. ``reason`` is why torch refuses a file whose names are allowed.
     """
     blocked = sorted({*names})
     risky = [name for name in blocked if _can_run_code(name)]
     others = [name for name in blocked if name not in risky]
-    lines = [f"{printable_path(path)} holds more than plain data, so it was not opened. Nothing of it has run."]
+    lines = [f"{printable_path(path)} holds more than plain data, so it was not opened. No code in it has run."]
     if reason:
-        lines.append(f"torch refuses it although all it names is allowed: {printable(reason, 300)}.")
-        lines.append("Plain lists, dictionaries and numbers load, in torch.save's default pickle_protocol.")
-    for some, what in (
-        (sorted(filled), "allowing is not enough: torch fills plain lists and dictionaries only, not"),
-        (risky, "can run code when opened, so that only its author can vouch for it:"),
+        lines.append(f"torch refuses it, although all its classes are allowed: {printable(reason, 300)}.")
+        lines.append("Save only lists, dictionaries and numbers, with torch.save's default pickle_protocol.")
+    for some, label in (
+        (sorted(filled), "cannot be allowed, because torch fills only plain lists and dictionaries:"),
+        (risky, "can run code when opened, so open it only if you trust its author:"),
         (others, "holds objects of:"),
     ):
         if some:
-            lines.append(f"{what} {listed(some)}.")
+            lines.append(f"{label} {listed(some)}.")
     can_be_typed = all(name == printable(name) and all(map(str.isidentifier, name.split("."))) for name in blocked)
     if can_be_typed and not (risky or filled) and (not reason or "numpy.dtype" in blocked):
-        lines.append(f"To allow what you trust: {_allowing(blocked)}")
+        lines.append(f"To allow these classes, if you trust them: {_allowing(blocked)}")
     return "\n  ".join(lines)
 
 
@@ -99,11 +99,11 @@ def _allowing(names: Iterable[str]) -> str:
             place = moved.sub(where, place)
         modules.update(filter(None, [place.rpartition(".")[0]]))
         items.append(place if place == name else f'({place}, "{name}")')
-    if "numpy.dtype" in items:  # torch also needs the class of an array's dtype, which the file does not name
+    if "numpy.dtype" in items:  # torch also needs the class of an array's dtype, which is not in the file
         items.append('*{type(numpy.dtype(code)) for code in numpy.typecodes["All"]}')
     return f"import {', '.join(sorted(modules))}; torch.serialization.add_safe_globals([{', '.join(items)}])"
 
 
 def describe_unread(names: Sequence[str]) -> str:
-    """Return a note on what a load left unread; ``""`` if nothing."""
-    return f"left unread, as it takes code to open: {listed(names, 3)}" if names else ""
+    """Return a note on unread parts; ``""`` if there are none."""
+    return f"not read, because opening would run code: {listed(names, 3)}" if names else ""

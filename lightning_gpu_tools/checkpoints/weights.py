@@ -1,4 +1,4 @@
-"""All-or-nothing loading of any checkpoint into any module, whatever either was wrapped in."""
+"""All-or-nothing loading of any checkpoint into any module, regardless of wrappers."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ class LoadReport:
     """The result of ``load_weights``.
 
     Attributes:
-        path: The file.
-        entry: The entry of the file that holds the weights, ``"state_dict"``; ``""`` if it holds nothing else.
-        loaded: Model keys that got their weight from the file.
-        renamed: Checkpoint key -> model key, where the two differ.
-        root: The attribute that was dropped (``"model."``) or added; ``""`` if none, a pair if both.
-        others: Entries and attributes of the file with other weights of the same model, such as averages. Each can be
-            the ``root`` of another call.
-        kept: Counters of wrappers and of batch normalization that the file lacks; the model keeps its own.
+        path: Path of the file.
+        entry: Entry of the file with the weights, such as ``"state_dict"``; ``""`` if the file holds only weights.
+        loaded: Model keys with a weight from the file.
+        renamed: Checkpoint key -> model key, for keys that differ.
+        root: Attribute that was dropped (``"model."``) or added; ``""`` if none, a pair if both.
+        others: Entries and attributes of the file with other weights of the same model, such as averages. To load one,
+            pass it as ``root``.
+        kept: Counters of wrappers and of batch normalization that the file lacks; the model keeps its values.
         missing: Model keys without a weight in the file, which keep their values; empty if ``strict``.
-        unexpected: Checkpoint keys without a place in the model; empty if ``strict``.
+        unexpected: Checkpoint keys that the model does not have; empty if ``strict``.
         mismatched: (checkpoint key, its shape, shape in the model); empty if ``strict``.
         unused: Checkpoint keys outside the dropped root.
-        unread: Classes and functions named in the rest of the file; none was imported or called.
-        summary: The same facts as text.
+        unread: Classes and functions in the rest of the file; none was imported or called.
+        summary: The result as text.
     """
 
     path: str
@@ -106,37 +106,37 @@ class LoadReport:
 def load_weights(
     model: nn.Module, path: str | os.PathLike[str], *, root: Root = None, strict: bool = True, weights_only: bool = True
 ) -> LoadReport:
-    """Load a checkpoint into a model, whatever ``DataParallel``, DDP, FSDP or ``torch.compile`` did to its keys.
+    """Load a checkpoint into a model, regardless of the wrappers (DataParallel, DDP, FSDP, torch.compile) in its keys.
 
-    The file may be a Lightning checkpoint, a raw ``state_dict``, a dictionary that holds one, a pickled module or
-    safetensors. Shards count as one checkpoint: an ``index.json`` of safetensors or ``.bin`` files, and the folders of
-    ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights are read on the CPU and copied to
-    the model's devices; other objects (hyperparameters, arguments) are left unread.
+    The file may be a Lightning checkpoint, a plain ``state_dict``, a dictionary with one, a pickled module or
+    safetensors. Shards are loaded as one checkpoint: safetensors or ``.bin`` files with an ``index.json``, and the
+    folders of ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights are read on the CPU and
+    copied to the model's devices. Other objects (hyperparameters, arguments) are not read.
 
     Loading is all-or-nothing: every error below is raised before anything is copied. A model with load hooks or its own
-    ``load_state_dict`` is loaded twice, the first time as a check. Only these can leave a model partly loaded: an
-    interrupt, an error in code that runs after copying (``set_extra_state``), too little memory, an unreadable disk, or
-    a local file that is truncated meanwhile. The last two end the process (SIGBUS).
+    ``load_state_dict`` is loaded twice, the first time as a check. A model can be partly loaded only after an
+    interrupt, an error in code that runs after copying (``set_extra_state``), lack of memory, an unreadable disk, or
+    truncation of the local file. The last two end the process (SIGBUS).
 
     Args:
-        model: Any module, wrapped or not. If it is sharded, every process has to call this function.
-        path: A local file or folder of shards, or the URL of a file that fsspec can open.
+        model: Any module, wrapped or not. If it is sharded, every process must call this function.
+        path: A local file, a folder of shards, or the URL of a file that fsspec can open.
         root: Attribute that only one side has, such as ``"model."``, or the entry of the file with the weights. A pair
             such as ``("bert.", "encoder.")`` replaces the first, in the checkpoint, with the second, in the model.
             ``None`` searches for a root; ``""`` keeps the names.
-        strict: Whether every key of the model and of the checkpoint must match a key of the same shape in the other. If
-            false, the weights that fit are loaded, and the report lists the rest.
+        strict: Whether every key of the model must match a key of the checkpoint with the same shape, and vice versa.
+            If false, the weights that fit are loaded, and the report lists the rest.
         weights_only: If false, everything in the file is opened, which may run code.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit, or the model's types cannot hold its numbers.
-        AmbiguousCheckpointError: Several sets of weights in it fit; choose one with ``root``.
-        KeyCollisionError: Two of its keys would become the same key of the model.
+        AmbiguousCheckpointError: Several sets of weights in the checkpoint fit; choose one with ``root``.
+        KeyCollisionError: Two keys of the checkpoint would become the same key of the model.
         BrokenCheckpointError: The file is not a checkpoint, or it is damaged.
-        UnsafeCheckpointError: Only running code could build its weights, or one of them.
+        UnsafeCheckpointError: Some weights can be built only by running code.
 
     Warns:
-        UserWarning: The file also holds averages of these weights, or a part of the model is still on the meta device.
+        UserWarning: The file also holds averages of these weights, or part of the model is still on the meta device.
 
     Example:
         >>> report = load_weights(net, "last.ckpt")  # doctest: +SKIP
@@ -154,7 +154,7 @@ def load_weights(
 
 @contextlib.contextmanager
 def _naming_unopened(unread: Unread) -> Iterator[None]:
-    """Add to a mismatch error the objects that the file has in place of weights."""
+    """Append objects that the file has instead of weights to a mismatch error."""
     try:
         yield
     except CheckpointMismatchError as error:
@@ -162,32 +162,32 @@ def _naming_unopened(unread: Unread) -> Iterator[None]:
             f"{printable(k)} ({printable(kind)})" for values in unread.values.values() for k, kind in values.items()
         ]
         if unopened:
-            message = f"{error.args[0]}\n  not opened, because that takes code: {shortened(unopened)}"
+            message = f"{error.args[0]}\n  not opened, because this would run code: {shortened(unopened)}"
             error.args = (message, *error.args[1:])
         raise
 
 
 def naming_file(path: str | os.PathLike[str], model_class: type) -> contextlib.AbstractContextManager[None]:
-    """Begin the messages of checkpoint errors with the file and, if it does not fit, with the model."""
+    """Prefix checkpoint errors with the file and, for mismatches, the model."""
     return errors_about(printable_path(path), printable(model_class.__name__))
 
 
 def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fit) -> None:
-    """Warn about averages that were not taken and tensors that have no numbers yet."""
+    """Warn about averages that were not loaded and tensors that still have no numbers."""
     if any(map(is_average, fit.others)):
         warnings.warn(f"{printable_path(path)}: {fit.choice()}", stacklevel=4)
     tensors = (*model.named_buffers(), *(model.named_parameters() if fit.plan.missing else ()))
     without_numbers = [name for name, tensor in tensors if tensor.is_meta]
     if without_numbers:
         warnings.warn(
-            f"{printable_path(path)}: still on the meta device, without numbers: {list_groups(without_numbers)}. The "
-            "file does not hold them; fill them before you use the model.",
+            f"{printable_path(path)} has no values for {list_groups(without_numbers)}, which are still on the meta "
+            "device. Initialize them before you use the model.",
             stacklevel=4,
         )
 
 
 def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root: Root, strict: bool) -> Fit:
-    """Return the match of the only entry of a checkpoint that fits the model."""
+    """Return the match for the only entry of a checkpoint that fits the model."""
     dropped = (root if isinstance(root, str) else root[0] if root else "").rstrip(".")
     named = [entry for entry in entries if entry and f"{dropped}.".startswith(f"{entry}.")]
     if named:
@@ -211,8 +211,8 @@ def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root
     if len(meant) > 1:
         names = [quoted(fit.entry) for fit in fits]
         raise AmbiguousCheckpointError(
-            f"Several entries of the file fit: {' and '.join(names)}. Choose one with lightning_gpu_tools.load_weights "
-            f"and root={' or root='.join(names)}."
+            f"Several entries of the file fit: {' and '.join(names)}. Choose one by calling "
+            f"lightning_gpu_tools.load_weights with root={' or root='.join(names)}."
         )
     fit = meant[0]
 
@@ -234,7 +234,7 @@ def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: Root, s
 
 
 def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...]]:
-    """Load all or nothing; return the plan as carried out, and the model keys that got a weight."""
+    """Load all or nothing; return the actual plan, and the model keys that got a weight."""
     check_before_copying(model, fit, leave_out_misfits=not fit.strict)
     renamed = fit.renamed(fit.weights)
     own_what_modules_keep(renamed, fit.keys)
@@ -247,7 +247,7 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
             del state_dict[key]
             return
         value = state_dict[key] = _sharded_like(value, target)
-        if target.is_meta and not value.is_meta:  # there is nothing to copy into
+        if target.is_meta and not value.is_meta:  # the target has no memory to copy into
             if id(target) not in made:
                 empty = torch.empty_like(target, device=value.device, requires_grad=False)
                 made[id(target)] = nn.Parameter(empty, target.requires_grad) if name in module._parameters else empty
@@ -255,8 +255,8 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
 
     made: dict[int, torch.Tensor] = {}
     with renewing_deepspeeds_copies(model), before_each_copy(model, prepare):
-        found = load_state(model, renamed, fit.strict, "The model may be partly loaded. Build it anew.")
-    if fit.strict:  # then the model's own code has handled keys without a place
+        found = load_state(model, renamed, fit.strict, "The model may be partly loaded. Create it again.")
+    if fit.strict:  # then the model's own code has handled keys without a match
         plan = dataclasses.replace(fit.plan, missing=(), unexpected=(), clashes={})
         return plan, tuple(key for key in fit.state if key not in plan.kept)
     if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not report them
@@ -265,9 +265,9 @@ def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...
 
 
 def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
-    """Copy out of the mapped file the weights that loading does not copy into the model.
+    """Copy weights out of the mapped file if loading does not copy them into the model.
 
-    An ``_extra_state`` may hold tensors, and a module that loads itself may keep the tensors, as torchmetrics does.
+    An ``_extra_state`` may hold tensors, and a module with its own loading code may keep them, like torchmetrics.
     """
     for key, value in weights.items():
         if not isinstance(value, torch.Tensor):
@@ -285,7 +285,7 @@ def _sharded_like(value: Any, target: Any) -> Any:
         return value.full_tensor()
     from torch.distributed.tensor import DTensor, Replicate
 
-    # Every process has read the file, so each takes its part without communicating.
+    # Every process has read the file, so each takes its part without communication.
     mesh = target.device_mesh
     whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return whole.redistribute(placements=target.placements)
@@ -311,7 +311,7 @@ def _came_out(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -
         clashes=clashes,
     )
     without = {*missing, *misfits, *homeless, *map(bare, plan.kept)}
-    # The model's own state_dict may leave out keys that torch loads anyway.
+    # The model's own state_dict may omit keys that torch loads anyway.
     live = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} if offered else set()
     names = dict.fromkeys((*fit.state, *(name for name in offered.values() if name in live)))
     return outcome, tuple(name for name in names if bare(name) not in without)
@@ -329,7 +329,7 @@ def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unre
     words = (
         f"{printable(Path(path).name)}: loaded {counted(len(loaded) - len(plan.tied), 'weight')}",
         plan.describe(),
-        f"{len(plan.tied)} more {'is' if len(plan.tied) == 1 else 'are'} tied to these" if plan.tied else "",
+        f"{len(plan.tied)} more {'is' if len(plan.tied) == 1 else 'are'} tied to them" if plan.tied else "",
         *(f"{label}: {list_groups(keys)}" for label, keys in lists.items() if keys),
         describe_unread(unread),
         fit.choice() if fit.others else "",

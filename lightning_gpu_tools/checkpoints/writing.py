@@ -48,7 +48,7 @@ def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
 
 
 def write_content(content: Any, path: str, progress: Progress = no_progress) -> None:
-    """Write content for ``torch.load``; plain tensors are written one by one, without the rest of their storages."""
+    """Write content for ``torch.load``, with plain tensors one by one and without the rest of their storages."""
     description = io.BytesIO()
     pickler = _Pickler(description, protocol=2)
     try:
@@ -76,9 +76,9 @@ class _NotPlainError(Exception):
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that writes what ``torch.save`` writes, but only references to the numbers of tensors.
+    """A pickler that writes the same as ``torch.save``, but faster, with references to the numbers of tensors.
 
-    The pickler of ``torch.save`` checks in Python, for nineteen parts of each tensor, whether they are storages.
+    The pickler of ``torch.save`` checks nineteen parts of each tensor in Python for storages.
     """
 
     def __init__(self, file: IO[bytes], protocol: int) -> None:
@@ -94,7 +94,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if not _is_plain(value):
             raise _NotPlainError
-        # Tensors at one address are the same tensor, or another shape of it.
+        # Tensors at the same address are the same tensor, or another shape of it.
         block = value.data_ptr(), value.numel(), value.dtype
         storage = self._storages.get(block)
         if storage is None:
@@ -121,15 +121,15 @@ class _Storage(tuple[Any, ...]):
 def write_safetensors(
     weights: Mapping[str, Any], path: str, texts: Mapping[str, str], progress: Progress = no_progress
 ) -> None:
-    """Write weights as safetensors, without its library, which writes in place.
+    """Write weights as safetensors. Does not use the library safetensors, which writes in place.
 
-    The format: https://huggingface.co/docs/safetensors#format.
+    For the format, see https://huggingface.co/docs/safetensors#format.
     """
     unfit = [key for key, value in weights.items() if not _fits_safetensors(key, value)]
     if unfit:
         raise CheckpointError(
-            f"{printable_path(path)}: safetensors holds plain tensors only, not {list_groups(unfit)}, "
-            "under names in UTF-8 other than __metadata__. Choose another suffix than .safetensors to keep them."
+            f"{printable_path(path)}: safetensors cannot store {list_groups(unfit)}. It stores only plain tensors with "
+            "valid UTF-8 names other than __metadata__. To keep them, use a suffix other than .safetensors."
         )
     same = same_tensors(weights)
     first: dict[Hashable, str] = {}
@@ -157,7 +157,7 @@ def write_safetensors(
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a tensor is contiguous numbers with a dtype and a shape, and nothing else."""
+    """Return whether a tensor is only contiguous numbers with a dtype and a shape."""
     return (
         type(value) in (torch.Tensor, LazyTensor)
         and value.layout is torch.strided
@@ -169,7 +169,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _numbers(values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of each tensor. Small ones are copied in batches: one by one, they take ten times as long."""
+    """Yield the bytes of each tensor. Small ones are copied in batches, which is ten times faster than one by one."""
     for (_, is_small), run in itertools.groupby(values, key=lambda value: (value.dtype, value.nbytes <= _COPIED_BYTES)):
         while batch := [*itertools.islice(run, _BATCH if is_small else 1)]:
             flat = [value if value.ndim == 1 else value.reshape(-1) for value in batch]
@@ -189,13 +189,13 @@ def _fits_safetensors(key: str, value: Any) -> bool:
 
 @contextlib.contextmanager
 def _watched(file: BinaryIO) -> Iterator[Any]:
-    """Yield a file for torch to write to, and raise the cause of a failure; torch only reports that it failed."""
+    """Yield a file for torch to write to. If writing fails, raise the cause, which torch does not report."""
     watched_file = _WatchedFile(file)
     try:
         buffered = io.BufferedWriter(watched_file, _BUFFER_BYTES)
         yield buffered
         buffered.flush()
-    except Exception:  # torch's own error, of any kind, instead of the disk's
+    except Exception:  # torch raises an error of its own instead of the disk's
         if watched_file.error is not None:
             raise watched_file.error from None
         raise

@@ -1,4 +1,4 @@
-"""The records of a zip file, accepted only if every reader would read the same. Runs nothing."""
+"""The records of a zip file, accepted only if every reader would read the same. Runs no code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FOLDER_ATTRIBUTE = 1 << 4  # of MS-DOS: 4.4.15
 # After a record that was written as a stream, with or without signature and zip64: 4.3.9.
 _DESCRIPTOR_BYTES = frozenset({0, 12, 16, 20, 24})
 _CHUNK_BYTES = 16 << 20
-_CONTRADICTION = "its records and the index at its end do not agree"
+_CONTRADICTION = "its records and the index at its end do not match"
 
 
 class Record(NamedTuple):
@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 
 def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record]]:
-    """Return the folder of all records, ``"name/"`` or ``""``, and the records by their name in it."""
+    """Return the folder of all records, ``"name/"`` or ``""``, and the records by name in the folder."""
     index, count, index_start = _read_index(file, size_bytes)
     entries = sorted(_entries(file, index), key=lambda entry: entry.start)
     if len(entries) != count:
@@ -88,8 +88,8 @@ def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
     tail = file.read(size_bytes - tail_start)
     end = tail.rfind(b"PK\5\6")  # the last one, as in torch's reader
     if not 0 <= end <= len(tail) - _END.size:
-        what = f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing"
-        raise Fault(f"{what}. Most likely a save or a copy was interrupted", RESTORE)
+        fault = f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing"
+        raise Fault(f"{fault}. Probably a save or a copy was interrupted", RESTORE)
     _, disk, index_disk, count_here, count, length, start, _ = _END.unpack_from(tail, end)
     locator = end - _LOCATOR64.size
     if locator >= _END64.size and tail[locator : locator + 4] == b"PK\6\7":
@@ -138,8 +138,8 @@ def _entries(file: BinaryIO, index: bytes) -> Iterator[Record]:
         entry = Record(file, text, header_start, size, crc)
         if method != _STORED or flags & _UNREADABLE_FLAGS:  # torch.save does neither
             advice = "Unpack it, and zip its folder again without compression: zip -0 -r."
-            raise Fault(f"has the record {entry} compressed or encrypted", advice)
-        # From a record that is marked as a folder, torch silently reads nothing.
+            raise Fault(f"has a compressed or encrypted record, {entry}", advice)
+        # If a record is marked as a folder, torch silently reads nothing from it.
         if size != packed or disk or (attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/")):
             raise damaged(_CONTRADICTION)
         yield entry
@@ -164,5 +164,5 @@ def _only_root(entries: list[Record]) -> str:
         return roots.pop()
     if any(entry.name.endswith("/data.pkl") for entry in entries):
         shown = " and ".join(printable(root or "none") for root in sorted(roots)[:3])
-        raise Fault(f"has its records in more than one folder: {shown}", "Zip the folder of the checkpoint alone.")
+        raise Fault(f"has records in more than one folder: {shown}", "Zip only the folder of the checkpoint.")
     return ""

@@ -21,13 +21,13 @@ from lightning_gpu_tools.errors import LightningGpuToolsError, NotEnoughGpusErro
 from lightning_gpu_tools.units import printable, printable_lines
 
 COMMANDS = {
-    "gpus": "show all GPUs, who uses them and who has claimed them",
+    "gpus": "show all GPUs, their users and their claims",
     "pick": "print the GPUs with the most free memory",
     "run": "claim GPUs and run a command on them",
-    "dry-run": "run a training's first steps on simulated GPUs, to see whether it fits",
+    "dry-run": "run the first training steps on simulated GPUs to see whether they fit",
     "report": "print a training report again, or compare two runs",
-    "explain": "say what a cause in a report means, how it is measured, and what to change",
-    "demo": "train with a slow loader, read the report, and fix it",
+    "explain": "explain a cause in a report: what it means, how it is measured, what to change",
+    "demo": "train with a slow DataLoader, read the report, and fix it",
     "checkpoint": "inspect, verify, convert and compare checkpoint files",
 }
 _EXIT_CODES: dict[type, int] = {NotEnoughGpusError: 3, NvmlUnavailableError: 4}
@@ -37,7 +37,7 @@ _EXIT_UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h: not the result of any comman
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):  # argparse may color the usage
-            super().error(printable(message, 1000))  # it may contain file names that others chose
+            super().error(printable(message, 1000))  # it may contain file names chosen by others
 
 
 class _PrintableStream:
@@ -57,12 +57,12 @@ class _PrintableStream:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code.
 
-    0 is done, 1 failed, 2 wrong usage, 3 not enough GPUs, 4 no driver, 70 an unexpected error. If 1 is a result, as for
-    ``diff``, 3 means that there is no result.
+    0: done; 1: failed; 2: wrong usage; 3: not enough GPUs; 4: no driver; 70: unexpected error. For commands such as
+    ``diff``, where 1 is a result, 3 means that there is no result.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed, as by `>&-`; a claim's file must not get its descriptor
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process lives
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - stays open until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every character
     _import_dataclasses()
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import_dataclasses() -> None:
-    """Import `dataclasses` without `inspect`, which takes a tenth of a pick and is imported only if it is ever used."""
+    """Import `dataclasses`, but defer its import of `inspect`, which takes a tenth of the time of a pick."""
     if "dataclasses" not in sys.modules and "inspect" not in sys.modules:
         stand_in: Any = types.ModuleType("inspect")
         stand_in.__getattr__ = lambda name: getattr(importlib.import_module("inspect"), name)
@@ -85,7 +85,7 @@ def _import_dataclasses() -> None:
 
 
 def parser(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser with the arguments of the ``called`` commands; by default of all, for shtab."""
+    """Return the parser with the arguments of the ``called`` commands (default: all, for shtab)."""
     made = _Parser(
         prog="lightning-gpu-tools",
         description="Pick GPUs on a shared server, read training reports, and make checkpoints portable.",
@@ -106,20 +106,20 @@ def _run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader has closed the pipe (`| head`): discard what Python still flushes at exit, to avoid a traceback.
+        # The reader has closed the pipe (`| head`). Discard what Python flushes at exit, to avoid a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except LightningGpuToolsError as error:
         print(f"lightning-gpu-tools: {error}", file=sys.stderr)
         return _EXIT_CODES.get(type(error), 1)
-    except Exception as error:  # noqa: BLE001 - the line below has all that a bug report needs
+    except Exception as error:  # noqa: BLE001 - the message below has everything that a bug report needs
         import traceback
 
         calls = traceback.extract_tb(error.__traceback__)
-        way = " > ".join(f"{os.path.basename(call.filename)}:{call.lineno}" for call in calls)
+        lines = " > ".join(f"{os.path.basename(call.filename)}:{call.lineno}" for call in calls)
         print(
             f"lightning-gpu-tools {VERSION} stopped on an unexpected error. Please report this line with the command: "
-            f"{type(error).__name__}: {printable(error, 300)} ({printable(way, 300)})",
+            f"{type(error).__name__}: {printable(error, 300)} ({printable(lines, 300)})",
             file=sys.stderr,
         )
         return _EXIT_UNEXPECTED

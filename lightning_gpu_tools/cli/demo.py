@@ -11,8 +11,8 @@ import tempfile
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Train a small network with a slow loader and print its report; then apply the advice, train again, and print "
-        "the result. It needs no GPU, downloads nothing, and takes under a minute."
+        "Train a small network with a slow DataLoader and print its report. Then apply the advice, train again, and "
+        "print the result. Needs no GPU, downloads nothing, and takes less than a minute."
     )
     parser.add_argument(
         "--folder", metavar="FOLDER", help="where to keep the reports (default: a temporary folder, removed at the end)"
@@ -30,16 +30,16 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-demo-") as temporary:
         folder = args.folder or temporary
         say = functools.partial(print, flush=True)
-        say(f"1. {STEPS} training steps on the CPU without workers. Each of 16 images in a batch takes 1.5 ms to load.")
+        say(f"1. {STEPS} training steps on the CPU without workers. A batch has 16 images of 1.5 ms loading time each.")
         before = train(folder, num_workers=0)
         workers = max((int(one.evidence.get("advised_num_workers", 0)) for one in before.findings), default=0)
         if not workers:
-            say("The report advises no workers: this machine is busy with something else.")
+            say("The report does not advise workers, because other programs keep this machine busy. Try again later.")
             return 1
-        say(f"\n2. The same training with num_workers={workers}, as advised.")
+        say(f"\n2. The same training with the advised num_workers={workers}.")
         after = train(folder, num_workers=workers)
         drawing.wait()  # before the folder is removed
         say("\nIn your own script: Trainer(callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()]).")
         if not args.folder:
-            say("The reports were removed; --folder FOLDER keeps them.")
+            say("The reports have been removed. Use --folder FOLDER to keep them.")
     return 0 if before.verdict == "low" and after.verdict in ("healthy", "low") else 1

@@ -15,33 +15,31 @@ from lightning_gpu_tools.simulated.models import MODELS
 if TYPE_CHECKING:
     from lightning_gpu_tools.dry_run.result import DryRun, Judgment
 
-_MORE_MEMORY = 16  # our default: factor for a second run, which tells how much a command needs that does not fit
+_MORE_MEMORY = 16  # our default: factor for the second run, which measures a command that does not fit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Run the first training steps of an unmodified command on simulated GPUs, and print whether they fit, what the "
-        "memory is used for, and on which other GPUs they fit. It needs Linux, gcc and torch's CUDA build, but no GPU. "
-        "torch's own allocator decides; kernels compute nothing. The command ends after these steps."
+        "Run the first training steps of an unmodified command on simulated GPUs. Print whether they fit, what uses "
+        "the memory, and which other GPUs they fit on. Needs Linux, gcc and torch's CUDA build, but no GPU. Memory is "
+        "managed by torch's own allocator; kernels compute nothing. The command is stopped after these steps."
     )
     parser.epilog = (
         'Example: lightning-gpu-tools dry-run --gpu a100-40gb --vary "--batch-size {}" -- python train.py. '
-        "Exit code: 0 fits, 1 does not fit, 2 wrong usage, 3 cannot be told: nothing could be simulated or recorded, "
-        "no GPU was used, or the command failed for a reason of its own, whose traceback is shown."
+        "Exit code: 0 fits; 1 does not fit; 2 wrong usage; 3 unknown: the simulation or the recording failed, the "
+        "command used no GPU, or it failed for another reason and its traceback is shown."
     )
-    parser.add_argument("--gpu", required=True, choices=[*MODELS], help="The model of the GPUs.")
-    parser.add_argument("-n", "--count", type=int, default=1, metavar="N", help="How many, up to 16. Default: 1.")
-    parser.add_argument(
-        "--steps", type=int, default=3, metavar="K", help="End after K steps of the optimizer. Default: 3."
-    )
+    parser.add_argument("--gpu", required=True, choices=[*MODELS], help="GPU model to simulate.")
+    parser.add_argument("-n", "--count", type=int, default=1, metavar="N", help="Number of GPUs, up to 16. Default: 1.")
+    parser.add_argument("--steps", type=int, default=3, metavar="K", help="Stop after K optimizer steps. Default: 3.")
     parser.add_argument(
         "--vary",
         metavar="TEXT",
-        help="Find the largest number that fits in the place of {} by more dry runs, with TEXT after the command. "
-        'Example: "--batch-size {}".',
+        help="Find the largest number that fits by more dry runs: append TEXT to the command, with a number in place "
+        'of {}. Example: "--batch-size {}".',
     )
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="Default: text.")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="Output format. Default: text.")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="The command and its arguments.")
     parser.set_defaults(run=run, parser=parser)
 
@@ -56,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.count <= 16:
         args.parser.error(f"-n must be from 1 to 16, got {args.count}")
     if args.vary is not None and "{}" not in args.vary:
-        args.parser.error(f"--vary must have {{}} in the place of the number, got {args.vary!r}")
+        args.parser.error(f"--vary needs {{}} in place of the number, got {args.vary!r}")
     from lightning_gpu_tools.dry_run.result import EXIT_CODES, Judgment, result
     from lightning_gpu_tools.dry_run.text import render
     from lightning_gpu_tools.simulated import SimulatedCudaError
     from lightning_gpu_tools.simulated.build import libraries
 
     try:
-        libraries()  # which says what is missing, also outside Linux
+        libraries()  # its error says what is missing
         found = _dry_run(args)
     except (SimulatedCudaError, OSError) as error:
         why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
@@ -80,7 +78,7 @@ def _dry_run(args: argparse.Namespace) -> DryRun:
     judgment = _trial(args, args.command, stdout=2 if args.format == "json" else None)
     needs = None
     if judgment.verdict == "does_not_fit":
-        say(f"It does not fit. It runs again on GPUs with {_MORE_MEMORY} times the memory, to tell what it needs.")
+        say(f"The training does not fit. Running it again on GPUs with {_MORE_MEMORY} times the memory, to measure it.")
         again = _quiet_trial(args, args.command, times_memory=_MORE_MEMORY)
         needs = again.record if again.verdict == "fits" else None
     found = result(judgment, args.gpu, args.count, args.steps, needs)
@@ -100,13 +98,13 @@ def _vary(args: argparse.Namespace, found: DryRun) -> dict[int, bool]:
         command = [*args.command, *shlex.split(args.vary.replace("{}", str(number)))]
         judgment = _quiet_trial(args, command)
         if judgment.record is None:
-            say(f"With {number}: cannot be told. {judgment.why_not}")
+            say(f"With {number}: unknown. {judgment.why_not}")
             break
         tried[number] = judgment.verdict == "fits"
         say(f"With {number}: {'fits' if tried[number] else 'does not fit'}.")
         if tried[number]:
             if judgment.record.batch_size in batches:
-                say(f"The batch stays at {judgment.record.batch_size}: the command does not use the number.")
+                say(f"The command ignores the number: its batch size stays {judgment.record.batch_size}. Check --vary.")
                 return {}
             batches.add(judgment.record.batch_size)
     return tried
@@ -143,7 +141,7 @@ def _quiet_trial(args: argparse.Namespace, command: list[str], *, times_memory: 
 
 
 def _free_here(needed_bytes: int) -> tuple[int, ...] | None:
-    """Return the GPUs of this machine with so much free memory; ``None`` without a driver."""
+    """Return the indices of this machine's GPUs with enough free memory; ``None`` without a driver."""
     from lightning_gpu_tools.errors import NvmlUnavailableError
     from lightning_gpu_tools.gpus import nvml
 

@@ -10,36 +10,36 @@ if TYPE_CHECKING:
 
     from lightning_gpu_tools.advice.explained import Explained, Threshold
 
-_WIDTH = 100  # as that of the report
+_WIDTH = 100  # like the report
 _VERIFIED_ON = {
-    "measurements": "so far only in made-up measurements",
-    "cpu": "in trainings on a CPU",
-    "simulated GPU": "in trainings on a simulated GPU",
-    "hardware": "in trainings on a GPU",
+    "measurements": "only with synthetic measurements so far",
+    "cpu": "by training on a CPU",
+    "simulated GPU": "by training on a simulated GPU",
+    "hardware": "by training on a GPU",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Explain a cause that a report names: what it means, how it is measured, what to change, its thresholds and "
-        "their sources, its order among other causes, and what it was verified on. Works without a GPU."
+        "Explain a cause in a report: what it means, how it is measured, what to change, its thresholds and their "
+        "sources, its rank among other causes, and how it was verified. Works without a GPU."
     )
-    parser.epilog = "Exit code: 0 explained, 2 wrong usage or no cause of that name."
+    parser.epilog = "Exit code: 0 explained; 2 wrong usage, or no cause has that name."
     parser.add_argument(
         "cause",
         metavar="CAUSE",
         nargs="?",
-        help="a cause or a kind of one, as gpu_report.json has it: data_loading, io_bound (default: list all causes)",
+        help="cause or kind from gpu_report.json, such as data_loading or io_bound (default: list all causes)",
     )
     parser.add_argument(
-        "--format", choices=["text", "json"], default="text", help="json is a list of causes (default: %(default)s)"
+        "--format", choices=["text", "json"], default="text", help="json prints a list of causes (default: %(default)s)"
     )
     parser.set_defaults(run=run, usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the causes of that name, or list all causes."""
+    """Print the causes with the given name, or list all causes."""
     import json
 
     from lightning_gpu_tools.advice.explained import explained
@@ -66,7 +66,7 @@ def _unknown(name: str, known: Sequence[str]) -> str:
 
     near = get_close_matches(name, sorted(set(known)))
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
-    return f'no cause is named "{name}".{meant} Without an argument, explain lists all of them.'
+    return f'no cause is named "{name}".{meant} Run explain without an argument to list all causes.'
 
 
 def _as_json(one: Explained) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _list(causes: Sequence[Explained]) -> str:
     for (group, place), some in groupby(causes, key=lambda one: (one.group, one.place)):
         lines = (_filled(one.meaning, f"  {one.name:24}", " " * 26) for one in some)
         parts.append("\n".join([f"{group.capitalize()} ({place} in gpu_report.json)", *lines]))
-    return "\n\n".join([*parts, "More about one: lightning-gpu-tools explain CAUSE"])
+    return "\n\n".join([*parts, "For details: lightning-gpu-tools explain CAUSE"])
 
 
 def _lines(one: Explained) -> Iterator[str]:
@@ -91,7 +91,7 @@ def _lines(one: Explained) -> Iterator[str]:
     yield "\nHow it is measured"
     yield _filled(one.measured, "  ")
     if one.needs:
-        yield _filled(f"Not judged where this is unknown: {', '.join(one.needs)}.", "  ")
+        yield _filled(f"Requires: {', '.join(one.needs)}.", "  ")
     yield "\nWhat you see, and what to change"
     for shape in one.shapes:
         yield _filled(f"{shape.kind}: {shape.says}" if shape.kind else shape.says, "  ")

@@ -29,7 +29,7 @@ _MIN_AGE_S = 300.0  # our default: a process younger than five minutes may still
 
 
 class _Fold(NamedTuple):
-    """The claims that a row shows. A user's only claim is always one of them."""
+    """Limits on the claims in a row. A user's only claim is always shown."""
 
     claims: int  # per user
     users: int = 8
@@ -43,23 +43,23 @@ _FOLDS = (_Fold(10), _Fold(3), _Fold(1), _Fold(0), _Fold(0, 3), _Fold(0, 3, shor
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Show every GPU of the machine, whatever CUDA_VISIBLE_DEVICES says: memory, utilization over the last seconds, "
+        "Show every GPU of the machine, regardless of CUDA_VISIBLE_DEVICES: memory, utilization over the last seconds, "
         "processes, claims, MIG instances, and why a GPU cannot be used. A process is idle if it is older than five "
-        "minutes and ran nothing in the driver's samples, and left over if whoever started it has ended as well. A "
-        "claim is unused if it is as old and its user has no process there. Many claims of one user are only counted "
-        "where the table would not fit on the screen, and each MIG instance in use then has one line. Instances that "
-        "nobody uses or has claimed come first, those of one kind on one line."
+        "minutes and has no recent GPU activity. An idle process is left over if its parent has exited. A claim is "
+        "unused if it is older than five minutes and its user has no process on that GPU. Free MIG instances come "
+        "first, with one line for each kind. If the table would not fit on the screen, it counts claims instead of "
+        "listing them, and shortens each MIG instance in use to one line."
     )
     parser.epilog = (
-        "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.types.GpuReading: bytes, seconds "
-        "since the epoch, null = not reported. Two are added, null where claims cannot be read: "
-        "`effective_free_bytes` (free and not claimed) and `claims`, each with `user`, `pid`, `hostname`, `kind` "
-        "(memory, whole or exclusive), `memory_bytes`, `since_s` and `is_unused`. `pid` and `hostname` are null for a "
-        "claim that its owner has closed to others. A process also has `started_s`, `is_idle` and `is_left_over`."
+        "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.types.GpuReading, in bytes and "
+        "seconds since the epoch; null = not reported. Each GPU also has `effective_free_bytes` (free and not claimed) "
+        "and `claims`, both null if claims cannot be read. Each claim has `user`, `pid`, `hostname`, `kind` (memory, "
+        "whole or exclusive), `memory_bytes`, `since_s` and `is_unused`; `pid` and `hostname` are null if you may not "
+        "read the claim. Each process also has `started_s`, `is_idle` and `is_left_over`."
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
-    output.add_argument("--watch", action="store_true", help="Update the table until Ctrl-C.")
+    output.add_argument("--watch", action="store_true", help="Refresh the table until you press Ctrl-C.")
     parser.set_defaults(run=run)
 
 
@@ -109,7 +109,7 @@ def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
         with claims.read_ledger(claims.directory()) as ledger:
             return gpus, ledger.claims(process_ids)
     except ClaimsError as error:
-        claims.warn_once(f"{error} It is not known what other jobs have claimed.")
+        claims.warn_once(f"{error} The claims of other jobs are unknown.")
         return gpus, None
 
 
@@ -198,10 +198,10 @@ def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: _Fold) -> t
     """Return the cells after the number and the name."""
 
     def describe(claim: GpuClaim) -> str:
-        what = "the whole GPU, exclusively," if claim.kind == "exclusive" else "the whole GPU"
-        what = _size(claim.memory_bytes) if claim.kind == "memory" else what
+        share = "the whole GPU, exclusively," if claim.kind == "exclusive" else "the whole GPU"
+        share = _size(claim.memory_bytes) if claim.kind == "memory" else share
         age = format_duration(max(0.0, time.time() - claim.since_s))
-        return f"{claim}: {what} for {age}{', unused' if _is_unused(claim, gpu) else ''}"
+        return f"{claim}: {share} for {age}{', unused' if _is_unused(claim, gpu) else ''}"
 
     here = [claim for claim in claims or () if claim.is_on(gpu.uuid)]
     used_by, claimed_by = _use(gpu), "\n".join(folded_claims(here, describe, fold.claims, fold.users))
@@ -237,18 +237,18 @@ def _use(gpu: GpuReading) -> str:
         line = " ".join(printable(part) for part in (one.user, one.name or f"pid {one.pid}", memory) if part)
         state = _state(one)
         if state["is_idle"]:
-            what = "left over" if state["is_left_over"] else "idle"
-            line += f" (pid {one.pid}), {what}, started {format_duration(time.time() - state['started_s'])} ago"
+            label = "left over" if state["is_left_over"] else "idle"
+            line += f" (pid {one.pid}), {label}, started {format_duration(time.time() - state['started_s'])} ago"
         lines.append(line)
     return "\n".join(lines)
 
 
 def _state(process: GpuProcess) -> dict[str, Any]:
-    """Return facts that the driver does not report; ``None`` where the process is not visible from here."""
+    """Return facts that the driver does not report; ``None`` if the process is not visible from here."""
     import psutil
 
     state: dict[str, Any] = {"started_s": None, "is_idle": None, "is_left_over": None}
-    if process.user is not None:  # else the PID is from another namespace
+    if process.user is not None:  # otherwise the PID is from another namespace
         with contextlib.suppress(psutil.Error):
             seen = psutil.Process(process.pid)
             state["started_s"] = seen.create_time()

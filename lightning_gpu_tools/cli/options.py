@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.selection.picking import GpuSelection
 
 ABOUT_CLAIMS = (
-    "Claims are files in /tmp/lightning-gpu-tools, or in the folder that LIGHTNING_GPU_TOOLS_CLAIMS_DIR names. Jobs "
-    "with a /tmp of their own (containers, SLURM's job_container/tmpfs) see each other's only if an administrator "
-    "mounts one folder of the host in all of them (install -d -m 1777 /run/lightning-gpu-tools) and sets the variable."
+    "Claims are files in /tmp/lightning-gpu-tools, or in the folder set by LIGHTNING_GPU_TOOLS_CLAIMS_DIR. Jobs with a "
+    "private /tmp (containers, SLURM's job_container/tmpfs) do not see each other's claims. To share them, an "
+    "administrator mounts one host folder in all jobs (install -d -m 1777 /run/lightning-gpu-tools) and sets the "
+    "variable."
 )
 
 
 def add_requirements(parser: argparse.ArgumentParser) -> None:
-    """Add ``-n`` and all options but ``claim``, which each command sets itself, and ``yield_after``, which needs it."""
+    """Add ``-n`` and all options except ``claim``, which each command sets itself, and ``yield_after``."""
     group = parser.add_argument_group("which GPUs")
-    group.add_argument("-n", "--count", type=int, metavar="N", help="How many GPUs. Default: 1.")
+    group.add_argument("-n", "--count", type=int, metavar="N", help="Number of GPUs. Default: 1.")
     group.add_argument("--min-free", metavar="SIZE", help=OPTIONS["min_free"])
     group.add_argument("--max-utilization", type=percent, metavar="PERCENT", help=OPTIONS["max_utilization"])
     group.add_argument("--exclusive", action="store_true", help=OPTIONS["exclusive"])
@@ -32,20 +33,20 @@ def add_requirements(parser: argparse.ArgumentParser) -> None:
 
 
 def percent(text: str) -> float:
-    """Return the number in ``"50"`` or ``"50%"``; argparse shows the name of this function in its error."""
+    """Return the number in ``"50"`` or ``"50%"``. The argparse error message includes this function's name."""
     return float(text.removesuffix("%"))
 
 
 def say(text: str) -> None:
     """Print a line to stderr."""
-    with contextlib.suppress(BrokenPipeError):  # no one reads it, and the command may not need a reader
+    with contextlib.suppress(BrokenPipeError):  # the command may not need a reader
         print(f"lightning-gpu-tools: {text}", file=sys.stderr, flush=True)
 
 
 def select(args: argparse.Namespace, *, claim: bool, group: str | None = None) -> GpuSelection:
     """Pick the GPUs that the options request; ``group`` as in ``picking.Attempt``.
 
-    ``--min-free last`` becomes a size, also in ``args``.
+    Replaces ``--min-free last`` in ``args`` with a size.
     """
     from lightning_gpu_tools.selection.picking import Attempt, pick
 

@@ -10,8 +10,8 @@ from lightning_gpu_tools.cli import options
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Print the UUIDs of the GPUs with the most free memory, idle ones first, on one line. It ends at once and so "
-        "claims nothing; `run` claims GPUs for a command."
+        "Print the UUIDs of the GPUs with the most free memory, idle ones first, on one line. `pick` claims nothing, "
+        "because a claim ends with its process. To claim GPUs for a command, use `run`."
     )
     parser.epilog = (
         "Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python train.py. "
@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("uuid", "env", "json"),
         default="uuid",
-        help="uuid: UUIDs separated by commas, the best first (default). env: CUDA_VISIBLE_DEVICES=UUIDS. json: an "
-        "object with `cuda_visible_devices`, `uuids`, `min_free_bytes` and `gpus`, the readings in bytes and percent.",
+        help="uuid: comma-separated UUIDs, best first (default). env: CUDA_VISIBLE_DEVICES=UUIDS. json: an object with "
+        "`cuda_visible_devices`, `uuids`, `min_free_bytes` and `gpus` (readings in bytes and percent).",
     )
     parser.set_defaults(run=run)
 

@@ -21,45 +21,45 @@ _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Print the report that GPUUtilizationMonitor wrote of a run, which may still run or may have been killed; with "
-        "--against, compare its steady steps with those of another run. Works without a GPU."
+        "Print the report that GPUUtilizationMonitor wrote during a run. The run may still be running, or may have "
+        "been killed. With --against, compare the run with another one, without the warm-up steps. Works without a GPU."
     )
     parser.epilog = (
-        "Settings that OLD advised to change may differ; their gain is then the result. Runs on different numbers of "
-        "GPUs, with the same batch for each GPU or for the job, show how the program scales. Exit code: 0 printed, or "
-        "within the limit; 1 slower than the limit and beyond the runs' noise; 2 wrong usage; 3 the runs cannot be "
-        "compared, or a file is not a report. Without --against, 1 if FILE is not a report; 3 if --lines finds none. "
-        "lightning-gpu-tools explain CAUSE says what a cause means."
+        "The two runs may differ in settings that OLD advised to change: the comparison then measures the gain. Runs "
+        "on different numbers of GPUs, with the same batch size per GPU or in total, show how the program scales. Exit "
+        "code: 0 printed, or within the limit; 1 slower than the limit and by more than the runs' noise; 2 wrong "
+        "usage; 3 the runs cannot be compared, or a file is not a report. Without --against: 1 FILE is not a report; 3 "
+        "--lines found no lines. To explain a cause: lightning-gpu-tools explain CAUSE."
     )
     parser.add_argument(
         "file",
         metavar="FILE",
         nargs="?",
         default=".",
-        help="gpu_report.json; its folder; or a folder of runs, for the newest one below it (default: this folder)",
+        help="gpu_report.json, its folder, or a folder of runs, whose newest report is used (default: this folder)",
     )
-    parser.add_argument("--against", metavar="OLD", help="the report of the run to compare with, or its folder")
+    parser.add_argument("--against", metavar="OLD", help="report of the run to compare with, or its folder")
     parser.add_argument(
         "--max-slowdown",
         metavar="PERCENT",
         type=options.percent,
-        help="how much longer a step may take than in OLD, e.g. 5%% (default: 0%%)",
+        help="allowed increase of the step time over OLD, e.g. 5%% (default: 0%%)",
     )
     parser.add_argument(
         "--full",
         action="store_true",
-        help="list every phase, GPU, stall and process, in any number of lines",
+        help="list every phase, GPU, stall and process",
     )
     parser.add_argument(
         "--lines",
         action="store_true",
-        help="print a table of the source lines that were seen in each phase; with --full of all of them",
+        help="print a table of the source lines sampled most often in each phase, or with --full of all lines",
     )
     parser.add_argument(
         "--format",
         choices=["text", "markdown", "json", "html"],
         default="text",
-        help="html is a page for a browser: redirect it to a file (default: %(default)s)",
+        help="output format; redirect html to a file and open it in a browser (default: %(default)s)",
     )
     parser.set_defaults(run=run, usage_error=parser.error)
 
@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.units import printable_path
 
     if args.full and (args.against is not None or args.format not in ("text", "markdown")):
-        args.usage_error("--full is for the report of one run, as text or markdown")
+        args.usage_error("--full works only for one report, as text or markdown")
     if args.lines and (args.against is not None or args.format != "text"):
-        args.usage_error("--lines is for the report of one run, as text; --format json has them, too")
+        args.usage_error("--lines works only for one report, as text; --format json also includes the lines")
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
     max_slowdown = args.max_slowdown or 0.0
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         own = (args.file, os.path.join(args.file, FILE_NAME))
         if new_file not in own and os.path.realpath(new_file) == os.path.realpath(old_file):
             raise ReportError(
-                f"the newest report in {printable_path(args.file)} is OLD itself. Train again, or name the new report."
+                f"the newest report in {printable_path(args.file)} is OLD itself. Train again, or give the new report."
             )
         new, old = load_report(new_file), load_report(old_file)
     except ReportError as error:
@@ -132,8 +132,8 @@ def _print_lines(report: Report, *, full: bool) -> int:
     rows = line_rows(report, full=full)
     if not rows:
         print(
-            f"lightning-gpu-tools: no source line was seen in {report.steps} steps. They are sampled some 20 times a "
-            "second, after the warm-up of at least 20 steps. Train longer.",
+            f"lightning-gpu-tools: no source lines were sampled in {report.steps} steps. Sampling starts after at "
+            "least 20 warm-up steps and runs about 20 times per second. Train longer.",
             file=sys.stderr,
         )
         return 3

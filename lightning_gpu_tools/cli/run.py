@@ -14,24 +14,24 @@ from lightning_gpu_tools.selection.ranking import OPTIONS
 from lightning_gpu_tools.units import parse_duration, printable_path
 
 _SRUN_INSIDE = (
-    "SLURM removes CUDA_VISIBLE_DEVICES from tasks without --gres: they see all GPUs unless they pick with this "
-    "package. Write srun ... lightning-gpu-tools run ... -- CMD instead."
+    "SLURM removes CUDA_VISIBLE_DEVICES from tasks without --gres, so they see all GPUs. Run this instead: srun ... "
+    "lightning-gpu-tools run ... -- CMD"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Claim the GPUs with the most free memory, idle ones first, and run a command that sees only them. The claim "
-        "lives exactly as long as the command and its children, however they end. Under srun, torchrun or mpirun the "
-        "processes on one machine share one choice if N is at least their number; with a smaller N each picks for "
-        "itself. With SLURM, write `srun ... lightning-gpu-tools run ... -- CMD`: the tasks of `run -- srun CMD` see "
-        "all GPUs."
+        "Claim the GPUs with the most free memory, idle ones first, and run a command that sees only these GPUs. The "
+        "claim lasts until the command and its children end, even if they are killed. Under srun, torchrun or mpirun, "
+        "all processes on one machine share the same N GPUs if N is at least the number of processes; otherwise each "
+        "process picks its own. With SLURM, use `srun ... lightning-gpu-tools run ... -- CMD`, because the tasks of "
+        "`run -- srun CMD` see all GPUs."
     )
     parser.epilog = (
-        "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the command, or "
-        "1 no report for --min-free last, 2 wrong usage, 3 not enough GPUs, 4 no NVIDIA driver, 126 or 127 the command "
-        "cannot be run or found. "
+        "Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py. Exit code: that of the command; 1 "
+        "no report for --min-free last; 2 wrong usage; 3 not enough GPUs; 4 no NVIDIA driver; 126 the command cannot "
+        "be run; 127 it was not found. "
         f"{options.ABOUT_CLAIMS}"
     )
     options.add_requirements(parser)
@@ -39,17 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--advise",
         action="store_true",
-        help="Have every Lightning Trainer in the command report how busy the GPUs are, and why. Alone it claims none.",
+        help="Add the monitor and the advisor to every Lightning Trainer in CMD. With no other option, claim no GPU.",
     )
     parser.add_argument(
-        "--bind-numa", action="store_true", help="Keep the command on the CPU cores near its GPUs (Linux)."
+        "--bind-numa", action="store_true", help="Bind the command to the CPU cores near its GPUs (Linux)."
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="The command and its arguments.")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Claim GPUs and execute the command; return only if it cannot be started, or on Windows."""
+    """Claim GPUs and execute the command. Return only on Windows, or if the command cannot be started."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         args.parser.error("no command given: put it last, after --")
@@ -70,16 +70,16 @@ def run(args: argparse.Namespace) -> int:
             launch = find_launch(os.environ, has_mpi4py=True)
             if launch and 1 < (launch.processes or 1) <= count:  # each of them gets one or more of the GPUs
                 if not launch.job:
-                    args.parser.error(f"{launch.program} does not name its processes' job. {launch.remedy}")
+                    args.parser.error(f"{launch.program} gives its processes no name for their job. {launch.remedy}")
                 group = launch.group(count)
             selection = options.select(args, claim=True, group=group)
             selection.apply()
             if args.bind_numa:
                 bind_to_gpus(selection.uuids)
-        selection.pass_on()  # with the driver closed, because the process that keeps the claim opens it for itself
+        selection.pass_on()  # with the driver closed, because the process that keeps the claim opens its own session
         reason = selection.reason or f"Another process has picked {selection.cuda_visible_devices}."
         if launch and group:
-            reason += f" The {launch.processes} processes of this {launch.program} on this machine share them."
+            reason += f" The {launch.processes} processes that {launch.program} started on this machine share them."
         if args.yield_after and claims.is_kept():
             reason += f" {yielding.agreement(parse_duration(args.yield_after))}"
         options.say(reason)
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _execute(command: list[str]) -> int:
     try:
-        if os.name == "nt":  # where exec starts a second process and ends this one
+        if os.name == "nt":  # exec would start a second process and end this one
             import subprocess
 
             return subprocess.call(command)

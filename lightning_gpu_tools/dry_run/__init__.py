@@ -1,1 +1,1 @@
-"""Dry runs: an unmodified training on GPUs that are not there, to learn how much memory it needs."""
+"""Dry runs: the first steps of an unmodified training on simulated GPUs, to measure the memory that it needs."""

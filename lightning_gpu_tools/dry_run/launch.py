@@ -1,4 +1,4 @@
-"""Starting a command on simulated GPUs, and collecting what its processes record."""
+"""Start of a command on simulated GPUs, and collection of the records of its processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, VARIABLE, Pl
 from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.simulated import Machine
 
-_GRACE_S = 5.0  # our default: how long a command may go on after its ranks have ended
+_GRACE_S = 5.0  # our default: time for a command to end after its ranks have ended
 _POLL_S = 0.1
-_TIMES_SPEED = 1e6  # nothing is measured in time, so nobody should wait for it
+_TIMES_SPEED = 1e6  # no time is measured, so kernels need not take any
 _SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 _LIBC = ctypes.CDLL(None)
 _STARTUP = Path(__file__).parent / "startup"
@@ -33,12 +33,12 @@ _STARTUP = Path(__file__).parent / "startup"
 class Trial(NamedTuple):
     """The end of a command that ran on simulated GPUs."""
 
-    code: int  # its exit code, negative for a signal; 0 if it was stopped after its ranks had ended
+    code: int  # exit code, negative for a signal; 0 if the command was stopped after its ranks had ended
     records: tuple[ProcessRecord, ...]
 
 
 def torch_folder() -> str:
-    """Return the folder of the torch of this Python environment; empty if there is none."""
+    """Return the folder of torch in this Python environment; empty if torch is not installed."""
     spec = importlib.util.find_spec("torch")
     return "" if spec is None or spec.origin is None else os.path.dirname(os.path.abspath(spec.origin))
 
@@ -53,26 +53,19 @@ def run(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> Trial:
-    """Run a command until its ranks have made the steps of the plan, or until it ends.
+    """Run a command until its ranks have completed the steps of the plan, or until it ends.
 
-    Whatever ends this process also ends the command and its children, and removes their temporary folder.
-
-    Args:
-        command: The command.
-        gpus: Names of simulated GPUs.
-        plan: What its processes have to know.
-        occupied_bytes: Memory of each GPU that is not torch's.
-        times_memory: Factor by which each GPU has more memory than its model.
-        stdout: Where its output goes, as for ``subprocess.Popen``.
-        stderr: Where its errors go.
+    When this process ends, even by a signal, the command and its children end and their temporary folder is removed.
+    ``occupied_bytes`` is the memory on each GPU that torch does not manage; ``times_memory`` multiplies each GPU's
+    memory. ``stdout`` and ``stderr`` are as for ``subprocess.Popen``.
 
     Raises:
-        SimulatedCudaError: The machine cannot be built here.
+        SimulatedCudaError: The simulated machine cannot be built here.
         OSError: The command cannot be started.
     """
     with tempfile.TemporaryDirectory(prefix="dry-run-", ignore_cleanup_errors=True) as name, ExitStack() as stack:
         folder = Path(name)
-        # The kernel releases the lock with this process. The processes of the command wait for it, to end themselves.
+        # The kernel releases the lock when this process ends. The processes of the command wait for that, and then end.
         lock = stack.enter_context((folder / LOCK).open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX)
         machine = Machine(folder / "machine", gpus, times_memory=times_memory, times_speed=_TIMES_SPEED)
@@ -92,7 +85,7 @@ def _environment(folder: Path) -> dict[str, str]:
         **os.environ,
         VARIABLE: str(folder),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH")))),
-        "LIGHTNING_GPU_TOOLS_CLAIMS_DIR": str(folder / "claims"),  # not those of this machine's GPUs
+        "LIGHTNING_GPU_TOOLS_CLAIMS_DIR": str(folder / "claims"),  # not the claims on this machine's GPUs
         "SIMULATED_CUDA_WAITS_ASLEEP": "1",
         "TORCH_COMPILE_DISABLE": "1",  # compiled kernels cannot be simulated
     }
@@ -105,7 +98,7 @@ def _end_with_parent() -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
-    """Return the exit code of a command that has ended, or that is to be ended because its ranks have."""
+    """Wait until a command or all of its ranks have ended, and return its exit code."""
     give_up_s = code = None
     while give_up_s is None or time.monotonic() < give_up_s:
         with suppress(subprocess.TimeoutExpired):
@@ -116,7 +109,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
 
 
 def _code_of_ranks(records: Sequence[ProcessRecord]) -> int | None:
-    """Return the exit code of a job by its ranks; ``None`` while they may go on, or if another command may follow."""
+    """Return the exit code that the ranks of a job imply; ``None`` while they may still run."""
     complete = [one for one in records if one.outcome == "complete"]
     if complete and len(complete) >= complete[0].world_size:
         return 0
@@ -130,7 +123,7 @@ def _records(folder: Path) -> tuple[ProcessRecord, ...]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the command and its children, also those in sessions of their own, as torchrun's."""
+    """Kill the command and its children, including those in their own sessions, such as torchrun's."""
     with suppress(psutil.NoSuchProcess):
         for one in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):

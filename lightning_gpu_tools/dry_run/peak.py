@@ -1,4 +1,4 @@
-"""The peak of GPU memory between two moments: what is in use there, and for what. Pure."""
+"""The peak of GPU memory in a recording: the blocks in use and their purposes. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lightning_gpu_tools.training.memory_lines import Block, Stack
 from lightning_gpu_tools.training.memory_trace import Allocated, Event
 
-# Functions of torch in which the training thread runs backward, and in which backward computes activations again.
+# Functions of torch in which the training thread runs backward, and in which backward recomputes activations.
 _BACKWARD = ("_engine_run_backward", "unpack_hook")
 _DDP_FILE = "torch/nn/parallel/distributed.py"
 
@@ -18,17 +18,17 @@ _DDP_FILE = "torch/nn/parallel/distributed.py"
 class Peak(NamedTuple):
     """The moment with the most memory in use."""
 
-    size: int  # in bytes, as requested
-    blocks: Mapping[int, Block]  # in use, by address
-    old: Set[int]  # addresses of those that were there at the beginning
-    kept: Set[int]  # addresses of those that are still there at the end
-    reached_by: Block | None  # the last one; None if it is the beginning
+    size: int  # requested bytes
+    blocks: Mapping[int, Block]  # blocks in use, by address
+    old: Set[int]  # addresses of the blocks that existed at the beginning
+    kept: Set[int]  # addresses of the blocks that still exist at the end
+    reached_by: Block | None  # last allocated block; None if the peak is at the beginning
 
 
 def phase_of(stack: Stack) -> str:
-    """Return the phase of a step in which memory is allocated: forward, backward or optimizer.
+    """Return the phase of a step that allocated memory with this stack: forward, backward or optimizer.
 
-    Backward has threads of its own, in which no Python runs. Lightning runs forward within the optimizer's ``step``, so
+    Backward runs in its own threads, without Python frames. Lightning runs forward within the optimizer's ``step``, so
     the innermost of the two decides.
     """
     if not stack or any(frame["name"] in _BACKWARD for frame in stack):
@@ -63,9 +63,9 @@ def find_peak(before: Mapping[int, Block], events: Sequence[Event]) -> Peak:
 def parts_at(
     peak: Peak, names_before: Mapping[int, str], names_after: Mapping[int, str], workspace_sizes: Set[int]
 ) -> Counter[str]:
-    """Return the parts of the memory in use at a peak, in bytes, with the names of ``memory_account.PARTS``.
+    """Return the memory in use at a peak by part, in bytes; the parts are named as in ``memory_account.PARTS``.
 
-    ``names_before`` and ``names_after`` have the parts of known tensors at the beginning and the end, by address.
+    ``names_before`` and ``names_after`` map addresses of known tensors to parts, at the beginning and at the end.
     """
     parts: Counter[str] = Counter()
     for address, block in peak.blocks.items():
@@ -80,7 +80,7 @@ def parts_at(
 
 
 def moments_of(events: Sequence[Event]) -> Allocated:
-    """Return where the parts of a step begin and end, in allocations since its beginning."""
+    """Return the bounds of the phases of a step, in allocations since its beginning."""
     phases = [phase_of(event.stack) for event in events if event.is_allocated]
     end = len(phases)
     before_backward = phases.index("backward") if "backward" in phases else end

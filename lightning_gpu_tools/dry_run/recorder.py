@@ -1,6 +1,6 @@
-"""The record of a dry run, in a process of its command: torch's hooks count steps, its allocator tells the memory.
+"""The recorder of a dry run, in a process of the command: it counts steps with hooks, and reads torch's allocator.
 
-The process ends after the steps that were asked for. Its speed does not matter, and nothing is measured in time.
+It ends the process after the requested steps. Speed does not matter here, and no time is measured.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from lightning_gpu_tools.training.stopwatch import Stopwatch
 from lightning_gpu_tools.training.sync_lines import SyncLines
 from lightning_gpu_tools.units import printable
 
-_RANKS_S = 60.0  # our default: how long a rank that is done waits for the others, which end within the same step
+_TIMEOUT_RANKS_S = 60.0  # our default, for the other ranks to complete the same step
 _CUDNN_MODULES = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.RNNBase)
-_REPLAYED_STEPS = 2  # the one that creates the optimizer's states, and the first that begins with them
+_REPLAYED_STEPS = 2  # the step that creates the optimizer's states, and the first step that starts with them
 
 
 class Recorder:
-    """A recorder of this process. One that fails ends the process: its training would go on to the end."""
+    """A recorder of this process. If it fails, it ends the process, because training would not stop otherwise."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -64,7 +64,7 @@ class Recorder:
         self._pid = os.getpid()
         self._memory = MemoryRecorder()
         self._gpus: dict[int, _Gpu] = {}
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}  # by id; kept, so that no other one gets the id
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}  # by id; kept alive, so that no other gets the id
         self._counts: Counter[int] = Counter()
         self._steps = 0
         self._in_step = False
@@ -75,29 +75,29 @@ class Recorder:
         self._syncs: SyncLines | None = None
 
     def start(self) -> None:
-        """Register with torch, and end this process with the dry run."""
+        """Register torch's hooks, and start a thread that ends this process with the dry run."""
         threading.Thread(target=self._end_with_the_dry_run, daemon=True).start()
         register_optimizer_step_post_hook(self._guarded(self._after_optimizer))
         register_module_forward_pre_hook(self._guarded(self._before_forward))
         compat.call_once_cuda_starts(self._guarded(self._cuda_starts))
         atexit.register(self._guarded(self._at_exit))
-        torch.compile = self._noted(torch.compile)
+        torch.compile = self._recording_calls(torch.compile)
 
-    def _noted(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(compiled)
-        def noted(*args: Any, **kwargs: Any) -> Any:
+    def _recording_calls(self, compile_model: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(compile_model)
+        def call(*args: Any, **kwargs: Any) -> Any:
             self._compiles = True
-            return compiled(*args, **kwargs)
+            return compile_model(*args, **kwargs)
 
-        return noted
+        return call
 
-    def _guarded(self, act: Callable[..., None]) -> Callable[..., None]:
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
-            if os.getpid() != self._pid:  # a worker of a loader
+            if os.getpid() != self._pid:  # a DataLoader worker
                 return
             try:
-                act(*args)
-            except Exception as error:  # noqa: BLE001 - whatever it is, there is no result
+                hook(*args)
+            except Exception as error:  # noqa: BLE001 - after any error, there is no result
                 self._write(ProcessRecord(torch=_torch_folder(), outcome="broken", error=_in_words(error)))
                 os._exit(1)
 
@@ -105,7 +105,7 @@ class Recorder:
 
     def _end_with_the_dry_run(self) -> None:
         with open(self._folder / LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # until the dry run lets go of it, as it does when it is killed
+            fcntl.flock(file, fcntl.LOCK_SH)  # blocks until the dry run ends, even if it is killed
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)
 
@@ -113,11 +113,11 @@ class Recorder:
         self._memory.start("all")
         attach = compat.out_of_memory_observer()
         if attach is not None:
-            with contextlib.suppress(RuntimeError):  # cudaMallocAsync has none
+            with contextlib.suppress(RuntimeError):  # cudaMallocAsync does not support it
                 attach(self._out_of_memory)
 
     def _out_of_memory(self, gpu: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
-        with contextlib.suppress(Exception):  # an error here would replace torch's own
+        with contextlib.suppress(Exception):  # an error here would replace torch's
             stack = _stack_of(sys._getframe(1) if sys._getframe().f_back else None)
             training = sys._current_frames().get(threading.main_thread().ident or 0)
             seen = line_in(stack) or line_in(_stack_of(training))
@@ -128,7 +128,7 @@ class Recorder:
 
     @property
     def _step(self) -> int:
-        """The current step, or the next one between two; 0 before the first."""
+        """The current step, or between steps the next one; 0 before the first."""
         return self._steps + 1 if self._in_step or self._steps else 0
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
@@ -169,12 +169,12 @@ class Recorder:
             torch.cuda.synchronize()
         record = self._record("complete")
         self._write(record)
-        give_up_s = time.monotonic() + _RANKS_S
+        give_up_s = time.monotonic() + _TIMEOUT_RANKS_S
         while len(list(self._folder.glob(RECORD.format("complete-*")))) < record.world_size:
             if time.monotonic() > give_up_s:
                 break
             time.sleep(0.05)
-        for child in multiprocessing.active_children():  # workers of loaders
+        for child in multiprocessing.active_children():  # DataLoader workers
             child.kill()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed
@@ -185,14 +185,14 @@ class Recorder:
         if self._syncs is not None:
             self._syncs.stop()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            with contextlib.suppress(RuntimeError):  # CUDA may be what has failed
+            with contextlib.suppress(RuntimeError):  # CUDA itself may have failed
                 self._read(is_step=False)
-        error = getattr(sys, "last_value", None)  # set by Python where an error ends the main thread
+        error = getattr(sys, "last_value", None)  # set by Python if an error ends the main thread
         record = self._record("ended")
         self._write(dataclasses.replace(record, error="" if error is None else _in_words(error)))
 
     def _read(self, *, is_step: bool) -> None:
-        """Read the memory of all GPUs, and what happened on them since the last reading."""
+        """Read the memory of all GPUs, and its changes since the last reading."""
         modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
         weights = [weight for module in modules for weight in module.parameters(recurse=False)]
         weights += [w for one in self._optimizers.values() for group in one.param_groups for w in group["params"]]
@@ -266,7 +266,7 @@ class Recorder:
 
 @dataclass
 class _Gpu:
-    """The memory of a GPU so far."""
+    """The recorded memory of one GPU."""
 
     gpu: torch.device
     peak_bytes: int = 0
@@ -275,17 +275,18 @@ class _Gpu:
     lines: tuple[MemoryLine, ...] = ()
     steps: list[RecordedStep] = field(default_factory=list)
     is_complete: bool = True  # no event of these steps is missing
-    _segments: tuple[Segment, ...] = ()  # when the first step began
-    _unnamed: dict[int, int] = field(default_factory=dict)  # sizes of unknown blocks there, by address
-    _between: list[Event] = field(default_factory=list)  # the events before a step began
-    _names: dict[int, str] = field(default_factory=dict)  # the rest is of the last reading
+    _segments: tuple[Segment, ...] = ()  # at the beginning of the first step
+    _unnamed: dict[int, int] = field(default_factory=dict)  # address -> size of unknown blocks in these segments
+    _between: list[Event] = field(default_factory=list)  # events between the previous step and this one
+    # From the last reading:
+    _names: dict[int, str] = field(default_factory=dict)
     _live: dict[int, Block] = field(default_factory=dict)
     _events: list[Event] = field(default_factory=list)
     _is_whole: bool = True
     _allocations: int = 0
 
     def read(self, step: int, names: dict[int, str]) -> None:
-        """Read what has happened since the last reading, in this step."""
+        """Read the events since the last reading, in this step."""
         reading = read_memory(self.gpu)
         assert reading is not None
         self._events = recorded_events(self.gpu)
@@ -299,7 +300,7 @@ class _Gpu:
         self._names = names
 
     def begin_step(self) -> None:
-        """Keep what was there when a step began, by the last reading."""
+        """Record the state at the beginning of a step, from the last reading."""
         self.is_complete &= self._is_whole or not self.steps
         if self.steps:
             self._between = self._events
@@ -308,7 +309,7 @@ class _Gpu:
             self._unnamed = {one: self._live[one].size for one in self._live.keys() - self._names.keys()}
 
     def recorded(self) -> RecordedSteps:
-        """Return the steps for a replay. The first one begins with its batch, by what is freed later."""
+        """Return the steps for a replay. The first one also allocates its batch: unknown blocks that it later frees."""
         freed = {event.address for step in self.steps for event in step.events if event.size < 0}
         batch = {address: size for address, size in self._unnamed.items() if address in freed}
         first, *others = self.steps
@@ -316,7 +317,7 @@ class _Gpu:
         kept = []
         for one in self._segments:
             blocks = tuple((at, size, is_free or at in batch) for at, size, is_free in one.blocks)
-            # One for the batch alone would not be there before it.
+            # A segment that holds only the batch would not exist before it.
             if blocks == one.blocks or not all(is_free for _, _, is_free in blocks):
                 kept.append(Segment(one.is_small, blocks))
         return RecordedSteps(segments=tuple(kept), steps=(first._replace(events=events), *others))
@@ -324,20 +325,20 @@ class _Gpu:
     def _keep_peak(self, found: Peak, step: int, names: dict[int, str]) -> None:
         last = found.reached_by
         seen = None if last is None else line_in(last.stack)
-        phase = last.phase if last is not None and step else ""  # before training there are none
+        phase = last.phase if last is not None and step else ""  # there are no phases before training
         self.peak_bytes = found.size
         self.peak = Moment(step, phase, *(seen or ())[:3])
         self.parts = parts_at(found, self._names, names, workspace_sizes_of(self.gpu))
         self.lines = by_line(found.blocks.values())
 
     def keep_step(self, step: int, batch_size: int, weights: Iterable[torch.Tensor], is_mixed: bool) -> None:
-        """Keep the events of the last reading, which are those of a step, for a replay, with those before it."""
+        """Keep the events of a step, from the last reading, together with those before it, for a replay."""
         self.is_complete &= self._is_whole
-        happened = [*self._between, *self._events]
+        events_of_step = [*self._between, *self._events]
         weights = {id(weight): weight for weight in weights}.values()
         events = block_events(
-            happened,
-            moments_of(happened),
+            events_of_step,
+            moments_of(events_of_step),
             copies=sizes_in_16_bits(weights if is_mixed else ()),
             gradients=gradient_sizes(weights),
             fixed=fixed_sizes_of(self.gpu),
@@ -346,7 +347,7 @@ class _Gpu:
 
 
 def _names(**parts: object) -> dict[int, str]:
-    """Return the part of each block of GPU memory, by its address; the first part of several."""
+    """Return address -> part for the GPU tensors in the given parts; the first part counts."""
     return {
         tensor.untyped_storage().data_ptr(): name
         for name, tensors in reversed(parts.items())
@@ -356,7 +357,7 @@ def _names(**parts: object) -> dict[int, str]:
 
 
 def _stack_of(frame: FrameType | None) -> list[dict[str, Any]]:
-    """Return a stack in the format in which torch records them."""
+    """Return a stack in the format of torch's recordings."""
     stack = []
     while frame is not None:
         code = frame.f_code

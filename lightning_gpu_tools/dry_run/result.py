@@ -1,4 +1,4 @@
-"""The result of a dry run, and its judgment from what the processes recorded. Pure."""
+"""The result of a dry run, judged from the records of its processes. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.units import format_bytes
 
 SCHEMA_VERSION = 1
-NCCL_BYTES = 700 * 2**20  # of a group of more than two A100s: nccl issue 964
-_PRECISION = 0.05  # our default, of a search for the largest batch
+NCCL_BYTES = 700 * 2**20  # measured with more than two A100s: nccl issue 964
+_PRECISION = 0.05  # our default, for a search for the largest batch
 _MAX_TRIALS = 20  # our default
 
-_ABORTED = (-6, 134)  # exit codes of a process that SIGABRT has ended, and of a shell that ran it
+_ABORTED = (-6, 134)  # exit codes of a process that SIGABRT ended, and of a shell that ran it
 
 Verdict = Literal["fits", "does_not_fit", "cannot_be_told"]
 EXIT_CODES: dict[Verdict, int] = {"fits": 0, "does_not_fit": 1, "cannot_be_told": 3}
@@ -31,29 +31,29 @@ class DryRun:
 
     Attributes:
         schema_version: Version of this format.
-        verdict: ``fits``, ``does_not_fit`` or ``cannot_be_told``.
+        verdict: ``fits``, ``does_not_fit``, or ``cannot_be_told`` if unknown.
         reason: The verdict in a sentence.
         gpu: Name of the simulated GPU.
-        gpus: How many there were.
-        usable_bytes: Memory of one that programs can have.
-        needed_bytes: What the process with the highest peak needs on its GPU: what torch takes from the driver, the
-            CUDA context, and with several ranks NCCL's buffers.
-        min_free_bytes: What to give to ``--min-free``: that, and a fifth more.
-        steps: Training steps that were made.
+        gpus: Number of GPUs.
+        usable_bytes: Memory of a GPU that programs can use.
+        needed_bytes: Memory that the process with the highest peak needs on its GPU, including the CUDA context and,
+            with several ranks, NCCL's buffers.
+        min_free_bytes: Value for ``--min-free``: 20 % more than ``needed_bytes``, limited to the memory of the GPU.
+        steps: Completed training steps.
         world_size: Number of ranks.
         batch_size: Size of the first dimension of the first tensor that the model got.
-        peak: When and where memory in tensors was most: step, phase, file, line, function.
-        failure: The same for the failure of the allocator, if it does not fit.
-        requested_bytes: What the allocator was asked for then.
-        parts_bytes: What ``needed_bytes`` is used for, by part as in ``gpu_report.json``.
-        lines: The ten lines that allocated most of it.
-        largest_batch: The largest batch size that fits, predicted from the recorded allocations.
+        peak: Time and place of the peak memory of tensors: step, phase, file, line, function.
+        failure: Time and place of the allocator's failure, if the training does not fit.
+        requested_bytes: Size of the failed allocation.
+        parts_bytes: Uses of ``needed_bytes``, by part as in ``gpu_report.json``.
+        lines: The ten lines that allocated the most of it.
+        largest_batch: Largest batch size that fits, predicted from the recorded allocations.
         trials: With ``--vary``: whether each number that was tried fits.
-        fits_on: For each model of GPU: ``yes``, ``no``, or ``perhaps`` if it fits without the allocator's cache.
-        estimated: Those that have another compute capability, on which attention may take another path.
-        free_here: Indexes of this machine's GPUs that have so much memory free now; ``None`` without a driver.
+        fits_on: For each GPU model: ``yes``, ``no``, or ``perhaps`` if it fits only without the allocator's cache.
+        estimated: GPU models with another compute capability, where attention may need more memory.
+        free_here: Indices of this machine's GPUs that have ``needed_bytes`` free now; ``None`` without a driver.
         syncs: Lines at which the last step waited for the GPU, and how often.
-        unknown: What a dry run cannot know about this training, as sentences.
+        unknown: Sentences on what the dry run did not measure.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -82,15 +82,15 @@ class DryRun:
 
 
 class Judgment(NamedTuple):
-    """Whether a trial fits, and the process by which to tell; the sentence is empty unless it cannot be told."""
+    """The verdict on a trial, and the record that it is based on."""
 
     verdict: Verdict
     record: ProcessRecord | None = None
-    why_not: str = ""
+    why_not: str = ""  # the reason that the verdict is unknown
 
 
 def usable_bytes(gpu: str) -> int:
-    """Return the memory of a model of GPU that programs can have."""
+    """Return the memory of a GPU model that programs can use."""
     return (MODELS[gpu].memory_mib - MODELS[gpu].reserved_mib) * 2**20
 
 
@@ -100,50 +100,50 @@ def context_bytes(gpu: str, ranks: int) -> int:
 
 
 def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -> Judgment:
-    """Return whether a command fits that ended with this exit code, and should have made so many steps.
+    """Return the verdict on a command that ended with this exit code and should have completed ``steps`` steps.
 
     ``torch`` is the folder of the torch for which the simulated GPUs were made.
     """
     if not records:
-        return _untold(
-            f"No process of the command imported torch, and it ended with {_ending(code)}. Programs that Python starts "
+        return _unknown_because(
+            f"No process of the command imported torch, and it ended with {_ending(code)}. Python processes started "
             "with -S, -I or -E, or without PYTHONPATH, cannot be recorded."
         )
     for one in records:
         if one.outcome == "broken":
-            return _untold(f"A process of the command could not be recorded: {one.error}")
+            return _unknown_because(f"The recording of a process failed: {one.error}")
         if one.torch != torch:
-            return _untold(
-                f"The command uses the torch in {one.torch}, and the simulated GPUs are made for that in {torch}. "
-                "Install lightning-gpu-tools in the command's Python environment, and run its dry-run."
+            return _unknown_because(
+                f"The command uses the torch in {one.torch}, but the simulated GPUs are made for the torch in {torch}. "
+                "Install lightning-gpu-tools in the command's Python environment, and run dry-run from there."
             )
     if code in _ABORTED and all(one.outcome != "running" and not one.error for one in records):
         code = 0  # after its end: torch's threads may lose a race with Python's shutdown
     fullest = max(records, key=lambda one: (one.outcome == "complete", one.steps, one.peak_reserved_bytes))
     if fullest.outcome == "complete":
         if not fullest.uses_gpu:
-            return _untold(f"The command made {fullest.steps} training steps and never used a GPU.")
+            return _unknown_because(f"The command completed {fullest.steps} training steps without using a GPU.")
         return Judgment("fits", fullest)
     failed = max(records, key=lambda one: one.failures)
     error = next((one.error for one in records if one.error), "")
     if (code or error) and (failed.failures or "out of memory" in error):
         return Judgment("does_not_fit", failed)
     if code or error:
-        return _untold(
-            f"The command ended with {error or _ending(code)} {_after(fullest.steps)}, as it may on a real GPU."
+        return _unknown_because(
+            f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. A real GPU may give the same."
         )
     if not any(one.uses_gpu for one in records):
-        return _untold("The command never used a GPU.")
+        return _unknown_because("The command did not use a GPU.")
     return Judgment("fits", max((one for one in records if one.uses_gpu), key=lambda one: one.peak_reserved_bytes))
 
 
-def _untold(why: str) -> Judgment:
+def _unknown_because(why: str) -> Judgment:
     return Judgment("cannot_be_told", None, why)
 
 
 def _ending(code: int) -> str:
     if code == -9:
-        return "SIGKILL, as the kernel sends it where the memory of this machine is full"
+        return "SIGKILL, probably because this machine ran out of host memory"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
@@ -153,7 +153,8 @@ def _after(steps: int) -> str:
 
 def moment_in_words(moment: Moment) -> str:
     """Return a moment as ``"in backward of step 2, at model.py:41 in forward"``."""
-    when = f"in {moment.phase or 'the course'} of step {moment.step}" if moment.step else "before the first step"
+    phase = f"{moment.phase} of " if moment.phase else ""
+    when = f"in {phase}step {moment.step}" if moment.step else "before the first step"
     return f"{when}, at {in_words(*moment[2:])}" if is_of_program(moment.file) else when
 
 
@@ -167,7 +168,7 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
     if record is None:
         return DryRun(verdict=verdict, reason=why_not, gpu=gpu, gpus=gpus, usable_bytes=usable)
     fits = verdict == "fits"
-    told = DryRun(
+    without_needs = DryRun(
         verdict=verdict,
         reason=f"needs more than {_all_of(gpu)}.{_failed(record)}",
         gpu=gpu,
@@ -181,12 +182,12 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
     )
     known = record if fits else needs
     if known is None:
-        return told
+        return without_needs
     context = context_bytes(gpu, known.world_size)
-    least, needed = known.peak_allocated_bytes + context, known.peak_reserved_bytes + context
+    without_cache, needed = known.peak_allocated_bytes + context, known.peak_reserved_bytes + context
     peak = f" (peak {moment_in_words(known.peak)})" if known.peak and fits else ""
     return replace(
-        told,
+        without_needs,
         reason=f"needs {format_bytes(needed)} of {_all_of(gpu)}{peak}.{'' if fits else _failed(record)}",
         needed_bytes=needed,
         min_free_bytes=min_free_for(needed, usable if needed <= usable else 0),
@@ -196,10 +197,10 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
         parts_bytes=_parts(known, context),
         lines=known.lines,
         largest_batch=known.largest_batch,
-        fits_on={one: _fits(one, least, needed) for one in MODELS},
+        fits_on={one: _fits(one, without_cache, needed) for one in MODELS},
         estimated=tuple(one for one in MODELS if MODELS[one].capability != MODELS[gpu].capability),
         syncs=known.syncs,
-        unknown=tuple(_unknown(known, steps)),
+        unknown=tuple(_limitations(known, steps)),
     )
 
 
@@ -210,8 +211,8 @@ def _all_of(gpu: str) -> str:
 
 def _failed(record: ProcessRecord) -> str:
     if record.failure is None:
-        return " It failed outside torch's allocator."
-    return f" It asked for {format_bytes(record.requested_bytes)} more {moment_in_words(record.failure)}."
+        return " The failure was outside torch's allocator."
+    return f" Allocating {format_bytes(record.requested_bytes)} more failed {moment_in_words(record.failure)}."
 
 
 def _parts(record: ProcessRecord, context: int) -> dict[str, int]:
@@ -219,31 +220,31 @@ def _parts(record: ProcessRecord, context: int) -> dict[str, int]:
     return {**record.parts_bytes, "cache_reusable": cache, "context": context}
 
 
-def _fits(gpu: str, least: int, needed: int) -> str:
-    return "yes" if needed <= usable_bytes(gpu) else "perhaps" if least <= usable_bytes(gpu) else "no"
+def _fits(gpu: str, without_cache: int, needed: int) -> str:
+    return "yes" if needed <= usable_bytes(gpu) else "perhaps" if without_cache <= usable_bytes(gpu) else "no"
 
 
-def _unknown(record: ProcessRecord, steps: int) -> list[str]:
+def _limitations(record: ProcessRecord, steps: int) -> list[str]:
     found = []
     if record.steps < steps:
-        found.append(f"The command ended {_after(record.steps)}, so the peak of later ones is unknown.")
+        found.append(f"The command ended {_after(record.steps)}, so the peak of later steps is unknown.")
     if record.failures and record.outcome == "complete":
-        found.append(f"The allocator failed {record.failures} times, and the training continued.")
+        found.append(f"The allocator failed {record.failures} times, but the training continued.")
     if record.steps and not record.has_validated:
         found.append("No validation ran, so its peak is unknown.")
     if record.has_convolutions:
-        found.append("cuDNN is not simulated. ResNet-50 took up to 11 % more with it, on an H200.")
+        found.append("cuDNN is not simulated. On an H200, ResNet-50 needed up to 11 % more memory with cuDNN.")
     if record.compiles:
-        found.append("torch.compile is off here. Compiled code usually needs less memory.")
+        found.append("torch.compile was disabled. Compiled code usually needs less memory.")
     if record.world_size > 1:
-        found.append(f"NCCL's buffers are counted with {format_bytes(NCCL_BYTES)} a GPU, and are not simulated.")
-    return [*found, "Kernels compute nothing: losses and times mean nothing."]
+        found.append(f"NCCL's buffers are not simulated, but estimated as {format_bytes(NCCL_BYTES)} per GPU.")
+    return [*found, "Kernels compute nothing, so losses and times are meaningless."]
 
 
 def next_trial(tried: Mapping[int, bool], guess: int) -> int | None:
-    """Return the next number to try for the largest that fits, starting at a guess; ``None`` at the end of the search.
+    """Return the next number to try in the search for the largest that fits; ``None`` at the end of the search.
 
-    Steps away from the guess grow, because a good one is nearly right and a bad one may be far off.
+    The search starts at a guess. Its steps grow, because a good guess is nearly right and a bad one may be far off.
     """
     if not tried:
         return max(1, guess)
@@ -252,7 +253,7 @@ def next_trial(tried: Mapping[int, bool], guess: int) -> int | None:
     step = max(1, int(_PRECISION * (largest or too_large or 0)))
     if len(tried) >= _MAX_TRIALS or (too_large is not None and too_large - largest <= step):
         return None
-    away: int = step * 4 ** (len(tried) - 1)
+    distance: int = step * 4 ** (len(tried) - 1)
     if too_large is None:
-        return largest + away
-    return (largest + too_large) // 2 if largest else max(too_large - away, too_large // 2)
+        return largest + distance
+    return (largest + too_large) // 2 if largest else max(too_large - distance, too_large // 2)

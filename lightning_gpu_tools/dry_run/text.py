@@ -14,8 +14,8 @@ from lightning_gpu_tools.units import format_bytes, number_ranges, printable
 _WIDTH = 100
 _MAX_LINES = 4
 _MAX_SYNCS = 3
-_MIN_SHARE = 0.005  # of what is needed: a smaller part or line is not shown
-_TITLES = {"fits": "Fits", "does_not_fit": "Does not fit", "cannot_be_told": "Cannot be told"}
+_MIN_SHARE = 0.005  # of the needed memory; smaller parts and lines are not shown
+_TITLES = {"fits": "Fits", "does_not_fit": "Does not fit", "cannot_be_told": "Unknown"}
 
 
 def render(run: DryRun) -> str:
@@ -27,7 +27,7 @@ def _lines(run: DryRun) -> Iterator[str]:
     yield _wrapped(f"{_TITLES[run.verdict]}: {run.reason}", 1000)
     needed = run.needed_bytes
     if needed:
-        yield f"What the {format_bytes(needed)} are used for"
+        yield f"Memory by use ({format_bytes(needed)})"
         for name, part in PARTS.items():
             size = run.parts_bytes.get(name, 0)
             if size >= _MIN_SHARE * needed:
@@ -35,7 +35,7 @@ def _lines(run: DryRun) -> Iterator[str]:
                 yield f"  {format_bytes(size):>8}  {100 * size / needed:3.0f} %  {label}"
         lines = [one for one in run.lines if one.bytes >= _MIN_SHARE * needed][:_MAX_LINES]
         if lines:
-            yield "Lines that allocated most of it"
+            yield "Lines that allocated the most"
             yield from (f"  {format_bytes(one.bytes):>8}  {printable(line_label(one), 85)}" for one in lines)
     if run.batch_size and (run.largest_batch is not None or run.trials):
         yield _wrapped(f"Largest batch: {_largest_batch(run)}")
@@ -43,7 +43,7 @@ def _lines(run: DryRun) -> Iterator[str]:
         yield _wrapped(f"Fits on: {_models(run)}")
     if run.min_free_bytes:
         here = f" {_here(run.free_here)}" if run.free_here is not None else ""
-        yield f"For --min-free: {run.min_free_bytes / 2**30:.1f}GiB.{here}"
+        yield f"Value for --min-free: {run.min_free_bytes / 2**30:.1f}GiB.{here}"
     if run.syncs:
         places = [f"{in_words(one.file, one.line, one.function)} ({one.samples}x)" for one in run.syncs[:_MAX_SYNCS]]
         more = len(run.syncs) - len(places)
@@ -66,17 +66,17 @@ def _models(run: DryRun) -> str:
 
     texts = [those("yes") or "none"]
     if those("perhaps"):
-        texts.append(f"perhaps, with less cache, on {those('perhaps')}")
+        texts.append(f"with less cache perhaps on {those('perhaps')}")
     if those("no"):
         texts.append(f"not on {those('no')}")
     shown = "; ".join(texts)
-    return f"{shown}. ~: estimated, as attention may take another path there." if "~" in shown else f"{shown}."
+    return f"{shown}. ~: estimate; attention may need more memory there." if "~" in shown else f"{shown}."
 
 
 def _here(free: tuple[int, ...]) -> str:
     if not free:
-        return "No GPU of this machine has so much free now."
-    return f"So much is free now on GPU{'s' * (len(free) > 1)} {number_ranges(free)} of this machine."
+        return "No GPU of this machine has enough free memory now."
+    return f"Enough memory is free now on GPU{'s' * (len(free) > 1)} {number_ranges(free)} of this machine."
 
 
 def _wrapped(text: str, max_length: int = 500) -> str:

@@ -1,4 +1,4 @@
-"""Time limits for calls of the driver, which can hang, and which nothing can interrupt."""
+"""Time limits for driver calls, which can hang and cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 _K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
 
-LIMIT_S = 5.0  # our default: a GPU answers in milliseconds, and longer only while it falls off the bus
-OPENING_LIMIT_S = 60.0  # our default: without persistence mode, the driver wakes up each GPU, which takes seconds
+LIMIT_S = 5.0  # our default: a GPU answers in milliseconds, unless it is falling off the bus
+OPENING_LIMIT_S = 60.0  # our default: without persistence mode, the driver takes seconds to wake up each GPU
 
-_late: dict[Hashable, _Call] = {}  # calls that have exceeded their limit, by key; some have returned since
+_late: dict[Hashable, _Call] = {}  # calls that have exceeded their limit, by key; some may have returned since
 
 
 class _Call(threading.Thread):
@@ -32,10 +32,10 @@ class _Call(threading.Thread):
 
 
 def answers(calls: Mapping[_K, Callable[[], _T]], limit_s: float) -> tuple[dict[_K, _T], dict[_K, str]]:
-    """Call each function in a thread of its own, all at once, and wait for at most ``limit_s``.
+    """Call all functions at once, each in its own thread, and wait for at most ``limit_s``.
 
-    Return the answers by key, and the names of the NVML functions that have not returned. A key that was late before
-    is not called again until that call has returned. Raise the first error of a function.
+    Return the answers by key, and the names of the NVML functions that have not returned. If an earlier call with the
+    same key still hangs, the function is not called again. Raise the first error of a function.
     """
     running = {key: _Call(function) for key, function in calls.items() if not is_late(key)}
     for call in running.values():
@@ -52,17 +52,17 @@ def answers(calls: Mapping[_K, Callable[[], _T]], limit_s: float) -> tuple[dict[
 
 
 def is_late(key: Hashable) -> bool:
-    """Return whether a call with this key has exceeded its limit and still not returned."""
+    """Return whether a call with this key has exceeded its limit and has still not returned."""
     return key in _late and _late[key].is_alive()
 
 
 def hangs() -> bool:
-    """Return whether any call in this process has exceeded its limit and still not returned."""
+    """Return whether any call in this process has exceeded its limit and has still not returned."""
     return any(call.is_alive() for call in [*_late.values()])
 
 
 def pending_function(thread: threading.Thread) -> str:
-    """Return the name of the NVML function that a thread is in."""
+    """Return the name of the NVML function that a thread is executing."""
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         name = frame.f_code.co_name

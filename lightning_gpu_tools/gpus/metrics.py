@@ -1,7 +1,7 @@
 """The table of GPU metrics: from a driver sample to a window, a logger, and the report. Pure data and functions.
 
-A new metric needs one field in :class:`GpuSample` and one in :class:`GpuWindow`. For the report, it also needs a field
-with the same name in :class:`GpuSummary`. Names include units; ``None`` = not reported.
+A new metric needs a field in :class:`GpuSample` and in :class:`GpuWindow`, and for the report a field with the same
+name in :class:`GpuSummary`. Names include units; ``None`` = not reported.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_gpu_tools.training.timeline import Series
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSample:
-    """One GPU since the previous sample; ``None`` or empty = not reported."""
+    """A sample of one GPU since the previous sample; ``None`` or empty = not reported."""
 
     uuid: str  # of the GPU or MIG instance
     time_s: float  # time.time()
-    utilization: tuple[UtilizationSample, ...] = ()  # the driver's own samples, oldest first
+    utilization: tuple[UtilizationSample, ...] = ()  # the driver's samples, oldest first
     memory_used_bytes: int | None = None  # by all processes
     memory_total_bytes: int | None = None
     driver_memory_bytes: int | None = None  # reserved by the driver; counts as used
@@ -36,18 +36,18 @@ class GpuSample:
     thermal_throttled_s: float | None = None
     pcie_tx_bytes: int | None = None
     pcie_rx_bytes: int | None = None
-    held_clock_percent: float | None = None  # of the highest SM clock, if power or heat throttled it
+    held_clock_percent: float | None = None  # current SM clock in percent of the highest, if power or heat throttled it
     power_limit_watts: float | None = None
-    power_limit_watts_max: float | None = None  # that an administrator can set
+    power_limit_watts_max: float | None = None  # highest limit that an administrator can set
     # Means since the previous sample (Hopper and later):
     sm_active_percent: float | None = None
     sm_occupancy_percent: float | None = None
     tensor_active_percent: float | None = None
     dram_active_percent: float | None = None
     processes: tuple[GpuProcess, ...] | None = None  # compute processes, without user and name
-    lists_processes: bool = False  # whether their memory was read for this sample, not the previous one
-    errors: tuple[str, ...] = ()  # of the GPU itself: Xid events, uncorrectable ECC errors
-    problems: tuple[str, ...] = ()  # failed reads, each reported once until it works again
+    lists_processes: bool = False  # whether their memory was read for this sample, not for the previous one
+    errors: tuple[str, ...] = ()  # errors of the GPU: Xid events, uncorrectable ECC errors
+    problems: tuple[str, ...] = ()  # failed reads; each is reported once until it works again
     refused: tuple[str, ...] = ()  # counters that the driver refuses, with the reason
 
 
@@ -58,10 +58,10 @@ Reduction = Literal["last", "max", "mean", "p5", "p95", "difference", "rate", "p
 class Metric(NamedTuple):
     """A metric of a GPU. Its names end with its unit."""
 
-    field: str  # in GpuWindow, and in GpuSummary if it is reported
+    field: str  # field of GpuWindow, and of GpuSummary if it is reported
     source: str  # field of GpuSample that it is derived from
     reduction: Reduction
-    logged: str | None  # its name after gpu/<i>/
+    logged: str | None  # logged name after gpu/<i>/
 
 
 def _by(reduction: Reduction, source: str = "", *, logged: bool | str = False) -> Any:
@@ -71,7 +71,7 @@ def _by(reduction: Reduction, source: str = "", *, logged: bool | str = False) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuWindow:
-    """One GPU over a window of time; ``None`` = not reported."""
+    """The metrics of one GPU over a window of time; ``None`` = not reported."""
 
     uuid: str
     utilization_observed_s: float = 0.0  # seconds covered by the driver's utilization samples
@@ -113,17 +113,17 @@ METRICS = tuple(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSummary:
-    """One GPU over a whole run. Values that the hardware does not report are ``None``.
+    """The metrics of one GPU over a whole run. Values that the hardware does not report are ``None``.
 
     Attributes:
         index: Torch device index on the node; with ``devices="all"`` the index that ``nvidia-smi`` shows.
         uuid: UUID of the GPU.
         name: Product name.
-        node: Number of the node; ``index`` counts within it.
-        utilization_percent_mean: Time-weighted mean outside validation; the next two are percentiles.
-        utilization_percent_p5: 5th percentile.
-        utilization_percent_p95: 95th percentile.
-        validation_utilization_percent_mean: The same mean during validation.
+        node: Node number. ``index`` counts within the node.
+        utilization_percent_mean: Time-weighted mean utilization outside validation.
+        utilization_percent_p5: 5th percentile of the utilization outside validation.
+        utilization_percent_p95: 95th percentile of the utilization outside validation.
+        validation_utilization_percent_mean: Time-weighted mean utilization during validation.
         memory_used_bytes_max: Peak memory use, including other users.
         memory_total_bytes: Size of the memory.
         power_watts_mean: Mean power draw.
@@ -134,15 +134,15 @@ class GpuSummary:
         others_memory_bytes_max: Peak memory of all other listed processes.
         own_utilization_percent: Utilization of the GPU by this job's processes.
         others_utilization_percent: Utilization of the GPU by other jobs.
-        rank_wait_percent: Share of time in which the GPU looked busy to the driver but waited in a collective for later
-            ranks; ``None`` if unknown.
-        sm_active_percent: Active multiprocessors, mean over the run. Hopper and later, as for the next three.
-        sm_occupancy_percent: Resident warps relative to the maximum.
-        tensor_active_percent: Active tensor cores.
-        dram_active_percent: Memory bandwidth used.
+        rank_wait_percent: Share of time in which the driver reported the GPU as busy, but it waited in a collective for
+            slower ranks; ``None`` if unknown.
+        sm_active_percent: Mean share of active multiprocessors (Hopper and later).
+        sm_occupancy_percent: Mean number of resident warps relative to the maximum (Hopper and later).
+        tensor_active_percent: Mean activity of the tensor cores (Hopper and later).
+        dram_active_percent: Mean share of the memory bandwidth in use (Hopper and later).
         errors: Errors that the GPU reported: Xid events, uncorrectable ECC errors.
         timelines: ``utilization_percent``, ``memory_used_bytes`` and ``power_watts`` over the run, in at most 2000
-            intervals; for nodes other than the first, only the first two, in at most 128 and 32.
+            intervals. Nodes other than the first have only the first two, in at most 128 and 32 intervals.
     """
 
     index: int
@@ -172,21 +172,21 @@ class GpuSummary:
     timelines: Mapping[str, Series] = dataclasses.field(default_factory=dict)
 
     def to_send(self, *, at_end: bool) -> GpuSummary:
-        """Return the summary to send to another node: with timelines only at the end, and with fewer points."""
+        """Return the summary to send to another node. It has timelines only at the end, with fewer points."""
         sent = [name for name in _SENT if at_end and name in self.timelines]
         short = {name: self.timelines[name].at_most(_SENT[name]) for name in sent}
         timelines = {name: rounded(series, series.begin_s) for name, series in short.items()}
         return dataclasses.replace(self, timelines=timelines)
 
 
-# Our default number of points in timelines: with 1,024 GPUs they take 1 MB of a report.
+# Our default number of points in timelines, which take 1 MB of a report with 1,024 GPUs.
 _SENT = {"utilization_percent": 128, "memory_used_bytes": 32}
 
 
 def gpu_metrics(
     index: int, window: GpuWindow, sharing: Sharing, energy_joules: float | None, node: int = 0
 ) -> dict[str, float]:
-    """Return the metrics to log for one GPU, by name; the energy is measured since training started."""
+    """Return the metrics to log for one GPU, by name. The energy covers the time since training started."""
     prefix = f"node{node}/gpu/{index}/" if node else f"gpu/{index}/"
     values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.logged}
     values |= {**sharing._asdict(), "energy_joules": energy_joules}
@@ -199,8 +199,8 @@ MAX_NAMED_GPUS = 64
 
 def count_gpus(by_node: Sequence[Mapping[str, float]], nodes: int) -> int:
     """Estimate the number of GPUs of a job on ``nodes`` nodes from the nodes that sent metrics."""
-    heard = [{name.partition("gpu/")[2].partition("/")[0] for name in metrics} for metrics in by_node if metrics]
-    return sum(map(len, heard)) * nodes // max(1, len(heard))
+    gpus = [{name.partition("gpu/")[2].partition("/")[0] for name in metrics} for metrics in by_node if metrics]
+    return sum(map(len, gpus)) * nodes // max(1, len(gpus))
 
 
 def job_metrics(by_node: Sequence[Mapping[str, float]]) -> dict[str, float]:

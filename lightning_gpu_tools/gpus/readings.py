@@ -42,11 +42,11 @@ class GpuReading:
         name: Product name.
         pci_bus_id: ``domain:bus:device.function``.
         memory_total_bytes: Total memory of the GPU.
-        memory_free_bytes: Free memory as reported; not total minus used, which drivers define differently.
-        utilization_percent: Share of time in which a kernel ran: the mean over the driver's buffer of the last
-            seconds or, without a buffer, its current reading; ``None`` on MIG.
-        processes: Processes with a context on the GPU; ``None`` if they cannot be read. Empty does not mean idle: in a
-            container, other users' processes are invisible.
+        memory_free_bytes: Free memory as reported, not total minus used, which drivers define differently.
+        utilization_percent: Share of time in which a kernel ran, averaged over the driver's buffer of the last seconds.
+            Without a buffer, the driver's current reading; ``None`` on MIG.
+        processes: Processes with a context on the GPU; ``None`` if they cannot be read. In a container, other users'
+            processes are invisible, so an empty list does not mean idle.
         mig_mode: Whether the GPU is divided into MIG instances; ``None`` if unknown.
         mig_instances: The instances.
         mig_index: Number of a MIG instance on its GPU; ``None`` for a whole GPU.
@@ -81,18 +81,18 @@ class GpuClaim(NamedTuple):
 
     Attributes:
         job: Random name of the job. Its children inherit the name, and treat the claim as their own.
-        uuids: The GPUs and MIG instances, best first; if this user may not read the claim, prefixes of their UUIDs.
-        kind: ``memory``: the given number of bytes on each; ``whole``: each whole GPU, without refusing others;
-            ``exclusive``: each whole GPU, refusing others.
-        memory_bytes: Bytes on each, for the kind ``memory``; else ``None``.
+        uuids: The GPUs and MIG instances, best first. Prefixes of their UUIDs if this user may not read the claim.
+        kind: ``memory``: ``memory_bytes`` on each GPU. ``whole``: each whole GPU; others use it only as a last resort.
+            ``exclusive``: each whole GPU; others cannot use it.
+        memory_bytes: Claimed bytes on each GPU for the kind ``memory``; otherwise ``None``.
         pid: PID of the process that made the claim, in its own namespace (in a container, the PID there). ``None`` if
             this user may not read the claim, which then counts as exclusive.
         user: Owner of the claim, according to the file system.
-        owner_id: UID of that user.
+        owner_id: UID of the owner.
         hostname: Host or container of the process; ``None`` if this user may not read the claim.
-        since_s: Time of the claim, seconds since the epoch.
-        group: A launcher's name for the processes of one job on this machine, which lets them find the choice of the
-            first process; else ``None``.
+        since_s: Time of the claim, in seconds since the epoch.
+        group: A launcher's name for the processes of one job on this machine, by which they find the choice of the
+            first process; ``None`` without a launcher.
         process_ids: PIDs of the job's processes in the driver's list, if they were recognized.
         yields: Whether the job agreed to end once its GPUs are idle and another job waits for one of them.
     """
@@ -121,7 +121,7 @@ class GpuClaim(NamedTuple):
 def folded_claims(
     claims: Iterable[GpuClaim], describe: Callable[[GpuClaim], str], max_each: int = 1, max_users: int = 8
 ) -> list[str]:
-    """Describe at most ``max_each`` claims per user (0: a user's only claim, or none), and count the others."""
+    """Describe at most ``max_each`` claims per user, and count the others. A user's only claim is always described."""
     of_users: dict[str, list[GpuClaim]] = {}
     for claim in claims:
         of_users.setdefault(claim.user, []).append(claim)
@@ -141,11 +141,11 @@ class GpuWaiter(NamedTuple):
 
     name: str  # random
     uuids: tuple[str, ...]  # GPUs that it could use
-    requested: int  # number of them that it waits for
+    requested: int  # number of GPUs that it waits for
     pid: int  # in its own namespace
     user: str  # according to the file system
-    owner_id: int = -1  # UID of that user
-    since_s: float = 0.0  # when it began to wait, seconds since the epoch
+    owner_id: int = -1  # UID of the user
+    since_s: float = 0.0  # start of the wait, seconds since the epoch
 
 
 class UtilizationSample(NamedTuple):
@@ -160,13 +160,13 @@ def known(values: Iterable[_T | None]) -> list[_T]:
     return [value for value in values if value is not None]
 
 
-# Longest period that one sample covers; nvml.h, nvmlUtilization_t: "between 1 second and 1/6 second, depending on the
-# product". Beyond that, utilization is unknown.
+# Longest period that one sample covers. nvml.h, nvmlUtilization_t: "between 1 second and 1/6 second, depending on the
+# product". Beyond this period, utilization is unknown.
 LONGEST_PERIOD_S = 1.0
 
 
 def weights_s(samples: Sequence[UtilizationSample], previous_s: float | None = None) -> list[float]:
-    """Return the seconds that each sample covers, oldest first; without ``previous_s``, the first equals the second."""
+    """Return the seconds that each sample covers, oldest first. Without ``previous_s``, the first equals the second."""
     if not samples:
         return []
     times = [sample.time_s for sample in samples]
@@ -200,7 +200,7 @@ class Sharing(NamedTuple):
 
 def share_out(processes: Sequence[GpuProcess] | None, own_pids: Collection[int] | None) -> Sharing:
     """Divide the use of a GPU between this job and others, from the driver's process list and this job's PIDs there."""
-    if not processes or own_pids is None:  # an empty list does not mean idle: containers hide processes
+    if not processes or own_pids is None:  # an empty list does not mean idle, because containers hide processes
         return Sharing()
     own = [process for process in processes if process.pid in own_pids]
     others = [process for process in processes if process.pid not in own_pids]

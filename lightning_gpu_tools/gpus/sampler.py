@@ -21,15 +21,14 @@ from lightning_gpu_tools.training.timeline import Series
 if TYPE_CHECKING:
     from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
 
-# Each window covers one of these.
-Phase = Literal["training", "validation"]
+Phase = Literal["training", "validation"]  # each window covers one of them
 
 _MAX_INTERVAL_S = 10.0  # the driver's buffer holds about 20 s
 _TIMELINE_POINTS = 2000  # the width of a screen; about 10 kB per metric in a report
 
 
 class _Poller(threading.Thread):
-    """The thread that polls one GPU, so that a GPU whose driver hangs does not delay others."""
+    """A thread that polls one GPU, so that a hanging GPU does not delay the others."""
 
     def __init__(self, run: Callable[[_Poller], None], uuid: str) -> None:
         super().__init__(name="lightning-gpu-tools-sampler", daemon=True)
@@ -45,7 +44,7 @@ class _Poller(threading.Thread):
 
     @property
     def is_late(self) -> bool:
-        since_s = self.busy_since_s  # which the thread may change meanwhile
+        since_s = self.busy_since_s  # read once, because the thread may change it meanwhile
         limit_s = limits.LIMIT_S if self.begun else limits.OPENING_LIMIT_S
         return since_s is not None and time.monotonic() - since_s > limit_s
 
@@ -53,10 +52,10 @@ class _Poller(threading.Thread):
 class Sampler:
     """Threads that sample GPUs and MIG instances until they are closed, and aggregate the samples.
 
-    Creating it raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If the threads have to stop later,
-    ``failure`` holds the error, and earlier samples can still be taken. If the driver does not answer for one GPU, the
-    windows of that GPU have this problem. In a forked child, which has no such threads, it is empty. ``gpm``: whether
-    to use the GPU performance monitors.
+    The constructor raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If the threads stop later,
+    ``failure`` is the error, and earlier samples can still be taken. If the driver does not answer for one GPU, the
+    windows of that GPU report it as a problem. In a forked child, which has no such threads, the sampler is empty.
+    ``gpm`` is whether to use the GPU performance monitors.
     """
 
     def __init__(self, uuids: Sequence[str], *, interval_s: float = 1.0, gpm: bool = True) -> None:
@@ -96,7 +95,7 @@ class Sampler:
 
     @property
     def polled(self) -> tuple[int, frozenset[str]]:
-        """The number of polls of every GPU whose driver answers, and the other GPUs."""
+        """The smallest number of polls among the GPUs that answer, and the UUIDs of those that do not."""
         late = frozenset(poller.uuid for poller in self._pollers if poller.is_late)
         return min((poller.done for poller in self._pollers if poller.uuid not in late), default=0), late
 
@@ -108,7 +107,7 @@ class Sampler:
         return fmean(values) if values else None
 
     def idle_s(self, uuids: Sequence[str]) -> float | None:
-        """Return for how many seconds all of these GPUs have been idle; ``None`` if the driver does not report that."""
+        """Return the seconds for which all these GPUs have been idle; ``None`` if the driver does not report it."""
         if self._pid != os.getpid():
             return None
         with self._polled:
@@ -122,7 +121,7 @@ class Sampler:
                 self._phases.enter(phase, time.time())
 
     def take(self, phase: Phase = "training") -> dict[str, GpuWindow]:
-        """Return the windows of a phase since the last such call, by UUID. Errors are in the windows of both phases."""
+        """Return the windows of a phase since the last call for it, by UUID. Windows of both phases have the errors."""
         return self._read(self._recent[phase], WindowBuilder.take)
 
     def whole(self, phase: Phase = "training", *, wait_s: float = 0.0) -> dict[str, GpuWindow]:
@@ -168,14 +167,14 @@ class Sampler:
                 self._wake.notify_all()
                 self._polled.wait_for(
                     lambda: all(one.done >= one.wanted or one.ended or one.is_late for one in self._pollers),
-                    min(wait_s, limits.LIMIT_S),  # nobody notifies of a poll that becomes late
+                    min(wait_s, limits.LIMIT_S),  # there is no notification if a poll becomes late
                 )
             found = {uuid: read(window) for uuid, window in windows.items()}
         for poller in self._pollers:
             if poller.is_late:
                 function = limits.pending_function(poller)
-                late = f"{poller.uuid} is not measured until the driver answers: it has not answered {function}"
-                problem = f"{late} within {limits.LIMIT_S:.0f} s, see `dmesg`."
+                late = f"The driver has not answered {function} for {poller.uuid} within {limits.LIMIT_S:.0f} s"
+                problem = f"{late}. This GPU is not measured until it answers. Check `dmesg`."
                 window = found[poller.uuid]
                 found[poller.uuid] = dataclasses.replace(window, problems=(*window.problems, problem))
         return found

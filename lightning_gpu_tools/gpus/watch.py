@@ -1,4 +1,4 @@
-"""The GPUs of one node during one fit: metrics to log, summaries to report, and problems to warn about."""
+"""Metrics, summaries, and problems of the GPUs of one node during one fit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LAST_POLL_S = 2.0  # limit for one more poll at the end of a run
 
 
 class GpuWatch(Sampler):
-    """A sampler of the GPUs of one node: those to log and report, with display indices, and those that train the model.
+    """A sampler of the GPUs of one node: ``gpus`` to log and report, and those that the model is ``trained_on``.
 
-    ``job_pids`` returns the PIDs of this job's processes on the node, as they see them themselves.
+    ``job_pids`` returns the PIDs of this job's processes on the node, in their own namespace.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class GpuWatch(Sampler):
         gpm: bool,
         node: int,
     ) -> None:
-        self.metrics: dict[str, float] = {}  # the last ones that `take_metrics` returned
+        self.metrics: dict[str, float] = {}  # last result of `take_metrics`
         self._gpus = {gpu.uuid: gpu for gpu in gpus if gpu.uuid is not None}
         self._trained_on = frozenset(known(gpu.uuid for gpu in trained_on))
         self._node = node
@@ -37,7 +37,7 @@ class GpuWatch(Sampler):
         self._energy_joules: dict[str, float] = {}
         self._others_peak_bytes: dict[str, int | None] = {}
         self._noted: dict[str, GpuSample] = {}
-        self._taken: tuple[int, frozenset[str]] = (0, frozenset())  # the polls whose metrics were taken
+        self._taken: tuple[int, frozenset[str]] = (0, frozenset())  # `polled` at the last `take_metrics`
         super().__init__(sorted({*self._gpus, *self._trained_on}), interval_s=interval_s, gpm=gpm)
         from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
@@ -58,7 +58,7 @@ class GpuWatch(Sampler):
         return {gpu.index: share for uuid, gpu in self._gpus.items() if (share := shares.get(uuid)) is not None}
 
     def lost_clock_percent(self) -> float | None:
-        """Return what heat and power take of the highest clock of the slowest GPU that trains; ``None`` if unknown."""
+        """Return the largest loss of clock rate to heat and power, in percent of the highest; ``None`` if unknown."""
         samples = [one for uuid, one in self.latest_listed().items() if uuid in self._trained_on]
         lost = (100.0 - (one.held_clock_percent or 100.0) for one in samples if one.throttled_s is not None)
         return max(lost, default=None)
@@ -84,7 +84,7 @@ class GpuWatch(Sampler):
         self._taken = polled
         windows, validation = self.take(), self.take("validation")
         metrics: dict[str, float] = {}
-        troubles: list[str] = []
+        problems: list[str] = []
         for uuid, gpu in self._gpus.items():
             window = windows.get(uuid)
             if window is None:
@@ -93,15 +93,15 @@ class GpuWatch(Sampler):
             self._others_peak_bytes[uuid] = self._peak_of_others(uuid, sharing)
             joules = known(one.energy_joules for one in (window, validation[uuid]))
             self._energy_joules[uuid] = self._energy_joules.get(uuid, 0.0) + sum(joules)
-            energy = self._energy_joules[uuid] if joules else None  # omitted for a GPU that can no longer be read
+            energy = self._energy_joules[uuid] if joules else None  # omitted if the GPU can no longer be read
             metrics |= gpu_metrics(gpu.index, window, sharing, energy, self._node)
             node = f" of node {self._node}" if self._node else ""
-            troubles += [f"GPU {gpu.index}{node} reports: {error}." for error in window.errors]
-            troubles += window.problems
+            problems += [f"GPU {gpu.index}{node} reports an error: {error}." for error in window.errors]
+            problems += window.problems
         if self.failure is not None:
-            troubles.append(f"The GPUs are no longer measured: {self.failure!r}.")
+            problems.append(f"GPU measurements have stopped after an error: {self.failure!r}.")
         self.metrics = metrics
-        return metrics, troubles
+        return metrics, problems
 
     def _peak_of_others(self, uuid: str, sharing: Sharing) -> int | None:
         return max(known([self._others_peak_bytes.get(uuid), sharing.others_memory_bytes]), default=None)

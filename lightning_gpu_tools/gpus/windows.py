@@ -1,4 +1,4 @@
-"""Aggregation of GPU samples over time: windows and timelines. Uses neither the driver nor threads."""
+"""Aggregation of GPU samples over time: windows and timelines. No driver calls, no threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMELINES = ("memory_used_bytes", "power_watts")  # besides utilization
 _OF_STATE = [metric for metric in METRICS if metric.reduction in ("mean", "max") and metric.source != "utilization"]
 _COUNTERS = sorted({m.source for m in METRICS if m.reduction in ("difference", "rate", "percent_of_time")})
 
-# The driver's buffer holds about 20 s: after a longer time between two samples, some of it is unknown.
+# The driver's buffer holds about 20 s, so part of a longer time between two samples is unknown.
 _MAX_GAP_S = 20.0
 
 # Limits for one window:
@@ -44,7 +44,7 @@ class PercentHistogram:
         return self._percent_seconds / self.total_s if self.total_s > 0 else None
 
     def percentile(self, share: float) -> float | None:
-        """Return the lowest value that was not exceeded for this share (0 to 1) of the time."""
+        """Return the lowest percentage that was not exceeded for this share (0 to 1) of the time."""
         # Rounding errors in the sum must not push a percentile beyond the last value.
         below_s, wanted_s, value = 0.0, share * self.total_s * (1 - 1e-9), None
         for percent, seconds in enumerate(self._seconds):
@@ -56,7 +56,7 @@ class PercentHistogram:
 
 
 class Phases:
-    """The phases of a run over time, as far back as a sample can reach. A run begins in training."""
+    """The phases of a run over time, as far back as samples reach. A run starts in training."""
 
     def __init__(self) -> None:
         self._since: deque[tuple[float, str]] = deque([(-math.inf, "training")], maxlen=1000)
@@ -78,7 +78,7 @@ class Phases:
 
 
 class IdleTime:
-    """How long a GPU has been idle: at 0 % utilization in all that the driver reported, without a gap."""
+    """The time that a GPU has been idle: at 0 % utilization in all samples of the driver, without a gap."""
 
     def __init__(self) -> None:
         self._since_s = self._until_s = -math.inf
@@ -92,14 +92,14 @@ class IdleTime:
             self._until_s = sample.time_s
 
     def seconds(self, now_s: float) -> float | None:
-        """Return the seconds; ``None`` if the driver does not report utilization, or no longer."""
+        """Return the idle seconds; ``None`` if the driver does not report utilization or has stopped doing so."""
         return self._until_s - self._since_s if now_s - self._until_s <= _MAX_GAP_S else None
 
 
 class WindowBuilder:
     """An aggregate of the samples of one GPU until it is taken.
 
-    ``overlap_s`` returns the seconds between two moments that count; counters count in proportion.
+    ``overlap_s`` returns the seconds between two times that belong to the window; counters are divided in proportion.
     """
 
     def __init__(self, uuid: str, overlap_s: Callable[[float, float], float]) -> None:
@@ -154,7 +154,7 @@ class WindowBuilder:
                 continue
             before = self._counters.get(name)
             self._counters[name] = sample.time_s, value
-            # A counter that was reset, even by a new driver, starts over.
+            # A counter starts over after a reset, for example by a new driver.
             if before is not None and value >= before[1] and share > 0:
                 self._sum_up(name, share * (value - before[1]), share * (sample.time_s - before[0]))
 

@@ -1,7 +1,7 @@
-"""Changes of DataLoader settings during iteration: same batches, same order, same random numbers.
+"""Changes of DataLoader settings during iteration, with the same batches, order and random numbers.
 
-The loader in use gets no more indices, and delivers the batches that it has started. A plain DataLoader with the new
-settings then continues with the same sampler iterator. Later epochs also use plain DataLoaders.
+The current loader gets no more indices, and delivers the batches in progress. A plain DataLoader with the new settings
+then continues with the same sampler iterator. Later epochs also use plain DataLoaders.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_gpu_tools.loaders.settings import GET_ITERATOR, fingerprint, plai
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# Our default: settings other than the user's are abandoned if no batch arrives for this long.
+# Our default: if no batch arrives for this long, new settings are abandoned.
 MAX_BATCH_S = 120.0
 
 
@@ -42,7 +42,7 @@ class _Source:
     """The indices of one epoch. Each is taken once, by any loader."""
 
     def __init__(self, sampler: Any, *, watched: bool) -> None:
-        self.drew_late = False  # whether it drew random numbers after the first index, while watched
+        self.drew_late = False  # whether the sampler drew random numbers after the first index, while watched
         self._watched = watched
         self._sampler = sampler
         self._indices: Iterator[Any] = iter(())
@@ -56,7 +56,7 @@ class _Source:
         self._taken = 0
 
     def has_more(self) -> bool:
-        """Return whether there is another index. This fetches the index from the sampler."""
+        """Fetch the next index from the sampler, and return whether there is one."""
         if not self._ready:
             before = random_states() if self._watched and self._taken else None
             try:
@@ -107,17 +107,17 @@ class _Living(NamedTuple):
 
 
 class Switch:
-    """The state that the epochs of one loader share, and the place to change its settings.
+    """The shared state of the epochs of one loader, through which its settings are changed.
 
-    ``fetches``, if a list, gets each fetch, or ``None`` for the first one of an epoch, which waits for workers to
-    start. ``as_own_work`` ends workers within a fetch, so that a timer of the fetch can count that separately.
+    If ``fetches`` is a list, each fetch is appended to it; for the first fetch of an epoch, which waits for workers to
+    start, ``None`` is. ``as_own_work`` ends workers during a fetch, so that a timer can count this time separately.
     """
 
     def __init__(self, made: DataLoader[Any]) -> None:
         self.original = settings_of(made)
         self.chosen: LoaderSettings | None = None
-        self.fault: str | None = None  # why the chosen settings were abandoned
-        self.moved_draws = False  # whether the dataset's random numbers now come from other processes
+        self.fault: str | None = None  # the reason that the chosen settings were abandoned
+        self.moved_draws = False  # whether other processes now draw the dataset's random numbers
         self.begun = False
         self.fetches: list[Fetch | None] | None = None
         self.as_own_work: Callable[[Callable[[], object]], object] = lambda end: end()
@@ -129,7 +129,7 @@ class Switch:
         self._epochs: weakref.WeakSet[_Epoch] = weakref.WeakSet()
         self._living: _Living | None = None
         self._seeds = torch.Generator()
-        self._states: Any = None  # for random numbers that workers drew before and this process draws now
+        self._states: Any = None  # of generators for numbers that workers drew before, and this process draws now
 
     @property
     def in_use(self) -> LoaderSettings:
@@ -137,22 +137,22 @@ class Switch:
         return self.chosen or self.original
 
     def obstacle(self) -> str | None:
-        """Return the reason not to change the settings, judging from the batches so far, and stop watching."""
+        """Return the reason not to change the settings, based on the batches so far, and stop watching."""
         self._watched = False
         if any(epoch.source.drew_late for epoch in self._epochs):
             return "its sampler draws random numbers during the epoch, and other settings would draw them earlier"
         after = self._contents()
         if isinstance(after, str):
-            return f"worker processes cannot have copies of its dataset ({after})"
+            return f"worker processes cannot copy its dataset ({after})"
         if after != self._before:
             return (
-                "its dataset changes while it is used (a cache, or a random generator of its own), and the copy of "
-                "each worker would change by itself"
+                "its dataset changes while it is used (a cache, or its own random generator), and the copies in the "
+                "workers would change separately"
             )
         return None
 
     def use(self, settings: LoaderSettings) -> None:
-        """Use other settings from the next batch that is not being loaded yet. The batch size does not change."""
+        """Use other settings, starting with the next batch that is not in progress. The batch size does not change."""
         self.chosen = settings = replace(settings, batch_size=self.original.batch_size)
         self.moved_draws = self._drew and settings.num_workers > 0
         living, self._living = self._living, None
@@ -176,12 +176,12 @@ class Switch:
     def _contents(self) -> int | str:
         try:
             return fingerprint(self._dataset)
-        except Exception as error:  # noqa: BLE001 - training continues, whatever a dataset contains
+        except Exception as error:  # noqa: BLE001 - training continues after any error of a dataset
             return in_one_line(error)
 
 
 class _Epoch:
-    """The iterator that training gets. It starts and ends workers, and must not be part of a reference cycle."""
+    """The iterator used by training. It starts and ends workers, and must not be part of a reference cycle."""
 
     def __init__(self, loader: DataLoader[Any], switch: Switch) -> None:
         self.batches: Batches | None = None
@@ -202,8 +202,8 @@ class _Epoch:
                 switch._seeds.manual_seed(peek_seed(loader.generator))
             self._load_with(starts=True, generator=loader.generator)
             return
-        # As torch does with the original settings. The new workers start at the first batch, after Lightning has
-        # dropped the last epoch's iterator.
+        # As in torch with the original settings. The new workers start with the first batch, after Lightning has
+        # dropped the iterator of the last epoch.
         self.source.start()
         if new:
             switch._seeds.manual_seed(draw_seed(loader.generator))
@@ -217,9 +217,9 @@ class _Epoch:
         switch = self._switch
         settings = self._settings = switch.in_use
         living = switch._living
-        # In torch, a second iteration takes the workers away from the first one, but not here.
+        # In torch, a second iteration would take the workers away from the first one.
         if living is not None and (starts or not switch._in_use(living)):
-            # These workers do not have changes of the dataset since they were started.
+            # These workers lack changes of the dataset since they were started.
             if living.contents is None or living.contents == switch._contents():
                 self.batches, self.rest = living.batches, living.rest
                 self.rest.source, self.rest.closed = self.source, False
@@ -243,7 +243,7 @@ class _Epoch:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # Code that watches a loader's workers finds them on torch's iterator.
+        # Other code looks for the loader's workers on torch's iterator.
         batches = vars(self).get("batches")
         if batches is None or batches.iterator is None:
             raise AttributeError(name)
@@ -308,7 +308,7 @@ class _Epoch:
             switch.fault = in_one_line(error)
             warnings.warn(
                 f"Loading with num_workers={self._settings.num_workers} failed ({switch.fault}). The original settings "
-                f"are back: num_workers={switch.original.num_workers}. No batch is lost.",
+                f"were restored (num_workers={switch.original.num_workers}). No batch was lost.",
                 stacklevel=2,
             )
         if switch.chosen != switch.original:
@@ -327,10 +327,10 @@ class _Epoch:
 
 
 def switchable(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy of a loader whose settings can be changed in mid-epoch through its attribute ``switch``.
+    """Return a copy of a loader whose attribute ``switch`` can change its settings during an epoch.
 
     Raises:
-        ValueError: This loader must not be changed; the message has the reason.
+        ValueError: This loader must not be changed; the message gives the reason.
     """
     fixed = why_fixed(loader)
     if fixed is not None:
@@ -343,7 +343,7 @@ def switchable(loader: DataLoader[Any]) -> DataLoader[Any]:
         switch = vars(self).get("switch")  # missing on other objects that Lightning created from this class
         return own(self) if switch is None else _Epoch(self, switch)
 
-    # Only one base class: with a mixin as a second base, objects have a different layout.
+    # Only one base class, because objects with a mixin as a second base have a different layout.
     made.__class__ = type(kind.__name__, (kind,), {GET_ITERATOR: get_iterator, "__module__": kind.__module__})
     # Without persistent workers, DataLoader.__iter__ requests a new iterator in each epoch.
     vars(made).update(switch=Switch(made), persistent_workers=False)
@@ -351,7 +351,7 @@ def switchable(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def restore(made: DataLoader[Any]) -> None:
-    """End the workers of a loader from :func:`switchable`, and turn it back into one like the user's."""
+    """End the workers of a loader from :func:`switchable`, and restore its original class and settings."""
     switch: Switch = vars(made).pop("switch")
     switch.end()
     made.__class__ = type(made).__bases__[0]

@@ -25,7 +25,7 @@ from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 from lightning_gpu_tools.units import format_duration
 
-# Even training of 120 steps must benefit from the search. The first steps are slower than the others.
+# Even a training of 120 steps must benefit from the search. The first steps are slower than the others.
 STUDY_STEPS = 25
 _WARM_UP_STEPS = 5
 # Settings are confirmed over ten groups of steps: with ten values, the 95 % interval of a median excludes the lowest
@@ -42,7 +42,7 @@ _DEEP_PREFETCH = 8  # for bursts of slow batches; more did not help in any measu
 _CLOSE = 1.10
 _TRIALS_OF_CLOSE = 3
 _MAX_FAILURES = 2  # our default: after that, the number of workers is not the problem
-# Our default: persistent workers keep their memory, so they must save this much of an epoch.
+# Our default: persistent workers keep their memory, so they must save at least this share of an epoch.
 _PERSISTENT_FROM = 0.01
 
 
@@ -79,7 +79,7 @@ class StepCost:
 
     wall_s: float
     cpu_s: float = 0.0
-    threads: int = 0  # number of computing threads; 0 = the step leaves the cores to others, like a step on a GPU
+    threads: int = 0  # number of computing threads; 0 = the step leaves the cores free, like a step on a GPU
 
 
 def step_cost(steps: Sequence[Step], torch_threads: int) -> StepCost:
@@ -116,8 +116,8 @@ def why_no_search(steps: Sequence[Step]) -> str | None:
     if step_s > MIN_CEILING * (step_s - wait_s):
         return None
     return (
-        f"Training waits {format_duration(wait_s)} of {format_duration(step_s)} a step for data: no settings can make "
-        f"it {100 * (MIN_CEILING - 1):.0f} % faster."
+        f"Training waits only {format_duration(wait_s)} of a {format_duration(step_s)} step for data. No settings can "
+        f"make it {100 * (MIN_CEILING - 1):.0f} % faster."
     )
 
 
@@ -146,7 +146,7 @@ def why_slower(tried: Sequence[Step], original: Sequence[Step], *settings: Loade
         f"{format_duration(middle)} ({format_duration(low)} to {format_duration(high)})"
         for middle, (low, high) in zip(medians, intervals, strict=True)
     )
-    return f"a step took {one}, and {other} with the original settings"
+    return f"a step took {one}, compared with {other} with the original settings"
 
 
 def _group_steps(settings: Sequence[LoaderSettings]) -> int:
@@ -189,10 +189,10 @@ def max_workers(case: LoaderCase) -> int:
 def next_trial(case: LoaderCase, trials: Sequence[LoaderTrial]) -> LoaderSettings | None:
     """Return the settings to try next; ``None`` if there is nothing left to find out.
 
-    The original settings come first, if they have workers, then the predicted number of workers, twice, and half of it.
-    If the best still waits, try more workers or a longer queue. Then try the next smaller and the next larger number of
-    workers, until both sides of the choice are known. Finally, if they are close, repeat the best, the choice, and its
-    neighbors in turns, and once more the next larger number of workers.
+    The order is: the original settings, if they have workers; then the predicted number of workers, twice as many, and
+    half as many. If the best of these still waits, more workers or a longer queue. Then the next smaller and the next
+    larger number of workers, until both sides of the choice are known. Finally, if they are close, repetitions of the
+    best, the choice, and its neighbors in turns, and one more of the next larger number of workers.
     """
     failed = [trial.settings.num_workers for trial in trials if trial.failed is not None]
     if len(failed) >= _MAX_FAILURES:
@@ -274,42 +274,42 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSetti
     known, original = combined(trials), trial_of(trials, case.original)
     failures = [trial.failed for trial in trials if trial.failed is not None]
     if original is None or not any(one.measured for one in known):
-        why = f"Nothing could be tried: {failures[0]}" if failures else "There was no time to try anything"
+        why = f"No settings could be tried: {failures[0]}" if failures else "The time budget was too short"
         return case.original, f"{why}."
     chosen = _fewest_of_the_best(known)
     needed = _MIN_GAIN_ON_CPU if case.step.threads else 1 + TOLERANCE
-    speeds = f"{1 / _seconds(chosen):.3g} batches/s against {1 / _seconds(original):.3g} with the original settings"
+    speeds = f"{1 / _seconds(chosen):.3g} batches/s instead of {1 / _seconds(original):.3g} with the original settings"
     if _seconds(original) >= needed * _seconds(chosen):
         return _in_use(case, trials, chosen.settings), f"{speeds}. {_limit(case, chosen)}".strip()
     if failures:
-        reason = f"The original settings stay, because others failed: {failures[0]}."
+        reason = f"The original settings are kept, because other settings failed: {failures[0]}."
     elif chosen is not original and case.step.threads and _seconds(original) > (1 + TOLERANCE) * _seconds(chosen):
         reason = (
-            f"num_workers={chosen.settings.num_workers} promises {speeds}. The training step needs the cores, too, so "
-            f"less than {100 * (_MIN_GAIN_ON_CPU - 1):.0f} % is not certain enough."
+            f"num_workers={chosen.settings.num_workers} would give {speeds}. The training step also uses the CPU, so a "
+            f"gain of less than {100 * (_MIN_GAIN_ON_CPU - 1):.0f} % is uncertain."
         )
     else:
-        reason = f"No other settings came out more than {100 * TOLERANCE:.0f} % faster."
+        reason = f"No other settings were more than {100 * TOLERANCE:.0f} % faster."
     return case.original, f"{reason} {_limit(case, original)}".strip()
 
 
 def _limit(case: LoaderCase, chosen: LoaderTrial) -> str:
-    """Return a sentence about what keeps training from running as fast as its step; ``""`` if nothing does."""
+    """Return a sentence on the limit that keeps training slower than its step; ``""`` if there is none."""
     fed, limited_by = min(1.0, case.step.wall_s / _seconds(chosen)), case.plan.limited_by
     if fed > 1 / MIN_CEILING or limited_by is None:
         return ""
     needed = case.plan.workers_needed
-    step = f", a step {format_duration(case.step.cpu_s)}," if case.step.threads else ""
+    step = f" and a step takes {format_duration(case.step.cpu_s)}" if case.step.threads else ""
     return {
         "cores": f"The CPU is the limit: the step runs at most {100 * fed:.0f} % of the time. Loading a batch takes "
-        f"{format_duration(case.cost.cpu_s or 0.0)} of CPU time{step} and this job has {case.host.cores:g} cores.",
-        "shm": f"/dev/shm has no room for the batches of the {needed} workers that would feed the step.",
-        "memory": f"There is no memory for the {needed} workers that would feed the step.",
+        f"{format_duration(case.cost.cpu_s or 0.0)} of CPU time{step}, and this job has {case.host.cores:g} cores.",
+        "shm": f"/dev/shm is too small for the batches of the {needed} workers that the step needs.",
+        "memory": f"Memory is too small for the {needed} workers that the step needs.",
     }[limited_by]
 
 
 def _in_use(case: LoaderCase, trials: Sequence[LoaderTrial], settings: LoaderSettings) -> LoaderSettings:
-    """Add the settings that are not tried: persistent workers and pinned memory, by rules of thumb."""
+    """Set persistent workers and pinned memory, which are not tried, by rules of thumb."""
     if not settings.num_workers:
         return settings
     start_s = max((trial.start_s for trial in trials if trial.start_s is not None), default=0.0)

@@ -98,19 +98,19 @@ _MIN_BATCHES, _MIN_SECONDS, _PRECISION = 24, 0.4, 0.02
 _HOPELESS, _FIRST_BATCHES = 1.1, 8
 _TRIAL_SHARE = 0.12  # of the budget, at most; a search runs about eight trials
 _CHUNK = bytes(1 << 16)  # hashlib releases Python's lock for 2 KiB or more
-_GRACE_S = 0.5  # for items that are still being loaded at the end of a trial
-# The part of the budget reserved for ending workers that hang.
+_GRACE_S = 0.5  # for items in progress at the end of a trial
+# Part of the budget reserved for ending workers that hang.
 _RESERVE_S, _RESERVE_SHARE = 1.0, 0.2
 _MIN_TIMEOUT_S = 0.001  # torch treats zero as no timeout
 
 
 class Trials:
-    """Trials of a loader: indices of batches to load from it, and a stand-in step after each batch.
+    """Trials of a loader, with a stand-in for the training step after each batch.
 
     The loader, its sampler, and its generator do not change. The budget covers all trials together.
 
     Raises:
-        Exception: The sampler cannot be copied, or fails, or has no batches.
+        Exception: The sampler cannot be copied, fails, or has no batches.
     """
 
     def __init__(self, loader: DataLoader[Any], step: StepCost, budget_s: float) -> None:
@@ -188,7 +188,7 @@ class Trials:
                     passed.append(wait_s + step_s)
                     if len(passed) % _FIRST_BATCHES == 0 and self._is_enough(passed, best_s):
                         break
-        except Exception as error:  # noqa: BLE001 - any dataset: settings that fail here are not used in training
+        except Exception as error:  # noqa: BLE001 - after any error, these settings are not used in training
             failed = in_one_line(error)
         measured = failed is None and len(passed) >= _FIRST_BATCHES
         return LoaderTrial(
@@ -242,9 +242,9 @@ def in_one_line(error: Exception) -> str:
 
 
 def stand_in(step: StepCost) -> None:
-    """Use the wall time of a step and, if the step computes on the CPU, its CPU time.
+    """Take as much wall time as a step and, if the step computes on the CPU, as much CPU time.
 
-    Over 30 such cases, predictions were 26 % too fast on average with a step that sleeps, and 3 % with this one.
+    In 30 cases on the CPU, predictions were 26 % too fast on average with a step that sleeps, and 3 % with this one.
     """
     ends_s = time.perf_counter() + step.wall_s
     if step.threads:
@@ -266,7 +266,7 @@ def _burn(cpu_s: float) -> None:
 def _sample_indices(loader: DataLoader[Any]) -> list[Any]:
     """Return the indices that a copy of the loader's sampler yields."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    memo = {id(loader.dataset): loader.dataset}  # samplers may also refer to it
+    memo = {id(loader.dataset): loader.dataset}  # do not copy the dataset, which samplers may refer to
     ends_s = time.perf_counter() + _MAX_SAMPLING_S
     found = []
     for index in itertools.islice(copy.deepcopy(sampler, memo), _MAX_INDICES):
@@ -281,7 +281,7 @@ Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 class SilentRankError(Exception):
-    """The ranks of a job cannot agree; the message has the reason."""
+    """The ranks of a job cannot agree; the message gives the reason."""
 
 
 def search(
@@ -296,7 +296,7 @@ def search(
     bar: bool = False,
     gather: Gather = lambda facts: [facts],
 ) -> LoaderResult:
-    """Try the few settings that the cost of a batch suggests, and return the best of them.
+    """Try a few settings, based on the cost of a batch, and return the best of them.
 
     The loader and all random numbers of this process do not change. With ``gather``, whose errors propagate, all ranks
     search at the same time and get the same result. ``alone_s`` is the measured time for a batch in the training
@@ -311,7 +311,7 @@ def search(
         everyones = gather({**own, "host": dataclasses.asdict(host)})
         failed = next((facts["failed"] for facts in everyones if facts["failed"]), None)
         if failed or trials is None:
-            reason = f"The loader is left as it is: {failed}."
+            reason = f"The loader was not changed: {failed}."
         else:
             # All ranks wait for the slowest one in every step, so its costs and the tightest host count.
             slowest = max(everyones, key=lambda facts: float(facts["cost"]["wall_s"]))
@@ -358,15 +358,15 @@ def _probed(
     loader: DataLoader[Any], step: StepCost, budget_s: float, alone_s: float | None
 ) -> tuple[Trials | None, dict[str, Any]]:
     """Return the trials, and the facts for the other ranks."""
-    what = "its sampler gives no batches to try"
+    failure = "its sampler yields no batches"
     try:
         trials = Trials(loader, step, budget_s)
-        what = "worker processes cannot have copies of its dataset"
+        failure = "worker processes cannot copy its dataset"
         fingerprint(loader.dataset)
-        what = "a worker process cannot load a batch"
+        failure = "a worker process cannot load a batch"
         cost, start_s = trials.probe()
-    except Exception as error:  # noqa: BLE001 - any sampler or dataset: settings that fail here are not used in training
-        return None, {"failed": f"{what} ({in_one_line(error)})"}
+    except Exception as error:  # noqa: BLE001 - any error of a sampler or dataset is a reason not to change the loader
+        return None, {"failed": f"{failure} ({in_one_line(error)})"}
     return trials, {
         "failed": None,
         "cost": dataclasses.asdict(cost),
@@ -378,7 +378,7 @@ def _probed(
 
 @contextmanager
 def _progress(budget_s: float, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """Show the current trial on a terminal. No thread draws it, because processes are forked."""
+    """Show the current trial on a terminal, without a thread, because processes are forked."""
     bar = Progress(
         TextColumn("Trying DataLoader settings: {task.description}"),
         BarColumn(),
@@ -396,26 +396,26 @@ def _progress(budget_s: float, *, shown: bool) -> Iterator[Callable[[str], None]
 
 
 def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_s: float = 30.0) -> LoaderResult:
-    """Return the ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory`` that suit a loader.
+    """Find the best ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and ``pin_memory`` for a loader.
 
-    The cost of a batch, measured in a worker process, predicts the settings within the limits of this machine: cores
-    granted by affinity and cgroup, memory, ``/dev/shm``. The few candidates are tried with a training step that sleeps.
-    Like a step on a GPU, that leaves the cores to the workers; for steps on the CPU, use
-    :class:`~lightning_gpu_tools.NumWorkersFinder`. The choice is the smallest number of workers within 3 % of the best,
-    or the loader's own settings if they are as good.
+    Measures the cost of a batch in a worker process, and predicts settings within the limits of this machine: cores
+    (affinity and cgroup), memory, ``/dev/shm``. Then tries a few candidates with a training step that sleeps. Like a
+    step on a GPU, this leaves the cores to the workers; for steps on the CPU, use
+    :class:`~lightning_gpu_tools.NumWorkersFinder`. The result is the smallest number of workers within 3 % of the best,
+    or the loader's current settings if they are as good.
 
-    The loader, its dataset, sampler, and generator, and the random numbers of this process do not change: batches are
+    Does not change the loader, its dataset, sampler, and generator, or the random numbers of this process: batches are
     loaded only in worker processes.
 
     Args:
-        loader: The loader. It is left alone if it keeps its position, or if its dataset is iterable or holds an open
-            file or a lock.
+        loader: The loader. Nothing is tried if it keeps its position (``state_dict``), or if its dataset is iterable or
+            holds an open file or a lock.
         step_time_s: Duration of a training step once its batch is ready, in seconds.
-        budget_s: Time limit in seconds. A hard limit, even if an item of the dataset hangs.
+        budget_s: Time limit in seconds. It holds even if an item of the dataset hangs.
 
     Returns:
-        The result: ``.settings``, ``.reason``, ``.trials``. If nothing could be tried, for example because the dataset
-        raises an error, ``.settings`` are the loader's own, and ``.reason`` explains why.
+        The result, with ``.settings``, ``.reason``, ``.trials``. If nothing could be tried, for example because the
+        dataset raises an error, ``.settings`` are the current settings, and ``.reason`` explains why.
 
     Raises:
         ValueError: A time is not a positive number.
@@ -431,7 +431,7 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
     fixed = why_fixed(loader)
     if fixed is not None:
         original = settings_of(loader) if isinstance(loader, DataLoader) else None
-        return LoaderResult(original=original, settings=original, reason=f"The loader is left as it is: {fixed}.")
+        return LoaderResult(original=original, settings=original, reason=f"The loader was not changed: {fixed}.")
     try:
         epoch_steps = len(loader)
     except TypeError:  # a sampler without a length

@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
-# Private names of torch. Without the first one, loaders are left alone. Without the second one, workers end when their
+# Private names of torch. Without the first one, loaders are not changed. Without the second one, workers end when their
 # iterator is dropped.
 GET_ITERATOR = "_get_iterator"
 SHUT_DOWN_WORKERS = "_shutdown_workers"
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
-    """Return the current settings of a DataLoader, even if we have changed them."""
+    """Return the current settings of a DataLoader, including changes by this package."""
     if switch := vars(loader).get("switch"):
         in_use: LoaderSettings = switch.in_use
         return in_use
@@ -41,8 +41,8 @@ def why_fixed(loader: object) -> str | None:
         return f"a {kind.__qualname__} keeps its position (state_dict), which new workers would lose"
     if isinstance(loader.dataset, IterableDataset):
         return (
-            f"its dataset is iterable ({type(loader.dataset).__qualname__}) and divides itself among its workers: "
-            "with another number of them it could repeat or lose samples"
+            f"its dataset is iterable ({type(loader.dataset).__qualname__}), so another number of workers could "
+            "repeat or lose samples"
         )
     if not loader.in_order:
         return "in_order=False: the order of its batches depends on the workers"
@@ -75,7 +75,7 @@ def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any
     else:
         arguments |= {"batch_size": 1, "batch_sampler": indices}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores, for workers that wait
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: they mostly wait
         return DataLoader(loader.dataset, **arguments)
 
 
@@ -105,18 +105,18 @@ def batch_shape(batch: Any) -> tuple[int, ...] | None:
     return None if first is None or first.is_nested else tuple(first.shape)
 
 
-# Our default: the first 16 MiB of pickle represent the rest. A million paths have 64 MiB, which take a second.
+# Our default: the first 16 MiB of pickle represent the rest. A million paths are 64 MiB, which take a second.
 _MAX_BYTES = 16 * 2**20
-_ELEMENTS = 4096  # our default: about this many elements of a tensor or an array are read, spread over it
+_ELEMENTS = 4096  # our default: number of elements read of each tensor or array, spread over it
 _SKIPPED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, weakref.ReferenceType)
 _OWN_WAYS = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 
 def fingerprint(dataset: object) -> int:
-    """Return a number that changes when the dataset has changed.
+    """Return a number that changes when the dataset changes.
 
-    All its contents are pickled, except functions and classes, which forked workers have anyway. Workers also have what
-    ``__getstate__`` omits, such as an open file. That is searched for objects that cannot be copied, but not counted.
+    Pickles all its contents, except functions and classes, which forked workers have anyway. Objects that
+    ``__getstate__`` omits, such as an open file, do not affect the result, but must be possible to copy.
 
     Raises:
         Exception: Worker processes cannot copy the dataset: it holds an open file, a lock, a running generator, ...
@@ -189,7 +189,7 @@ class _LeftOut(_Walk):
         has_own_way = _has_own_way(thing)
         try:
             reduced = thing.__reduce_ex__(5)
-        except Exception:  # any class may refuse in any way
+        except Exception:  # classes refuse with any exception
             if _package(thing) != self._package:
                 raise
             return (object, (), vars(thing)) if has_own_way else (int, ())

@@ -1,4 +1,4 @@
-"""Start and end of DataLoader worker processes, in bounded time whatever they do."""
+"""Start and end of DataLoader worker processes, in bounded time even if they hang."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightning_gpu_tools.advice.failures import how_it_ended
 from lightning_gpu_tools.host import oom_kills
 from lightning_gpu_tools.loaders.settings import SHUT_DOWN_WORKERS
 
-GRACE_S = 5.0  # for workers to finish loading when they should end; torch gives this to each of them
+GRACE_S = 5.0  # for workers to finish loading before they end; torch gives each worker this time
 # Our defaults: SIGTERM can be ignored; SIGKILL only waits for a core, unless the kernel holds the process.
 _SIGNAL_TIMEOUTS_S = {BaseProcess.terminate: 0.5, BaseProcess.kill: 5.0}
-# A killed worker closes its sockets one by one, including its sentinel, and this process may be reading from them. It
-# has an exit code only after that. Our defaults: this takes microseconds, unless the core is busy.
+# A killed worker closes its sockets one by one, including its sentinel, and this process may be reading from them. Only
+# then does it have an exit code. Our defaults: this takes microseconds, unless the core is busy.
 _CLOSING_S = 1.0
 _DYING_S = 5.0
-# Messages of torch about workers that are alive; do not wait for their death.
+# Messages of torch about live workers; do not wait for their death.
 OF_LIVING_WORKERS = ("DataLoader timed out after", "in DataLoader worker process")
 # The torch file that raises in the main thread, at any point, when a worker has died.
 _SIGNAL_HANDLING = "torch/utils/data/_utils/signal_handling.py"
@@ -38,9 +38,9 @@ _of_parents: list[Batches] = []
 class Batches:
     """An iterator over a DataLoader that can end the workers it has started.
 
-    End the workers before the last reference is dropped. If a reference cycle holds the iterator, the garbage collector
-    closes its queues first, and torch waits 5 s for each worker. Unless ``trusted``, as for the user's own settings, a
-    dying worker interrupts the fetch of a batch, not the training step.
+    End the workers before dropping the last reference. If a reference cycle holds the iterator, the garbage collector
+    closes its queues first, and torch waits 5 s for each worker. A dying worker interrupts the fetch of a batch, not
+    the training step, unless the loader is ``trusted`` because it has the user's settings.
 
     Raises:
         Exception: The workers could not be started: the dataset cannot be pickled, too many files are open, ...
@@ -55,7 +55,7 @@ class Batches:
             with _interrupt_deferred(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Got pickle error|This DataLoader will create")
                 self.iterator = iter(loader)
-        finally:  # also after Ctrl-C, or if only some could be started
+        finally:  # also after Ctrl-C, and if only some were started
             self.workers = [process for process in multiprocessing.active_children() if process not in before]
             if self.iterator is None:
                 _end_by_signal(self.workers)
@@ -75,15 +75,15 @@ class Batches:
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """End the workers. Kill those that have not ended after ``grace_s`` seconds."""
-        if os.getpid() != self._home:  # a forked process must not end its parent's workers, nor let torch do so
+        if os.getpid() != self._home:  # a forked process must not end its parent's workers; nor must torch
             _of_parents.append(self)
             return
         iterator, self.iterator = self.iterator, None
         if iterator is None or not self.workers:
             return
-        # In a thread, because a killed worker may hold a torch lock, and then this would wait forever.
+        # In a thread, because this waits forever if a killed worker holds a lock of torch.
         shut_down = threading.Thread(target=getattr(iterator, SHUT_DOWN_WORKERS, lambda: None), daemon=True)
-        with deaths_ignored():  # torch's SIGCHLD handler would report the killed worker, which is already known here
+        with deaths_ignored():  # torch's SIGCHLD handler would report a worker that was killed here
             shut_down.start()
             shut_down.join(grace_s)
             _end_by_signal(self.workers)
@@ -114,8 +114,8 @@ def wait_for_exit_codes(workers: Sequence[BaseProcess]) -> None:
 def _interrupt_deferred() -> Iterator[None]:
     """Defer Ctrl-C to the end of a block that forks processes.
 
-    It is most likely to arrive during the fork. Python then raises KeyboardInterrupt in a function that the logging
-    module has registered to run after a fork, where exceptions are ignored.
+    During the fork, Python raises KeyboardInterrupt in a function that the logging module has registered to run after a
+    fork, where exceptions are ignored.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -146,7 +146,7 @@ def is_of_dead_worker(error: BaseException) -> bool:
 
 @contextmanager
 def deaths_ignored() -> Iterator[None]:
-    """Keep torch from raising when a worker dies, because a death that ended training is already known."""
+    """Keep torch from raising an error when a worker dies."""
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
-"""The folder that all users of the machine share, and the entries of live processes in it; see docs/claims.md.
+"""The claims folder, which all users of the machine share, and the entries of live processes in it; see docs/claims.md.
 
-An entry consists of two files. The record (``.json``) is complete before it becomes visible and is never written again.
-The Unix socket (``.sock``) is one on which its process listens but never answers. The kernel closes the socket with the
-last process that has it, so an entry is alive if a connection succeeds.
+An entry consists of two files. The record (``.json``) is complete before it becomes visible and never changes. On the
+Unix socket (``.sock``), the process listens but never answers. The kernel closes the socket when the last process that
+has it open ends, so an entry is alive if a connection succeeds.
 
 No user of the folder is trusted. The folder must be sticky, so that nobody can remove, rename, or replace other users'
 files. Only names in the format of ``Folder.put`` count, and a file speaks only for its owner. Symbolic links are not
@@ -30,11 +30,11 @@ from lightning_gpu_tools.units import printable, printable_path, user_name
 if TYPE_CHECKING:
     import socket
 
-TIMEOUT_LOCK_S = 30.0  # about 300 picks of 0.1 s: the holder hangs, or keeps the lock on purpose
-_TIMEOUT_CREATION_S = 2.0  # mkdir to chmod takes microseconds, but the process may lose the CPU
+TIMEOUT_LOCK_S = 30.0  # about 300 picks of 0.1 s; after that, the holder hangs or keeps the lock on purpose
+_TIMEOUT_CREATION_S = 2.0  # mkdir to chmod takes microseconds, unless the process loses the CPU
 MAX_RECORD_BYTES = 64 * 1024  # a record of 16 GPUs with 7 MIG instances each has 6 KiB
-_MAX_RECORDS_PER_USER = 1000  # the latest ones; a job has one for each of its processes
-_MAX_ATTEMPTS = 10  # our default: an attacker who races for a new name wins one time in fifty
+_MAX_RECORDS_PER_USER = 1000  # the latest ones; a job has one record per process
+_MAX_ATTEMPTS = 10  # our default: an attacker who races for a new name wins once in fifty attempts
 # The sticky bit keeps systemd-tmpfiles and the like from removing a file of a long job for its age
 # (XDG Base Directory Specification, XDG_RUNTIME_DIR).
 RECORD_MODE, SOCKET_MODE = 0o1644, 0o1666
@@ -51,15 +51,15 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 class Entry(NamedTuple):
     """An entry that a live process has put into the folder."""
 
-    since_ns: int  # the record's ctime, which nobody can backdate
-    name: str  # of its socket, without the extension
+    since_ns: int  # ctime of the record, which nobody can backdate
+    name: str  # file name of the socket, without the extension
     owner_id: int  # according to the file system
     record: str  # file name of the record
-    is_closed: bool = False  # others may not connect to its socket, so it may be dead
+    is_closed: bool = False  # this user may not connect to the socket, so the entry may be dead
 
     @property
     def uuid_starts(self) -> tuple[str, ...]:
-        """The prefixes of its GPUs' UUIDs, from its name; empty if they do not fit in a name."""
+        """Prefixes of the UUIDs of its GPUs, from its name; empty if they do not fit in a name."""
         return tuple(_UUID_START.findall(self.record))
 
 
@@ -81,10 +81,10 @@ class Held:
         self.name = name
         self._files = files
         self._descriptors: tuple[int, ...] = (folder, listener)
-        self._pid = os.getpid()  # a forked child also has the descriptors, but does not hold the entry
+        self._pid = os.getpid()  # a forked child has the descriptors, too, but does not hold the entry
 
     def is_in(self, path: str) -> bool:
-        """Return whether its files are in the folder that currently exists at a path."""
+        """Return whether its files are in the folder that is now at a path."""
         with contextlib.suppress(OSError):
             return all(_is_same(os.lstat(f"{path}/{file}"), own) for file, own in self._files.items())
         return False
@@ -128,18 +128,18 @@ class Folder:
         return found[::-1]
 
     def without_ended(self, names: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return the entries, as names and owners, without some ended ones: without all of them, if most have ended.
+        """Return the entries, as names and owners, without some ended ones; if most have ended, without all ended ones.
 
-        It checks entries until it has found more live than ended ones. If none has ended, that is a single check.
+        Checks entries until it has found more live than ended ones. If none has ended, this is a single check.
         """
         start = int.from_bytes(os.urandom(2), "big") % max(1, len(names))
-        unasked = [*names[start:], *names[:start]][::-1]
+        unchecked = [*names[start:], *names[:start]][::-1]
         live: list[tuple[str, int]] = []
-        while unasked and 2 * len(live) <= len(names) - len(unasked):
-            one = unasked.pop()
+        while unchecked and 2 * len(live) <= len(names) - len(unchecked):
+            one = unchecked.pop()
             if self._is_held(*one):  # an entry that is closed to this user does not count
                 live.append(one)
-        return live + unasked
+        return live + unchecked
 
     def read(self, entry: Entry) -> bytes:
         """Return an entry's record; raise ``OSError`` or ``ValueError`` if it is unreadable or invalid."""
@@ -155,7 +155,7 @@ class Folder:
             os.close(descriptor)
 
     def put(self, kind: str, record: bytes, uuids: Sequence[str] = ()) -> Held:
-        """Create and hold an entry. Leave nothing behind on failure."""
+        """Create and hold an entry. Remove its files on failure."""
         from socket import AF_UNIX, socket
 
         starts = [uuid[: len("GPU-12345678")] for uuid in uuids]
@@ -190,7 +190,7 @@ class Folder:
         for (name, owner_id), files in own.items():
             if self._is_held(name, owner_id) is False:
                 for file_name in sorted(files):  # records before sockets
-                    with contextlib.suppress(OSError):  # cannot be removed, so it only takes space
+                    with contextlib.suppress(OSError):  # a file that stays only takes space
                         os.unlink(file_name, dir_fd=self._descriptor)
 
     @property
@@ -203,7 +203,7 @@ class Folder:
         return self._read_mounted()
 
     def _read_mounted(self) -> dict[str, int | None]:
-        """Return files hidden by a mounted file system, which may fail or hang, and its owner."""
+        """Return files that are mount points, whose file systems may fail or hang, with the mounting users."""
         return mounted_in(os.readlink(self._here), read_kernel_file("/proc/self/mountinfo"))
 
     def _files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -248,7 +248,7 @@ class Folder:
             return False
         if not stat.S_ISSOCK(found.st_mode) or found.st_uid != owner_id:
             return False
-        from socket import AF_UNIX, socket  # this import takes a twentieth of the time of a pick without claims
+        from socket import AF_UNIX, socket  # takes a twentieth of the time of a pick without claims
 
         with socket(AF_UNIX) as probe:
             probe.setblocking(False)
@@ -256,7 +256,7 @@ class Folder:
                 probe.connect(f"{self._here}/{file}")
             except BlockingIOError:  # another process has already connected, and nobody accepts
                 return True
-            except PermissionError:  # because of its mode; or of a security module, which its owner cannot see
+            except PermissionError:  # due to its mode, or to a security module, which its owner cannot see
                 return True if found.st_mode & stat.S_IWOTH else None
             except OSError as error:
                 return error.errno not in (errno.ECONNREFUSED, errno.ENOENT, errno.EPROTOTYPE)
@@ -291,7 +291,7 @@ class Folder:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
     def _owner_of_others(self, files: Iterable[str]) -> int | None:
-        """Return the owner of the first of these files that belongs to another user; ``None`` if there is none."""
+        """Return the owner of the first file that belongs to another user; ``None`` if there is none."""
         mounted = self._read_mounted()
         for file in files:
             owner_id = mounted.get(file)
@@ -305,10 +305,10 @@ class Folder:
     def _refusal(self, error: OSError, culprit: int | None) -> ClaimsError:
         if culprit is not None:
             name = user_name(culprit)
-            reason = f"{name} puts files under each name that this user's claim gets"
+            reason = f"a process of {name} takes every file name that this claim tries"
             return _unusable(self.path, reason, f"Ask {name} or an administrator to end that process")
         if error.errno == errno.EACCES:
-            return _unusable(self.path, "this user may not create files in it", _open_to_all(self.path))
+            return _unusable(self.path, "you may not create files in it", _open_to_all(self.path))
         reason = f"no file or Unix socket can be created in it ({error.strerror})"
         return _unusable(self.path, reason, "Put it on a local file system with free space")
 
@@ -334,7 +334,7 @@ def locked_folder(path: str) -> Iterator[Folder]:
     while True:
         descriptor = _create_and_open(path)
         try:
-            # It may have been replaced meanwhile, and locks on two different folders exclude nobody.
+            # The folder may have been replaced meanwhile, and locks on two folders do not exclude each other.
             if _try_lock(descriptor) and _is_at(descriptor, path):
                 yield Folder(path, descriptor)
                 return
@@ -342,26 +342,26 @@ def locked_folder(path: str) -> Iterator[Folder]:
                 reason = f"{_holder_of_lock(descriptor)} has locked it for {TIMEOUT_LOCK_S:.0f} s"
                 raise ClaimsLockedError(*_unusable(path, reason, "End that process").args)
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile also has this descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # because a child forked meanwhile has this descriptor, too
             os.close(descriptor)
         time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random, so that waiting processes do not poll in lockstep
 
 
 def why_private(path: str) -> str | None:
-    """Return the reason that other jobs cannot see the folder; ``None`` if there is no sign of that."""
+    """Return the reason that other jobs cannot see the folder; ``None`` if none was found."""
     own_mounts = read_kernel_file("/proc/self/mountinfo")
     mount = mount_of(path, own_mounts)
     if mount != mount_of(path, read_kernel_file("/proc/1/mountinfo") or own_mounts):  # hidden by hidepid
-        return "is private to this job, on a mount of its own"
+        return "is on a mount that only this job sees"
     markers = ("/.dockerenv", "/run/.containerenv")  # created by Docker; by Podman
     is_contained = any(map(os.path.exists, markers)) or "KUBERNETES_SERVICE_HOST" in os.environ
     if is_contained and mount == mount_of("/", own_mounts):
-        return "is private to this container"
+        return "is inside this container"
     return None
 
 
 def mounted_in(path: str, mounts: str) -> dict[str, int | None]:
-    """Return files of a folder that are mount points by a ``/proc/PID/mountinfo``, and the mounting user if given."""
+    """Return the mount points in a folder according to ``/proc/PID/mountinfo``, with the mounting users, if given."""
     folder = path.translate({ord(char): f"\\{ord(char):03o}" for char in " \t\n\\"})  # as the kernel writes it
     found = {}
     for line in mounts.splitlines():
@@ -373,7 +373,7 @@ def mounted_in(path: str, mounts: str) -> dict[str, int | None]:
 
 
 def mount_of(path: str, mounts: str) -> tuple[str, str] | None:
-    """Return the device, and the folder on it, that is mounted at a path according to a ``/proc/PID/mountinfo``."""
+    """Return the device and its folder that are mounted at a path according to ``/proc/PID/mountinfo``."""
     found, longest = None, ""
     for line in mounts.splitlines():
         _, _, device, folder, point = line.split(" ")[:5]
@@ -404,7 +404,7 @@ def _create_and_open(path: str) -> int:
 
 
 def _is_being_made(path: str) -> bool:
-    """Return whether another user may have just created the folder without opening it to everybody yet."""
+    """Return whether another user may have created the folder just now and not yet opened it to everybody."""
     found = os.lstat(path)
     return found.st_uid != os.geteuid() and not found.st_mode & 0o002 and time.time() - found.st_ctime < 1
 
@@ -413,7 +413,7 @@ def _open(path: str) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except PermissionError as error:
-        raise _unusable(path, "this user may not read it", _open_to_all(path)) from error
+        raise _unusable(path, "you may not read it", _open_to_all(path)) from error
     except NotADirectoryError as error:
         kind = "a symbolic link, which is not followed" if os.path.islink(path) else "not a folder"
         raise _unusable(path, f"it is {kind}", "Remove it") from error
@@ -422,10 +422,10 @@ def _open(path: str) -> int:
     except OSError as error:
         raise _unusable(path, f"it cannot be opened ({error.strerror})", "Check its file system") from error
     try:
-        os.stat(".", dir_fd=descriptor)  # the user may be allowed to list it, but nothing else
+        os.stat(".", dir_fd=descriptor)  # the user may be allowed only to list it
     except PermissionError as error:
         os.close(descriptor)
-        raise _unusable(path, "this user may not read what is in it", _open_to_all(path)) from error
+        raise _unusable(path, "you may not read its files", _open_to_all(path)) from error
     mode = os.fstat(descriptor).st_mode
     if mode & 0o022 and not mode & stat.S_ISVTX:
         os.close(descriptor)
@@ -438,7 +438,7 @@ def _open(path: str) -> int:
 
 def _open_to_all(path: str) -> str:
     try:
-        owner = f"{user_name(os.stat(path).st_uid)}, who owns it, or an administrator"
+        owner = f"Its owner {user_name(os.stat(path).st_uid)} or an administrator"
     except OSError:  # a parent folder is closed, too
         owner = "An administrator"
     return f"{owner} can open it to all users: chmod 1777 {printable_path(path)}"
@@ -446,7 +446,7 @@ def _open_to_all(path: str) -> str:
 
 def _unusable(path: str, reason: str, advice: str) -> ClaimsError:
     return ClaimsError(
-        f"The claims folder {printable_path(path)} cannot be used: {reason}. {advice}; or set "
+        f"The claims folder {printable_path(path)} cannot be used: {reason}. {advice}. Or set "
         "LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all users share."
     )
 
@@ -454,13 +454,13 @@ def _unusable(path: str, reason: str, advice: str) -> ClaimsError:
 def _remove(folder: int, files: Mapping[str, os.stat_result]) -> None:
     """Remove the files of an entry, unless they were replaced by others."""
     for file, own in sorted(files.items()):  # the record before the socket that keeps it alive
-        with contextlib.suppress(OSError):  # missing; or it cannot be removed, and then it only takes space
+        with contextlib.suppress(OSError):  # missing; or it stays and only takes space
             if _is_same(os.stat(file, dir_fd=folder, follow_symlinks=False), own):
                 os.unlink(file, dir_fd=folder)
 
 
 def _is_same(found: os.stat_result, own: os.stat_result) -> bool:
-    """Return whether it is the same file, not another user's file with the inode of a removed one."""
+    """Return whether it is the same file, not another user's file that reuses the inode."""
     return os.path.samestat(found, own) and found.st_uid == own.st_uid
 
 
@@ -481,9 +481,9 @@ def _holder_of_lock(descriptor: int) -> str:
     found = os.fstat(descriptor)
     file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     for words in map(str.split, read_kernel_file("/proc/locks").splitlines()):
-        if words[-3] == file and "->" not in words:  # an arrow marks a waiting process
+        if words[-3] == file and "->" not in words:  # an arrow marks waiting processes
             pid = words[-4]
             with contextlib.suppress(OSError):
                 name = printable(read_kernel_file(f"/proc/{pid}/comm").strip())
                 return f"{name} of {user_name(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
-    return "a process that cannot be seen from here"
+    return "a process that is not visible from here"

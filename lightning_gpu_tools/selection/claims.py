@@ -1,7 +1,7 @@
 """Claims: the declared needs of live jobs on GPUs, visible to all users of the machine.
 
-Each process of a job has a record, and the job's claim lives as long as any of them. This module defines the content of
-records; ``claim_files`` stores them and detects which are live. docs/claims.md has the protocol on one page.
+Each process of a job has a record, and the claim lives as long as any of these processes. This module defines the
+content of records; ``claim_files`` stores them and detects which are live. docs/claims.md describes the protocol.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held, Unreadable
 
 _Parsed = TypeVar("_Parsed")
-# Names of the jobs of this process and of its children, comma-separated.
+# Names of the jobs of this process and its children, comma-separated.
 JOB_VARIABLE = "LIGHTNING_GPU_TOOLS_JOB"
 _KEPT_VARIABLE = "LIGHTNING_GPU_TOOLS_KEPT"  # set to 1 under ``run``, where a process keeps the claim
 _DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often differs between users
 _MAX_PID = 2**22  # PID_MAX_LIMIT of 64-bit Linux, proc_sys_kernel(5)
 _MAX_UUIDS = 1024  # more than on 16 GPUs in MIG mode
 _UUID = re.compile(r"[\w/-]{1,100}")
-_CLOSED = object()  # in place of a record that this user may not read
+_CLOSED = object()  # stands for a record that this user may not read
 KEEP_EVERY_S = 1.0  # our default; it costs two lstat() calls
 
 
@@ -43,7 +43,7 @@ def own_jobs() -> list[str]:
 
 
 def adopt_job(job: str) -> None:
-    """Make a job one of this process and of its children."""
+    """Add a job to those of this process and its children."""
     os.environ[JOB_VARIABLE] = ",".join(dict.fromkeys([*own_jobs(), job]))
 
 
@@ -58,7 +58,7 @@ def is_trusted(claim: GpuClaim) -> bool:
 
 
 def is_kept() -> bool:
-    """Return whether a process of ``run`` keeps the claim of this job."""
+    """Return whether a process started by ``run`` keeps the claim of this job."""
     return _KEPT_VARIABLE in os.environ
 
 
@@ -69,7 +69,7 @@ def directory() -> str:
 
 @contextlib.contextmanager
 def read_ledger(path: str) -> Iterator[Ledger]:
-    """Read claims without a lock, while others make and release them. Never wait, and create nothing."""
+    """Read claims without a lock, while others make and release them. Never waits, and creates nothing."""
     _check_system()
     with claim_files.open_folder(path) as folder:
         if folder:
@@ -79,7 +79,7 @@ def read_ledger(path: str) -> Iterator[Ledger]:
 
 @contextlib.contextmanager
 def open_ledger(path: str) -> Iterator[Ledger]:
-    """Lock all claims, so that no other process can claim at the same time."""
+    """Lock the claims, so that no other process can claim at the same time."""
     _check_system()
     with claim_files.locked_folder(path) as folder:
         _name_owner(folder)
@@ -88,9 +88,9 @@ def open_ledger(path: str) -> Iterator[Ledger]:
 
 
 def still_waiting(jobs: Sequence[GpuWaiter]) -> list[GpuWaiter]:
-    """Return the waiting jobs without some ended ones: without all of them, if most have ended.
+    """Return the waiting jobs without some ended ones; if most have ended, without all ended ones.
 
-    That is far cheaper than reading the queue.
+    This is far cheaper than reading the queue.
     """
     waiters = {(job.name, job.owner_id): job for job in jobs}
     try:
@@ -100,13 +100,13 @@ def still_waiting(jobs: Sequence[GpuWaiter]) -> list[GpuWaiter]:
         return []
 
 
-_held_claims: list[HeldClaim] = []  # of this process; forked children have a copy
+_held_claims: list[HeldClaim] = []  # a forked child has a copy of its parent's
 
 
 class HeldClaim:
     """A claim that this process holds until it ends or releases the claim.
 
-    ``yield_after_s``: after so many seconds of idle GPUs, the job agreed to end for others; ``None``: it did not.
+    ``yield_after_s`` is the number of idle seconds after which the job agreed to end for others; ``None``: never.
     """
 
     def __init__(self, path: str, content: dict[str, Any], held: Held, yield_after_s: float | None) -> None:
@@ -127,7 +127,7 @@ class HeldClaim:
 
     @property
     def pid(self) -> int:
-        """The process that made the claim, or the program that it has executed since."""
+        """PID of the process that made the claim, even if it has executed a program since."""
         return self._process.pid
 
     @property
@@ -151,7 +151,7 @@ class HeldClaim:
         try:
             event = self._take_again()
         except Exception as error:  # noqa: BLE001 - after any error, the next attempt may succeed
-            event = f"The claim of this job was removed and cannot be made again. {printable(error, 1000)}"
+            event = f"The claim of this job was removed and cannot be restored. {printable(error, 1000)}"
         if event in self._said:
             return ""
         self._said.add(event)
@@ -167,7 +167,7 @@ class HeldClaim:
                 and any(map(claim.is_on, uuids))
                 and "exclusive" in (kind, claim.kind)
             ]
-            # Two exclusive claims on one GPU would both be false.
+            # Two exclusive claims on one GPU would contradict each other.
             content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
             self._held.append(ledger.put("claim", content, self._process))
             owner = ledger.foreign_owner
@@ -178,14 +178,14 @@ class HeldClaim:
         by = f", which belongs to {owner}" if owner else ""
         event = f"The claim of this job on {', '.join(uuids)} was removed from {printable_path(self._path)}{by}."
         if not rivals:
-            return f"{event} No other job has claimed it exclusively, and this job has claimed it again."
+            return f"{event} No other job had claimed it exclusively, so this job has claimed it again."
         names = ", ".join(folded_claims(rivals, str))
-        return f"{event} Meanwhile it was claimed by {names}. Both jobs use it now: agree with them, or stop this job."
+        return f"{event} Meanwhile {names} claimed it. Both jobs now use it: talk to them, or stop this job."
 
     def pass_on(self, meanwhile: Callable[[int], object]) -> None:
-        """Pass the claim on to a program that this process executes, and start a process that keeps it that long.
+        """Pass the claim on to a program that this process executes, and start a process that keeps it for as long.
 
-        That process calls ``meanwhile`` with the end of a pipe, whose other end the program and its children have.
+        The new process calls ``meanwhile`` with one end of a pipe. The program and its children have the other end.
         """
         self._held[0].pass_on()
         with contextlib.suppress(OSError):  # no process can be started: others may remove the claim unnoticed
@@ -223,8 +223,8 @@ class HeldClaim:
         while not poll.poll(KEEP_EVERY_S * 1000):
             if event := self.keep():
                 write_line(event)
-            # A reader of the program's output must not have to wait for the program's children. Without children, the
-            # pipe closes before the kernel reports the end of the program.
+            # Whoever reads the program's output must not have to wait for the program's children. Without children,
+            # the pipe closes before the kernel reports the end of the program.
             if self._process.is_running is False and not poll.poll(0):
                 os.dup2(nowhere, 2)
         self.release()
@@ -236,13 +236,13 @@ def held_claims() -> list[HeldClaim]:
 
 
 def keep_claims() -> list[str]:
-    """Take claims of this process again if their files were removed. Return messages. Safe in any thread."""
+    """Restore claims of this process whose files were removed. Return messages. Safe in any thread."""
     return [event for claim in held_claims() if (event := claim.keep())]
 
 
 def write_line(text: str) -> None:
     """Write a line to stderr without Python's locks, which a thread may have held when this process was forked."""
-    with contextlib.suppress(OSError):  # nobody reads it anymore
+    with contextlib.suppress(OSError):  # stderr was closed
         os.write(2, f"lightning-gpu-tools: {text}\n".encode())
 
 
@@ -258,7 +258,7 @@ class Ledger:
 
     @property
     def foreign_owner(self) -> str:
-        """The folder's owner if neither root nor this user, else ``""``. The owner can remove others' files in it."""
+        """The folder's owner, who can remove others' files; ``""`` if it is root or this user."""
         owner_id = 0 if self._folder is None else self._folder.owner_id
         return user_name(owner_id) if _is_foreign(owner_id) else ""
 
@@ -302,7 +302,7 @@ class Ledger:
         job: str | None = None,
         yield_after_s: float | None = None,
     ) -> HeldClaim:
-        """Claim GPUs as in ``GpuClaim``, for a new job or as another process of an existing job."""
+        """Claim GPUs as in ``GpuClaim``, for a new job or for another process of an existing job."""
         job = job or os.urandom(8).hex()
         content = {"job": job, "uuids": list(uuids), "kind": kind, "memory_bytes": memory_bytes, "group": group}
         content["yields"] = yield_after_s is not None
@@ -311,7 +311,7 @@ class Ledger:
         return HeldClaim(self._folder.path, content, held, yield_after_s)
 
     def join(self, claim: GpuClaim, yield_after_s: float | None = None) -> HeldClaim | None:
-        """Join a claim, which lives as long as its last holder; return ``None`` if this process already holds it."""
+        """Hold an existing claim in this process, too; return ``None`` if it already does."""
         own = ProcessId.of(os.getpid())
         agreed = [one.yields for one, process in self.records([claim.job]) if process == own]
         if agreed and (yield_after_s is None or any(agreed)):
@@ -341,7 +341,7 @@ class Ledger:
         return self._folder.put(kind, json.dumps(record, indent=1).encode(), content["uuids"])
 
     def _parsed(self, kind: str, parse: Callable[[Any, Entry], _Parsed]) -> Iterator[_Parsed]:
-        """Yield the parsed live records of a kind, earliest first, and warn of invalid ones.
+        """Yield the parsed live records of a kind, earliest first, and warn about invalid ones.
 
         A record that this user may not read is parsed as ``_CLOSED``.
         """
@@ -363,7 +363,7 @@ class Ledger:
             except FileNotFoundError:  # released meanwhile
                 continue
             except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-                # Other users' mistakes, or malice, must not keep anybody from using GPUs.
+                # Mistakes or malice of other users must not keep anybody from using GPUs.
                 unreadable.append(problem(entry.record, reason=repr(error)))
                 continue
             if closed_file:
@@ -396,7 +396,7 @@ _warned_of: set[tuple[str, int | None, str]] = set()
 
 
 def _warn_of_files(path: str, files: Sequence[Unreadable], message: str) -> None:
-    """Warn of the first file of each user and of the number of further files, once in this process."""
+    """Warn about the first file of each user and the number of further files, once in this process."""
     for owner_id in dict.fromkeys(one.owner_id for one in files):
         if (path, owner_id, message) in _warned_of:
             continue
@@ -410,14 +410,14 @@ def _warn_of_files(path: str, files: Sequence[Unreadable], message: str) -> None
 
 def _check_system() -> None:
     if sys.platform != "linux":
-        raise ClaimsError("Claims need Linux, so it is not known which GPUs other jobs have claimed.")
+        raise ClaimsError("Claims work only on Linux, so the claims of other jobs are unknown.")
 
 
 def _is_foreign(user_id: int) -> bool:
     """Return whether a user is neither this user nor root."""
     if user_id in (0, os.geteuid()):
         return False
-    # In an ordinary user's container, root outside appears as the overflow user, which stands for all unmapped users.
+    # In an unprivileged container, root of the host appears as the overflow user, like all unmapped users.
     is_outside = read_kernel_file("/proc/sys/kernel/overflowuid").strip() == str(user_id)
     return not is_outside or read_kernel_file("/proc/self/uid_map").split() == ["0", "0", str(2**32 - 1)]
 
@@ -427,12 +427,12 @@ def _name_owner(folder: Folder) -> None:
         path = printable_path(folder.path)
         warn_once(
             f"The claims folder {path} belongs to {user_name(folder.owner_id)}, who can remove the claims of others. "
-            f"An administrator can take it over: chown root {path}"
+            f"To prevent this, an administrator can run: chown root {path}"
         )
 
 
 def warn_if_private() -> None:
-    """Warn once in a job if others cannot see the claims that this job's guarantees depend on."""
+    """Warn once per job if other jobs cannot see the claims that this job's guarantees depend on."""
     path = directory()
     # A folder that was set explicitly is not checked. Children would repeat the first process's warning.
     if sys.platform != "linux" or path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
@@ -441,12 +441,12 @@ def warn_if_private() -> None:
     if why:
         warn_once(
             f"The claims folder {path} {why}, so this job and jobs outside do not see each other's claims. Set "
-            "LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all jobs of this server share; docs/claims.md says how."
+            "LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all jobs of this server share (see docs/claims.md)."
         )
 
 
 def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]:
-    if record is _CLOSED:  # to this user, so it may be a claim of any kind, on all GPUs
+    if record is _CLOSED:  # it may be a claim of any kind, on all GPUs
         claim = GpuClaim(
             job="",
             uuids=entry.uuid_starts or ("GPU-", "MIG-"),

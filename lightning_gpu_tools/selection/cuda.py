@@ -1,4 +1,4 @@
-"""Facts that only CUDA has, without starting it in this process."""
+"""Facts that only CUDA knows, found without starting CUDA in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from lightning_gpu_tools.errors import LightningGpuToolsError
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
-_LIMIT_S = 10.0  # our default: CUDA starts in a second or two, and other jobs wait for the claims meanwhile
+_LIMIT_S = 10.0  # our default: CUDA starts in one or two seconds, and other jobs wait for the claims meanwhile
 _LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 _PRINT_UUIDS = f"""
 import ctypes, uuid
@@ -54,11 +54,11 @@ def device_order() -> tuple[str, ...]:
     except subprocess.TimeoutExpired:
         late = f" within {_LIMIT_S:.0f} s"
         child.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a call that hangs in the driver also delays its end
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging driver call also delays the end of the child
             child.communicate(timeout=1)
     if child.returncode != 0:
         raise LightningGpuToolsError(
-            "CUDA_VISIBLE_DEVICES holds numbers, this machine's GPUs differ, and CUDA did not report how it numbers "
-            f"them{late}. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or put UUIDs into CUDA_VISIBLE_DEVICES."
+            f"CUDA did not report the order of its devices{late}, which the numbers in CUDA_VISIBLE_DEVICES depend on. "
+            "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs in CUDA_VISIBLE_DEVICES."
         )
     return tuple(uuids.split())

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 # The launchers that Lightning detects, in its order, except Kubeflow, which starts one process per container. Fields:
-# the program; the variables for the number of local processes and for this process's number among them; variables that
-# identify the job, with different values after a restart, because a restarted job chooses again.
+# the program; the variables for the number of local processes and for the local rank; variables that identify the job.
+# Their values change when the job restarts, because a restarted job picks again.
 _LAUNCHERS = (
     (
         "torchrun",
@@ -23,7 +23,7 @@ _LAUNCHERS = (
         "SLURM_LOCALID",
         ("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT"),
     ),
-    # Both have a PMIx server, which provides the name of the job.
+    # Both have a PMIx server, which names the job.
     ("jsrun", "JSM_NAMESPACE_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ("LSB_JOBID", "PMIX_NAMESPACE")),
     ("mpirun", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("PMIX_NAMESPACE",)),
     ("mpiexec", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", ()),  # of MPICH and Intel MPI
@@ -36,8 +36,8 @@ class Launch(NamedTuple):
     program: str
     processes: int | None  # None: unknown
     local_rank: str
-    job: tuple[str, ...]  # equal for all of them and for no other process of this machine; empty if unknown
-    needs: str | None = None  # what Lightning lacks to train in all of them together, not in each one separately
+    job: tuple[str, ...]  # identical for these processes and for no other on this machine; empty if unknown
+    needs: str | None = None  # missing requirement without which Lightning trains in each process separately
 
     @property
     def remedy(self) -> str:
@@ -45,8 +45,8 @@ class Launch(NamedTuple):
         return f"To pick once for all, put `lightning-gpu-tools run -n {self.processes} --` before {self.program}."
 
     def group(self, gpus: int) -> str:
-        """Return a name for their shared choice of that many GPUs."""
-        # Includes the host, because containers that share the claims may use the same port.
+        """Return a name for their shared choice of this number of GPUs."""
+        # The name includes the host, because containers that share the claims may use the same port.
         return " ".join([platform.node(), *self.job, f"devices={gpus}"])
 
 
@@ -58,7 +58,7 @@ def find_launch(environ: Mapping[str, str], *, has_mpi4py: bool) -> Launch | Non
             continue
         job = [environ.get(name, "") for name in names]
         if program == "torchrun":
-            # <folder of this start>/<rank>/error.json: ranks left from an earlier start may have the same names.
+            # <folder of this start>/<rank>/error.json. Ranks of an earlier start may still exist with the same names.
             job.append(environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/")[0].rpartition("/")[0])
         node = int(environ["SLURM_NODEID"]) if program == "srun" else 0
         needs = _needs(program, environ, has_mpi4py)
@@ -74,15 +74,15 @@ def find_launch(environ: Mapping[str, str], *, has_mpi4py: bool) -> Launch | Non
 
 
 def _processes(counts: str, node: int) -> int:
-    """Return a node's number of processes. SLURM's ``"2(x3),1"``: two on each of three nodes, one on the fourth."""
+    """Return a node's number of processes. SLURM's ``"2(x3),1"`` means 2 on each of three nodes, 1 on the fourth."""
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(processes) for processes, nodes in runs for _ in range(int(nodes or 1))][node]
 
 
 def _needs(program: str, environ: Mapping[str, str], has_mpi4py: bool) -> str | None:
     if program == "srun" and environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
-        # Lightning takes this for a shell in which jobs are started without srun, see SLURMEnvironment.detect.
-        return f"another name than {environ['SLURM_JOB_NAME']!r} for the job: put SLURM_JOB_NAME=train before srun"
+        # Lightning takes this for an interactive shell, see SLURMEnvironment.detect.
+        return f"a job name other than {environ['SLURM_JOB_NAME']!r}: put SLURM_JOB_NAME=train before srun"
     if program in ("mpirun", "mpiexec") and not has_mpi4py:
         return "the package mpi4py"
     return None

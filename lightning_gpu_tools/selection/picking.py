@@ -1,4 +1,4 @@
-"""Picking GPUs: reads, ranks, and claims them in one atomic step with respect to other jobs."""
+"""Picking GPUs: read, rank, and claim them in one step that is atomic with respect to other jobs."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _POLL_AFTER_S = 0.8
-_POLL_JITTER_S = 0.4  # random, so that waiting processes do not all poll at the same moment
-# Our default: the first job in the queue polls with at most a 150th of a core. The n-th uses an n-th of that, because
-# others come first. 200 jobs that waited on a server with 112 MIG instances took 8 % of a core together.
+_POLL_JITTER_S = 0.4  # random, so that waiting processes do not poll in lockstep
+# Our default: the first job in the queue uses at most a 150th of a core for polling. The n-th job uses an n-th of that,
+# because others come first. 200 jobs waiting on a server with 112 MIG instances took 8 % of a core together.
 _MAX_LOAD = 1 / 150
 _MAX_POLL_AFTER_S = 300.0
 _ANNOUNCE_EVERY_S = 60.0
@@ -48,12 +48,12 @@ _FULL_UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @dataclass(frozen=True, slots=True)
 class GpuSelection:
-    """The GPUs that were picked, and the claim on them, which lasts until ``release()`` or the end of this process.
+    """The picked GPUs, and the claim on them, which lasts until ``release()`` or the end of this process.
 
     As a context manager, it releases the claim at the end of the block.
 
     Attributes:
-        gpus: Their readings at the moment of the pick, best first.
+        gpus: Readings of the GPUs at the time of the pick, best first.
         reason: A sentence that explains the choice; empty if another process of the job picked them.
     """
 
@@ -68,7 +68,7 @@ class GpuSelection:
 
     @property
     def cuda_visible_devices(self) -> str:
-        """The value of ``CUDA_VISIBLE_DEVICES`` that shows a program only these GPUs, with the best as ``cuda:0``."""
+        """The value for ``CUDA_VISIBLE_DEVICES`` that makes only these GPUs visible, with the best as ``cuda:0``."""
         return ",".join(self.uuids)
 
     def apply(self) -> None:
@@ -81,7 +81,7 @@ class GpuSelection:
         self.adopt()
 
     def adopt(self) -> None:
-        """Treat the claim as one of this process and its children."""
+        """Make the claim count as that of this process and its children."""
         if self._claim:
             claims.adopt_job(self._claim.job)
 
@@ -91,7 +91,7 @@ class GpuSelection:
             self._claim.pass_on(functools.partial(yielding.watch_program, self._claim))
 
     def release(self) -> None:
-        """Release the claim. ``CUDA_VISIBLE_DEVICES`` does not change."""
+        """Release the claim. Does not change ``CUDA_VISIBLE_DEVICES``."""
         if self._claim:
             self._claim.release()
 
@@ -113,7 +113,7 @@ def show_gpus(uuids: Sequence[str]) -> None:
     if cuda.is_initialized():
         raise CudaAlreadyInitializedError(
             "CUDA has already started in this process and has read CUDA_VISIBLE_DEVICES. Pick the GPUs before anything "
-            "uses CUDA; even torch.cuda.is_available() can start it."
+            "uses CUDA, including torch.cuda.is_available(), which can start it."
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = mask
 
@@ -145,26 +145,26 @@ def select_gpus(
     package; they do not keep other programs off a GPU.
 
     Ranks that Lightning's DDP starts get the GPUs that the first rank applied. Under torchrun, SLURM, and MPI, each
-    rank picks for itself; use :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` or a strategy there.
+    rank picks its own GPUs. There, use :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator` or a strategy.
 
     Args:
         count: Number of GPUs. You never get fewer.
-        min_free: Memory that each GPU must have free beyond what live claims will still use, and that is claimed on
-            each: ``"8GiB"`` or bytes. Without it, all memory of each is claimed, and others pick these GPUs last.
-        max_utilization: Highest utilization that each GPU may have, in percent.
+        min_free: Free memory that each GPU must have in addition to live claims, as bytes or ``"8GiB"``. This amount is
+            claimed on each GPU. By default, all memory is claimed, and others use these GPUs only as a last resort.
+        max_utilization: Highest allowed utilization of each GPU, in percent.
         exclusive: Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.
-        wait: Longest time to wait for them, ``"10m"`` or seconds; ``None``: do not wait. First come, first served: jobs
-            that came earlier have as many GPUs reserved as they requested.
-        yield_after: Once the GPUs have been idle for so long (0 % utilization, by the driver) and another job waits for
-            one of them, the processes that claimed them get SIGTERM; ``"2h"`` or seconds, at least 60. ``None``: never,
-            nor on a driver that does not report utilization.
-        claim: Whether to claim them. Claims of others count in any case.
+        wait: Longest time to wait, in seconds or as ``"10m"``. ``None``: do not wait. First come, first served: GPUs
+            are reserved for jobs that have waited longer.
+        yield_after: Send SIGTERM to the processes that claimed the GPUs once the GPUs have been idle for this time (0 %
+            utilization according to the driver) and another job waits for one of them. In seconds, at least 60, or as
+            ``"2h"``. ``None``: never. Has no effect if the driver does not report utilization.
+        claim: Whether to claim the GPUs. The claims of others are respected in any case.
 
     Raises:
-        NotEnoughGpusError: Fewer than ``count`` GPUs qualify; the message gives the reasons.
+        NotEnoughGpusError: Fewer than ``count`` GPUs qualify; the message lists the reasons.
         NvmlUnavailableError: There is no usable NVIDIA driver.
-        ClaimsError: Claims cannot be read or made, and ``exclusive`` or ``min_free`` depend on them. Otherwise this is
-            only a warning, and the GPUs are not claimed.
+        ClaimsError: Claims cannot be read or made, and ``exclusive`` or ``min_free`` depend on them. Otherwise, there
+            is only a warning, and the GPUs are not claimed.
         ValueError: An option is out of range.
     """
     request = Request(
@@ -183,16 +183,16 @@ def select_gpus(
 
 @dataclass
 class Attempt:
-    """One attempt to get GPUs, with the claims locked: the basis of a decision."""
+    """One attempt to get GPUs, with the claims locked."""
 
     request: Request
     ledger: claims.Ledger
-    problem: ClaimsError | None  # why claims cannot be made, or not even read
+    problem: ClaimsError | None  # the reason that claims cannot be made or read
     read_gpus: Callable[[], tuple[GpuReading, ...]]
     ahead: Sequence[GpuWaiter]  # jobs that have waited longer
-    # Name of the processes that share one choice: the first process makes it, and the others adopt it.
+    # Name of the processes that share one choice. The first process makes it, and the others adopt it.
     group: str | None
-    # UUIDs to pick from, which also set the order of the result; None: those in CUDA_VISIBLE_DEVICES, best first.
+    # UUIDs to pick from, in the order of the result. None: those in CUDA_VISIBLE_DEVICES, best first.
     among: Sequence[str] | None
 
     @functools.cached_property
@@ -211,7 +211,7 @@ class Attempt:
 
     @property
     def visible_uuids(self) -> tuple[str, ...]:
-        """The UUIDs of ``visible``, without the driver if ``CUDA_VISIBLE_DEVICES`` has them in full."""
+        """The UUIDs of ``visible``. Does not use the driver if ``CUDA_VISIBLE_DEVICES`` has full UUIDs."""
         if self.among is not None:
             return tuple(self.among)
         entries = tuple(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
@@ -233,7 +233,7 @@ class Attempt:
     def choose(self) -> GpuSelection:
         """Pick and claim GPUs. Raise the errors of :func:`select_gpus`."""
         if self.problem:
-            self._go_on_without(self.problem)
+            self._continue_without_claims(self.problem)
         visible = self.visible
         by_uuid = {gpu.uuid: gpu for gpu in visible}
         for claim in reversed(self.live_claims):
@@ -244,26 +244,26 @@ class Attempt:
         if len(ranking.candidates) < self.request.count:
             raise self._not_enough(ranking)
         chosen = _best_set(ranking.candidates, self.request)
-        if self.among is not None:  # child processes number them like this once CUDA has started in the parent
+        if self.among is not None:  # child processes number GPUs in this order once CUDA has started in the parent
             chosen = tuple(sorted(chosen, key=lambda one: visible.index(one.gpu)))
         held = None
         if self.ledger.takes_claims and (self.request.claim or self.group is not None):
             try:
                 held = self.take([str(one.gpu.uuid) for one in chosen])
             except ClaimsError as error:
-                self._go_on_without(error)
+                self._continue_without_claims(error)
         return GpuSelection(tuple(one.gpu for one in chosen), why_picked(chosen, visible), held)
 
     def is_choice_of_job(self, claim: GpuClaim) -> bool:
-        """Return whether another process of this job made this choice. Choosing again could give a different result."""
+        """Return whether another process of this job made this choice. Picking again could give a different result."""
         if self.group is not None and claim.group == self.group:
-            return claims.is_trusted(claim)  # anybody can write any name of a group
-        # Lightning's DDP starts its other ranks by running the script again, so they make the first rank's request.
+            return claims.is_trusted(claim)  # anybody can write any group name
+        # Lightning's DDP starts the other ranks by running the script again, so they repeat the first rank's request.
         is_rank = "LOCAL_RANK" in os.environ
         return is_rank and claims.is_of_own_job(claim) and len(claim.uuids) == self.request.count
 
     def take(self, uuids: Sequence[str], *, share: bool = False) -> HeldClaim:
-        """Claim GPUs as requested, or as ``whole``, which refuses nobody, if others ``share`` them."""
+        """Claim GPUs as requested; if others ``share`` them, as ``whole``, which excludes nobody."""
         take = functools.partial(self.ledger.take, uuids, group=self.group, yield_after_s=self.request.yield_after_s)
         if not self.request.claim:
             return take("memory", 0)  # only so that the others of the group can find it
@@ -271,27 +271,27 @@ class Attempt:
             return take("whole")
         return take("exclusive") if self.request.exclusive else take("memory", self.request.min_free_bytes)
 
-    def _go_on_without(self, error: ClaimsError) -> None:
+    def _continue_without_claims(self, error: ClaimsError) -> None:
         """Warn that there are no claims, or raise the error if a guarantee depends on them."""
-        # If all of them are requested by number, every process of the group gets the same result.
+        # If all GPUs are requested by number, every process of the group gets the same result.
         named = self.among is not None and len(self.among) == self.request.count
         if (self.group is not None and not named) or (self.request.claim and self.request.promises):
             raise error
         consequence = " The GPUs of this job are not claimed." if self.request.claim else ""
-        consequence += " Nor does it yield them to others." if self.request.yield_after is not None else ""
+        consequence += " yield_after has no effect." if self.request.yield_after is not None else ""
         claims.warn_once(f"{error}{consequence}")
 
     def _not_enough(self, ranking: Ranking) -> NotEnoughGpusError:
         count, mask, visible = self.request.count, os.environ.get("CUDA_VISIBLE_DEVICES"), self.visible
-        outside = f"outside CUDA_VISIBLE_DEVICES={mask!r}" if self.among is None else "not one of those asked for"
+        outside = f"outside CUDA_VISIBLE_DEVICES={mask!r}" if self.among is None else "not among the requested GPUs"
         hidden = [Rejection(gpu, outside) for gpu in whole_or_instances(self.gpus) if gpu not in visible]
         rejections = sorted([*ranking.rejections, *hidden], key=Rejection.order)
-        asked = f"Asked for {count} GPU{'s' if count > 1 else ''}"
+        requested = f"Asked for {count} GPU{'s' if count > 1 else ''}"
         if self.gpus:
-            message = f"{asked}, but {len(ranking.candidates) or 'none'} of {len(visible)} visible qualify."
+            message = f"{requested}, but {len(ranking.candidates) or 'none'} of {len(visible)} visible qualify."
             message += sharding_hint(self.request, self.rank)
         else:
-            message = f"{asked}, but the NVIDIA driver lists none."
+            message = f"{requested}, but the NVIDIA driver lists none."
         message = "\n  ".join([message, *folded_reasons(rejections)])
         return NotEnoughGpusError(message, count, [str(rejection) for rejection in rejections])
 
@@ -303,7 +303,7 @@ def pick(
     group: str | None = None,
     among: Sequence[str] | None = None,
 ) -> _T:
-    """Call ``decide`` with the claims locked: once, or, with ``wait``, until it raises no ``NotEnoughGpusError``."""
+    """Call ``decide`` with the claims locked. With ``wait``, repeat until it raises no ``NotEnoughGpusError``."""
     from lightning_gpu_tools.gpus import nvml
 
     waits = request.wait_s is not None
@@ -314,7 +314,7 @@ def pick(
 
         @functools.cache
         def keep_open() -> None:
-            # A process with a job opens the driver while others wait for the claims, but its GPUs are awake.
+            # A process with a job opens the driver while others wait for the claims. This is fast: its GPUs are awake.
             limit_s = limits.LIMIT_S if claims.own_jobs() else limits.OPENING_LIMIT_S
             until_the_end.enter_context(nvml.session(limit_s))
 
@@ -324,13 +324,13 @@ def pick(
 
         if request.promises or waits or request.yield_after is not None:
             claims.warn_if_private()
-        if not claims.own_jobs():  # otherwise the driver may not be needed
-            keep_open()  # before taking the lock, because without persistence mode this takes seconds
+        if not claims.own_jobs():  # otherwise, the driver may not be needed
+            keep_open()  # before taking the lock, because this takes seconds without persistence mode
         while True:
             started_cpu_s = time.thread_time()
             with _ledger(waits or request.claim or group is not None) as (ledger, problem):
                 if isinstance(problem, ClaimsLockedError) and time.monotonic() < give_up_s:
-                    claims.warn_once(f"{problem} Waiting for it.")
+                    claims.warn_once(f"{problem} Waiting for the lock.")
                     continue
                 ahead = _ahead_of(place, ledger) if waits else ()
                 attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among)
@@ -343,7 +343,7 @@ def pick(
                 if announced_s == -math.inf:  # the first time
                     uuids = attainable(attempt.visible, attempt.request)
                     if len(uuids) < attempt.request.count:
-                        raise _prefixed(reasons, "Waiting cannot help: even unused GPUs would not qualify.")
+                        raise _prefixed(reasons, "Waiting cannot help, because even idle GPUs would not qualify.")
                 if ledger.takes_claims and not (place and place.is_in(claims.directory())):  # it may have been removed
                     place = ledger.queue(uuids, attempt.request.count)
                     until_the_end.callback(place.release)
@@ -359,7 +359,7 @@ def pick(
 
 
 def _sleep(polled_s: float, give_up_s: float, cost_s: float, ahead: Sequence[GpuWaiter]) -> None:
-    """Sleep until it is time to poll: sooner if fewer jobs are ahead, and immediately once none is left."""
+    """Sleep until the next poll is due: sooner with fewer jobs ahead, and at once if none is left."""
     is_first = not ahead
     while (now_s := time.monotonic()) < give_up_s:
         poll_after_s = max(_POLL_AFTER_S, (1 + len(ahead)) * cost_s / _MAX_LOAD)
@@ -391,9 +391,9 @@ def _ledger(writes: bool) -> Iterator[tuple[claims.Ledger, ClaimsError | None]]:
         except ClaimsError as error:
             problem = error
             try:
-                ledger = stack.enter_context(claims.read_ledger(path))  # works if another process has locked it
+                ledger = stack.enter_context(claims.read_ledger(path))  # works even if another process has locked it
             except ClaimsError:
-                problem = ClaimsError(f"{error} It is not known what other jobs have claimed.")
+                problem = ClaimsError(f"{error} The claims of other jobs are unknown.")
                 ledger = claims.Ledger()
         yield ledger, problem
 

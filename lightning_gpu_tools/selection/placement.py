@@ -1,4 +1,4 @@
-"""The choice of CUDA devices for training, made once for all its processes on this machine."""
+"""The choice of CUDA devices for training, made once for all processes on this machine."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lightning_gpu_tools.selection.ranking import Request
 def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[], Sequence[str]]) -> list[int]:
     """Return the numbers of the CUDA devices to use, and claim the GPUs behind them.
 
-    Until CUDA has started in this process, ``CUDA_VISIBLE_DEVICES`` is set to the picked GPUs, best first. They become
-    devices 0, 1, ... here and in every child. Later, devices are picked by number among the visible ones, whose UUIDs
+    If CUDA has not started in this process, set ``CUDA_VISIBLE_DEVICES`` to the picked GPUs, best first. They become
+    devices 0, 1, ... here and in every child. Otherwise, pick by number among the visible devices, whose UUIDs
     ``cuda_uuids`` returns.
 
-    ``devices`` is a count, -1 for all that qualify, or a list of numbers, which are only checked. The request's
-    ``count`` is ignored.
+    ``devices`` is a count, -1 for all that qualify, or a list of numbers, which are only checked. The ``count`` of the
+    request is ignored.
     """
     shown = cuda_uuids() if cuda.is_initialized() else None
     if not isinstance(devices, int):
@@ -37,7 +37,7 @@ def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[
     else:
         group = _launcher_group(devices)
         if shown is not None and group is None:
-            # Children cannot get the choice from the environment, so they find it by its claim, which must exist.
+            # Children cannot get the choice from the environment. They find it by its claim, which must exist.
             group = secrets.token_hex(8)
         placed = pick(request, lambda attempt: _place(devices, attempt), group=group, among=shown)
     yielding.watch_claims()
@@ -45,9 +45,9 @@ def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[
 
 
 def how_many(request: Request) -> int:
-    """Return the number of GPUs for "all": that of the job, the mask, or the launcher, else all that qualify.
+    """Return the number of GPUs for "all", from the job, the mask, or the launcher; otherwise all that qualify.
 
-    The result is at least 1, because a request for one GPU where none qualifies reports the reasons.
+    The result is at least 1, because a request for 1 GPU reports the reasons if none qualifies.
     """
     return pick(replace(request, claim=False, wait=None, yield_after=None), _how_many)
 
@@ -60,16 +60,14 @@ def _place(devices: int, attempt: Attempt) -> list[int]:
     uuids = attempt.visible_uuids
     count = _how_many(attempt) if devices == -1 else devices
     attempt.request = replace(attempt.request, count=count)
-    # CUDA shows a process only one MIG instance, so several visible instances do not grant several devices.
+    # CUDA shows a process only one MIG instance, so several visible instances are not several devices.
     divided = count > 1 and any(uuid.startswith("MIG-") for uuid in uuids)
     is_granted = len(uuids) == count or (len(uuids) < count and _launcher_group(devices) is not None)
     if "CUDA_VISIBLE_DEVICES" in os.environ and is_granted and not divided:
-        log().info(
-            "CUDA_VISIBLE_DEVICES already shows %d GPUs (requested: %d) and is left as it is.", len(uuids), count
-        )
+        log().info("CUDA_VISIBLE_DEVICES already lists %d GPUs (requested: %d) and is not changed.", len(uuids), count)
         _claim_granted(attempt)
         return list(range(count))  # Lightning reports which of them do not exist
-    started = " CUDA had already started, so they are used by number." if attempt.among is not None else ""
+    started = " CUDA had already started, so they are selected by number." if attempt.among is not None else ""
     return _use(_choose(attempt, started), attempt)
 
 
@@ -123,18 +121,18 @@ def _how_many(attempt: Attempt) -> int:
 
 
 def _launch() -> Launch | None:
-    """Return the launcher that started this process and others that train with it."""
+    """Return the launcher that started this process together with others of the same training."""
     launch = find_launch(os.environ, has_mpi4py=importlib.util.find_spec("mpi4py") is not None)
     if launch is None or launch.processes == 1 or (launch.job and not launch.needs):
         return launch
     started = f"{launch.program} started {launch.processes} processes on this machine"
     if launch.local_rank == "0" and launch.needs:
         claims.warn_once(
-            f"{started}, but Lightning trains in each of them separately, with GPUs of its own. One training of all "
-            f"needs {launch.needs}."
+            f"{started}, but Lightning trains in each of them separately, on separate GPUs. To train in all of them "
+            f"together, Lightning needs {launch.needs}."
         )
     elif launch.local_rank == "0" and not claims.own_jobs():
-        claims.warn_once(f"{started} without a name for their job, so each picks for itself. {launch.remedy}")
+        claims.warn_once(f"{started} without a name for their job, so each picks its own GPUs. {launch.remedy}")
     return None
 
 
@@ -147,7 +145,7 @@ def _launcher_group(devices: int) -> str | None:
 
 
 def _claim_granted(attempt: Attempt) -> None:
-    """Claim GPUs that a scheduler or the user assigned. Conflicts are only warnings."""
+    """Claim GPUs that a scheduler or the user assigned. Conflicts cause only warnings."""
     if not attempt.request.claim:
         return
     uuids = set(attempt.visible_uuids)
@@ -170,9 +168,9 @@ def _claim_granted(attempt: Attempt) -> None:
             claims.warn_once(
                 f"CUDA_VISIBLE_DEVICES gives this job {', '.join(taken)}, which "
                 f"{', '.join(folded_claims(exclusive or rivals, str))} has claimed{' exclusively' * bool(exclusive)}. "
-                "Both jobs use it now. To avoid that, pick the GPUs with this package."
+                "Both jobs now use it. To avoid this, pick the GPUs with this package."
             )
-        share = bool(rivals)  # two exclusive claims on one GPU would both be false
+        share = bool(rivals)  # two exclusive claims on one GPU would contradict each other
         claims.adopt_job(attempt.take(attempt.visible_uuids, share=share).job)
     except ClaimsError as error:
         claims.warn_once(f"{error} The GPUs of this job are not claimed.")
@@ -183,7 +181,7 @@ def _own_claims(attempt: Attempt) -> list[GpuClaim]:
 
 
 def _own_choice(devices: int, attempt: Attempt) -> GpuClaim | None:
-    """Return this job's latest claim on that many visible GPUs; -1: any number."""
+    """Return this job's latest claim on this number of visible GPUs; -1: any number."""
     wanted = (claim for claim in _own_claims(attempt) if devices in (-1, len(claim.uuids)))
     return next((claim for claim in wanted if {*claim.uuids} <= {*attempt.visible_uuids}), None)
 
@@ -195,13 +193,13 @@ def _join(claim: GpuClaim, attempt: Attempt) -> None:
         if attempt.ledger.takes_claims:
             attempt.ledger.join(claim, attempt.request.yield_after_s)
     except ClaimsError as error:
-        claims.warn_once(f"{error} The claim of this job ends with the process {claim.pid} that made it.")
+        claims.warn_once(f"{error} The claim of this job ends with process {claim.pid}, which made it.")
 
 
 def bind_to_gpus(uuids: Iterable[str]) -> frozenset[int] | None:
     """Bind this process and its children to the allowed cores near the GPUs, and return these cores.
 
-    Return ``None`` and change nothing if the near cores are unknown (as outside Linux) or none of them is allowed.
+    Return ``None`` and change nothing if the near cores are unknown (outside Linux, for example) or not allowed.
     """
     from lightning_gpu_tools.gpus import nvml
 

@@ -18,20 +18,20 @@ LAST_RUN = "last"  # as ``min_free``: reports/last_run.py replaces it by a size
 
 # For --help of the command line and of LightningCLI, and for help().
 OPTIONS = {
-    "min_free": "Memory that each GPU must have free, beyond what others have claimed. For example 8GiB or 500MB, or "
-    "last: what the last run needed, by the newest report below the current folder, and a fifth more.",
-    "max_utilization": "Highest utilization that each GPU may have, in percent.",
+    "min_free": "Free memory that each GPU must have in addition to the claims of others, such as 8GiB or 500MB; or "
+    "`last`, 1.2 times what the last run needed, from the newest report below the current folder.",
+    "max_utilization": "Highest allowed utilization of each GPU, in percent.",
     "exclusive": "Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.",
-    "wait": "How long to wait for the GPUs, for example 90s, 10m or 2h. First come, first served.",
-    "yield_after": "Send this job SIGTERM once its GPUs have been idle for so long, for example 30m or 2h, and another "
-    "job waits for one of them.",
-    "claim": "Claim the GPUs until the job ends. The claims of others count in any case.",
+    "wait": "Longest time to wait for the GPUs, for example 90s, 10m or 2h. First come, first served.",
+    "yield_after": "Send this job SIGTERM once its GPUs have been idle for this time, for example 30m or 2h, and "
+    "another job waits for one of them.",
+    "claim": "Claim the GPUs until the job ends. The claims of others are respected in any case.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A job's request, as in :func:`lightning_gpu_tools.select_gpus`; raises ``ValueError`` if out of range."""
+    """A job's request; options as in :func:`lightning_gpu_tools.select_gpus`. Raises ``ValueError`` if out of range."""
 
     count: int = 1
     _: KW_ONLY
@@ -53,7 +53,7 @@ class Request:
         if percent is not None and not (is_number and 0 <= percent <= 100):
             raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
         if self.yield_after is not None and not self.claim:
-            raise ValueError("yield_after needs a claim, by which others know whom to wait for. Leave claim at True.")
+            raise ValueError("yield_after works only with a claim. Set claim=True.")
         _ = self.min_free_bytes, self.wait_s, self.yield_after_s  # raises if they are invalid
 
     @property
@@ -63,9 +63,11 @@ class Request:
 
     @property
     def min_free_bytes(self) -> int | None:
-        """Effective free memory that each GPU must have; ``None`` without a requirement."""
+        """Effective free memory that each GPU must have; ``None`` if there is no requirement."""
         if self.min_free == LAST_RUN:
-            raise ValueError("min_free='last' is for the command line, the accelerator and strategies. Give a size.")
+            raise ValueError(
+                "min_free='last' is only for the command line, the accelerator and strategies. Give a size."
+            )
         return None if self.min_free is None else parse_bytes(self.min_free, "min_free")
 
     @property
@@ -75,12 +77,12 @@ class Request:
 
     @property
     def yield_after_s(self) -> float | None:
-        """Seconds of idle GPUs after which the job ends for others who wait; ``None``: it does not."""
+        """Seconds of idle GPUs after which the job ends for a waiting job; ``None``: never."""
         seconds = None if self.yield_after is None else parse_duration(self.yield_after, "yield_after")
         if seconds is not None and seconds < MIN_YIELD_AFTER_S:
             raise ValueError(
-                f"yield_after must be at least {MIN_YIELD_AFTER_S:.0f} s, got {self.yield_after!r}: a training that "
-                'goes on also leaves its GPUs idle at times. Give for example "30m".'
+                f"yield_after must be at least {MIN_YIELD_AFTER_S:.0f} s, got {self.yield_after!r}. Shorter pauses are "
+                'normal during training. Try "30m".'
             )
         return seconds
 
@@ -97,11 +99,11 @@ def documented(cls: _Class) -> _Class:
     return cls
 
 
-# Source: nvitop's default threshold between light and moderate load (its option --gpu-util-thresh). A threshold, not a
+# Source: nvitop's default threshold between light and moderate load (--gpu-util-thresh). It is a threshold, not a
 # scale, because one percent of noise must not outweigh 20 GiB of memory.
 BUSY_FROM_PERCENT = 10.0
 MIN_YIELD_AFTER_S = 60.0  # our default: reading data, saving and compiling can each take tens of seconds
-_MAX_REASONS = 16  # our default: with this many, a message fits on a screen of 24 lines
+_MAX_REASONS = 16  # our default: a message with 16 reasons fits on a screen of 24 lines
 
 
 class Candidate(NamedTuple):
@@ -109,11 +111,11 @@ class Candidate(NamedTuple):
 
     gpu: GpuReading
     effective_free_bytes: int | None
-    whole_claims: int  # number of jobs that have claimed all of it
+    whole_claims: int  # number of jobs that have claimed the whole GPU
 
     @property
     def tier(self) -> tuple[bool, int, int]:
-        """Criteria that precede memory: memory known, fewer claims, idle before busy before unknown."""
+        """Criteria before memory: known memory, then fewer claims, then idle before busy before unknown."""
         percent = self.gpu.utilization_percent
         load = 2 if percent is None else 1 if percent >= BUSY_FROM_PERCENT else 0
         return (self.effective_free_bytes is None, self.whole_claims, load)
@@ -131,7 +133,7 @@ class Rejection(NamedTuple):
     reason: str
 
     def order(self) -> tuple[int, int]:
-        """Return the sort key: the driver's own numbers."""
+        """Return the sort key: the driver's numbers."""
         return self.gpu.index, self.gpu.mig_index or 0
 
     def __str__(self) -> str:
@@ -155,7 +157,7 @@ def rank_gpus(
     """Return the GPUs that meet the request, best first, and the reasons against the others.
 
     ``claims`` are those of other jobs; ``own_process_ids`` do not count as others' use. Jobs ``ahead`` have waited
-    longer, the first one longest. Each of them keeps the best GPUs that it could use, as many as it waits for.
+    longer, the first one longest. The best GPUs that each of them could use are reserved for it, up to its count.
     """
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
@@ -163,7 +165,7 @@ def rank_gpus(
         here = [claim for claim in claims if claim.is_on(gpu.uuid)]
         candidate = Candidate(gpu, effective_free_bytes(gpu, here), sum(claim.kind != "memory" for claim in here))
         others = None
-        if gpu.processes is not None:  # a desktop computes nothing
+        if gpu.processes is not None:  # processes that only draw, like a desktop, do not count
             others = [one for one in gpu.processes if one.pid not in own_process_ids and not one.graphics_only]
         reasons = "; ".join(_objections(candidate, others, here, request))
         if reasons:
@@ -174,7 +176,7 @@ def rank_gpus(
     for waiter in ahead:
         kept = [candidate for candidate in candidates if candidate.gpu.uuid in waiter.uuids][: waiter.requested]
         candidates = [candidate for candidate in candidates if candidate not in kept]
-        reason = f"kept for {waiter.user} (pid {waiter.pid}), who has waited longer"
+        reason = f"reserved for {waiter.user} (pid {waiter.pid}), who has waited longer"
         rejections += [Rejection(candidate.gpu, reason) for candidate in kept]
     return Ranking(tuple(candidates), tuple(rejections))
 
@@ -213,7 +215,7 @@ def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> st
         load = "utilization unknown" if percent is None else f"{percent:.0f} % busy"
         claimed = ", also claimed by others" if candidate.whole_claims else ""
         parts.append(f"{label(candidate.gpu)} with {memory}, {load}{claimed}")
-    return f"Picked {'; '.join(parts)}. Best of {len(visible)} visible: idle before busy, then the most free memory."
+    return f"Picked {'; '.join(parts)}. Chosen from {len(visible)} visible: idle first, then most free memory."
 
 
 def sharding_hint(request: Request, rank: Callable[[Request], Ranking]) -> str:
@@ -226,9 +228,9 @@ def sharding_hint(request: Request, rank: Callable[[Request], Ranking]) -> str:
         return ""
     sizes = ", ".join(map(format_bytes, free_bytes[:enough]))
     return (
-        f" No single GPU has {format_bytes(needed_bytes)} free, but {enough} together do ({sizes}). Split the model "
-        f"over {enough} GPUs with FSDP (strategy='fsdp_free_memory') or ModelParallelStrategy. min_free is then the "
-        "memory that each of them must hold."
+        f" No single GPU has {format_bytes(needed_bytes)} free, but {enough} together do ({sizes}). Shard the model "
+        f"across {enough} GPUs with FSDP (strategy='fsdp_free_memory') or ModelParallelStrategy. min_free is then the "
+        "memory needed on each GPU."
     )
 
 
@@ -240,7 +242,7 @@ def label(gpu: GpuReading) -> str:
 
 
 def folded_reasons(rejections: Sequence[Rejection]) -> list[str]:
-    """Return each reason once, with its GPUs; only the first ones if there are many."""
+    """Return each reason once, with its GPUs. If there are many, return only the first ones."""
     rejected: dict[str, list[GpuReading]] = {}
     for gpu, reason in rejections:
         rejected.setdefault(reason, []).append(gpu)
@@ -280,18 +282,18 @@ def _objections(
         yield gpu.error or "the driver does not report its UUID"
         return
     if gpu.mig_mode and not gpu.uuid.startswith("MIG-"):
-        yield "is in MIG mode but has no instance; create one (nvidia-smi mig -cgi ... -C) or leave MIG mode"
+        yield "is in MIG mode but has no instance; create one (nvidia-smi mig -cgi ... -C) or disable MIG mode"
         return
     if request.count > 1 and gpu.uuid.startswith("MIG-"):
         # MIG user guide, "CUDA Device Enumeration": a process can enumerate a single compute instance.
         # https://github.com/NVIDIA/nccl/issues/1716: NCCL has no support for MIG.
-        only = "CUDA shows a process only one MIG instance, and NCCL connects none of them"
-        yield f"{only}, so it cannot be one of {request.count}"
+        limit = "CUDA shows a process only one MIG instance, and NCCL does not support MIG"
+        yield f"{limit}, so it cannot be one of {request.count}"
     # A driver that does not report the mode (WSL, some vGPUs) has none to set, so unknown counts as "default".
     if gpu.compute_mode == "prohibited":
         yield "compute mode PROHIBITED; an administrator can change it with nvidia-smi -c DEFAULT"
     elif gpu.compute_mode == "exclusive_process" and others != []:
-        user = _describe(others[0]) if others else "processes that cannot be read"
+        user = _describe(others[0]) if others else "processes that are not visible"
         yield f"compute mode EXCLUSIVE_PROCESS and in use by {user}"
     exclusive = [claim for claim in claims if claim.kind == "exclusive"]
     if exclusive:

@@ -1,8 +1,8 @@
-"""Visibility of GPUs: CUDA's rules for ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``.
+"""GPU visibility: CUDA's rules for ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``.
 
-Sources: CUDA programming guide, "Environment variables"; MIG user guide, "Device names". Neither covers repeated
-entries, blanks, or text after a number. These cases follow PyTorch's parser (``torch/cuda/__init__.py``), which its
-authors compared with driver 525.60.13 (pytorch PR 92315).
+Sources: CUDA programming guide, "Environment variables"; MIG user guide, "Device names". For repeated entries, blanks,
+and text after a number, which neither covers, this follows PyTorch's parser (``torch/cuda/__init__.py``). Its authors
+compared it with driver 525.60.13 (pytorch PR 92315).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 def parse_visible_devices(text: str) -> tuple[int | str, ...]:
-    """Return the entries of ``CUDA_VISIBLE_DEVICES`` that CUDA would consider: numbers, or UUIDs or their prefixes.
+    """Return the entries of ``CUDA_VISIBLE_DEVICES`` that CUDA uses: numbers, or (prefixes of) UUIDs.
 
     The list ends before the first entry that cannot name a device (``"0,2,-1,1"`` gives ``(0, 2)``) or differs in kind
     from the first. A repeated entry makes the list empty, and any text may follow a number (``"1gpu2"`` is 1).
@@ -38,8 +38,8 @@ def visible_gpus(
 ) -> tuple[GpuReading, ...]:
     """Return the GPUs and MIG instances that a program may use, in CUDA's order.
 
-    A divided GPU stands for all its MIG instances. CUDA shows a process only the first of them, but any of them by
-    UUID. ``gpus`` are all GPUs of the machine in PCI order. ``ask_cuda_order`` is called only if the result needs it.
+    A GPU in MIG mode stands for all its instances: CUDA shows a process only the first, but any of them by UUID.
+    ``gpus`` are all GPUs of the machine in PCI order. ``ask_cuda_order`` is called only if the result needs it.
     """
     if cuda_visible_devices is None:
         return whole_or_instances(gpus)
@@ -61,10 +61,10 @@ def visible_gpus(
 
 
 def shown_uuid(gpus: Sequence[GpuReading], cuda_visible_devices: str | None, cuda_uuid: str) -> str:
-    """Return the driver's UUID of the MIG instance that CUDA shows this process as its one device.
+    """Return the driver's UUID of the MIG instance that is this process's only CUDA device.
 
-    ``cuda_uuid`` is CUDA's UUID of the device, without a prefix: that of the instance, or in older versions that of its
-    GPU. Without ``gpus``, the mask must have the UUID in full.
+    ``cuda_uuid`` is CUDA's UUID of the device, without a prefix: the UUID of the instance or, in older versions, of its
+    GPU. Without ``gpus``, the mask must contain the full UUID.
     """
     parts = [(gpu, part) for gpu in gpus for part in gpu.mig_instances]
     if any(part.uuid == f"MIG-{cuda_uuid}" for _, part in parts):
@@ -77,7 +77,7 @@ def shown_uuid(gpus: Sequence[GpuReading], cuda_visible_devices: str | None, cud
 
 
 def whole_or_instances(gpus: Iterable[GpuReading]) -> tuple[GpuReading, ...]:
-    """Return the GPUs, with divided GPUs replaced by their MIG instances."""
+    """Return the GPUs, with GPUs in MIG mode replaced by their instances."""
     return tuple(part for gpu in gpus for part in (gpu.mig_instances or (gpu,)))
 
 

@@ -1,7 +1,7 @@
-"""Idle GPUs for which another job waits: their holder is told, or ends as agreed beforehand; see docs/claims.md.
+"""Yielding idle GPUs to a waiting job: a reminder to their user, or SIGTERM if the job agreed to that; docs/claims.md.
 
-Once a minute, a thread looks for that: of the monitor, of the process that keeps the claim of ``run``, and of each
-process that claims with ``yield_after``. The first process of a job that agreed decides for all of them.
+A thread polls once a minute, in the monitor, in the process that keeps the claim of ``run``, and in each process that
+claims with ``yield_after``. The first process of a job that agreed decides for the whole job.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.processes import ProcessId
     from lightning_gpu_tools.selection.claims import HeldClaim
 
-LOOK_EVERY_S = 60.0  # our default: a minute makes no difference to a job that waits
+LOOK_EVERY_S = 60.0  # our default: a minute hardly matters to a waiting job
 POLL_EVERY_S = 10.0  # the driver's buffer holds about 20 s
-TELL_AFTER_S = 1800.0  # our default: a training that goes on does not read, compile or save for half an hour
-_TELL_EVERY_S = 3600.0  # our default
-_AGAIN_AFTER_S = 600.0  # our default: saving takes minutes, and a notebook outlives the end of its training
-_POLLS = 3  # the first one only begins the samples, and the second may come too early for one
+REMIND_AFTER_S = 1800.0  # our default: no training reads, compiles or saves for half an hour
+_REMIND_EVERY_S = 3600.0  # our default
+_SIGNAL_EVERY_S = 600.0  # our default: saving takes minutes, and a notebook outlives its training
+_MIN_POLLS = 3  # the first poll only starts the sampling, and the second may be too early for a sample
 
 
 def agreement(yield_after_s: float) -> str:
-    """Return a sentence on what a job has agreed to."""
+    """Return a sentence on the job's agreement."""
     idle = format_duration(yield_after_s)
     return f"This job gets SIGTERM once its GPUs have been idle for {idle} and another job waits for one of them."
 
 
-_watched: set[HeldClaim] = set()  # of this process
+_watched: set[HeldClaim] = set()
 
 
 def watch_claims() -> None:
-    """Watch the claims of this process that were made with ``yield_after``, each once."""
+    """Watch this process's claims with ``yield_after``, unless they are already watched."""
     for claim in claims.held_claims():
         if claim.yield_after_s is not None and claim not in _watched:
             _watched.add(claim)
@@ -52,20 +52,20 @@ def watch_claims() -> None:
 
 
 def watch_program(claim: HeldClaim, pipe: int) -> None:
-    """Watch the claim of a program; the pipe is open at its other end in each process that holds the claim."""
+    """Watch the claim of a program. Each process that holds the claim has the other end of the pipe open."""
     if claim.yield_after_s is not None:
-        _look_regularly(Agreement(claim, claim.yield_after_s, claims.write_line, pipe).look, claims.write_line)
+        _poll_in_thread(Agreement(claim, claim.yield_after_s, claims.write_line, pipe).look, claims.write_line)
     else:
-        sampler = functools.cache(lambda: _open_sampler(claim.uuids))  # at the first look
+        sampler = functools.cache(lambda: _open_sampler(claim.uuids))  # opened by the first poll
         reminder = Reminder(claim.uuids, lambda: sampler().idle_s(claim.uuids), claims.write_line, claim)
-        _look_regularly(reminder.look, claims.write_line)
+        _poll_in_thread(reminder.look, claims.write_line)
 
 
 class Reminder:
-    """A sentence to the holder of idle GPUs for which another job waits, once an hour at most.
+    """A message to the user of idle GPUs that another job waits for, at most once an hour.
 
-    ``idle_s`` returns for how many seconds they have been idle; ``None`` if unknown. ``claim`` is that of another
-    program, for which this process looks.
+    ``idle_s`` returns the seconds that the GPUs have been idle; ``None`` if unknown. ``claim`` is the claim of the
+    program that this process watches; ``None`` if it watches its own claims.
     """
 
     def __init__(
@@ -76,29 +76,29 @@ class Reminder:
         claim: HeldClaim | None = None,
     ) -> None:
         self._uuids, self._idle_s, self._say, self._claim = uuids, idle_s, say, claim
-        self._said_s = -math.inf
+        self._reminded_s = -math.inf
 
     def look(self) -> float:
-        """Say it if it is time. Return the seconds until the next look."""
+        """Send the message if it is due. Return the seconds until the next poll."""
         idle_s, now_s = self._idle_s(), time.monotonic()
-        if idle_s is not None and idle_s >= TELL_AFTER_S and now_s - self._said_s >= _TELL_EVERY_S:
+        if idle_s is not None and idle_s >= REMIND_AFTER_S and now_s - self._reminded_s >= _REMIND_EVERY_S:
             held = claims.held_claims() if self._claim is None else [self._claim]
             records, waiter = _read({*claims.own_jobs(), *(claim.job for claim in held)}, self._uuids)
             has_agreed = any(claim.yields for claim, _ in records)
-            # Each process that a launcher starts may have a `run` of its own.
-            is_told = self._claim is not None and records and records[0][1].pid != self._claim.pid
-            if waiter is not None and not has_agreed and not is_told:
-                self._said_s = now_s
+            # Each process that a launcher starts may have its own `run`. Only the first one sends the message.
+            is_other = self._claim is not None and records and records[0][1].pid != self._claim.pid
+            if waiter is not None and not has_agreed and not is_other:
+                self._reminded_s = now_s
                 facts = _facts(waiter, self._uuids, "you have", idle_s)
-                self._say(f"{facts} End it with Ctrl-C, or run with --yield-after 2h.")
+                self._say(f"{facts} End this job with Ctrl-C, or use --yield-after 2h next time.")
         return LOOK_EVERY_S
 
 
 class Agreement:
-    """The end of a job that agreed to it, once its GPUs have been idle for long enough and another job waits for one.
+    """SIGTERM for a job that agreed to it, once its GPUs are idle for long enough and another job waits for one.
 
-    ``pipe`` is open at its other end in each process of the job; ``None`` in a process of the job itself. That one does
-    not end while it uses GPUs of another claim.
+    Each process of the job has the other end of ``pipe`` open. If ``None``, this process is part of the job, and the
+    GPUs of its other claims must also be idle.
     """
 
     def __init__(
@@ -107,17 +107,17 @@ class Agreement:
         self._claim, self._yield_after_s, self._say, self._pipe = claim, yield_after_s, say, pipe
         self._sampler: Sampler | None = None
         self._sampled: list[str] = []
-        self._has_excused = False
-        self._signaled_s: dict[int, float] = {}  # by process, when it last was
+        self._has_warned = False
+        self._signaled_s: dict[int, float] = {}  # PID -> time of the last signal
 
     def start(self) -> None:
-        """Look from a thread of this process, and say so, unless another process of the job does."""
+        """Poll in a thread of this process. Print the agreement, unless another process of the job does."""
         if self._decides(self._read()[0]):
             self._say(agreement(self._yield_after_s))
-        _look_regularly(self.look, self._say)
+        _poll_in_thread(self.look, self._say)
 
     def look(self) -> float:
-        """End the job if it is time. Return the seconds until the next look."""
+        """End the job if it is due. Return the seconds until the next poll."""
         if self._claim.is_released:
             if self._sampler is not None:
                 self._sampler.close()
@@ -145,17 +145,17 @@ class Agreement:
             try:
                 self._sampler, self._sampled = _open_sampler(uuids), uuids
             except NvmlUnavailableError as error:
-                self._excuse(str(error))
+                self._warn_once(str(error))
                 return None
         idle_s, (polls, late) = self._sampler.idle_s(uuids), self._sampler.polled
-        if idle_s is None and (polls >= _POLLS or late or self._sampler.failure):
-            self._excuse(f"The driver does not report the utilization of {' or '.join(uuids)}.")
+        if idle_s is None and (polls >= _MIN_POLLS or late or self._sampler.failure):
+            self._warn_once(f"The driver does not report the utilization of {' or '.join(uuids)}.")
         return idle_s
 
-    def _excuse(self, reason: str) -> None:
-        if not self._has_excused:
-            self._has_excused = True
-            self._say(f"{reason} As long as that is so, this job does not yield its GPUs as agreed (yield_after).")
+    def _warn_once(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._say(f"{reason} Until this changes, this job does not yield its GPUs (yield_after).")
 
     def _end(self, agreed: Sequence[ProcessId], facts: str) -> None:
         job = {process.pid for process in agreed if process.is_running}
@@ -164,43 +164,44 @@ class Agreement:
         else:
             job.add(os.getpid())
             if (ranks := _world_size()) > len(job):
-                self._excuse(f"Only {len(job)} of the {ranks} ranks can be sent SIGTERM, and the others would hang.")
+                self._warn_once(f"Only {len(job)} of the {ranks} ranks can get SIGTERM, and the others would hang.")
                 return
-            # Lightning's handler passes it on to the ranks that it has started.
+            # Lightning's handler passes the signal on to the ranks that it has started.
             ending = job if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else topmost(job)
         now_s = time.monotonic()
-        due = [pid for pid in ending if now_s - self._signaled_s.get(pid, -math.inf) >= _AGAIN_AFTER_S]
+        due = [pid for pid in ending if now_s - self._signaled_s.get(pid, -math.inf) >= _SIGNAL_EVERY_S]
         if due:
-            self._say(f"{facts} It gets SIGTERM now, as agreed (yield_after).")
-        for pid in sorted(due, key=lambda pid: pid == os.getpid()):  # which may end this process
+            self._say(f"{facts} This job gets SIGTERM now, as agreed (yield_after).")
+        for pid in sorted(due, key=lambda pid: pid == os.getpid()):  # this process last, because it may end
             self._signaled_s[pid] = now_s
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # ended meanwhile
                 os.kill(pid, signal.SIGTERM)
 
 
 def topmost(pids: Collection[int]) -> set[int]:
-    """Return the processes that descend from no other one of these."""
+    """Return the processes that are not descendants of other processes in the list."""
     return {pid for pid in pids if not claims.descendants({*pids} - {pid}, {pid})}
 
 
-def _look_regularly(look: Callable[[], float], say: Callable[[str], None]) -> None:
-    """Look from a thread, until a look returns infinity."""
+def _poll_in_thread(poll: Callable[[], float], say: Callable[[str], None]) -> None:
+    """Poll in a thread until a poll returns infinity."""
     from lightning_gpu_tools.training.background import BackgroundJobs  # not needed for a pick
 
     jobs = BackgroundJobs()
 
-    def look_again() -> float:
+    def report_faults_and_poll() -> float:
         while jobs.faults:
             say(jobs.faults.pop())
-        return look()
+        return poll()
 
-    jobs.add("Looking for jobs that wait", look_again, after_s=LOOK_EVERY_S)  # short commands do without the driver
+    # The first poll comes late, so that short commands do not open the driver.
+    jobs.add("Polling for waiting jobs", report_faults_and_poll, after_s=LOOK_EVERY_S)
 
 
 def _open_sampler(uuids: Sequence[str]) -> Sampler:
     from lightning_gpu_tools.gpus.sampler import Sampler  # not needed for a pick
 
-    # Only the performance monitors know the utilization of an instance.
+    # Only the performance monitors report the utilization of a MIG instance.
     return Sampler(uuids, interval_s=POLL_EVERY_S, gpm=any(uuid.startswith("MIG-") for uuid in uuids))
 
 
@@ -209,7 +210,7 @@ def _read(jobs: Collection[str], uuids: Sequence[str]) -> tuple[list[tuple[GpuCl
     try:
         with claims.read_ledger(claims.directory()) as ledger:
             records, waiters = ledger.records(jobs), ledger.waiters
-    except ClaimsError:  # nobody can wait there either
+    except ClaimsError:  # then no job can be waiting either
         return [], None
     own_pids = {os.getpid(), *(process.pid for _, process in records)}
     for waiter in waiters:
@@ -223,16 +224,16 @@ def _facts(waiter: GpuWaiter, uuids: Sequence[str], user: str, idle_s: float) ->
     waited = format_duration(max(0.0, time.time() - waiter.since_s))
     gpus = "this GPU" if len(uuids) == 1 else f"one of these {len(uuids)} GPUs"
     return (
-        f"{waiter.user} (pid {waiter.pid}) has waited {waited} for {gpus}, of which {user} used 0 % for "
+        f"{waiter.user} (pid {waiter.pid}) has waited {waited} for {gpus}, which {user} left idle for "
         f"{format_duration(idle_s)}."
     )
 
 
 def _with_other_end(pipe: int) -> set[int]:
-    """Return the other processes that have a pipe open."""
+    """Return the other processes that have the pipe open."""
     own, found = os.fstat(pipe), set()
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # of another user, or ended meanwhile
+        with contextlib.suppress(OSError):  # owned by another user, or ended meanwhile
             files = (os.stat(f"/proc/{pid}/fd/{descriptor}") for descriptor in os.listdir(f"/proc/{pid}/fd"))
             if int(pid) != os.getpid() and any(os.path.samestat(file, own) for file in files):
                 found.add(int(pid))

@@ -62,20 +62,23 @@ HEADER = {
     "a": {"dtype": "F32", "shape": [30, 20], "data_offsets": [0, 2400]},
     "b": {"dtype": "F32", "shape": [5], "data_offsets": [2400, 2420]},
 }
-CONTRADICTION = "what it describes and what it holds do not agree"
+CONTRADICTION = "its description and its contents do not match"
 FAULTS = {
     "empty": (b"", "is empty.*disk was full"),
     "cut in the middle": (GOOD[: len(GOOD) // 2], "is cut short: .*index.*is missing.*interrupted"),
     "cut by 100 bytes": (GOOD[:-100], "is cut short"),
     "zeros at the end": (GOOD[:2000] + bytes(len(GOOD) - 2000), "is cut short"),
     "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer.*git lfs pull"),
-    "web page": (b"<!DOCTYPE html><html>Sign in</html>", "web page.*log-in.*Download"),
+    "web page": (b"<!DOCTYPE html><html>Sign in</html>", "web page.*login.*Download"),
     "web page in capitals": (b"\n <HTML><head>", "web page"),
-    "random bytes": (bytes(range(7, 250)) * 20, "is no checkpoint"),
-    "json": (b'{"error": "not found"}', "JSON text"),
+    "random bytes": (bytes(range(7, 250)) * 20, "is not a checkpoint"),
+    "json": (b'{"error": "not found"}', "JSON file"),
     "gzip": (b"\x1f\x8b\x08\x00" + bytes(100), "is compressed .gzip.*Unpack"),
     "tar": (tar(), "tar archive.*Unpack"),
-    "zip that is no checkpoint": (zipped([("photos/cat.txt", b"meow")]), "zip archive but no checkpoint.*photos/cat"),
+    "zip that is not a checkpoint": (
+        zipped([("photos/cat.txt", b"meow")]),
+        "zip archive but not a checkpoint.*photos/cat",
+    ),
     "torchscript": (
         zipped([(f"model/{name}", b"") for name in ("data.pkl", "constants.pkl", "version")]),
         "TorchScript archive.*torch.jit.load",
@@ -96,9 +99,9 @@ FAULTS = {
     ),
     "safetensors of another type": (
         safetensors({**HEADER, "a": {**HEADER["a"], "dtype": "F6_E2M3"}}),
-        "has a in the type F6_E2M3, which",
+        "has a of type F6_E2M3, which",
     ),
-    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "is no checkpoint.*begin with b'GGUF"),
+    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "is not a checkpoint.*begin with b'GGUF"),
     "safetensors of nonsense": (safetensors(b'{"a": 1}'), CONTRADICTION),
     "safetensors cut in its weights": (
         safetensors(HEADER) + bytes(8),
@@ -134,12 +137,12 @@ def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) 
         with pytest.raises(CheckpointError, match=r"newest complete checkpoint in that folder: .*/newer\.ckpt$"):
             read_checkpoint(tmp_path / name)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(BrokenCheckpointError, match=r"is a JSON text.*Name the file with the weights\.$"):
+    with pytest.raises(BrokenCheckpointError, match=r"is a JSON file.*Use the file with the weights\.$"):
         read_checkpoint(tmp_path / "config.json")
 
 
 def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="The folder does not exist either"):
+    with pytest.raises(FileNotFoundError, match="Its folder does not exist either"):
         read_checkpoint(tmp_path / "no" / "last.ckpt")
     error = pickle.loads(pickle.dumps(CheckpointNotFoundError("Checkpoint file not found: x.")))
     assert str(error) == "Checkpoint file not found: x."
@@ -164,10 +167,10 @@ def test_an_object_in_the_place_of_weights_is_named_and_not_opened(
     with pytest.raises(UnsafeCheckpointError) as refused:
         load_weights(torch.nn.Linear(2, 2), path)
     words = str(refused.value)
-    assert "was not opened. Nothing of it has run.\n" in words
+    assert "was not opened. No code in it has run.\n" in words
     assert EXPLOIT in words
-    assert f"no weights that can be taken without opening it, but an object of {EXPLOIT}. Ask its author for" in words
-    assert f"load_weights(model, {str(path)!r}, weights_only=False) opens it, which runs its code." in words
+    assert f"no weights that can be loaded without opening it, only an object of {EXPLOIT}. Ask its author for" in words
+    assert f"load_weights(model, {str(path)!r}, weights_only=False), which runs its code." in words
     for command in (["diff", str(path), str(path)], ["convert", str(path), str(tmp_path / "b.pt"), "--weights"]):
         assert main(["checkpoint", *command]) == {"diff": 3, "convert": 1}[command[0]]
     assert main(["checkpoint", "inspect", str(path)]) == main(["checkpoint", "verify", str(path)]) == 0
@@ -180,14 +183,16 @@ def test_a_weight_that_is_an_object_is_named_where_it_is_missing(tmp_path: Path)
     torch.save(weights, tmp_path / "a.pt")
     torch.distributed.checkpoint.save({"state_dict": weights}, checkpoint_id=tmp_path / "folder", no_dist=True)
     for path in (tmp_path / "a.pt", tmp_path / "folder"):
-        with pytest.raises(CheckpointMismatchError, match=rf"not opened, because that takes code: bias \({EXPLOIT}\)$"):
+        with pytest.raises(
+            CheckpointMismatchError, match=rf"not opened, because this would run code: bias \({EXPLOIT}\)$"
+        ):
             load_weights(net, path)
 
 
 def test_an_object_among_the_names_of_weights_is_not_opened(tmp_path: Path) -> None:
     weights = {Exploit(tmp_path / "it ran"): torch.ones(1), **torch.nn.Linear(2, 2).state_dict()}
     torch.save({"state_dict": weights, "pytorch-lightning_version": "2.6.6"}, tmp_path / "a.ckpt")
-    with pytest.raises(BrokenCheckpointError, match=rf"has weights under an object of {EXPLOIT}"):
+    with pytest.raises(BrokenCheckpointError, match=rf"has an invalid key for a weight: an object of {EXPLOIT}"):
         load_weights(torch.nn.Linear(2, 2), tmp_path / "a.ckpt")
 
 
@@ -195,9 +200,9 @@ def test_an_object_among_the_names_of_weights_is_not_opened(tmp_path: Path) -> N
     ("inside", "message"),
     [
         (".metadata", "is damaged: its .metadata does not describe a checkpoint"),
-        ("__0_0.distcp", "without its .metadata, which is written last.*save was interrupted"),
-        ("latest", "is a folder without the shards of a checkpoint"),
-        ("epoch=1.ckpt", "is a folder.*It holds epoch=1.ckpt; name the file"),
+        ("__0_0.distcp", "without .metadata, which is written last.*save was interrupted"),
+        ("latest", "is a folder without shards of a checkpoint"),
+        ("epoch=1.ckpt", "is a folder.*Use a file in it: epoch=1.ckpt"),
     ],
 )
 def test_a_folder_without_shards_says_what_it_holds(inside: str, message: str, tmp_path: Path) -> None:
@@ -217,8 +222,8 @@ def test_a_malicious_file_is_refused_and_has_not_run(new_format: bool, tmp_path:
     with pytest.raises(UnsafeCheckpointError) as caught:
         read_checkpoint(path)
     text = str(caught.value)
-    assert "Nothing of it has run" in text
-    assert "can run code when opened, so that only its author can vouch for it: posix.mkdir." in text
+    assert "No code in it has run" in text
+    assert "can run code when opened, so open it only if you trust its author: posix.mkdir." in text
     assert "weights_only" not in text
     assert "add_safe_globals" not in text
     structure = read_structure(str(path))
@@ -265,7 +270,7 @@ def test_the_suggested_line_allows_what_only_holds_values(name: str, tmp_path: P
     torch.save({"hyper_parameters": VALUES[name]}, path)
     with pytest.raises(UnsafeCheckpointError) as caught:
         read_checkpoint(path)
-    line = re.search(r"To allow what you trust: (.*)", str(caught.value))[1]  # type: ignore[index]
+    line = re.search(r"To allow these classes, if you trust them: (.*)", str(caught.value))[1]  # type: ignore[index]
     before = torch.serialization.get_safe_globals()
     try:
         exec(line, {})  # as a user would paste it
@@ -286,7 +291,7 @@ def test_the_suggested_line_finds_what_has_moved(written: bytes, value: str, tmp
         read_checkpoint(tmp_path / "a.pt")
     before = torch.serialization.get_safe_globals()
     try:
-        exec(str(caught.value).rpartition("trust: ")[2], {})
+        exec(str(caught.value).rpartition("trust them: ")[2], {})
         assert repr(read_checkpoint(tmp_path / "a.pt")) == value
     finally:
         torch.serialization.clear_safe_globals()
@@ -297,7 +302,7 @@ def test_the_suggested_line_finds_what_has_moved(written: bytes, value: str, tmp
 def test_no_line_is_suggested_for_what_torch_never_fills(value: object, tmp_path: Path) -> None:
     torch.save({"hyper_parameters": value}, tmp_path / "a.pt")
     with pytest.raises(
-        UnsafeCheckpointError, match=r"fills plain lists and dictionaries only, not collections\.de"
+        UnsafeCheckpointError, match=r"fills only plain lists and dictionaries: collections\.de"
     ) as caught:
         read_checkpoint(tmp_path / "a.pt")
     assert "add_safe_globals" not in str(caught.value)

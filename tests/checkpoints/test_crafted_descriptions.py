@@ -213,12 +213,12 @@ def test_a_crafted_description_that_is_sound_loads(tmp_path: Path) -> None:
 DEEP = 100_000
 # What the error says, and the descriptions that it is about.
 CONTRADICTIONS = {
-    "what it describes and what it holds do not agree": {
+    "its description and its contents do not match": {
         "more numbers than the record has": tensor(storage(5)),
         "another dtype": tensor(storage(4, kind="DoubleStorage")),
         "fewer numbers than the record has": tensor(storage(3), 0, sizes(3)),
     },
-    "what torch.save writes in no file": {
+    "was not written by torch.save": {
         "an unknown dtype": tensor(storage(4, kind="FancyStorage")),
         "a negative number of elements": storage(-4),
         "a huge number of elements": storage(2**63),
@@ -352,9 +352,9 @@ def test_an_old_file_holds_the_storages_that_it_describes(tmp_path: Path) -> Non
     data = old_file(path, {"w": torch.ones(4)})
     keys = data.index(b"]q", data.index(b"OrderedDict"))
     path.write_bytes(data[:keys] + b"]." + data[data.rindex(b"\x04" + bytes(7)) :])
-    refuse_everywhere(path, "what it describes and what it holds do not agree")  # torch leaves the memory as it is
+    refuse_everywhere(path, "its description and its contents do not match")  # torch leaves the memory as it is
     path.write_bytes(data.replace(struct.pack("<q4f", 4, 1, 1, 1, 1), struct.pack("<q4f", 3, 1, 1, 1, 1)))
-    refuse_everywhere(path, "what it describes and what it holds do not agree")
+    refuse_everywhere(path, "its description and its contents do not match")
 
 
 def test_shared_storages_from_before_torch_04_are_refused(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_shared_storages_from_before_torch_04_are_refused(tmp_path: Path) -> Non
     start = empty[: empty.index(b"}q\x00.") - 2]  # up to the description
     part = storage(view=b"(" + text("1") + number(2) + number(2) + b"t")
     keys = pickle.dumps(["0"], 2)
-    for block, match in ((part, "what torch.save writes in no file"), (storage(view=b"N"), "")):
+    for block, match in ((part, "was not written by torch.save"), (storage(view=b"N"), "")):
         path.write_bytes(start + b"\x80\x02" + tensor(block) + b"." + keys + struct.pack("<q4f", 4, 1, 2, 3, 4))
         if match:
             refuse_everywhere(path, match)
@@ -418,7 +418,7 @@ HEADERS = {
 def test_a_safetensors_header_that_contradicts_the_file_is_refused(case: str, tmp_path: Path) -> None:
     path = tmp_path / "last.safetensors"
     path.write_bytes(HEADERS[case])
-    refuse_everywhere(path, "what it describes and what it holds do not agree")
+    refuse_everywhere(path, "its description and its contents do not match")
 
 
 def test_safetensors_files_load_wherever_their_numbers_begin(tmp_path: Path) -> None:

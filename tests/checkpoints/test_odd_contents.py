@@ -153,19 +153,23 @@ WEIGHTS = Lit().state_dict()
 VERSION = "pytorch-lightning_version"
 # Content, what the error says, and which operations refuse it; all others work.
 ODD: dict[str, tuple[Any, str, frozenset[str]]] = {
-    "10,000 levels": ({"state_dict": WEIGHTS, "a": nested(10_000)}, "nests its contents too deep", READ_WHOLE),
+    "10,000 levels": ({"state_dict": WEIGHTS, "a": nested(10_000)}, "nests its contents too deeply", READ_WHOLE),
     "150 levels": ({"state_dict": WEIGHTS, "a": nested(150)}, "", frozenset()),
-    "dictionary in itself": (lightning_checkpoint(a=in_itself()), "or without end", READ_WHOLE),
+    "dictionary in itself": (lightning_checkpoint(a=in_itself()), "or endlessly", READ_WHOLE),
     "one list in 2 ** 100 places": (lightning_checkpoint(a=doubled(100)), "", frozenset()),
-    "the same as an extra state": ({**WEIGHTS, "x_extra_state": doubled(100)}, "plain tensors only", {"safetensors"}),
-    "100,000 dots": ({**WEIGHTS, "a." * 100_000: torch.ones(2)}, "has weights under the text", ALL),
+    "the same as an extra state": (
+        {**WEIGHTS, "x_extra_state": doubled(100)},
+        "safetensors cannot store",
+        {"safetensors"},
+    ),
+    "100,000 dots": ({**WEIGHTS, "a." * 100_000: torch.ones(2)}, "has an invalid key for a weight: the text", ALL),
     "number among keys": (
         lightning_checkpoint(state_dict={**WEIGHTS, 3: torch.ones(2)}),
-        "has weights under the value 3",
+        "has an invalid key for a weight: the value 3",
         ALL,
     ),
-    "list of versions": (with_versions([1]), "wrong _metadata", ALL),
-    "version in words": (with_versions({"norm": {"version": "two"}}), "wrong _metadata", ALL),
+    "list of versions": (with_versions([1]), "invalid _metadata", ALL),
+    "version in words": (with_versions({"norm": {"version": "two"}}), "invalid _metadata", ALL),
     "no version": (lightning_checkpoint(**{VERSION: None}), 'Lightning "None" has written it', LIGHTNING),
     "odd version": (lightning_checkpoint(**{VERSION: "two"}), 'Lightning "two" has written it.*Invalid', LIGHTNING),
     "long version": (lightning_checkpoint(**{VERSION: "9" * 5000}), r"99…99.*\(ValueError", LIGHTNING),
@@ -192,10 +196,10 @@ ODD: dict[str, tuple[Any, str, frozenset[str]]] = {
     "600 digits": (lightning_checkpoint(epoch=10**600, global_step=-(10**600)), "", frozenset()),
     "text for weights": (
         {**WEIGHTS, "net.bias": "text"},
-        "a str instead of|plain tensors only",
+        "a str instead of|safetensors cannot store",
         LOADS | {"safetensors"},
     ),
-    "half a surrogate": ({**WEIGHTS, "\ud800": torch.ones(2)}, "names in UTF-8", {"safetensors"}),
+    "half a surrogate": ({**WEIGHTS, "\ud800": torch.ones(2)}, "valid UTF-8 names", {"safetensors"}),
     "name of the format": ({**WEIGHTS, "__metadata__": torch.ones(2)}, "other than __metadata__", {"safetensors"}),
     "empty names": ({**WEIGHTS, "": torch.ones(2), "a..": torch.ones(2), "..a": torch.ones(2)}, "", frozenset()),
     "one name twice": (
@@ -239,12 +243,12 @@ def test_256_gib_in_a_small_file_are_never_allocated(
         assert set(refused) == {"half", "safetensors", "diff"}
         for message in refused.values():
             assert re.search(
-                r'odd.ckpt holds "mask" of shape \(262144, 262144\) in far fewer numbers',
+                r'odd.ckpt stores "mask" of shape \(262144, 262144\) in far fewer numbers',
                 message,
             )
     else:
         assert set(refused) - {"diff"} == {"safetensors"}
-        assert "plain tensors only, not mask" in refused["safetensors"]
+        assert "safetensors cannot store mask" in refused["safetensors"]
     assert not list(tmp_path.glob("*.safetensors"))
 
 

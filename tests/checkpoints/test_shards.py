@@ -208,7 +208,7 @@ def test_a_single_shard_is_named_for_what_it_is(kind: str, tmp_path: Path, run: 
     shards = [path for path in files_in(tmp_path / "folder") if path.suffix != ".json"]
     assert len(shards) >= 3
     for shard in shards:
-        with pytest.raises(BrokenCheckpointError, match=r"one of several files.*Name the folder .*: .*/(folder|tag)"):
+        with pytest.raises(BrokenCheckpointError, match=r"one of several files.*Use the folder .*: .*/(folder|tag)"):
             load_weights(Net(), shard, strict=False)
         for arguments in (("convert", shard, tmp_path / "a.pt"), ("diff", shard, shard)):
             assert run(*arguments)[0] in (1, 3)
@@ -223,7 +223,7 @@ def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path, run: Run) -> N
     shard = tmp_path / "model-00001-of-00002.safetensors"
     for path, words in (
         (shard, "is one of several files"),
-        (tmp_path, "holds shards of a checkpoint without the index that lists them"),
+        (tmp_path, "holds shards of a checkpoint without their index"),
     ):
         with pytest.raises(BrokenCheckpointError, match=words):
             load_weights(Net(), path, strict=False)
@@ -264,7 +264,7 @@ def test_a_missing_or_cut_file_is_refused(kind: str, tmp_path: Path) -> None:
             for act in (read_structure, verify_checkpoint, read_checkpoint):
                 with pytest.raises(
                     CheckpointError,
-                    match=r"missing|not complete|cut short|damaged|\.metadata|model_states|a folder|without the index",
+                    match=r"missing|not complete|cut short|damaged|\.metadata|model_states|a folder|their index",
                 ):
                     act(source)
             file.write_bytes(data)
@@ -313,6 +313,6 @@ def test_no_shard_is_ever_taken_for_a_whole(
         with pytest.raises(BrokenCheckpointError, match="is one of several files"):
             act(shard)
     shard.unlink()
-    with pytest.raises(BrokenCheckpointError, match=r"missing|not complete|\.metadata|model_states|without the shards"):
+    with pytest.raises(BrokenCheckpointError, match=r"missing|not complete|\.metadata|model_states|without shards"):
         read_checkpoint(source)
     shutil.rmtree(folder)

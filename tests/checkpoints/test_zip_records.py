@@ -182,7 +182,7 @@ def inserted(data: bytes) -> bytes:
     return data[:start] + b"hidden" * 9 + data[start:end] + data[end : end + 16] + struct.pack("<LH", start + 54, 0)
 
 
-CONTRADICTION = "its records and the index at its end do not agree"
+CONTRADICTION = "its records and the index at its end do not match"
 AMBIGUOUS: dict[str, tuple[Callable[[], bytes], str]] = {
     "two descriptions": (lambda: repeated("data.pkl"), CONTRADICTION),
     "two blocks of numbers": (lambda: repeated("data/0"), CONTRADICTION),
@@ -200,7 +200,10 @@ AMBIGUOUS: dict[str, tuple[Callable[[], bytes], str]] = {
     "bytes before the first record": (lambda: b"PK\3\4" + PLAIN, CONTRADICTION),
     "two archives": (one_after_the_other, CONTRADICTION),
     "bytes between records and index": (lambda: inserted(PLAIN), CONTRADICTION),
-    "encrypted": (lambda: edited(PLAIN, "archive/data/1", index={8: b"\x01"}), "data/1 compressed or encrypted"),
+    "encrypted": (
+        lambda: edited(PLAIN, "archive/data/1", index={8: b"\x01"}),
+        "compressed or encrypted record, archive/data/1",
+    ),
     "compressed": (lambda: zipped(records_of(GOOD), zipfile.ZIP_DEFLATED), "compressed or encrypted.*zip -0 -r"),
     "stored in fewer bytes": (
         lambda: edited(PLAIN, "archive/data/1", index={24: struct.pack("<L", 90)}),
@@ -216,13 +219,13 @@ AMBIGUOUS: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "a record too short": (
         lambda: zipped([(name, data[:-4] if name.endswith("data/0") else data) for name, data in records_of(GOOD)]),
-        "what it describes and what it holds do not agree",
+        "its description and its contents do not match",
     ),
     "a record too long": (
         lambda: zipped(
             [(name, data + bytes(4) if name.endswith("data/0") else data) for name, data in records_of(GOOD)]
         ),
-        "what it describes and what it holds do not agree",
+        "its description and its contents do not match",
     ),
 }
 

@@ -93,7 +93,7 @@ def test_convert_gives_the_names_of_another_file(net: Tied, last: str, tmp_path:
 def test_convert_refuses_what_it_cannot_do(net: Tied, last: str, tmp_path: Path, run: Run) -> None:
     Path(tmp_path / "there.ckpt").write_text("mine")
     for arguments, words in (
-        ((last, str(tmp_path / "there.ckpt")), "exists. --force replaces it"),
+        ((last, str(tmp_path / "there.ckpt")), "exists. Use --force to replace it"),
         ((last, str(tmp_path / "a.ckpt"), "--drop-root", "net"), "no key begins with 'net.'"),
         ((last, str(tmp_path / "a.ckpt"), "--entry", "ema"), "no weights called 'ema'; it has state_dict"),
         ((str(tmp_path / "gone.ckpt"), str(tmp_path / "a.ckpt")), "Checkpoint file not found: "),
@@ -111,7 +111,7 @@ def test_convert_refuses_what_it_cannot_do(net: Tied, last: str, tmp_path: Path,
     assert run("diff", two, two, "--entry", "b")[0] == 0
     torch.save(OrderedDict(w=torch.ones(2), _extra_state={"a": 1}), tmp_path / "extra.pt")
     code, _, err = run("convert", str(tmp_path / "extra.pt"), str(tmp_path / "c.safetensors"))
-    assert "safetensors holds plain tensors only, not _extra_state" in err
+    assert "safetensors cannot store _extra_state" in err
     assert not (tmp_path / "c.safetensors").exists()
 
 
@@ -203,7 +203,7 @@ def test_the_target_loads_into_the_bare_model(
     assert main(["checkpoint", "convert", source, str(target)]) == 0
     said = capsys.readouterr().out
     assert f'{len(BARE)} weights, removed "' in said
-    assert ("left out: n_averaged" in said) == (wrapping == "averaged")
+    assert ("dropped: n_averaged" in said) == (wrapping == "averaged")
     content = torch.load(target)
     bare_net().load_state_dict(content[entry] if entry else content)
     assert main(["checkpoint", "convert", source, str(target), "--force", "--keep-prefix"]) == 0
@@ -221,9 +221,21 @@ def test_a_module_that_a_trainer_saved_is_an_attribute(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["b.pt", "--wrapper", "WRONG"], 1, "'WRONG' is no wrapper. No key begins with 'WRONG.module.'"),
-        (["b.pt", "--wrapper", "head"], 1, "'head' is no wrapper. No key begins with 'head.module.'"),
-        (["b.pt", "--wrapper", "body", "--wrapper", ""], 1, "'' is no wrapper. No key begins with 'module.'"),
+        (
+            ["b.pt", "--wrapper", "WRONG"],
+            1,
+            "'WRONG' is not a wrapper, because not all keys below it begin with 'WRONG.module.'",
+        ),
+        (
+            ["b.pt", "--wrapper", "head"],
+            1,
+            "'head' is not a wrapper, because not all keys below it begin with 'head.module.'",
+        ),
+        (
+            ["b.pt", "--wrapper", "body", "--wrapper", ""],
+            1,
+            "'' is not a wrapper, because not all keys below it begin with 'module.'",
+        ),
         (["b.onnx"], 2, "b.onnx must end in .ckpt, .pt, .pth, .bin, .safetensors"),
         (["b"], 2, "b must end in .ckpt"),
     ],

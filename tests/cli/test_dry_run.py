@@ -20,7 +20,7 @@ RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
         (["--gpu", "t4"], "no command given: put it last, after --"),
         (["--gpu", "t4", "--steps", "0", "--", "python"], "--steps must be at least 1, got 0"),
         (["--gpu", "t4", "-n", "17", "--", "python"], "-n must be from 1 to 16, got 17"),
-        (["--gpu", "t4", "--vary=--batch-size 4", "--", "python"], "--vary must have {} in the place of the number"),
+        (["--gpu", "t4", "--vary=--batch-size 4", "--", "python"], "--vary needs {} in place of the number"),
     ],
 )
 def test_wrong_usage(run_cli: RunCli, arguments: list[str], complaint: str) -> None:
@@ -34,7 +34,7 @@ def test_without_torchs_cuda_build_it_names_what_installs_it(run_cli: RunCli) ->
     result = run_cli("dry-run", "--gpu", "t4", "--", "python", "train.py")
     assert result.returncode == 3
     text = " ".join(result.stdout.split())
-    assert text.startswith("Cannot be told: torch ")
+    assert text.startswith("Unknown: torch ")
     assert "is built without CUDA" in text
     assert "`pip install --force-reinstall torch`" in text
 

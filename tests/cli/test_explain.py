@@ -108,7 +108,7 @@ def test_it_says_which_causes_silence_others(explain: Explain) -> None:
     assert "judged after blocked_worker and collective_mismatch, before gpu. Only the first cause" in stall
     assert "judged last, and only if no other cause applies" in explain("unexplained")
     assert "makes no run LOW" in explain("power_cap")
-    assert "Not judged where this is unknown: gpu.sm_active_percent." in explain("small_batch")
+    assert "Requires: gpu.sm_active_percent." in explain("small_batch")
 
 
 def test_links_and_emphasis_become_plain_text(explain: Explain) -> None:
@@ -127,13 +127,13 @@ def test_all_causes_are_listed_in_their_groups(explain: Explain) -> None:
     for group, known in zip(groups, REGISTRIES.values(), strict=False):
         for name in known:
             assert f" {name} " in group
-    assert groups[-1] == "More about one: lightning-gpu-tools explain CAUSE "
+    assert groups[-1] == "For details: lightning-gpu-tools explain CAUSE "
 
 
 def test_an_unknown_cause_is_wrong_usage(capfd: pytest.CaptureFixture[str]) -> None:
     for name, says in (
-        ("dataloading", 'no cause is named "dataloading". Did you mean data_loading? Without an argument, '),
-        ("\x1b[31mzzz", 'no cause is named "\\x1b[31mzzz". Without an argument, explain lists all of them.'),
+        ("dataloading", 'no cause is named "dataloading". Did you mean data_loading? Run explain '),
+        ("\x1b[31mzzz", 'no cause is named "\\x1b[31mzzz". Run explain without an argument to list all causes.'),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(["explain", name])

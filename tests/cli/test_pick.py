@@ -233,4 +233,4 @@ def test_help_gives_an_example_and_the_exit_codes(pick: Pick) -> None:
     text = " ".join(pick("--help").out.split())
     assert "gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python train.py" in text
     assert "3 not enough GPUs" in text
-    assert "or last: what the last run needed, by the newest report below the current folder, and a fifth more." in text
+    assert "or `last`, 1.2 times what the last run needed, from the newest report below the current folder." in text

@@ -54,11 +54,16 @@ WITHOUT_GPU = ProcessRecord(torch="/torch", outcome="ended")
         (1, [replace(FAILED, failures=0, error="KeyError: 'x'")], "cannot_be_told", "KeyError: 'x'"),
         (2, [WITHOUT_GPU], "cannot_be_told", "exit code 2 before the end of its first training step"),
         (-9, [WITHOUT_GPU], "cannot_be_told", "SIGKILL"),
-        (0, [WITHOUT_GPU], "cannot_be_told", "never used a GPU"),
-        (0, [replace(COMPLETE, uses_gpu=False)], "cannot_be_told", "never used a GPU"),
+        (0, [WITHOUT_GPU], "cannot_be_told", "did not use a GPU"),
+        (0, [replace(COMPLETE, uses_gpu=False)], "cannot_be_told", "without using a GPU"),
         (0, [], "cannot_be_told", "No process of the command imported torch"),
         (0, [replace(COMPLETE, torch="/other")], "cannot_be_told", "the torch in /other"),
-        (1, [replace(COMPLETE, outcome="broken", error="KeyError: 1")], "cannot_be_told", "could not be recorded"),
+        (
+            1,
+            [replace(COMPLETE, outcome="broken", error="KeyError: 1")],
+            "cannot_be_told",
+            "The recording of a process failed: KeyError: 1",
+        ),
     ],
 )
 def test_judgment(code: int, records: list[ProcessRecord], verdict: Verdict, why_not: str) -> None:
@@ -82,7 +87,7 @@ def test_what_fits_is_told_with_all_that_it_needs() -> None:
     )
     assert "15.0 GiB  model.py:41 in attend (forward)" in text
     assert "Largest batch: 54, predicted from the allocations of this batch of 32." in text
-    assert "For --min-free: 28.2GiB. So much is free now on GPUs 0 and 3 of this machine." in text
+    assert "Value for --min-free: 28.2GiB. Enough memory is free now on GPUs 0 and 3 of this machine." in text
     assert "model.py:50 in log (2x)" in text
     assert max(map(len, text.splitlines())) <= 100
     assert "validation" not in text
@@ -98,19 +103,19 @@ def test_what_does_not_fit_is_told_with_what_it_would_need() -> None:
     judgment = judge(1, [FAILED], 3, "/torch")
     run = result(judgment, "t4", 1, 3, COMPLETE)
     assert run.reason == (
-        "needs 23.1 GiB of the 14.6 GiB of a Tesla T4. It asked for 2.00 GiB more in backward of step 1."
+        "needs 23.1 GiB of the 14.6 GiB of a Tesla T4. Allocating 2.00 GiB more failed in backward of step 1."
     )
     assert (run.failure, run.peak) == (FAILED.failure, COMPLETE.peak)
     assert run.needed_bytes is not None
     assert run.min_free_bytes == pytest.approx(1.2 * run.needed_bytes)  # on a GPU that is large enough
     unknown = result(judgment, "t4", 1, 3)
-    assert render(unknown).startswith("Does not fit: needs more than the 14.6 GiB of a Tesla T4. It asked for 2.00 GiB")
+    assert render(unknown).startswith("Does not fit: needs more than the 14.6 GiB of a Tesla T4. Allocating 2.00 GiB")
 
 
 def test_what_is_missing_in_a_run_is_said() -> None:
     record = replace(COMPLETE, outcome="ended", steps=1, has_validated=False, has_convolutions=True, compiles=True)
     run = result(judge(0, [record], 3, "/torch"), "t4", 1, 3)
-    words = ("after training step 1", "No validation", "cuDNN", "torch.compile is off", "Kernels compute nothing")
+    words = ("after training step 1", "No validation", "cuDNN", "torch.compile was disabled", "Kernels compute nothing")
     assert [word in said for word, said in zip(words, run.unknown, strict=True)] == [True] * 5
 
 

@@ -193,9 +193,7 @@ def test_a_gpu_whose_driver_hangs_is_named_and_holds_no_other_up(clock, monkeypa
                 return taken[0]
         raise AssertionError(taken)
 
-    problem = (
-        f"{hanging} is not measured until the driver answers: it has not answered nvmlDeviceGetPowerUsage within 1 s"
-    )
+    problem = f"The driver has not answered nvmlDeviceGetPowerUsage for {hanging} within 1 s"
     with contextlib.closing(watch):
         take([])
         clock.advance(1)
@@ -203,7 +201,7 @@ def test_a_gpu_whose_driver_hangs_is_named_and_holds_no_other_up(clock, monkeypa
         assert watch.latest_percent == 50
         with clock.change():
             clock.gpus[0].hangs, clock.gpus[1].memory_free = "nvmlDeviceGetPowerUsage", 0
-        metrics = take([f"{problem}, see `dmesg`."])
+        metrics = take([f"{problem}. This GPU is not measured until it answers. Check `dmesg`."])
         assert metrics["gpu/1/memory_used_bytes"] == 80 * GIB
         assert watch.latest_percent == 10
         with clock.change():

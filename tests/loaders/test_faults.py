@@ -79,7 +79,7 @@ def switch_later() -> Iterator[Callable[..., list[int]]]:
 def test_a_fault_under_other_settings_goes_back_to_the_original_ones(
     switch_later: Callable[..., list[int]], action: Callable[[], object], said: str, persistent: bool
 ) -> None:
-    with pytest.warns(UserWarning, match="The original settings are back") as warned:
+    with pytest.warns(UserWarning, match="The original settings were restored") as warned:
         seen = switch_later(DataLoader(Act(action), batch_size=None), settings(2, persistent), epochs=2)
     assert seen == IN_ORDER * 2
     (warning,) = [str(one.message) for one in warned if "original settings" in str(one.message)]
@@ -133,7 +133,7 @@ def test_a_worker_that_died_between_epochs_costs_no_batch() -> None:
     (worker, _) = multiprocessing.active_children()
     worker.kill()
     worker.join()
-    with pytest.warns(UserWarning, match="The original settings are back"):
+    with pytest.warns(UserWarning, match="The original settings were restored"):
         assert [int(batch) for batch in made] == IN_ORDER
     restore(made)
 

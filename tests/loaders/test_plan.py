@@ -118,15 +118,15 @@ KILLED = trial(4, None, failed="killed")
     ("of", "trials", "count", "said"),
     [
         # The fewest workers within 3 % of the best.
-        (case(), [trial(0, 0.05), trial(5, 0.0101), trial(10, 0.01), trial(3, 0.014)], 5, "99 batches/s against 20 wi"),
+        (case(), [trial(0, 0.05), trial(5, 0.0101), trial(10, 0.01), trial(3, 0.014)], 5, "99 batches/s instead of 20"),
         (case(), [trial(0, 0.0102), trial(5, 0.0100)], 0, "more than 3 % faster"),
         # A step that computes needs a gain of 15 %.
-        (ON_CPU, [trial(0, 0.0113), trial(2, 0.0100)], 0, "less than 15 % is not certain enough"),
-        (ON_CPU, [trial(0, 0.0116), trial(2, 0.0100)], 2, "batches/s against"),
-        (case(), [trial(0, 0.0113), trial(2, 0.0100)], 2, "batches/s against"),
+        (ON_CPU, [trial(0, 0.0113), trial(2, 0.0100)], 0, "less than 15 % is uncertain"),
+        (ON_CPU, [trial(0, 0.0116), trial(2, 0.0100)], 2, "batches/s instead of"),
+        (case(), [trial(0, 0.0113), trial(2, 0.0100)], 2, "batches/s instead of"),
         # Nothing is changed for a prediction alone.
         (case(original=workers(4)), [trial(0, 0.05), KILLED, trial(2, 0.01)], 4, "killed"),
-        (case(), [trial(0, 0.05)], 0, "There was no time to try anything."),
+        (case(), [trial(0, 0.05)], 0, "The time budget was too short."),
         (
             case(cost=LoadCost(wall_s=0.4, cpu_s=0.4)),
             [trial(0, 0.41), trial(8, 0.05)],

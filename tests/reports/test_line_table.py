@@ -68,7 +68,7 @@ def test_lines_are_of_one_run_as_text(options: list[str], capfd: pytest.CaptureF
     with pytest.raises(SystemExit) as ended:
         main(["report", ".", "--lines", *options])
     assert ended.value.code == 2
-    assert "--lines is for the report of one run, as text" in capfd.readouterr().err
+    assert "--lines works only for one report, as text" in capfd.readouterr().err
 
 
 def test_the_page_has_the_table() -> None:

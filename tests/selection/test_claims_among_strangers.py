@@ -331,7 +331,7 @@ place(1, Request(), list)
     for use in (place, "main(['gpus'])", "main(['pick'])", "main(['run', '--wait', '1m', '--', 'true'])"):
         answer = run_as(user, path, PICK + use)
         assert answer.returncode == 0, answer.stderr
-        assert answer.stderr.count(f"{says}An administrator can take it over: chown root {path}\n") == is_named
+        assert answer.stderr.count(f"{says}To prevent this, an administrator can run: chown root {path}\n") == is_named
         assert answer.stderr.count("belongs to") == is_named
 
 
@@ -353,7 +353,7 @@ def test_a_command_notices_that_its_claim_was_removed(driver: Driver, path: Path
             said = job.stderr.readline()  # the command's own stderr, which `run` has left to it
             assert f"The claim of this job on {uuid} was removed from {path}, which belongs to uid {BOB}." in said
             assert ("this job has claimed it again" in said) is not is_taken
-            assert (f"Meanwhile it was claimed by uid {BOB} (pid " in said) is is_taken
+            assert (f"Meanwhile uid {BOB} (pid " in said) is is_taken
             with read_ledger(str(path)) as ledger:
                 held = {claim.owner_id: (claim.kind, claim.pid) for claim in ledger.claims()}
             assert held[ALICE] == ("whole" if is_taken else "exclusive", job.pid)
@@ -371,7 +371,7 @@ def test_a_claim_in_the_name_of_ones_job_is_a_rival(path: Path) -> None:
     for file in path.iterdir():
         file.unlink()
     with staying(BOB, path):  # his claim has the same job
-        assert f"Meanwhile it was claimed by uid {BOB} (pid " in mine.keep()
+        assert f"Meanwhile uid {BOB} (pid " in mine.keep()
         assert kinds(path) == ["exclusive", "whole"]
     mine.release()
 
@@ -452,7 +452,7 @@ def test_who_takes_names_away_is_named_if_no_other_name_helps(
         assert kinds(path) == ["whole"]
         claim.release()
     else:
-        named = f"uid {BOB} puts files under each name that this user's claim gets. Ask uid {BOB} or an administrator"
+        named = f"a process of uid {BOB} takes every file name that this claim tries. Ask uid {BOB} or an administrator"
         with pytest.raises(ClaimsError, match=named), open_ledger(str(path)) as ledger:
             ledger.take(["GPU-a"], "whole")
     assert {file.lstat().st_uid for file in path.iterdir()} == {BOB}
@@ -546,8 +546,8 @@ def test_an_idle_holder_is_told_who_waits_once_an_hour(path: Path, monkeypatch: 
         one.look()
     (text,) = said
     assert re.fullmatch(
-        rf"uid {BOB} \(pid {first.pid}\) has waited [\d.]+ m?s for this GPU, of which you have used 0 % for 30 min\. "
-        r"End it with Ctrl-C, or run with --yield-after 2h\.",
+        rf"uid {BOB} \(pid {first.pid}\) has waited [\d.]+ m?s for this GPU, which you have left idle for 30 min\. "
+        r"End this job with Ctrl-C, or use --yield-after 2h next time\.",
         text,
     )
 
@@ -760,13 +760,13 @@ def below_a_file(path: Path) -> None:
 UNUSABLE = [
     pytest.param(symlink, "it is a symbolic link, which is not followed. Remove it", True, id="symlink"),
     pytest.param(below_a_file, "it is not a folder. Remove it", True, id="file"),
-    pytest.param(not_sticky, "lets users remove the files of others. root, who owns it, or .* chmod 1777", True,
+    pytest.param(not_sticky, "lets users remove the files of others. Its owner root or .* chmod 1777", True,
                  id="not-sticky"),
-    pytest.param(private, "may not read it. root, who owns it, or an administrator can .*chmod 1777", True,
+    pytest.param(private, "you may not read it. Its owner root or an administrator can .*chmod 1777", True,
                  id="private"),
-    pytest.param(listable, "may not read what is in it. root, who owns it, or an administrator can .*chmod 1777", True,
+    pytest.param(listable, "you may not read its files. Its owner root or an administrator can .*chmod 1777", True,
                  id="not-searchable"),
-    pytest.param(lambda path: path.mkdir(mode=0o755), "may not create files in it. root, who owns it, .*chmod 1777",
+    pytest.param(lambda path: path.mkdir(mode=0o755), "you may not create files in it. Its owner root .*chmod 1777",
                  False, id="read-only"),
 ]  # fmt: skip
 
@@ -795,13 +795,13 @@ main(["run", "--", "echo", "ran"])
     first, second, shown, picked, ran = answer.stdout.splitlines()
     for error in (first, second):
         assert re.search(f"The claims folder {path} cannot be used: .*{words}", error)
-        assert "or set LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all users share." in error
+        assert "Or set LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all users share." in error
         assert ("chmod" in error) == ("chmod" in words)
     (one,) = json.loads(shown)
     assert (one["claims"] is None, one["effective_free_bytes"] is None) == (are_unknown, are_unknown)
     assert (picked, ran) == (driver.gpus[0].uuid, "ran")
     assert answer.stderr.count("The GPUs of this job are not claimed.") == 1
-    assert ("It is not known what" in answer.stderr) == are_unknown
+    assert ("The claims of other jobs are unknown." in answer.stderr) == are_unknown
 
 
 def test_a_folder_that_cannot_be_created_names_the_remedy(tmp_path: Path) -> None:

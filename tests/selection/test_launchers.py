@@ -65,11 +65,11 @@ def test_torchrun_decides_inside_of_slurm() -> None:
 @pytest.mark.parametrize(
     ("environ", "needs"),
     [
-        (slurm(0, SLURM_JOB_NAME="bash"), "another name than 'bash'"),
-        (slurm(0, SLURM_JOB_NAME="interactive"), "another name than 'interactive'"),
+        (slurm(0, SLURM_JOB_NAME="bash"), "a job name other than 'bash'"),
+        (slurm(0, SLURM_JOB_NAME="interactive"), "a job name other than 'interactive'"),
         (mpirun(0), "the package mpi4py"),
         (mpiexec(0), "the package mpi4py"),
-        ({**slurm(0, SLURM_JOB_NAME="bash"), **mpirun(0)}, "another name than 'bash'"),
+        ({**slurm(0, SLURM_JOB_NAME="bash"), **mpirun(0)}, "a job name other than 'bash'"),
     ],
     ids=["bash", "interactive", "mpirun", "mpiexec", "both"],
 )

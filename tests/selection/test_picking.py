@@ -208,7 +208,7 @@ def test_the_sentence_after_a_selection_says_what_and_why(driver: Driver) -> Non
     driver.gpus = [gpu(memory_free="71.3GiB"), gpu(memory_free="80GiB", utilization=60)]
     reason = str(select_gpus())
     assert f"GPU 0 ({driver.gpus[0].uuid[:12]}…) with 71.3 GiB free, 0 % busy" in reason
-    assert reason.endswith("Best of 2 visible: idle before busy, then the most free memory.")
+    assert reason.endswith("Chosen from 2 visible: idle first, then most free memory.")
 
 
 EXCLUSIVE_OR_WHY = """
@@ -279,7 +279,7 @@ int cuDeviceGet(int *device, int ordinal) {{ *device = ordinal; return 0; }}
 int cuDeviceGetUuid(void *uuid, int device) {{ memcpy(uuid, uuids[device], 16); return 0; }}
 """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    with pytest.raises(LightningGpuToolsError, match="Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or put UUIDs"):
+    with pytest.raises(LightningGpuToolsError, match="Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs"):
         select_gpus(2)
     compile_libcuda(tmp_path, source)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))

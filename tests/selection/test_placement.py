@@ -131,7 +131,10 @@ def test_ranks_agree_however_they_were_started(
             partial(slurm, SLURM_JOB_NAME="bash"),
             "srun started 2 processes on this machine, but Lightning trains in each",
         ),
-        (mpiexec, "without a name for their job, so each picks for itself. To pick once for all, put `lightning-gpu"),
+        (
+            mpiexec,
+            "so each picks its own GPUs. To pick once for all, put `lightning-gpu",
+        ),
     ],
     ids=["bash", "mpich"],
 )

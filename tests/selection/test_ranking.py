@@ -104,10 +104,10 @@ def test_what_just_meets_a_requirement_can_be_used(reading: GpuReading, requirem
         (gpu(2, error="has fallen off the bus: reboot"), {}, "has fallen off the bus: reboot"),
         (gpu(2, uuid=None), {}, "does not report its UUID"),
         (gpu(2, mig_mode=True), {}, "is in MIG mode but has no instance"),
-        (gpu(2, uuid="MIG-abc"), {"count": 2}, "NCCL connects none of them, so it cannot be one of 2"),
+        (gpu(2, uuid="MIG-abc"), {"count": 2}, "NCCL does not support MIG, so it cannot be one of 2"),
         (gpu(2, compute_mode="prohibited"), {}, "PROHIBITED"),
         (gpu(2, compute_mode="exclusive_process", processes=(GpuProcess(pid=7),)), {}, "in use by pid 7"),
-        (gpu(2, compute_mode="exclusive_process", processes=None), {}, "in use by processes that cannot be read"),
+        (gpu(2, compute_mode="exclusive_process", processes=None), {}, "in use by processes that are not visible"),
         (gpu(2, processes=None), {"exclusive": True}, "its processes cannot be read"),
         (
             gpu(2, processes=(GpuProcess(pid=7, name="python", user="bob"), GpuProcess(pid=8))),
@@ -143,7 +143,7 @@ def test_what_someone_waits_for_is_kept_for_them() -> None:
     waiter = GpuWaiter(name="0", uuids=("GPU-0",), requested=1, pid=99, user="carol")
     ranking = rank_gpus([gpu(0), gpu(1)], (), Request(), ahead=[waiter])
     assert order(ranking) == [1]
-    assert reasons(ranking) == "GPU 0 (GPU-0): kept for carol (pid 99), who has waited longer"
+    assert reasons(ranking) == "GPU 0 (GPU-0): reserved for carol (pid 99), who has waited longer"
 
 
 def test_the_best_gpus_are_kept_for_each_who_waits() -> None:
@@ -188,7 +188,7 @@ def test_an_impossible_requirement_is_refused_with_its_value(field: str, value: 
 
 
 def test_a_job_without_a_claim_cannot_agree_to_yield() -> None:
-    with pytest.raises(ValueError, match=r"yield_after needs a claim, .* Leave claim at True"):
+    with pytest.raises(ValueError, match=r"yield_after works only with a claim"):
         Request(yield_after="1h", claim=False)
 
 

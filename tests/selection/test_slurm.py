@@ -99,7 +99,7 @@ CASES: list[tuple[tuple[str, ...], int, list[list[int]], int, dict[str, int]]] =
     (("srun", "-N1", "-n1", *TORCHRUN), 2, SHARED, 1, {}),
     (("salloc", *ONE_NODE, "srun"), 1, [[2], [3]], 2, {"put SLURM_JOB_NAME=train before srun": 1}),
     (("salloc", *ONE_NODE, "env", "SLURM_JOB_NAME=train", "srun"), 2, SHARED, 1, {}),
-    (("srun", *ONE_NODE, *RUN, "-n2", "--"), 2, SHARED, 1, {"Picked GPU": 1, "2 processes of this srun on": 2}),
+    (("srun", *ONE_NODE, *RUN, "-n2", "--"), 2, SHARED, 1, {"Picked GPU": 1, "2 processes that srun started on": 2}),
     (("srun", *ONE_NODE, *RUN, "-n1", "--"), 1, [[2], [3]], 2, {"Picked GPU": 2}),
     ((*RUN, "-n2", "--", "srun", *ONE_NODE), 2, SHARED, 1, {"SLURM removes CUDA_": 1, "SAID MASK None": 2}),
 ]

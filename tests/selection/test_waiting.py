@@ -150,7 +150,7 @@ def test_nobody_gets_past_one_who_has_waited_longer(driver: Driver, claims_dir: 
         with open_ledger(str(claims_dir)):  # so that it is not stopped while it has the ledger
             job.send_signal(signal.SIGSTOP)
         mine.release()
-        with pytest.raises(NotEnoughGpusError, match=rf"kept for .* \(pid {job.pid}\), who has waited longer"):
+        with pytest.raises(NotEnoughGpusError, match=rf"reserved for .* \(pid {job.pid}\), who has waited longer"):
             select_gpus(wait=0.1)
         assert indices(select_gpus(min_free="1GiB", claim=False)) == [0]  # who does not wait is not in the queue
         job.send_signal(signal.SIGCONT)

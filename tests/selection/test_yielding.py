@@ -26,7 +26,7 @@ from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.selection import claims, ranking, yielding
 claims.KEEP_EVERY_S = yielding.LOOK_EVERY_S = yielding.POLL_EVERY_S = 0.1
-yielding.TELL_AFTER_S = 0.3
+yielding.REMIND_AFTER_S = 0.3
 ranking.MIN_YIELD_AFTER_S = 0.0
 """
 RUN = f"{FAST}sys.exit(main(['run', '--exclusive', *sys.argv[1:]]))"
@@ -103,8 +103,8 @@ def test_an_idle_job_that_agreed_ends_for_one_that_waits(driver: Driver, claims_
         before, after = holder.stderr.read().splitlines()
     assert "This job gets SIGTERM once its GPUs have been idle for 300 ms and another job waits" in before
     assert f"(pid {waiter.pid}) has waited " in after
-    assert " for this GPU, of which this job has used 0 % for " in after
-    assert after.endswith(" It gets SIGTERM now, as agreed (yield_after).")
+    assert " for this GPU, which this job has left idle for " in after
+    assert after.endswith(" This job gets SIGTERM now, as agreed (yield_after).")
 
 
 def test_without_an_agreement_an_idle_job_is_told_once(driver: Driver, claims_dir: Path) -> None:
@@ -116,8 +116,8 @@ def test_without_an_agreement_an_idle_job_is_told_once(driver: Driver, claims_di
             driver.gpus = [QUICK]
             line = holder.stderr.readline()
             assert f"(pid {waiter.pid}) has waited " in line
-            assert " for this GPU, of which you have used 0 % for " in line
-            assert line.endswith(" End it with Ctrl-C, or run with --yield-after 2h.\n")
+            assert " for this GPU, which you have left idle for " in line
+            assert line.endswith(" End this job with Ctrl-C, or use --yield-after 2h next time.\n")
             let_look(driver)
         assert holder.poll() is None
         holder.kill()
@@ -140,13 +140,13 @@ def test_a_program_under_run_can_agree_itself(driver: Driver, claims_dir: Path) 
     with job(RUN, "--", sys.executable, "-c", program) as holder, waiting(claims_dir):
         assert holder.wait(60) == -signal.SIGTERM
         told = holder.stderr.read()
-    assert "It gets SIGTERM now, as agreed" in told
+    assert "This job gets SIGTERM now, as agreed" in told
     # On a busy machine, `run` may look before the program has agreed.
-    assert "End it with Ctrl-C" not in told.partition("This job gets SIGTERM once")[2]
+    assert "End this job with Ctrl-C" not in told.partition("This job gets SIGTERM once")[2]
 
 
 RANKS = f"""{PLACE}
-yielding._AGAIN_AFTER_S = 0.5
+yielding._SIGNAL_EVERY_S = 0.5
 if "LOCAL_RANK" in os.environ:
     print("there", flush=True)
     sys.stdin.read()
@@ -171,7 +171,7 @@ def test_ranks_that_a_rank_has_started_are_left_to_its_handler(
         else:
             assert holder.wait(60) == -signal.SIGTERM
             said, told = holder.communicate()
-            assert (said, told.count("This job gets SIGTERM")) == ("", 1)
+            assert (said, told.count("This job gets SIGTERM once")) == ("", 1)
 
 
 @pytest.mark.parametrize("agreed", [[], AGREED], ids=["told", "agreed"])
@@ -234,7 +234,7 @@ def test_a_gpu_of_unknown_utilization_is_kept_which_is_said_once(
         assert "This job gets SIGTERM once" in holder.stderr.readline()
         line = holder.stderr.readline()
         assert "The driver does not report the utilization of " in line
-        assert "As long as that is so, this job does not yield its GPUs as agreed (yield_after)." in line
+        assert "Until this changes, this job does not yield its GPUs (yield_after)." in line
         driver.forget_calls()
         until(lambda: len(sampler_calls(driver)) > 50)
         assert holder.poll() is None

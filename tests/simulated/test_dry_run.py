@@ -90,7 +90,7 @@ def test_a_plain_loop_that_fits(dry_run: DryRun) -> None:
     assert found["fits_on"]["a100-80gb"] == "yes"
     assert [(one["line"], one["samples"]) for one in found["syncs"]] == [(18, 1)]
     assert "No validation ran, so its peak is unknown." in found["unknown"]
-    assert "torch.compile is off here. Compiled code usually needs less memory." in found["unknown"]
+    assert "torch.compile was disabled. Compiled code usually needs less memory." in found["unknown"]
 
 
 def test_a_plain_loop_that_does_not_fit(dry_run: DryRun) -> None:
@@ -173,7 +173,7 @@ for step in range(100):
     ("code", "reason"),
     [
         ("import torch\ntorch.zeros(1, device='cuda')\nopen('no such file')", "FileNotFoundError"),
-        ("import torch\ntorch.nn.Linear(1, 1)(torch.ones(1))", "The command never used a GPU."),
+        ("import torch\ntorch.nn.Linear(1, 1)(torch.ones(1))", "The command did not use a GPU."),
         ("print('no torch')", "No process of the command imported torch"),
     ],
 )

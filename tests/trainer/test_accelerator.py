@@ -101,7 +101,7 @@ def test_two_jobs_on_granted_gpus_are_warned(
     select_gpus(exclusive=theirs)
     trainer(1, exclusive=ours)
     assert live_claims(claims_dir) == [("exclusive" if theirs else "whole", 1), ("whole", 1)]
-    assert f"(pid {os.getpid()}) has claimed{' exclusively' * theirs}. Both jobs use it now" in caplog.text
+    assert f"(pid {os.getpid()}) has claimed{' exclusively' * theirs}. Both jobs now use it" in caplog.text
 
 
 def test_a_second_trainer_gets_the_same_gpus(driver: Driver, claims_dir: Path) -> None:
@@ -167,11 +167,11 @@ def test_two_mig_instances_are_no_grant_of_two(driver: Driver, monkeypatch: pyte
     driver.gpus = [gpu(mig=[mig(), mig()])]
     mask = "0" if by == "number" else ",".join(str(instance.uuid) for instance in driver.gpus[0].mig or ())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    with pytest.raises(NotEnoughGpusError, match="only one MIG instance, and NCCL connects none of them"):
+    with pytest.raises(NotEnoughGpusError, match="only one MIG instance, and NCCL does not support MIG"):
         trainer(2)
     for name, value in slurm(2, CUDA_VISIBLE_DEVICES=mask).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(NotEnoughGpusError, match="only one MIG instance, and NCCL connects none of them"):
+    with pytest.raises(NotEnoughGpusError, match="only one MIG instance, and NCCL does not support MIG"):
         trainer(2, "ddp")
 
 
@@ -235,7 +235,7 @@ def test_last_is_what_the_last_run_needed_on_each_gpu(
 
 
 def test_last_is_not_for_a_selection_in_python() -> None:
-    with pytest.raises(ValueError, match="min_free='last' is for the command line, the accelerator and strategies"):
+    with pytest.raises(ValueError, match="min_free='last' is only for the command line, the accelerator"):
         select_gpus(min_free="last")
 
 

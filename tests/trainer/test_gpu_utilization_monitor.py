@@ -354,7 +354,7 @@ def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Pa
     driver.gpus = [gpu(gpm={2: 50}, xid_events=xids, field_values={"198": "NO_PERMISSION"})]
     monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all", gpm=False)
     trainer = quiet_trainer(tmp_path, callbacks=[monitor], log_every_n_steps=10)
-    with pytest.warns(UserWarning, match=r"GPU 0 reports: Xid 31 \(memory page fault"):
+    with pytest.warns(UserWarning, match=r"GPU 0 reports an error: Xid 31 \(memory page fault"):
         trainer.fit(Model(time.sleep, step_s=0.02), loader(Samples(40)))
     calls = driver.calls()
     assert {call.thread for call in calls} == {"lightning-gpu-tools-sampler", "lightning-gpu-tools-driver"}

@@ -43,7 +43,7 @@ def train(folder: Path, rank: int, *, claims: str, callback: Callable[..., Any],
     """Train on as many GPUs as there are ranks, with looks at those who wait that come fast."""
     os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = claims.format(rank=rank)
     yielding.LOOK_EVERY_S = yielding.POLL_EVERY_S = 0.1
-    yielding.TELL_AFTER_S = 0.3
+    yielding.REMIND_AFTER_S = 0.3
     ranking.MIN_YIELD_AFTER_S = 0.0
     cpu_as_cuda.install()
     trainer = quiet_trainer(
@@ -104,7 +104,7 @@ def test_the_monitor_tells_who_waits_once(driver: Driver, tmp_path: Path) -> Non
     options = {"claims": str(tmp_path / "claims"), "callback": monitor}
     job = ranks(tmp_path, ranks=1, machines=[driver], options=options)
     with job as (training,), waiting(tmp_path / "claims", 1) as waiter:
-        until_said(tmp_path / "stderr0", "run with --yield-after 2h.")
+        until_said(tmp_path / "stderr0", "use --yield-after 2h next time.")
         driver.forget_calls()
         while sum(call.thread == "lightning-gpu-tools-sampler" for call in driver.calls()) < 100:
             time.sleep(0.02)
@@ -113,7 +113,7 @@ def test_the_monitor_tells_who_waits_once(driver: Driver, tmp_path: Path) -> Non
         assert training.exitcode == 0
     (line,) = (line for line in (tmp_path / "stderr0").read_text().splitlines() if "has waited" in line)
     assert f"(pid {waiter.pid}) has waited " in line
-    assert " for this GPU, of which you have used 0 % for " in line
+    assert " for this GPU, which you have left idle for " in line
 
 
 def test_all_ranks_end_as_lightning_ends_them(driver: Driver, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_job_on_several_machines_goes_on(driver: Driver, tmp_path: Path) -> No
     options = {"claims": f"{tmp_path}/claims{{rank}}", "callback": checkpoint, "yield_after": 0.3}
     job = ranks(tmp_path, nodes=2, machines=[driver, driver], options=options)
     with job as started, waiting(tmp_path / "claims1", 2):
-        until_said(tmp_path / "stderr1", "Only 1 of the 2 ranks can be sent SIGTERM, and the others would hang.")
+        until_said(tmp_path / "stderr1", "Only 1 of the 2 ranks can get SIGTERM, and the others would hang.")
         (tmp_path / "go on").touch()
         for rank in started:
             rank.join(60)

@@ -124,7 +124,7 @@ def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, option
     assert result.confirmed
     assert result.settings is not None
     assert result.settings.num_workers >= 2
-    assert "batches/s against" in result.reason
+    assert "batches/s instead of" in result.reason
     assert watch.workers[-1] == result.settings.num_workers
     assert watch.batches == as_usual.batches
     assert watch.states == as_usual.states
@@ -179,7 +179,7 @@ def test_random_augmentation_moves_to_the_workers_and_that_is_said(tmp_path: Pat
 def test_a_loader_that_feeds_the_step_is_left_as_it_is(tmp_path: Path) -> None:
     result, watch = find(tmp_path, shuffled(Samples(30)), model=Noisy(0.05))
     assert result.settings == result.original
-    assert "no settings can make it 5 % faster" in result.reason
+    assert "No settings can make it 5 % faster" in result.reason
     assert set(watch.workers) == {0}
 
 
@@ -355,7 +355,7 @@ def kill_the_workers() -> None:
 
 
 def test_settings_that_fail_in_use_are_taken_back_without_losing_a_batch(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="killed by SIGKILL.*The original settings are back"):
+    with pytest.warns(UserWarning, match="killed by SIGKILL.*The original settings were restored"):
         result, watch = find(tmp_path, DataLoader(Slow(60)), WhenApplied(kill_the_workers))
     assert [int(batch[0]) for batch in watch.batches] == list(range(60))
     assert watch.workers[-1] == 0
@@ -395,7 +395,7 @@ def test_only_settings_that_turn_out_slower_than_the_original_ones_are_taken_bac
         assert used[-1] == 0
         assert result.settings == result.original
         assert (result.applied, result.confirmed) == (False, False)
-        assert re.search(r"slower in use: a step took .* and .* with the original settings, so", result.reason)
+        assert re.search(r"in use: a step took .*, compared with .* with the original settings, so", result.reason)
 
 
 class EndsWhenOriginalsAreBack(Callback):

@@ -210,4 +210,4 @@ def test_a_run_too_short_to_be_sampled_says_so(tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
     (path,) = tmp_path.rglob("gpu_report.json")
     assert main(["report", str(path), "--lines"]) == 3
-    assert capsys.readouterr().err.startswith("lightning-gpu-tools: no source line was seen in 5 steps.")
+    assert capsys.readouterr().err.startswith("lightning-gpu-tools: no source lines were sampled in 5 steps.")

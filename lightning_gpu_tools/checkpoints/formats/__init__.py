@@ -14,7 +14,7 @@ class FileFormat(Protocol):
     """The functions of a module for a single-file format."""
 
     def recognizes(self, head: bytes) -> bool:
-        """Whether a file that begins with ``head`` is of this format."""
+        """Return whether a file that begins with ``head`` is of this format."""
 
     def describe(self, file: BinaryIO, path: str, size_bytes: int) -> Structure:
         """Read the description in an open file and check it against the file's contents."""
@@ -29,7 +29,7 @@ class FolderFormat(Protocol):
     PART: re.Pattern[str]  # names of files that are not a checkpoint without the others
 
     def find(self, path: str, names: set[str]) -> str | None:
-        """Return the folder with the checkpoint's files, judging by ``names``; ``None`` if it is not of this format."""
+        """Return the folder with the checkpoint's files, based on ``names``; ``None`` if it has another format."""
 
     def describe(self, folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         """Describe the files, with the places of all numbers if that costs no time or ``to_load`` is true."""

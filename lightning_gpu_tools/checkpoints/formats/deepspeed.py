@@ -1,4 +1,4 @@
-"""DeepSpeed's folders: the files of all ranks, joined as its zero_to_fp32.py does. Runs nothing."""
+"""DeepSpeed's folders: the files of all ranks, joined like in its zero_to_fp32.py. Runs no code."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     others = {name for name in names if _ANY.fullmatch(name)} - {_WHOLE_MODEL, *model_names, *optimizer_names}
     if others:
         raise Fault(
-            f"is a DeepSpeed checkpoint of a model that more than ZeRO has split ({printable(min(others))})",
-            "Only the program that trained it can join experts, pipeline stages and tensor-parallel parts.",
+            f"is a DeepSpeed checkpoint with other parallelism than ZeRO ({printable(min(others))})",
+            "Experts, pipeline stages and tensor-parallel parts can be joined only by the program that trained it.",
         )
     is_whole = _WHOLE_MODEL in names
     if is_whole == bool(model_names):
-        raise damaged("its model_states.pt are of two checkpoints" if is_whole else "it has no model_states.pt")
+        raise damaged("its model_states.pt are from two checkpoints" if is_whole else "it has no model_states.pt")
     models = [folder.describe(name) for name in model_names or [_WHOLE_MODEL]]
     optimizers = [folder.describe(name) for name in optimizer_names]
     loaded = models[0].name
@@ -128,14 +128,14 @@ def _check_ranks(shards: Shards) -> None:
         content = shard.content
         ranks = _count(content[_OPTIMIZER][_RANKS]) if _OPTIMIZER in content else content["dp_world_size"]
         if ranks != len(there) or there != [*range(len(there))]:
-            what = (
-                f"is not complete: {printable(shard.name)} is of {printable(ranks)} ranks, but {len(there)} are there"
+            what = f"is not complete: {printable(shard.name)} is from {printable(ranks)} ranks, but it has {len(there)}"
+            raise Fault(
+                what, "Probably a save or a copy was interrupted, or the folder has files of an older checkpoint."
             )
-            raise Fault(what, "Most likely a save or a copy was interrupted, or an older checkpoint was in the folder.")
     if not shards:
         raise Fault(
-            "is not complete: *_optim_states.pt, the files of the optimizer with the fp32 weights, are missing",
-            f"At stage 1 and 2, those that it was trained with are in its {_WHOLE_MODEL}.",
+            "is not complete: *_optim_states.pt, the optimizer's files with the fp32 weights, are missing",
+            f"At stages 1 and 2, {_WHOLE_MODEL} holds the weights in the precision of the training.",
         )
 
 

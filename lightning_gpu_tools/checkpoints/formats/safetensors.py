@@ -29,12 +29,12 @@ TWO_IN_A_BYTE = "float4_e2m1fn_x2"  # safetensors counts numbers, torch counts b
 
 
 def recognizes(head: bytes) -> bool:
-    """Whether a file begins with the length of a header and the header itself."""
+    """Return whether a file begins with the length of a header and the header itself."""
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES
 
 
 def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
-    """Follow https://huggingface.co/docs/safetensors#format, as strictly as its own library does."""
+    """Describe a file. Checks it as strictly as the library of https://huggingface.co/docs/safetensors#format."""
     file.seek(0)
     length = struct.unpack("<Q", file.read(8))[0]
     if length + 8 > size_bytes:
@@ -50,7 +50,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype = DTYPE_OF_SAFETENSORS.get(entry["dtype"])
         if dtype is None:
-            raise Fault(f"has {printable(name)} in the type {printable(entry['dtype'])}, which torch does not have")
+            raise Fault(f"has {printable(name)} of type {printable(entry['dtype'])}, which torch does not have")
         first, last = entry["data_offsets"]
         shape = tuple(entry["shape"])
         if not are_sizes((first, last, *shape)) or first != end:  # everything in the file is described exactly once
@@ -80,7 +80,7 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load(structure: Structure, map_location: Any, weights_only: bool) -> OrderedDict[str, Any]:
-    """Return the weights, mapped to the file; it holds nothing else."""
+    """Return the weights, mapped to the file. The file holds nothing else."""
     import torch
 
     from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, moved

@@ -1,4 +1,4 @@
-"""Shards with an index, as Hugging Face's tools write them, and single shards."""
+"""Shards with an index, as written by Hugging Face's tools, and single shards."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     """Describe the shards that the index in a folder lists."""
     indexes = sorted(filter(INDEX.fullmatch, names))
     if len(indexes) > 1:
-        raise Fault("is a folder", f"It holds {len(indexes)} checkpoints; name one: {listed(indexes)}")
+        raise Fault("is a folder", f"It holds {len(indexes)} checkpoints. Use one of them: {listed(indexes)}")
     if indexes:
         return describe_index(folder, indexes[0])
     if any(map(_PART_BY_DCP.fullmatch, names)):
         advice = "Load them with torch.distributed.checkpoint.HuggingFaceStorageReader."
-        raise Fault("holds the parts of all ranks, which do not tell whether one is missing", advice)
-    raise Fault("holds shards of a checkpoint without the index that lists them", "Get all its files.")
+        raise Fault("holds the parts of all ranks, without a list that shows whether one is missing", advice)
+    raise Fault("holds shards of a checkpoint without their index", "Copy or download all files.")
 
 
 def describe_index(folder: Folder, name: str) -> Assembly:
@@ -62,7 +62,7 @@ def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
 
 def _read_index(file: BinaryIO) -> dict[str, str]:
     """Return the file of each weight."""
-    with any_error_is(damaged("it is no index of shards")):  # nor is a longer text, cut off here
+    with any_error_is(damaged("it is not an index of shards")):  # nor is longer text, which is cut off here
         weight_map = json.loads(file.read(_MAX_INDEX_BYTES), object_pairs_hook=without_repeats)["weight_map"]
         if weight_map and all(isinstance(name, str) for name in weight_map.values()):
             return dict(weight_map)
@@ -74,10 +74,10 @@ def _merged(file_of: Mapping[str, str], contents: Mapping[str, Any]) -> OrderedD
     for name, content in contents.items():
         held = content.keys() if isinstance(content, Mapping) else set()
         wanted = {key for key, file in file_of.items() if file == name}
-        for keys, what in ((wanted - held, "does not hold"), (held - wanted, "also holds")):
+        for keys, verb in ((wanted - held, "does not hold"), (held - wanted, "also holds")):
             if keys:
                 shown = list_groups(sorted(map(str, keys)))
-                raise Fault(f"disagrees with its shards: {printable(name)} {what} {shown}", RESTORE)
+                raise Fault(f"does not match its shards: {printable(name)} {verb} {shown}", RESTORE)
     whole = OrderedDict((key, contents[file][key]) for key, file in file_of.items())
     versions = [getattr(content, "_metadata", None) for content in contents.values()]
     if all(isinstance(version, Mapping) for version in versions):

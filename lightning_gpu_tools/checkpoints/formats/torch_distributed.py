@@ -1,4 +1,4 @@
-"""Folders by torch.distributed.checkpoint, including Lightning's. Runs nothing."""
+"""Folders by torch.distributed.checkpoint, including Lightning's. Runs no code."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def find(path: str, names: set[str]) -> str | None:
 def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     """Describe the checkpoint in a folder, with the places of all numbers only if ``to_load``."""
     if _METADATA not in names:
-        what = "is a checkpoint by torch.distributed.checkpoint without its .metadata, which is written last"
-        raise Fault(what, "Most likely the save was interrupted. Use an earlier checkpoint.")
+        fault = "is a checkpoint by torch.distributed.checkpoint without .metadata, which is written last"
+        raise Fault(fault, "Probably the save was interrupted. Use an earlier checkpoint.")
     with any_error_is(damaged(_DAMAGE)):
         objects, paths = _read_metadata(folder.open(_METADATA))
         places = [place for _, found in objects.values() for _, _, place in found]
@@ -97,7 +97,7 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
 
 
 def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-    """Join the tensors, and load each other object as the file that it is."""
+    """Join the tensors, and load each other object like a file."""
     from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
 
     def load_object(leaf: Any) -> Any:
@@ -182,7 +182,7 @@ def _files_of(places: list[Place], folder: Folder) -> dict[str, Structure]:
         file = folder.open(name)
         size_bytes = file.seek(0, os.SEEK_END)
         if size_bytes < needed:
-            raise Fault(f"is cut short: {printable(name)} ends before the weights that are in it", RESTORE)
+            raise Fault(f"is cut short: {printable(name)} is shorter than its weights", RESTORE)
         files[name] = Structure(
             file, os.path.join(folder.path, name), size_bytes, "zip", None, set(), set(), records={}
         )
@@ -239,9 +239,9 @@ def _with_lists(tree: Any) -> Any:
 
 
 def _with_extra(content: Mapping[str, Any], extra: Any) -> dict[str, Any]:
-    """Return the content merged with Lightning's ``meta.pt``, as in a file by Lightning."""
+    """Return the content merged with Lightning's ``meta.pt``, like in a file by Lightning."""
     if not isinstance(extra, Mapping) or content.keys() & extra.keys():
-        raise damaged(f"its {_EXTRA} does not fit the rest")
+        raise damaged(f"its {_EXTRA} does not match the rest")
     whole = {**content, **extra}
     if LIGHTNING_VERSION not in extra:
         return whole

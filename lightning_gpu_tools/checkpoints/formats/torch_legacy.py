@@ -19,7 +19,7 @@ _LEGACY_START = re.compile(
 
 
 def recognizes(head: bytes) -> bool:
-    """Whether a file begins with torch's magic number; raise for a tar archive, which may also begin with it."""
+    """Return whether a file begins with torch's magic number; raise for tar archives, which may begin with it, too."""
     with contextlib.suppress(tarfile.HeaderError):  # torch.load also checks this before its own formats
         tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
         raise Fault("is a tar archive", "Unpack it first.")

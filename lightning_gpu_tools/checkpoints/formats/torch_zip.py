@@ -16,7 +16,7 @@ from lightning_gpu_tools.checkpoints.zip_records import Record, read_records
 
 
 def recognizes(head: bytes) -> bool:
-    """Whether a file begins like a zip archive."""
+    """Return whether a file begins like a zip archive."""
     return head.startswith(b"PK\x03\x04")
 
 
@@ -25,11 +25,11 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     root, records = read_records(file, size_bytes)
     if not root or "data.pkl" not in records:
         shown = listed([root + name for name in records], 4) or "nothing"
-        raise Fault(f"is a zip archive but no checkpoint; it holds {shown}", "If one is inside, unpack it.")
+        raise Fault(f"is a zip archive but not a checkpoint; it holds {shown}", "If a checkpoint is inside, unpack it.")
     if "constants.pkl" in records:
         raise Fault("is a TorchScript archive, not a checkpoint", "Open it with torch.jit.load.")
     if "byteorder" in records and records["byteorder"].read() != sys.byteorder.encode():
-        advice = "Load it on such a machine, and save it as safetensors."
+        advice = "On that machine, load it and save it as safetensors."
         raise Fault("was written on a machine with another byte order", advice)
     record = records["data.pkl"]
     reader = StructureReader(BytesIO(record.read()), record.size_bytes)

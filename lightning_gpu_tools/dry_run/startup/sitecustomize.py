@@ -1,6 +1,6 @@
-"""The entry of a dry run into each Python process of its command: this folder is the first of ``PYTHONPATH``.
+"""The hook of a dry run in each Python process of its command: this folder is the first entry of ``PYTHONPATH``.
 
-Python imports this module at its start. It waits for torch, and runs the user's own module of this name, if any.
+Python imports this module at startup. It starts the recorder once torch is imported, and runs the user's sitecustomize.
 """
 
 import importlib.machinery
@@ -12,7 +12,7 @@ from types import ModuleType
 VARIABLE = "LIGHTNING_GPU_TOOLS_DRY_RUN"  # the folder of the dry run
 
 
-def _run_the_users_own() -> None:
+def _run_users_sitecustomize() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     others = [entry for entry in sys.path if os.path.abspath(entry) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
@@ -20,7 +20,7 @@ def _run_the_users_own() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def _wait_for_torch() -> None:
+def _record_once_torch_is_imported() -> None:
     if importlib.util.find_spec("lightning_gpu_tools") is None:  # the command has another Python environment
         sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
     from lightning_gpu_tools.trainer.import_hooks import when_imported
@@ -35,5 +35,5 @@ def _record(torch: ModuleType) -> None:
 
 
 if os.environ.get(VARIABLE):
-    _wait_for_torch()
-    _run_the_users_own()
+    _record_once_torch_is_imported()
+    _run_users_sitecustomize()

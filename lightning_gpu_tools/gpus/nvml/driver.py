@@ -24,14 +24,14 @@ _T = TypeVar("_T")
 
 if not hasattr(pynvml, "nvmlGpmMigSampleGet"):  # the newest function that is used here
     raise NvmlUnavailableError(
-        # nvidia-ml-py is a file; the old package pynvml is a folder of the same name, which Python prefers.
+        # nvidia-ml-py is a file, but the old package pynvml is a folder with the same name, which Python prefers.
         f"The old package pynvml ({pynvml.__file__}) hides nvidia-ml-py, which has the same module name. Run "
         "`pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py`."
         if hasattr(pynvml, "__path__")
         else f"nvidia-ml-py ({pynvml.__file__}) is too old. Run `pip install --upgrade nvidia-ml-py`."
     )
 
-# Errors that are permanent for this hardware, driver, or user.
+# Permanent errors of this hardware, driver, or user.
 NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
 
 # After one of these errors, nothing about the GPU can be read.
@@ -55,7 +55,7 @@ def product_name(handle: Any) -> str | None:
     return None if name is None else printable(name)
 
 
-def tolerate(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_or_none(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call NVML; return ``None`` on any NVML error, or if an argument is ``None``."""
     if None in arguments:
         return None
@@ -95,22 +95,22 @@ def process_utilization(handle: Any, last_us: int) -> tuple[dict[int, float], in
 def why_unreadable(error: pynvml.NVMLError) -> str:
     """Explain why one GPU cannot be read, and what to do."""
     if isinstance(error, pynvml.NVMLError_GpuIsLost):
-        return "it has fallen off the bus (GPU is lost): see `dmesg` for its Xid error, then reset the GPU or reboot"
+        return "it has fallen off the bus (GPU is lost): check `dmesg` for its Xid error, then reset the GPU or reboot"
     if isinstance(error, pynvml.NVMLError_ResetRequired):
         return "it needs a reset: run `nvidia-smi --gpu-reset` as root, or reboot"
     if isinstance(error, pynvml.NVMLError_NoPermission):
-        return "no permission to read it: is /dev/nvidia* accessible, and the GPU given to this container or job?"
+        return "no permission to read it: check access to /dev/nvidia*, and the GPUs of this container or job"
     if isinstance(error, pynvml.NVMLError_Timeout):
-        return "the driver did not answer in time: try again, then see `dmesg` and reset the GPU"
+        return "the driver did not answer in time: try again, then check `dmesg` and reset the GPU"
     if isinstance(error, pynvml.NVMLError_NotFound):
-        return "the driver does not know this UUID, or no longer: see `nvidia-smi -L`"
-    return f"the driver answered {str(error)!r}: see `nvidia-smi` and `dmesg`"
+        return "the driver has no GPU with this UUID: check `nvidia-smi -L`"
+    return f"the driver answered {str(error)!r}: check `nvidia-smi` and `dmesg`"
 
 
 def why_late(function: str) -> str:
     """Explain that a call of the driver hangs, and what to do."""
     return (
-        f"the driver has not answered {function} within {limits.LIMIT_S:.0f} s: see `dmesg`, then reset the GPU or "
+        f"the driver has not answered {function} within {limits.LIMIT_S:.0f} s: check `dmesg`, then reset the GPU or "
         "reboot"
     )
 
@@ -126,8 +126,8 @@ def session(limit_s: float = limits.OPENING_LIMIT_S) -> Iterator[None]:
     try:
         yield
     finally:
-        # A child forked in between has nothing to close, closing may wait for a call that hangs, and at the end of
-        # Python no thread starts.
+        # A child forked in between has nothing to close, closing may wait for a hanging call, and Python starts no
+        # threads while it finalizes.
         if os.getpid() == pid and not limits.hangs() and not sys.is_finalizing():
             with contextlib.suppress(pynvml.NVMLError):  # the driver was unloaded
                 limits.answers({"nvmlShutdown": pynvml.nvmlShutdown}, limits.LIMIT_S)
@@ -141,7 +141,7 @@ def _required(function: Callable[[], _T], limit_s: float) -> _T:
     except pynvml.NVMLError as error:
         raise NvmlUnavailableError(why_unavailable(error)) from None  # the cause adds nothing
     if late:
-        raise NvmlUnavailableError(f"The NVIDIA driver has not answered {name} within {limit_s:.0f} s: see `dmesg`.")
+        raise NvmlUnavailableError(f"The NVIDIA driver has not answered {name} within {limit_s:.0f} s. Check `dmesg`.")
     return found[name]
 
 
@@ -154,22 +154,22 @@ def why_unavailable(error: pynvml.NVMLError) -> str:
             return "nvml.dll, a part of the NVIDIA driver, was not found. Is the driver installed?"
         return (
             "libnvidia-ml.so.1, a part of the NVIDIA driver, was not found. Is the driver installed, and does "
-            "`nvidia-smi` work? A container needs `--gpus all`, and `utility` in NVIDIA_DRIVER_CAPABILITIES."
+            "`nvidia-smi` work? Containers need `--gpus all` and `utility` in NVIDIA_DRIVER_CAPABILITIES."
         )
     if isinstance(error, pynvml.NVMLError_DriverNotLoaded):
         return (
             "The NVIDIA driver is installed but not loaded. Is there an NVIDIA GPU in this machine? Try "
-            "`sudo modprobe nvidia`, and see `dmesg`."
+            "`sudo modprobe nvidia`, and check `dmesg`."
         )
     if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
         return (
-            "The loaded NVIDIA driver and its library libnvidia-ml have different versions: the driver was updated. "
-            "Reboot, or restart the container."
+            "The loaded NVIDIA driver and its library libnvidia-ml have different versions, because the driver was "
+            "updated. Reboot, or restart the container."
         )
     if isinstance(error, pynvml.NVMLError_NoPermission):
         return (
-            "No permission to use the NVIDIA driver. May this user open /dev/nvidiactl and /dev/nvidia0, and were they "
-            "given to this container?"
+            "No permission to use the NVIDIA driver. Check that this user can open /dev/nvidiactl and /dev/nvidia0, "
+            "and that this container has them."
         )
     if isinstance(error, pynvml.NVMLError_FunctionNotFound):
         return "The NVIDIA driver is too old: it lacks a function that nvidia-ml-py needs. Update the driver."
@@ -191,14 +191,14 @@ _STALE_AFTER_S = 30.0
 _INTEGRATED_NAME = re.compile(r"\b(GB10|Thor)\b|\(nvgpu\)")
 
 
-_facts: dict[int, dict[str, Any]] = {}  # by NVML's index: the facts of the last read, even one that hangs
+_facts: dict[int, dict[str, Any]] = {}  # by NVML's index: facts from the last read, even if it hangs
 
 
 def read_gpus(*, with_loads: bool = False, limit_s: float = limits.OPENING_LIMIT_S) -> tuple[GpuReading, ...]:
     """Read every GPU of this machine, in PCI order; ``with_loads`` adds the utilization of each process.
 
-    A GPU that cannot be read, or does not answer in time, has the reason in ``error``. Without a usable driver, or one
-    that takes longer than ``limit_s`` to open, raise ``NvmlUnavailableError``.
+    If a GPU cannot be read or does not answer in time, ``error`` is the reason. Raise ``NvmlUnavailableError`` if the
+    driver is not usable, or if opening it takes longer than ``limit_s``.
     """
     with session(limit_s):
         indices = range(_required(pynvml.nvmlDeviceGetCount, limits.LIMIT_S))
@@ -248,13 +248,13 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
 def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, ...]:
     instances = []
     shared = {"index": gpu.index, "pci_bus_id": gpu.pci_bus_id, "compute_mode": gpu.compute_mode}
-    for slot in range(tolerate(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu_handle) or 0):
+    for slot in range(call_or_none(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu_handle) or 0):
         facts: dict[str, Any] = {**shared, "mig_mode": False, "mig_index": slot, "integrated": False}
         try:
             try:
                 handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)
             except (*NEVER, pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
-                continue  # an empty slot, even between others, or one of another container
+                continue  # an empty slot, which may be between others, or a slot of another container
             facts |= _identity(handle)
             facts |= _usage(handle, integrated=False)
         except pynvml.NVMLError as error:
@@ -311,7 +311,7 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
 
 
 def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
-    answer = tolerate(process_utilization, handle, 0)
+    answer = call_or_none(process_utilization, handle, 0)
     if answer is None:
         return processes
     return tuple(replace(one, utilization_percent=answer[0].get(one.pid, 0.0)) for one in processes)
@@ -320,7 +320,7 @@ def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProc
 def identified(process: GpuProcess) -> GpuProcess:
     """Add the user and name to a process if they are visible from here."""
     if pids_are_ours():  # without psutil, whose import takes as long as half a pick
-        with contextlib.suppress(OSError):  # it has ended or is hidden from this user, or this is not Linux
+        with contextlib.suppress(OSError):  # ended, hidden from this user, or not on Linux
             with open(f"/proc/{process.pid}/comm", errors="surrogateescape") as file:
                 name = printable(file.read().rstrip("\n"))
             user = user_name(os.stat(f"/proc/{process.pid}").st_uid)
@@ -348,7 +348,7 @@ def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
         return frozenset(
             (a, b)
             for a, b in itertools.combinations(sorted(handles), 2)
-            if tolerate(pynvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            if call_or_none(pynvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
             == pynvml.NVML_P2P_STATUS_OK
         )
 
@@ -361,7 +361,7 @@ def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
     def read() -> dict[str, int | None]:
         # Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory on Grace Hopper.
         nodes = {
-            uuid: _members(tolerate(pynvml.nvmlDeviceGetMemoryAffinity, _handle(uuid), 16, _SCOPE_NODE))
+            uuid: _members(call_or_none(pynvml.nvmlDeviceGetMemoryAffinity, _handle(uuid), 16, _SCOPE_NODE))
             for uuid in uuids
         }
         return {uuid: next(iter(found)) if len(found) == 1 else None for uuid, found in nodes.items()}
@@ -373,8 +373,9 @@ def read_cpu_affinity(uuid: str) -> frozenset[int] | None:
     """Return the CPUs near a GPU, including those that this process may not use; ``None`` if unknown."""
 
     def read() -> frozenset[int] | None:
-        # 64 words are 4096 CPUs: no machine with NVIDIA GPUs has more.
-        return _members(tolerate(pynvml.nvmlDeviceGetCpuAffinityWithinScope, _handle(uuid), 64, _SCOPE_NODE)) or None
+        # 64 words are 4096 CPUs, more than in any machine with NVIDIA GPUs.
+        mask = call_or_none(pynvml.nvmlDeviceGetCpuAffinityWithinScope, _handle(uuid), 64, _SCOPE_NODE)
+        return _members(mask) or None
 
     return _in_time(read, None)
 
@@ -391,4 +392,4 @@ def _members(mask: Sequence[int] | None) -> frozenset[int]:
 
 
 def _handle(uuid: str) -> Any:
-    return tolerate(pynvml.nvmlDeviceGetHandleByUUID, uuid)
+    return call_or_none(pynvml.nvmlDeviceGetHandleByUUID, uuid)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pynvml
 
-from lightning_gpu_tools.gpus.nvml.driver import tolerate
+from lightning_gpu_tools.gpus.nvml.driver import call_or_none
 
 # nvmlGpmMetricId_t; in percent, and MiB/s for PCIe
 GRAPHICS, SM, OCCUPANCY, TENSOR, DRAM = 1, 2, 3, 5, 10
@@ -23,12 +23,12 @@ class PerformanceMonitors:
     def __init__(self, *, is_mig: bool) -> None:
         self.pcie_bytes = [0.0, 0.0]  # sent and received
         self._is_mig = is_mig
-        self._samples: list[Any] = []  # two that alternate, so that no time is skipped
-        self._since_s: float | None = None  # time of the first of them
+        self._samples: list[Any] = []  # two samples that alternate, so that no time is skipped
+        self._since_s: float | None = None  # time of the first sample
 
     @property
     def started(self) -> bool:
-        """Whether they have been read."""
+        """Whether the monitors have been read."""
         return bool(self._samples)
 
     def restart(self) -> None:
@@ -57,7 +57,7 @@ class PerformanceMonitors:
     def close(self) -> None:
         """Return the samples to the driver."""
         for sample in self._samples:
-            tolerate(pynvml.nvmlGpmSampleFree, sample)
+            call_or_none(pynvml.nvmlGpmSampleFree, sample)
         self._samples = []
 
     def _start(self, handle: Any) -> None:

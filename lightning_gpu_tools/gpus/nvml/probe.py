@@ -16,15 +16,15 @@ from lightning_gpu_tools.gpus.nvml import gpm as _gpm
 from lightning_gpu_tools.gpus.nvml.driver import (
     GONE,
     NEVER,
+    call_or_none,
     process_utilization,
     session,
-    tolerate,
     utilization_samples,
     why_unreadable,
 )
 from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, UtilizationSample
 
-# The more common ones, in the wording of https://docs.nvidia.com/deploy/xid-errors/
+# Common Xid errors, in the wording of https://docs.nvidia.com/deploy/xid-errors/
 _XID_MEANS = {
     13: "graphics engine exception, usually a bug in the program",
     31: "memory page fault, usually a bug in the program",
@@ -55,7 +55,7 @@ class ErrorEvents:
         self._event_set: Any = None
 
     def start(self, handle: Any) -> None:
-        """Collect events from now on; raise ``NVMLError`` if the GPU does not report them, or not to this user."""
+        """Start to collect events; raise ``NVMLError`` if the GPU does not report them to this user."""
         self.close()
         self._event_set = pynvml.nvmlEventSetCreate()
         try:
@@ -68,7 +68,7 @@ class ErrorEvents:
         """Describe the events since the last read, even for a GPU that was just lost."""
         found: list[str] = []
         for _ in range(_MAX_PER_READ):
-            event = tolerate(pynvml.nvmlEventSetWait_v2, self._event_set, 0)
+            event = call_or_none(pynvml.nvmlEventSetWait_v2, self._event_set, 0)
             if event is None:  # a timeout: no more events
                 break
             found.append(f"Xid {event.eventData} ({_XID_MEANS.get(event.eventData, _OTHER_XID)})")
@@ -76,7 +76,7 @@ class ErrorEvents:
 
     def close(self) -> None:
         """Release all driver resources."""
-        tolerate(pynvml.nvmlEventSetFree, self._event_set)
+        call_or_none(pynvml.nvmlEventSetFree, self._event_set)
         self._event_set = None
 
 
@@ -89,11 +89,11 @@ _SCALES = {_POWER_CAPPED: 1e-9, _THERMAL: 1e-9, _ENERGY: 1e-3}  # from nanosecon
 # Members of nvmlValue_t in the order of nvmlValueType_t
 _VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
-# Some PCIe counters wrap at this value, up to seven times a second (L40S), so their differences mean nothing:
-# https://github.com/NVIDIA/dcgm-exporter/issues/721. A counter that has exceeded it is wider.
+# Some PCIe counters wrap at this value, up to seven times a second (L40S), so their differences are meaningless:
+# https://github.com/NVIDIA/dcgm-exporter/issues/721. A counter that has exceeded this value does not wrap.
 _32_BITS = 2**32
 
-# Counters that are named if the driver refuses them.
+# Names of counters, for messages if the driver refuses them.
 _NAMED: dict[object, str] = {
     "GPM": "the GPU performance monitors (GPM)",
     "error events": "Xid events",
@@ -110,9 +110,9 @@ _NAMED: dict[object, str] = {
 class GpuProbe:
     """A repeated reader of one GPU or MIG instance, for one thread, with at most 13 NVML calls per read.
 
-    Creating it raises ``NvmlUnavailableError`` without a usable NVIDIA driver; a read never raises. Metrics that this
-    hardware, driver, or user never gets are tried once; what the driver refuses is named in ``GpuSample.refused``.
-    Other failures are reported once in ``GpuSample.problems``.
+    The constructor raises ``NvmlUnavailableError`` without a usable NVIDIA driver; a read never raises. Metrics that
+    this hardware, driver, or user never gets are tried once. ``GpuSample.refused`` lists those that the driver refuses,
+    and ``GpuSample.problems`` reports each other failure once.
 
     For a MIG instance, only memory, processes, and GPM (also for utilization) are read: the rest covers the whole GPU.
     """
@@ -238,7 +238,7 @@ class GpuProbe:
 
     def _note_refusal(self, metric: object, error: pynvml.NVMLError) -> None:
         self._absent.add(metric)
-        # A product that lacks a counter is no news, but a MIG instance may lack what its GPU has.
+        # Products that lack a counter are not reported, but a MIG instance may lack counters that its GPU has.
         if metric in _NAMED and (self._is_mig or not isinstance(error, pynvml.NVMLError_NotSupported)):
             self._refused[metric] = str(error).lower()
 
@@ -262,7 +262,7 @@ class GpuProbe:
         if samples or is_first:
             self._last_sample_s = now_s
             return [] if is_first else samples
-        # On some products (GB10) the buffer stays empty while the GPU is idle. Or this read just came too early.
+        # On some products (GB10), the buffer stays empty while the GPU is idle. Or this read was too early.
         if has_buffer and now_s - self._last_sample_s < 2 * LONGEST_PERIOD_S:
             return []
         rates = self._ask("utilization", pynvml.nvmlDeviceGetUtilizationRates)
@@ -292,7 +292,7 @@ class GpuProbe:
     def _pcie(self, metrics: dict[int, float], counters: dict[int, float]) -> tuple[int | None, int | None]:
         if self._pcie_by_gpm is None and (metrics or "GPM" in {*self._absent, *self._failing}):
             self._pcie_by_gpm = _gpm.PCIE_TX in metrics and _gpm.PCIE_RX in metrics
-        if self._pcie_by_gpm is None:  # the two count from different starts, so only one of them is used
+        if self._pcie_by_gpm is None:  # use only one of the two sources, because they count from different starts
             return None, None
         if self._pcie_by_gpm:
             self._absent |= {_PCIE_TX, _PCIE_RX}

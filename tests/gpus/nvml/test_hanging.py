@@ -84,12 +84,12 @@ def test_a_driver_that_answers_nothing_is_unavailable(driver, hanging, function)
     with driver.change():
         driver.hangs = function
     name = function.removesuffix("WithFlags").removesuffix("_v2")
-    with pytest.raises(NvmlUnavailableError, match=rf"The NVIDIA driver has not answered {name} within .* s: see"):
+    with pytest.raises(NvmlUnavailableError, match=rf"The NVIDIA driver has not answered {name} within .* s. Check"):
         nvml.read_gpus(limit_s=0.3)
 
 
 def test_cuda_that_does_not_start_keeps_no_claims_locked(monkeypatch):
     monkeypatch.setattr(cuda, "_LIMIT_S", 0.3)
     monkeypatch.setattr(cuda, "_PRINT_UUIDS", "import signal; signal.pause()")
-    with pytest.raises(LightningGpuToolsError, match=r"did not report how it numbers them within .* CUDA_DEVICE_ORDER"):
+    with pytest.raises(LightningGpuToolsError, match=r"the order of its devices within .* CUDA_DEVICE_ORDER"):
         cuda.device_order()
