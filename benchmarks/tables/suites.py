@@ -19,8 +19,10 @@ def diagnosis() -> str:
     count, right = (Counter(one["ran"] for one in suite["answers"] if one["right"] or every) for every in (True, False))
     rows = [(words, f"{right[kind]} of {count[kind]}") for kind, words in kinds.items() if count[kind]]
     rows.append(("real trainings on a simulated GPU", f"{sum(gpu_rights)} of {len(gpu_rights)}"))
-    of_ranks = {version: results(f"simulated_gpu/ranks_torch_{version}") for version in ("2.6", "2.8", "2.15")}
-    for version, found in of_ranks.items():
+    names = ("ranks_torch_2.6", "ranks_torch_2.8", "ranks_torch_2.15", "four_ranks_torch_2.15")
+    of_ranks = [f"simulated_gpu/{name}" for name in names]
+    for found in map(results, of_ranks):
+        version = found["machine"]["torch"].rpartition(".")[0]
         words = f"real trainings of {found['ranks']} ranks over NCCL, on simulated GPUs, torch {version}"
         rows.append((words, f"{sum(one['right'] for one in found['answers'])} of {len(found['answers'])}"))
     rows.append(("out of memory, or not, on a simulated GPU", f"{memory['right']} of {memory['of']}"))
@@ -40,8 +42,7 @@ def diagnosis() -> str:
         table(("cases with a known cause", "diagnosed right"), *rows),
         source("diagnosis_suite.py", "diagnosis_suite"),
         f"Simulated GPU: {source('diagnosis_on_gpu.py', 'simulated_gpu/gpu_diagnosis')} {gpus.gpu_times(on_gpu)}",
-        "Ranks, of which one is late in a known phase, or none is: "
-        + source("diagnosis_of_ranks.py", *(f"simulated_gpu/ranks_torch_{version}" for version in of_ranks)),
+        "Ranks, of which one is late in a known phase, or none is: " + source("diagnosis_of_ranks.py", *of_ranks),
         f"Out of memory: {source('out_of_memory.py', 'out_of_memory')} There the largest batch size that fits was "
         f"predicted for {len(memory['sizes'])} models: {predicted}.",
         f"TraceML {other} (the newest) under `traceml run`, on the {peers['both']} of these trainings on the CPU that "
