@@ -1,4 +1,4 @@
-"""Reports as trainings of any size and length leave them, with made-up measurements."""
+"""Reports as trainings of any size and length leave them, with synthetic measurements."""
 
 import functools
 import math

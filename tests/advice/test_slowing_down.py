@@ -1,4 +1,4 @@
-"""What is said of steps that take longer and longer, and what grows along with them, in made-up measurements."""
+"""What is said of steps that take longer and longer, and what grows along with them, in synthetic measurements."""
 
 from __future__ import annotations
 

@@ -89,6 +89,7 @@ def test_a_driver_that_answers_nothing_is_unavailable(driver, hanging, function)
 
 
 def test_cuda_that_does_not_start_keeps_no_claims_locked(monkeypatch):
+    cuda.device_order.cache_clear()
     monkeypatch.setattr(cuda, "_LIMIT_S", 0.3)
     monkeypatch.setattr(cuda, "_PRINT_UUIDS", "import signal; signal.pause()")
     with pytest.raises(LightningGpuToolsError, match=r"the order of its devices within .* CUDA_DEVICE_ORDER"):
