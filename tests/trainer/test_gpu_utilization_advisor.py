@@ -72,7 +72,7 @@ def test_the_diagnosis_can_be_asked_for_during_training(tmp_path: Path) -> None:
     quiet_trainer(tmp_path, callbacks=[Ask(), advisor]).fit(Model(), loader(Samples(5)))
     assert [diagnosis.verdict for diagnosis in seen if diagnosis] == ["too_short"] * 5
     assert advisor.diagnosis is not None
-    assert "at least 50 steps and 5 s are needed" in advisor.diagnosis.why
+    assert "needs at least 50 steps and 5 s" in advisor.diagnosis.why
 
 
 def test_an_advisor_alone_brings_a_monitor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

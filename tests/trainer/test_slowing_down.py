@@ -163,7 +163,7 @@ def test_a_csv_file_that_is_written_again_and_again_is_named_with_its_rows(tmp_p
     assert (found.evidence["kind"], found.evidence["phase"]) == ("rewritten_file", "logging/CSVLogger")
     assert STEPS / 2 < int(found.evidence["log_rows"]) <= STEPS + 1
     assert f"whose file metrics.csv has grown to {found.evidence['log_rows']:,} rows" in report.diagnosis.why
-    assert "log the same names throughout" in found.advice
+    assert "Log the same names throughout" in found.advice
 
 
 @needs_io
