@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -49,7 +48,7 @@ from lightning_gpu_tools.reports.report import RUNNING
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.schema import to_json
 from lightning_gpu_tools.reports.text import render_text
-from lightning_gpu_tools.runs.run_recorder import RunRecorder
+from lightning_gpu_tools.runs.rank_entries import received
 from lightning_gpu_tools.runs.run_report import describe
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S, Board, RankExchange, RankPlace
 
@@ -229,9 +228,8 @@ def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
         job.exchange.publish()
         time.sleep(0.2)
     entries = job.exchange.entries()
-    recorder: Any = SimpleNamespace()  # of which that needs nothing
-    listing_s = median(timed_s(lambda: RunRecorder.receive(recorder, entries)) for _ in range(REPEATS))
-    run = gpu_run({"training_step": 100}, 99.0, ranks=recorder._ranks)
+    listing_s = median(timed_s(lambda: received(entries, own_rank=0)) for _ in range(REPEATS))
+    run = gpu_run({"training_step": 100}, 99.0, ranks=received(entries, own_rank=0).ranks)
     judging_s = median(timed_s(lambda: list(straggler.find(run))) for _ in range(REPEATS))
     found = next(straggler.find(run), None)
     assert ranks < 10 or (found is not None and found.evidence["who"] == "rank 9"), found

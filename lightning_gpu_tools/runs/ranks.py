@@ -116,12 +116,8 @@ class Ranks:
             return
         recorder, gpus, fact = self._recorder, self._recorder.gpus, self._recorder.facts.read
         facts: dict[str, Any] = {
-            "own_step": recorder.own_step(),
-            "waits": recorder.own_waits() if recorder.run.gpu is not None else {},
-            "lines": recorder.own_lines(),
+            **recorder.own_entry(),
             "throttled": {} if gpus is None else fact("throttled clocks", gpus.throttled_percent, dict[int, float]()),
-            "largest_batch_size": recorder.largest_batch_size,
-            "contexts": [*map(dataclasses.asdict, recorder.own_contexts())],
         }
         metrics: Mapping[str, float] | None = None
         if self._is_monitored and gpus is not None and self._place.rank != 0:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
-from lightning_gpu_tools.advice.ranks import slowest_rank, usual_s, with_waits
 from lightning_gpu_tools.files import local_path
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import known, weighted_mean
@@ -38,6 +37,7 @@ from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first
 from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.runs.contexts import Contexts
 from lightning_gpu_tools.runs.facts import Facts
+from lightning_gpu_tools.runs.rank_entries import Received, own_step, own_waits, received
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
@@ -46,23 +46,13 @@ from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu,
 from lightning_gpu_tools.training.drift import Drift, GraphSizes
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
-from lightning_gpu_tools.training.phases import (
-    BACKWARD,
-    EPOCH_START,
-    FORWARD,
-    OPTIMIZER,
-    RANK_WAIT,
-    SLOW_STEP,
-    base_phase,
-    is_outside_step,
-)
+from lightning_gpu_tools.training.phases import RANK_WAIT, SLOW_STEP, base_phase
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
     GpuFacts,
     HeldContext,
     LoaderSettings,
-    RankStep,
     RunMeasurements,
     SourceLine,
     StepBlock,
@@ -73,9 +63,7 @@ from lightning_gpu_tools.training.storage import StorageWatch
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 
 _POLL_EVERY_STEPS = 10
-_MIN_GPU_SAMPLES = 5  # our default: sampled steps of a GPU, to compare ranks
 _SEARCH_EVERY_S = 1.0  # our default: until the steps for the largest batch are recorded
-_MAX_PARTS = 16  # our default: of a run, to show when a rank was slow
 _MAX_LINES = 8  # our default: that a rank sends to rank 0
 # Fields of GpuFacts that are means over windows of the GPUs.
 _GPU_MEANS = (
@@ -130,10 +118,8 @@ class RunRecorder:
         self.drift = Drift(clock, graph, _log_folders(run.loggers), FOLDER_NAME, lost_clock_percent)
         self._clock = clock
         self._rank_waits = rank_waits
-        self._ranks: tuple[RankStep, ...] = ()
+        self._received = Received()
         self._contexts = Contexts(run)
-        self._others_contexts: tuple[HeldContext, ...] = ()  # of other ranks
-        self._batch_sizes: list[int] = []  # the largest that fits each rank's GPU
         self._local_ranks = run.place.local_ranks
         self._began = self.read_host()
         self._on_gpu = bool(run.gpus)
@@ -204,76 +190,18 @@ class RunRecorder:
             self._workers.unseen = None
             self._clock.begin_anew()
 
-    def own_step(self) -> dict[str, Any] | None:
-        """Return the fields of ``RankStep`` except rank and node; ``None`` before steady steps."""
-        clock, run = self._clock, self.run
-        if not clock.blocks:
-            return None
-        parts = ["data_loading", "host_to_device_copy"]
-        gpu_s = self._own_gpu_s()
-        if not gpu_s and (run.is_plain_ddp or self._on_gpu):  # over NCCL, the host waits for no rank within these
-            parts += ["forward", "optimizer", *([] if self._rank_waits.unseen else ["backward"])]
-        blocks = list(clock.blocks)
-        total = sum(blocks, StepBlock())
-        gpu_step_s = sum(gpu_s.values())
-        outside_step_s = {
-            phase: seconds / max(1, clock.steps)
-            for phase, seconds in clock.seconds.items()
-            if is_outside_step(phase) or phase == EPOCH_START
-        }
-        phase_s = {**{part: getattr(total, f"{part}_s") / total.steps for part in parts}, **outside_step_s, **gpu_s}
-        while len(blocks) > _MAX_PARTS:
-            pairs = zip(blocks[::2], blocks[1::2], strict=False)  # an unpaired last block waits for the next
-            blocks = [first + second for first, second in pairs]
-
-        def own_s(block: StepBlock) -> float:
-            on_host_s: float = sum(getattr(block, f"{part}_s") for part in parts) + block.outside_step_s
-            on_gpu_s = block.gpu_step_s / block.gpu_steps if gpu_s and block.gpu_steps else gpu_step_s
-            return on_host_s / block.steps + on_gpu_s
-
-        waiting = self._workers.facts().storage_wait_share
-        return {
-            "own_step_s": sum(phase_s.values()),
-            "phase_s": {phase: round(seconds, 9) for phase, seconds in phase_s.items()},
-            "own_s_over_time": [round(own_s(block), 6) for block in blocks],
-            "steps_over_time": blocks[0].steps,
-            "wait_s": None if self._on_gpu else total.rank_wait_s / total.steps,
-            "core_wait_s": round(total.core_wait_s / total.steps, 9),
-            "gpu": None if run.gpu is None else run.gpu.index,
-            "storage_wait_percent": None if waiting is None else round(100 * waiting, 1),
-        }
-
-    def _own_gpu_s(self) -> dict[str, float]:
-        """Return the GPU's own times for the parts of a step; empty if it waits for other ranks within them.
-
-        A GPU that waits in forward, such as for SyncBatchNorm's statistics, also waits in backward.
-        """
-        idle, waits = self._clock.gpu_idle(), self._rank_waits
-        if not self.run.is_plain_ddp or waits.unseen_on_gpu or any(map(waits.waited_within, (FORWARD, OPTIMIZER))):
-            return {}
-        if idle is None or len(idle.last_steps) < _MIN_GPU_SAMPLES:
-            return {}
-        if BACKWARD not in idle.last_steps[-1]:  # it is inside a CUDA graph, and so is the wait
-            return {}
-        own = (FORWARD, BACKWARD, OPTIMIZER)
-        return {phase.partition("/")[2]: usual_s(step.get(phase, 0.0) for step in idle.last_steps) for phase in own}
-
-    def own_waits(self) -> dict[str, Any]:
-        """Return the times from which :meth:`receive` derives how long a rank with a GPU waits for others."""
-        idle = self._clock.gpu_idle() if self._own_gpu_s() else None
-        total = sum(self._clock.blocks, StepBlock())
-        return {
-            "by_step": {} if idle is None else {str(step): round(s, 6) for step, s in idle.rank_wait_s.items()},
-            "of_host_s": total.rank_wait_s / max(1, total.steps),
-            "step_s": total.wall_s / max(1, total.steps),
-        }
-
-    def own_lines(self) -> list[dict[str, Any]]:
-        """Return the source lines at which this rank was sampled most often."""
-        nothing: tuple[SourceLine, ...] = ()
-        seen = self.facts.read("source lines", partial(self.lines.seen, self._workers.pids), nothing)
+    def own_entry(self) -> dict[str, Any]:
+        """Return the facts about this rank that others need, in the training thread."""
+        clock, waits, workers, nothing = self._clock, self._rank_waits, self._workers, tuple[SourceLine, ...]()
+        seen = self.facts.read("source lines", partial(self.lines.seen, workers.pids), nothing)
         steady = (one for one in seen if base_phase(one.phase) not in (SLOW_STEP, RANK_WAIT))
-        return [asdict(one) for one in islice(steady, _MAX_LINES)]
+        return {
+            "own_step": own_step(self.run, clock, waits, workers.facts().storage_wait_share),
+            "waits": own_waits(self.run, clock, waits),
+            "lines": [asdict(one) for one in islice(steady, _MAX_LINES)],
+            "largest_batch_size": self.largest_batch_size,
+            "contexts": [*map(asdict, self.own_contexts())],
+        }
 
     def own_contexts(self, *, at_end: bool = False) -> tuple[HeldContext, ...]:
         """Return this rank's CUDA contexts, in the training thread; ``at_end`` measures their memory again."""
@@ -281,38 +209,11 @@ class RunRecorder:
 
     def contexts(self) -> tuple[HeldContext, ...]:
         """Return the CUDA contexts of all ranks, as far as received."""
-        return (*self.own_contexts(), *self._others_contexts)
+        return (*self.own_contexts(), *self._received.others_contexts)
 
     def receive(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Process the entries of all ranks, in any thread; JSON keys are strings."""
-        throttled = {
-            (entry["node"], int(gpu)): percent
-            for entry in entries
-            for gpu, percent in entry.get("throttled", {}).items()
-        }
-        ranks = tuple(
-            RankStep(
-                rank=entry["rank"],
-                node=entry["node"],
-                throttled_percent=throttled.get((entry["node"], own["gpu"])),
-                **{**own, "own_s_over_time": tuple(own["own_s_over_time"])},
-            )
-            for entry in entries
-            if (own := entry.get("own_step")) is not None
-        )
-        if len(ranks) > 1:
-            self._ranks = with_waits(ranks, {entry["rank"]: entry.get("waits") or {} for entry in entries})
-            slowest, _ = slowest_rank(self._ranks) or (None, 0.0)
-            lines = {entry["rank"]: entry.get("lines", ()) for entry in entries}
-            self._ranks = tuple(
-                replace(one, lines=tuple(SourceLine(**line) for line in lines[one.rank])) if one is slowest else one
-                for one in self._ranks
-            )
-        else:
-            self._ranks = ()
-        self._batch_sizes = known(entry.get("largest_batch_size") for entry in entries)
-        others = (entry for entry in entries if entry["rank"] != self.run.place.rank)
-        self._others_contexts = tuple(HeldContext(**one) for entry in others for one in entry.get("contexts", ()))
+        """Process the entries of all ranks, in any thread."""
+        self._received = received(entries, self.run.place.rank)
 
     def read_host(self) -> HostReading:
         """Read the state of the host, in any thread; takes some milliseconds."""
@@ -374,7 +275,7 @@ class RunRecorder:
             replays_per_step=clock.replays / max(1, clock.steps),
             compiled=read("the compilations of torch.compile", self.compilations.facts, None),
             lines=read("source lines", partial(self.lines.seen, self._workers.pids), ()),
-            ranks=self._ranks,
+            ranks=self._received.ranks,
             contexts=self.contexts(),
             precision=read("the precision", lambda: run.precision, None),
             matmul_precision=read("the precision of matrix products", compat.matmul_precision, None),
@@ -460,7 +361,7 @@ class RunRecorder:
     def _largest_on_all_ranks(self) -> int | None:
         if not self._on_gpu:
             return None
-        return min(known([self.largest_batch_size, *self._batch_sizes]), default=None)
+        return min(known([self.largest_batch_size, *self._received.batch_sizes]), default=None)
 
     def _gpu_facts(self) -> GpuFacts:
         facts = device_facts(self.run.device)
