@@ -15,11 +15,10 @@ HOUR_S = 3600.0
 
 @pytest.fixture
 def jobs() -> Iterator[BackgroundJobs]:
-    before = {*background_threads()}  # a report of another test may still be drawn
     made = BackgroundJobs()
     yield made
     made.close()
-    assert not {*background_threads()} - before
+    assert background_threads() == []
 
 
 class Job:
@@ -79,15 +78,14 @@ def test_an_error_is_kept_once_and_the_job_tried_again(jobs: BackgroundJobs, mon
 
 def test_a_job_that_hangs_does_not_hold_up_the_end() -> None:
     runs, go_on = threading.Event(), threading.Event()
-    before = {*background_threads()}  # as in the fixture
     jobs = BackgroundJobs()
     jobs.add("It", lambda: runs.set() or go_on.wait(60) or HOUR_S)  # type: ignore[func-returns-value]
     assert runs.wait(20)
     jobs.close(timeout_s=0.05)
-    (thread,) = {*background_threads()} - before
+    (thread,) = background_threads()
     go_on.set()
     thread.join(20)
-    assert not {*background_threads()} - before
+    assert background_threads() == []
 
 
 def test_neither_forks_nor_the_interpreters_end_wait_for_it(
