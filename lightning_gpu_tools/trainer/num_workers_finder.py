@@ -256,7 +256,7 @@ class _Fit:
             try:
                 self._as_own_work(action)
             except SilentRankError as error:
-                self._revert(f"They could not be confirmed ({error})")
+                self._revert(f"The new settings could not be confirmed ({error})")
                 if self.result is None:
                     self._leave(_OBSTACLE.format(error))
 
@@ -375,7 +375,7 @@ class _Fit:
         all_facts = self._gather({"fault": switch.fault, "slower": slower})
         fault = next((facts["fault"] for facts in all_facts if facts["fault"]), None)
         if fault:
-            self._revert(f"They failed in use ({fault})")
+            self._revert(f"The new settings failed in use ({fault})")
         elif any(facts["slower"] for facts in all_facts):
             # Other programs may have slowed the machine down, so try the original settings for as many steps.
             self._try_in_use(switch, switch.original, result.settings, self._compare)
@@ -391,9 +391,9 @@ class _Fit:
         all_facts = self._gather({"fault": switch.fault, "slower": slower})
         fault, why = (next((one[name] for one in all_facts if one[name]), None) for name in ("fault", "slower"))
         if fault:
-            self._revert(f"They failed in use ({fault})")
+            self._revert(f"The new settings failed in use ({fault})")
         elif why:
-            self._revert(f"They were slower in use: {why}")
+            self._revert(f"The new settings were slower in use: {why}")
         else:
             switch.use(result.settings)
             self.result = dataclasses.replace(result, confirmed=True, wait_share=wait_share(self._tried))
@@ -448,7 +448,7 @@ class _Fit:
         # Before the report is created.
         for switch in self._switches:
             if switch.fault is not None:
-                self._revert(f"They failed in use ({switch.fault})")
+                self._revert(f"The new settings failed in use ({switch.fault})")
         result, tuned = self.result, self._switch
         if result is not None and result.applied and tuned is not None and tuned.in_use == tuned.original:
             self.result = dataclasses.replace(result, applied=False)  # training ended during the comparison

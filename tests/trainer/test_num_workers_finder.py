@@ -361,7 +361,7 @@ def test_settings_that_fail_in_use_are_taken_back_without_losing_a_batch(tmp_pat
     assert watch.workers[-1] == 0
     assert result.settings == result.original
     assert result.confirmed is False
-    assert "They failed in use" in result.reason
+    assert "The new settings failed in use" in result.reason
 
 
 class SlowerSteps(Noisy):
