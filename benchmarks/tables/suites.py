@@ -19,8 +19,8 @@ def diagnosis() -> str:
     count, right = (Counter(one["ran"] for one in suite["answers"] if one["right"] or every) for every in (True, False))
     rows = [(words, f"{right[kind]} of {count[kind]}") for kind, words in kinds.items() if count[kind]]
     rows.append(("real trainings on a simulated GPU", f"{sum(gpu_rights)} of {len(gpu_rights)}"))
-    names = ("ranks_torch_2.6", "ranks_torch_2.8", "ranks_torch_2.15", "four_ranks_torch_2.15")
-    of_ranks = [f"simulated_gpu/{name}" for name in names]
+    versions = ("2.6", "2.8", "2.15")
+    of_ranks = [f"simulated_gpu/{ranks}_torch_{version}" for ranks in ("ranks", "four_ranks") for version in versions]
     for found in map(results, of_ranks):
         version = found["machine"]["torch"].rpartition(".")[0]
         words = f"real trainings of {found['ranks']} ranks over NCCL, on simulated GPUs, torch {version}"
