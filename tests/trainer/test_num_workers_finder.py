@@ -382,7 +382,8 @@ def test_only_settings_that_turn_out_slower_than_the_original_ones_are_taken_bac
     monkeypatch.setattr(plan, "_DEEP_PREFETCH", 2)  # more batches under way would need a longer training
     flag, model = tmp_path / "slow", SlowerSteps()
     model.flag = flag if slower == "machine" else tmp_path / "never"
-    dataset = Slow(160, lambda: slower == "workers" and flag.exists() and time.sleep(0.3))
+    # Four workers then take 150 ms a batch. The original 28 ms stay below that under any load.
+    dataset = Slow(160, lambda: slower == "workers" and flag.exists() and time.sleep(0.6))
     result, watch = find(tmp_path, DataLoader(dataset), WhenApplied(flag.touch), model=model)
     assert [int(batch[0]) for batch in watch.batches] == list(range(160))
     used = [workers for workers, _ in itertools.groupby(watch.workers)]
