@@ -13,15 +13,15 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 
-from measured_runs import COPIES
-
-from lightning_gpu_tools.advice.causes import CAUSES
-from lightning_gpu_tools.advice.examples import (
+from run_examples import (
+    BUSY_HOST,
+    COPIES,
     GIB,
     HOPPER,
     NO_WORKERS,
     STEP,
     WAITS,
+    capped,
     contended,
     gpu_run,
     on_hopper,
@@ -29,6 +29,7 @@ from lightning_gpu_tools.advice.examples import (
     sampled_idle,
     watched,
 )
+
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import (
     GpuFacts,
@@ -104,7 +105,9 @@ MEASURED = {
         15 / 36,
     ),
     "a host slower than its kernels": Measured("unexplained training_step", gpu_run({"training_step": 30}, 33.0)),
-    "work of the host in the step": Measured("host_work", CAUSES["host_work"].sick, 0.6, "train.py:57 in augment"),
+    "work of the host in the step": Measured(
+        "host_work", gpu_run(STEP, 40.0, **BUSY_HOST), 0.6, "train.py:57 in augment"
+    ),
     "a small batch": Measured(
         "small_batch", gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496), 0.70,
         "batch_size=256 (now 32",
@@ -126,22 +129,12 @@ MEASURED = {
     ),
     "a low power limit": Measured(
         "power_cap",
-        gpu_run(
-            STEP, 99.0,
-            gpu=GpuFacts(
-                power_capped_percent=90.0, held_clock_percent=70.0, power_limit_watts=500.0, power_limit_watts_max=700.0
-            ),
-        ),
+        gpu_run(STEP, 99.0, **capped(90.0, 70.0)),
         words="sudo nvidia-smi -pl 700",
     ),
     "the power limit at full load": Measured(
         "healthy",
-        gpu_run(
-            STEP, 99.0,
-            gpu=GpuFacts(
-                power_capped_percent=90.0, held_clock_percent=70.0, power_limit_watts=700.0, power_limit_watts_max=700.0
-            ),
-        ),
+        gpu_run(STEP, 99.0, **capped(90.0, 70.0, 700.0)),
     ),
     "a quota of two cores": Measured(
         "cpu_contention quota", contended(throttled_share=0.4, quota_cores=2.0), 0.4, "Raise the quota"

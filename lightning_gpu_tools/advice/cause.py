@@ -32,19 +32,28 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AnyCause:
-    """The fields that ``Cause`` and ``MemoryCause`` share.
+    """The fields that all causes share.
 
     Attributes:
-        name: The value of ``Finding.cause``, and the name of its file.
-        shapes: Its rows in the table.
+        name: The value of ``Finding.cause`` or ``Stall.cause``, and the name of its file.
+        says: Short form of the text in the report, or the symptom of a stall: its row of the table in docs/.
+        change: Short form of the change to make, in the same row.
+        rows: Its rows instead, if it has several forms.
         after: Causes that are judged earlier.
         verified_on: The best machine on which the package found it in a real run.
     """
 
     name: str
-    shapes: Sequence[Shape]
+    says: str = ""
+    change: str = ""
+    rows: Sequence[Shape] = ()
     after: Sequence[str] = ()
     verified_on: Machine
+
+    @property
+    def shapes(self) -> Sequence[Shape]:
+        """Its forms, at least one."""
+        return self.rows or [Shape(self.says, self.change)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +69,6 @@ class Cause(AnyCause):
         needs: Attributes of ``RunMeasurements`` that must not be ``None`` to judge it.
         is_remark: Whether it slows a busy GPU down but leaves none idle, so it makes no run ``low``.
         counts_while_busy: Whether it makes a run ``low`` even if the GPU looks busy.
-        sick: Measurements whose first finding is this cause.
-        healthy: Similar measurements without it.
     """
 
     begins: str | Callable[[Mapping[str, float | str], bool], str]
@@ -71,8 +78,6 @@ class Cause(AnyCause):
     needs: Sequence[str] = ()
     is_remark: bool = False
     counts_while_busy: bool = False
-    sick: RunMeasurements
-    healthy: RunMeasurements
 
 
 def in_folder(package: str, path: Iterable[str]) -> dict[str, Any]:

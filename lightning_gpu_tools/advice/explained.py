@@ -29,8 +29,8 @@ from lightning_gpu_tools.training.phases import PHASES
 
 SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools"
 _ADVICE = "lightning_gpu_tools.advice"
-# These files make predictions, texts and examples, and decide on no cause.
-_NO_JUDGES = {"batch_size", "caching_allocator", "examples", "lines", "loader_plan", "memory_remedies"}
+# These files make predictions and texts, and decide on no cause.
+_NO_JUDGES = {"batch_size", "caching_allocator", "lines", "loader_plan", "memory_remedies"}
 _OF_ALL = re.compile(r"(Our defaults[^.:]*\.)\s*(.*)")
 
 
@@ -40,7 +40,7 @@ class Group(NamedTuple):
     title: str
     place: str  # in gpu_report.json
     folder: str
-    causes: Mapping[str, AnyCause | StallCause]
+    causes: Mapping[str, AnyCause]
     page: str  # of docs/
     heading: str  # of the table in it
     common: str  # the file of advice/ whose thresholds apply to all of them; empty if there is none
@@ -119,18 +119,13 @@ def explained() -> Iterator[Explained]:
                 meaning=meaning,
                 measured=" ".join(filter(None, (_line_of_tree(group, name), measured))),
                 needs=cause.needs if isinstance(cause, Cause) else (),
-                shapes=[_plain(one, page) for one in shapes(cause)],
+                shapes=[_plain(one, page) for one in cause.shapes],
                 thresholds=[one for one in dict.fromkeys(_thresholds(file)) if one not in common],
                 common_thresholds=common,
                 order=_order(cause, group.causes),
                 verified_on=cause.verified_on,
                 more=f"{page}#{group.heading}",
             )
-
-
-def shapes(cause: AnyCause | StallCause) -> Sequence[Shape]:
-    """Return the forms of a cause; a stall cause has one."""
-    return [Shape(cause.seen_as, cause.change)] if isinstance(cause, StallCause) else cause.shapes
 
 
 def _plain(shape: Shape, page: str) -> Shape:
@@ -144,7 +139,7 @@ def _line_of_tree(group: Group, name: str) -> str:
     return f'Its time is the line "{PHASES[name].label}" of the report.' if is_line else ""
 
 
-def _order(cause: AnyCause | StallCause, causes: Mapping[str, AnyCause | StallCause]) -> str:
+def _order(cause: AnyCause, causes: Mapping[str, AnyCause]) -> str:
     before = [name for name, one in causes.items() if cause.name in one.after]
     sentences = []
     if isinstance(cause, Cause):

@@ -34,15 +34,11 @@ class MemoryCause(AnyCause):
         find: Returns its rulings on an out-of-memory error of a GPU; none if it is not a cause.
         find_on_host: The same for an error of the host; ``None`` if this cause does not fill the host's memory.
         is_last_resort: Whether it is judged last, and only if no other cause has a ruling.
-        sick: An error on a GPU whose first finding is this cause.
-        healthy: A similar error without it.
     """
 
     find: Rule
     find_on_host: Rule | None = None
     is_last_resort: bool = False
-    sick: OutOfMemory
-    healthy: OutOfMemory
 
 
 def ruling(oom: OutOfMemory, cause: str, why: str, *advice: str, **evidence: float | str | None) -> Ruling:

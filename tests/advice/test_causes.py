@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measured_runs import COPIES
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_cases import cold_cache
-
-from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import (
+from run_examples import (
+    COPIES,
     GIB,
     LOADER,
     STEP,
@@ -29,6 +27,8 @@ from lightning_gpu_tools.advice.examples import (
     ranks,
     watched,
 )
+
+from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.idle_in_step import idle_in_step
 from lightning_gpu_tools.host import HostBudget

@@ -6,10 +6,9 @@ import dataclasses
 
 import pytest
 from measured_runs import run_of
+from run_examples import BUSY_HOST, a_host, contended, cpu_run, gpu_run
 
-from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import a_host, contended, cpu_run, gpu_run
 from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RankStep, RunMeasurements
 
 EVE = (CoreUser(user="eve", name="train\x1b[31m", cores=1.1), CoreUser(user="root", name="cron", cores=0.01))
@@ -183,7 +182,7 @@ def test_what_missing_cores_explain_has_no_other_cause() -> None:
 
 def test_work_of_the_host_at_no_line_of_the_program_may_be_the_wait_for_a_core() -> None:
     """Where the program's own line was sampled, both are reported."""
-    cores, busy_host = contended(0.9).cores, CAUSES["host_work"].sick
+    cores, busy_host = contended(0.9).cores, gpu_run({"training_step": 50.0}, 40.0, **BUSY_HOST)
     by_line = {
         file: [dataclasses.replace(one, file=file) for one in busy_host.lines] for file in ("train.py", "torch/nn.py")
     }

@@ -7,14 +7,14 @@ import re
 from typing import Any
 
 import pytest
+import run_examples as examples
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_examples import FLAT, GROWING, MIB, an_error, counted_steps
 from out_of_memory_texts import torch_text
+from run_examples import GIB, cpu_run, gpu_run
 
-from lightning_gpu_tools.advice import examples
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import GIB, cpu_run, gpu_run
-from lightning_gpu_tools.advice.memory_examples import FLAT, GROWING, MIB, an_error, counted_steps
 from lightning_gpu_tools.advice.memory_remedies import largest_that_fits
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stall_examples import EXAMPLES, a_rank, a_stack
 
 from lightning_gpu_tools.advice.collectives import collective_of
-from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
-from lightning_gpu_tools.advice.stall_examples import a_rank, a_stack
 from lightning_gpu_tools.advice.stall_excuses import is_excused
 from lightning_gpu_tools.advice.stall_patience import AGAIN, FACTOR, MIN_S, UNKNOWN_S, Patience
 from lightning_gpu_tools.advice.stalls import describe_rank, explain_process, explain_ranks, headline
@@ -128,12 +127,12 @@ def test_compilers_and_people_may_take_their_time(stack: tuple[Frame, ...], excu
 @pytest.mark.parametrize(
     ("facts", "cause", "words"),
     [
-        (STALL_CAUSES["dead_worker"].sick, "dead_worker", "Worker 1 (PID 101) of 2 has exited"),
-        (STALL_CAUSES["blocked_worker"].sick, "blocked_worker", "Worker 1 (PID 101) of 2 sleeps"),
-        (STALL_CAUSES["storage"].sick, "storage", "(/nfs/x)"),
-        (STALL_CAUSES["gpu"].sick, "gpu", "100 % busy"),
-        (STALL_CAUSES["code"].sick, "code", "computes (90 % of a core)"),
-        (STALL_CAUSES["callback"].sick, "callback", "WandbLogger makes no progress"),
+        (EXAMPLES["dead_worker"][0], "dead_worker", "Worker 1 (PID 101) of 2 has exited"),
+        (EXAMPLES["blocked_worker"][0], "blocked_worker", "Worker 1 (PID 101) of 2 sleeps"),
+        (EXAMPLES["storage"][0], "storage", "(/nfs/x)"),
+        (EXAMPLES["gpu"][0], "gpu", "100 % busy"),
+        (EXAMPLES["code"][0], "code", "computes (90 % of a core)"),
+        (EXAMPLES["callback"][0], "callback", "WandbLogger makes no progress"),
         (StallFacts(phase="callback/\x1b[31mA", stack=a_stack("train.py:wait")), "callback", "\\x1b[31mA makes"),
         (StallFacts(phase=f"{RANK_WAIT}/training step"), "communication", "This rank waits for others."),
     ],
@@ -151,13 +150,13 @@ BACKWARD = "backward"
 @pytest.mark.parametrize(
     ("ranks", "cause", "behind"),
     [
-        (STALL_CAUSES["communication"].sick, "communication", None),
-        (STALL_CAUSES["communication"].healthy, "code", 1),
-        (STALL_CAUSES["collective_on_one_rank"].sick, "collective_on_one_rank", 0),
-        (STALL_CAUSES["uneven_batches"].sick, "uneven_batches", 0),
+        (EXAMPLES["communication"][0], "communication", None),
+        (EXAMPLES["communication"][1], "code", 1),
+        (EXAMPLES["collective_on_one_rank"][0], "collective_on_one_rank", 0),
+        (EXAMPLES["uneven_batches"][0], "uneven_batches", 0),
         ((a_rank(0, collective=BACKWARD), a_rank(1, ended="completed", step=3)), "uneven_batches", 1),
-        (STALL_CAUSES["rank_left"].sick, "rank_left", 1),
-        (STALL_CAUSES["rank_silent"].sick, "rank_silent", 1),
+        (EXAMPLES["rank_left"][0], "rank_left", 1),
+        (EXAMPLES["rank_silent"][0], "rank_silent", 1),
     ],
 )
 def test_the_rank_that_all_wait_for_is_named(ranks: Sequence[RankFacts], cause: str, behind: int | None) -> None:

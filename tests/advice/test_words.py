@@ -8,16 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import memory_examples
 import pytest
-from measured_runs import COPIES, run_of, waiting_ranks
+import run_examples
+from measured_runs import run_of, waiting_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_cases import MEASURED
-
-from lightning_gpu_tools.advice.causes import CAUSES
-from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import (
+from memory_examples import GROWING, an_error
+from run_examples import (
+    COPIES,
     LOADER,
     STEP,
     WAITS,
@@ -27,9 +28,11 @@ from lightning_gpu_tools.advice.examples import (
     on_hopper,
     ranks,
 )
+
+from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
-from lightning_gpu_tools.advice.memory_examples import GROWING, an_error
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, SELF_LOG, TRAINER
 from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasurements
@@ -59,6 +62,7 @@ def uneven(phase: str, every: int, slow_s: float, **options: Any) -> RunMeasurem
 
 RUNS = [
     *(case.run for case in MEASURED.values()),
+    *(sick for sick, _ in run_examples.EXAMPLES.values()),
     *map(
         work, ("callback", "callback/A", "callback/StepLR.step", "callback/LitModel.optimizer_step", "callback/a.log")
     ),
@@ -81,13 +85,11 @@ RUNS = [
     *(uneven(phase, 50, 1.0) for phase in ("training_step", "data_loading", "callback/A", "logging/A", "checkpoint")),
     uneven("training_step", 4, 0.05, accumulate_grad_batches=4),
     dataclasses.replace(cpu_run(STEP), blocks=[]),
-    CAUSES["recompilation"].sick,
-    CAUSES["slowing_down"].sick,
 ]
 
 
 OUT_OF_MEMORY = [
-    *(cause.sick for cause in MEMORY_CAUSES.values()),
+    *(sick for sick, _ in memory_examples.EXAMPLES.values()),
     an_error(validation_begins=GROWING, phase="validation", grad_enabled=False),
 ]
 DIAGNOSES = [

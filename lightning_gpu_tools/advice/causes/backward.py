@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.step_parts import step_parts
 from lightning_gpu_tools.training.phases import BACKWARD
@@ -36,21 +35,9 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 CAUSE = Cause(
     name="backward",
     begins="Backward takes",
-    shapes=[
-        Shape(
-            "Backward takes ...: on the CPU, far longer than forward accounts for",
-            "check gradient hooks, custom autograd functions, and large embeddings (`sparse=True`)",
-        )
-    ],
+    says="Backward takes ...: on the CPU, far longer than forward accounts for",
+    change="check gradient hooks, custom autograd functions, and large embeddings (`sparse=True`)",
     find=find,
     phases=[BACKWARD],
     verified_on="cpu",
-    sick=cpu_run(
-        {"training_step/forward": 2, "training_step/backward": 18, "training_step/optimizer": 2},
-        optimizers={"Adam": "torch"},
-    ),
-    healthy=cpu_run(
-        {"training_step/forward": 2, "training_step/backward": 15, "training_step/optimizer": 1},
-        optimizers={"Adam": "torch"},
-    ),
 )

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE, idle_in_step, syncs_in_step
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -39,20 +38,12 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     yield counted("device_sync", idle.syncs, evidence, advice)
 
 
-_SYNC = watched(operations=400, line=42)
-
 CAUSE = Cause(
     name="device_sync",
     begins="Waiting for GPU results inside the training step takes",
-    shapes=[
-        Shape(
-            "Waiting for GPU results inside the training step, with the source line",
-            "remove `.item()`, `print(tensor)`, `.cpu()`, `torch.cuda.synchronize()` there",
-        )
-    ],
+    says="Waiting for GPU results inside the training step, with the source line",
+    change="remove `.item()`, `print(tensor)`, `.cpu()`, `torch.cuda.synchronize()` there",
     find=find,
     needs=("watched",),
     verified_on="hardware",
-    sick=gpu_run(STEP, 50.0, **_SYNC),
-    healthy=gpu_run(STEP, 97.0, **_SYNC),
 )

@@ -11,9 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median, median_low
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import STEP, gpu_run
-from lightning_gpu_tools.advice.examples import ranks as a_job_of
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.lines import sentence, where
 from lightning_gpu_tools.advice.ranks import PARTS_OF_STEP, own_work_s, slowest_rank, unknown_parts, waited_s
@@ -229,20 +227,12 @@ def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) ->
     return (phase, coverage) if coverage >= _MOST else (None, coverage)
 
 
-_QUICK = {"forward": 0.01}
 CAUSE = Cause(
     name="straggler",
     begins=lambda evidence, has_trainer: f"Waiting for {evidence['who']} takes",
-    shapes=[
-        Shape(
-            "Waiting for rank ... (or node ...) takes ...; the phase in which it loses time, and since when or how "
-            "often",
-            "by phase: compare its data, storage, clocks and temperature, or make a callback or checkpoint faster",
-        )
-    ],
+    says="Waiting for rank ... (or node ...) takes ...; the phase in which it loses time, and since when or how often",
+    change="by phase: compare its data, storage, clocks and temperature, or make a callback or checkpoint faster",
     find=find,
     counts_while_busy=True,  # a rank that waits for another GPU keeps its own busy
     verified_on="simulated GPU",
-    sick=gpu_run(STEP, 99.0, **a_job_of(_QUICK, _QUICK, _QUICK, {"forward": 0.03})),
-    healthy=gpu_run(STEP, 99.0, **a_job_of(_QUICK, _QUICK, _QUICK, {"forward": 0.012})),
 )

@@ -1,7 +1,6 @@
 """Causes of out-of-memory errors. Each has one file with everything about it, and the folder is the registry.
 
-A new cause is a new file with a ``CAUSE``: the report, ``lightning-gpu-tools explain``, the tables of docs/ and the
-tests read it from there. All sizes are in bytes.
+All sizes are in bytes.
 """
 
 from __future__ import annotations

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
-from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
 from lightning_gpu_tools.advice.memory_remedies import more_room, sharded
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
-from lightning_gpu_tools.training.phases import BACKWARD, OPTIMIZER
+from lightning_gpu_tools.training.phases import OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
 
@@ -37,15 +35,9 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 CAUSE = MemoryCause(
     name="optimizer_too_large",
-    shapes=[
-        Shape(
-            "Forward and backward fit; the optimizer's first step, which creates its states, did not",
-            "`fused=True`, an optimizer with 8-bit states, FSDP",
-        )
-    ],
+    says="Forward and backward fit; the optimizer's first step, which creates its states, did not",
+    change="`fused=True`, an optimizer with 8-bit states, FSDP",
     find=find,
     after=("fragmentation",),
     verified_on="hardware",
-    sick=an_error(phase=OPTIMIZER, begins=FLAT[:1]),
-    healthy=an_error(phase=BACKWARD, begins=FLAT[:1]),
 )

@@ -10,9 +10,7 @@ import math
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Shape
-from lightning_gpu_tools.advice.examples import GIB
 from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
-from lightning_gpu_tools.advice.memory_examples import an_error, counted_steps
 from lightning_gpu_tools.advice.memory_remedies import in_validation, largest_that_fits, levers, raised_limit
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, base_phase
@@ -97,7 +95,7 @@ def _between_steps(oom: OutOfMemory) -> Iterator[Ruling]:
 
 CAUSE = MemoryCause(
     name="spike",
-    shapes=[
+    rows=[
         Shape(
             "This batch has ... times as many elements as usual",
             "limit the elements per batch: the advice says how many fit",
@@ -114,6 +112,4 @@ CAUSE = MemoryCause(
     find=find,
     after=("stray_contexts",),
     verified_on="hardware",
-    sick=an_error(batch_shape=(64, 2048), usual_items=64 * 512, memory=counted_steps(64, 8 * GIB, 18 * GIB)),
-    healthy=an_error(batch_shape=(64, 512), usual_items=64 * 512, memory=counted_steps(64, 8 * GIB, 18 * GIB)),
 )

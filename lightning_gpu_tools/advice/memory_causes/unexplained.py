@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Shape
 from lightning_gpu_tools.advice.lines import holding
 from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_causes.batch_too_large import has_fitted
-from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, more_room, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -50,16 +48,10 @@ def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 CAUSE = MemoryCause(
     name="unexplained",
-    shapes=[
-        Shape(
-            "More was free than was requested, or it is unknown what filled the memory",
-            "a torch memory snapshot",
-        )
-    ],
+    says="More was free than was requested, or it is unknown what filled the memory",
+    change="a torch memory snapshot",
     find=find,
     find_on_host=find_on_host,
     is_last_resort=True,
     verified_on="cpu",
-    sick=an_error(phase="callback/A"),
-    healthy=an_error(begins=FLAT),
 )

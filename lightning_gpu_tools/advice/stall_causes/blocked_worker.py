@@ -7,10 +7,8 @@ worker that has to deliver the next batch.
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stall_examples import a_worker
 from lightning_gpu_tools.advice.stall_words import does_where
 from lightning_gpu_tools.advice.stalled_workers import awaited_of, is_idle, name_of
-from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -31,11 +29,9 @@ def find(facts: StallFacts) -> Explanation | None:
 
 CAUSE = StallCause(
     name="blocked_worker",
-    seen_as="GPU-Util is 0 %; one worker of the DataLoader waits or computes, and the others are idle",
+    says="GPU-Util is 0 %; one worker of the DataLoader waits or computes, and the others are idle",
     change="check the line of the dataset in the report, and the sample that it loads; `DataLoader(timeout=60)`",
     find=find,
     after=("deadlocked_workers",),
     verified_on="cpu",
-    sick=StallFacts(phase=DATA_LOADING, workers=(a_worker(0, "lock"), a_worker(1, "time", awaited=True))),
-    healthy=StallFacts(phase=DATA_LOADING),
 )

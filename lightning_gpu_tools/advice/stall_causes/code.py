@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does_where, during
-from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 from lightning_gpu_tools.units import format_duration
 
@@ -38,12 +37,10 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 CAUSE = StallCause(
     name="code",
-    seen_as="the training step or validation hangs",
+    says="the training step or validation hangs",
     change="check the line in the report",
     find=find,
     find_among_ranks=find_among_ranks,
     after=("gpu", "rank_silent"),
     verified_on="measurements",
-    sick=StallFacts(phase=FORWARD, gpu_busy_percent=0.0, cpu_share=0.9),
-    healthy=StallFacts(phase=FORWARD, gpu_busy_percent=100.0, cpu_share=0.9),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does, where
-from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, base_phase
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -23,11 +23,9 @@ def find(facts: StallFacts) -> Explanation | None:
 
 CAUSE = StallCause(
     name="dataset",
-    seen_as="training hangs while the training process loads data (`num_workers=0`)",
+    says="training hangs while the training process loads data (`num_workers=0`)",
     change="check the line in the report",
     find=find,
     after=("blocked_worker",),
     verified_on="cpu",
-    sick=StallFacts(phase=DATA_LOADING),
-    healthy=StallFacts(phase=VALIDATION),
 )

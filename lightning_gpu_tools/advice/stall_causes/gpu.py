@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does_where
-from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 _MIN_PERCENT = 90.0  # of utilization; our default
@@ -27,11 +26,9 @@ def find(facts: StallFacts) -> Explanation | None:
 
 CAUSE = StallCause(
     name="gpu",
-    seen_as="the GPU is fully busy, but no step completes",
+    says="the GPU is fully busy, but no step completes",
     change="set `CUDA_LAUNCH_BLOCKING=1` to see the operation; check `dmesg` for Xid errors",
     find=find,
     after=("communication", "dataset", "callback"),
     verified_on="measurements",
-    sick=StallFacts(phase=FORWARD, gpu_busy_percent=100.0),
-    healthy=StallFacts(phase=FORWARD, gpu_busy_percent=0.0),
 )

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stall_examples import a_rank
 from lightning_gpu_tools.advice.stall_words import during
 from lightning_gpu_tools.advice.waiting_ranks import others_wait
 from lightning_gpu_tools.training.stall_facts import RankFacts
@@ -31,11 +29,9 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 CAUSE = StallCause(
     name="rank_silent",
-    seen_as="a rank was killed or stopped, or C code in it holds the GIL",
+    says="a rank was killed or stopped, or C code in it holds the GIL",
     change="check its output, and `dmesg` on its node",
     find_among_ranks=find_among_ranks,
     after=("rank_left", "uneven_batches"),
     verified_on="cpu",
-    sick=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, silent_s=30.0)),
-    healthy=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1)),
 )

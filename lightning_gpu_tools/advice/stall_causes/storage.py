@@ -8,8 +8,7 @@ from __future__ import annotations
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does_where
 from lightning_gpu_tools.advice.stalled_workers import awaited_of, name_of
-from lightning_gpu_tools.training.phases import VALIDATION
-from lightning_gpu_tools.training.stall_facts import Activity, StallFacts
+from lightning_gpu_tools.training.stall_facts import StallFacts
 
 _CHECK = "Check the mount with `ls`, `df` and `dmesg`. Copy the data to a local disk, or write checkpoints to one."
 
@@ -31,11 +30,9 @@ def find(facts: StallFacts) -> Explanation | None:
 
 CAUSE = StallCause(
     name="storage",
-    seen_as="processes are in state `D`, or in a file system call that does not return",
+    says="processes are in state `D`, or in a file system call that does not return",
     change="check the mount with `ls`, `df` and `dmesg`; copy the data to a local disk",
     find=find,
     after=("dead_worker",),
     verified_on="cpu",
-    sick=StallFacts(phase=VALIDATION, activity=Activity(1, "D", "storage", "/nfs/x", 0.0)),
-    healthy=StallFacts(phase=VALIDATION, activity=Activity(1, "S", "network", None, 0.0)),
 )

@@ -6,7 +6,6 @@ Reads the kernel's counters of swapped pages, and of the time in which tasks wai
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 # Our defaults.
@@ -27,11 +26,9 @@ def find(facts: StallFacts) -> Explanation | None:
 
 CAUSE = StallCause(
     name="swap",
-    seen_as="everything is slow, and the disk is busy",
+    says="everything is slow, and the disk is busy",
     change="use fewer workers or smaller batches, or end other programs",
     find=find,
     after=("held_lock",),
     verified_on="measurements",
-    sick=StallFacts(phase=FORWARD, swapped_pages_per_s=30_000.0),
-    healthy=StallFacts(phase=FORWARD, swapped_pages_per_s=300.0),
 )
