@@ -95,13 +95,8 @@ def phases() -> str:
 def causes(known: Mapping[str, AnyCause]) -> str:
     """Return the causes of a folder, what the report says of each, what to change, and where it was seen."""
     rows = [
-        (
-            _named(cause.name, shape.kind),
-            shape.says,
-            shape.change,
-            cause.verified_on,
-        )
-        for cause in known.values()
+        (_named(name, shape.kind), shape.says, shape.change, cause.verified_on)
+        for name, cause in known.items()
         for shape in cause.shapes
     ]
     return table(("cause", "the report says", "what to change", "seen on"), *sorted(rows))
@@ -109,7 +104,7 @@ def causes(known: Mapping[str, AnyCause]) -> str:
 
 def stall_causes() -> str:
     """Return what makes a training stand still, how that looks, what to change, and where it was seen."""
-    rows = [(f"`{one.name}`", one.says, one.change, one.verified_on) for one in STALL_CAUSES.values()]
+    rows = [(f"`{name}`", one.says, one.change, one.verified_on) for name, one in STALL_CAUSES.items()]
     return table(("cause", "what you see", "what to change", "seen on"), *sorted(rows))
 
 

@@ -32,10 +32,9 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AnyCause:
-    """The fields that all causes share.
+    """The fields that all causes share. The name of a cause is that of its file.
 
     Attributes:
-        name: The value of ``Finding.cause`` or ``Stall.cause``, and the name of its file.
         says: Short form of the text in the report, or the symptom of a stall: its row of the table in docs/.
         change: Short form of the change to make, in the same row.
         rows: Its rows instead, if it has several forms.
@@ -43,7 +42,6 @@ class AnyCause:
         verified_on: The best machine on which the package found it in a real run.
     """
 
-    name: str
     says: str = ""
     change: str = ""
     rows: Sequence[Shape] = ()
@@ -81,8 +79,7 @@ class Cause(AnyCause):
 
 
 def in_folder(package: str, path: Iterable[str]) -> dict[str, Any]:
-    """Return the ``CAUSE`` of each file by name, in the order in which they are judged."""
-    files = [import_module(f"{package}.{module.name}") for module in iter_modules(path)]
-    named = {file.CAUSE.name: file.CAUSE for file in files}
-    order = TopologicalSorter({cause.name: cause.after for cause in named.values()}).static_order()
-    return {name: named[name] for name in order}
+    """Return the ``CAUSE`` of each file by the file's name, in the order in which they are judged."""
+    found = {module.name: import_module(f"{package}.{module.name}").CAUSE for module in iter_modules(path)}
+    order = TopologicalSorter({name: cause.after for name, cause in found.items()}).static_order()
+    return {name: found[name] for name in order}

@@ -122,7 +122,7 @@ def explained() -> Iterator[Explained]:
                 shapes=[_plain(one, page) for one in cause.shapes],
                 thresholds=[one for one in dict.fromkeys(_thresholds(file)) if one not in common],
                 common_thresholds=common,
-                order=_order(cause, group.causes),
+                order=_order(name, group.causes),
                 verified_on=cause.verified_on,
                 more=f"{page}#{group.heading}",
             )
@@ -139,8 +139,8 @@ def _line_of_tree(group: Group, name: str) -> str:
     return f'Its time is the line "{PHASES[name].label}" of the report.' if is_line else ""
 
 
-def _order(cause: AnyCause, causes: Mapping[str, AnyCause]) -> str:
-    before = [name for name, one in causes.items() if cause.name in one.after]
+def _order(name: str, causes: Mapping[str, AnyCause]) -> str:
+    cause, before = causes[name], [other for other, one in causes.items() if name in one.after]
     sentences = []
     if isinstance(cause, Cause):
         if cause.after:

@@ -1,4 +1,4 @@
-"""Waiting for a CPU core: when it is named, who has the cores, and what else is not blamed for it."""
+"""Waits for a CPU core: when they are reported, who uses the cores, and which other causes they replace."""
 
 from __future__ import annotations
 
@@ -15,18 +15,11 @@ EVE = (CoreUser(user="eve", name="train\x1b[31m", cores=1.1), CoreUser(user="roo
 WAITS = {"data_loading": 30.0, "training_step/forward": 10.0}
 
 
-@pytest.mark.parametrize(("share", "verdict"), [(0.0, "healthy"), (0.09, "healthy"), (0.11, "low"), (0.99, "low")])
+@pytest.mark.parametrize(("share", "verdict"), [(0.09, "healthy"), (0.11, "low")])
 def test_no_run_is_healthy_that_waited_for_a_core_for_a_tenth(share: float, verdict: str) -> None:
     diagnosis = diagnose(contended(share))
     assert diagnosis.verdict == verdict
     assert [(one.cause, one.share) for one in diagnosis.findings] == [("cpu_contention", share)] * (verdict == "low")
-
-
-def test_where_the_kernel_does_not_count_nothing_is_said() -> None:
-    run = contended()
-    assert run.cores is not None
-    unknown = dataclasses.replace(run.cores, wait_share=None)
-    assert diagnose(dataclasses.replace(run, cores=unknown)).verdict == "healthy"
 
 
 def test_a_gpu_loses_no_more_to_it_than_it_idles() -> None:
@@ -106,7 +99,7 @@ def test_a_gpu_loses_no_more_to_it_than_it_idles() -> None:
         ),
     ],
 )
-def test_it_says_who_has_the_cores_and_what_to_change(run: RunMeasurements, kind: str, why: str, advice: str) -> None:
+def test_the_users_of_the_cores_and_a_change_are_named(run: RunMeasurements, kind: str, why: str, advice: str) -> None:
     diagnosis = diagnose(run)
     assert diagnosis.findings[0].evidence["kind"] == kind
     assert "Waiting for a CPU core takes 40 % of the wall time (16 ms per step; " in diagnosis.why

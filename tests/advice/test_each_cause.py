@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 
 import memory_examples
@@ -36,12 +35,9 @@ TRAINING = gpu_run(STEP, 95.0)
     ],
 )
 def test_a_file_is_named_as_its_cause(folder: ModuleType, known: Mapping[str, AnyCause], examples: ModuleType) -> None:
-    assert {path.stem for path in Path(folder.__path__[0]).glob("*.py")} == {*known, "__init__"}
     assert examples.EXAMPLES.keys() == known.keys()
     for name, cause in known.items():
-        file = getattr(folder, name)
-        assert file.CAUSE is cause
-        assert file.__doc__.startswith(f"{name}: ")
+        assert getattr(folder, name).__doc__.startswith(f"{name}: ")
         assert set(cause.after) <= {*known}
 
 
@@ -98,5 +94,5 @@ def test_a_stall_with_the_cause_has_it_and_a_similar_one_has_not(name: str) -> N
 @pytest.mark.parametrize("name", STALL_CAUSES)
 def test_no_chance_decides_between_two_causes_that_apply(name: str) -> None:
     for facts in stall_examples.EXAMPLES[name]:
-        found = [other.name for other in STALL_CAUSES.values() if applies(other, facts)]
+        found = [name for name, cause in STALL_CAUSES.items() if applies(cause, facts)]
         assert all(earlier in before(later) for earlier, later in pairwise(found))

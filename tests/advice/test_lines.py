@@ -1,4 +1,4 @@
-"""Which source lines a finding names, by samples that a test makes up."""
+"""Source lines that a finding names, from synthetic samples."""
 
 from __future__ import annotations
 
@@ -131,17 +131,16 @@ def test_slow_steps_name_what_the_others_do_not_do() -> None:
     assert finding.advice.endswith(" 100 % of the extra time is at data.py:41 in decode.")
 
 
-def test_the_rest_of_a_step_does_not_get_the_lines_of_its_parts() -> None:
-    phases = CAUSES["unexplained"].phases
-    assert callable(phases)
-    assert not phases({"phase": "training_step"})
-    assert phases({"phase": "training_step", "idle_percent": 60.0}) == ["training_step"]
-
-
-def test_what_workers_do_is_not_named_where_unpacking_is_the_limit() -> None:
-    phases = CAUSES["data_loading"].phases
-    assert callable(phases)
-    assert not phases({"kind": "main_process", "num_workers": 2})
+@pytest.mark.parametrize(
+    ("cause", "evidence", "phases"),
+    [
+        ("unexplained", {"phase": "training_step"}, []),  # the rest of a step, without its named parts
+        ("unexplained", {"phase": "training_step", "idle_percent": 60.0}, ["training_step"]),
+        ("data_loading", {"kind": "main_process", "num_workers": 2}, []),  # the workers are not the limit
+    ],
+)
+def test_a_finding_names_no_lines_of_other_work(cause: str, evidence: dict[str, Any], phases: list[str]) -> None:
+    assert CAUSES[cause].phases(evidence) == phases
 
 
 def test_a_line_that_is_known_need_not_be_looked_for() -> None:

@@ -1,4 +1,4 @@
-"""How many workers a loader needs, and what the host lets it have."""
+"""The number of workers that a loader needs, and limits of the host."""
 
 import dataclasses
 import math
@@ -49,20 +49,15 @@ def test_workers_that_compute_are_limited_by_cores_and_workers_that_wait_for_a_d
     # 80 ms of loading and 10 ms of training on 4 cores take 22.5 ms a batch at best, and 4 workers come near enough.
     assert (computing.settings.num_workers, computing.limited_by, computing.workers_needed) == (4, "cores", 9)
     assert computing.step_s == pytest.approx(0.0225)
-    assert (
-        plan(0.080, 0.001, a_host(2), cpu_s=0.080).settings.num_workers == 2
-    )  # no headroom, for which there is no core
+    without_headroom = plan(0.080, 0.001, a_host(2), cpu_s=0.080)  # for which there is no core
+    assert without_headroom.settings.num_workers == 2
     waiting = plan(0.080, 0.010, a_host(4), cpu_s=0.004)
     assert (waiting.settings.num_workers, waiting.limited_by) == (9, None)
 
 
-def test_the_ranks_of_a_machine_share_its_cores() -> None:
-    assert plan(0.080, 0.010, a_host(16, local_ranks=4), cpu_s=0.080).settings.num_workers == 4
-
-
-def test_cores_that_others_are_busy_on_do_not_count() -> None:
-    shared = a_host(cores_in_reach=4.0)
-    assert plan(0.080, 0.010, shared, cpu_s=0.080) == plan(0.080, 0.010, a_host(4), cpu_s=0.080)
+@pytest.mark.parametrize("host", [a_host(cores_in_reach=4.0), a_host(16, local_ranks=4)])
+def test_cores_of_other_jobs_and_ranks_do_not_count(host: HostBudget) -> None:
+    assert plan(0.080, 0.010, host, cpu_s=0.080) == plan(0.080, 0.010, a_host(4), cpu_s=0.080)
 
 
 def test_a_step_on_the_cpu_leaves_fewer_cores_to_load_with() -> None:

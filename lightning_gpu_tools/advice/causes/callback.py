@@ -53,7 +53,6 @@ def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
 
 
 CAUSE = Cause(
-    name="callback",
     begins=_begins,
     says="The callback ... takes ..., `LitModel.on_train_batch_start` takes ..., `StepLR.step` takes ...",
     change="run it less often, by the factor in the advice; make a hook that runs in every step faster, or return "

@@ -31,7 +31,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="checkpoint",
     begins="Writing checkpoints takes",
     says="Writing checkpoints takes ...; their folder is on `nfs4`, `ext4`, ...",
     change="save less often, by the factor in the advice; `AsyncCheckpointIO`; save to the local disk in the advice",

@@ -71,7 +71,6 @@ def _sending(run: RunMeasurements, wait_s: float) -> Finding:
 
 
 CAUSE = Cause(
-    name="communication",
     begins="Waiting for other ranks takes",
     says="Waiting for other ranks takes ..., and no single rank is the reason",
     change="`accumulate_grad_batches`, compressed gradients",

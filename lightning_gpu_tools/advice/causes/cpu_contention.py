@@ -167,7 +167,6 @@ def _cores(count: float) -> str:
 
 
 CAUSE = Cause(
-    name="cpu_contention",
     begins="Waiting for a CPU core takes",
     rows=[
         Shape(

@@ -264,7 +264,6 @@ def _phases(evidence: Mapping[str, float | str]) -> list[str]:
 
 
 CAUSE = Cause(
-    name="data_loading",
     begins="Waiting for data takes",
     rows=[
         Shape(

@@ -39,7 +39,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="device_sync",
     begins="Waiting for GPU results inside the training step takes",
     says="Waiting for GPU results inside the training step, with the source line",
     change="remove `.item()`, `print(tensor)`, `.cpu()`, `torch.cuda.synchronize()` there",

@@ -25,7 +25,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="epoch_start",
     begins="Starting epochs takes",
     says="Starting epochs takes ...",
     change="longer epochs; `persistent_workers=True`",

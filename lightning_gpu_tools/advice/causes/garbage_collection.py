@@ -24,7 +24,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="garbage_collection",
     begins="Garbage collection takes",
     says="Garbage collection takes ...",
     change="call `gc.collect()` and `gc.freeze()` once before training; call `gc.collect()` less often",

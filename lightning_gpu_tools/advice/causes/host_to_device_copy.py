@@ -67,7 +67,6 @@ def _advice(run: RunMeasurements) -> str:
 
 
 CAUSE = Cause(
-    name="host_to_device_copy",
     begins="Moving batches to the device takes",
     says="Moving batches to the device takes ...",
     change="`pin_memory=True`; `uint8` images; `register_buffer` for tensors left on the CPU",

@@ -33,7 +33,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="host_work",
     begins="Work of the host inside the training step takes",
     says="Work of the host inside the training step takes ..., with the source line",
     change="move it to the dataset, where workers do it in advance, or to the GPU",

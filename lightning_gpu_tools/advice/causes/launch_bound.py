@@ -51,7 +51,6 @@ def _fewer_launches(run: RunMeasurements) -> str:
 
 
 CAUSE = Cause(
-    name="launch_bound",
     begins="Launching many small kernels takes",
     says="Launching many small kernels takes ...",
     change="`torch.compile`, a fused optimizer, a larger batch; train a very small model on the CPU",

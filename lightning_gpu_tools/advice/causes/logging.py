@@ -43,7 +43,6 @@ def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
 
 
 CAUSE = Cause(
-    name="logging",
     begins=_begins,
     says="The logger ... takes ..., `self.log` takes ...",
     change="`log_every_n_steps`; fewer metrics in `self.log`",

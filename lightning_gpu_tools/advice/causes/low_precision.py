@@ -49,7 +49,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="low_precision",
     begins="Computing in 32-bit leaves the tensor cores idle and costs",
     says="Computing in 32-bit leaves the tensor cores idle and costs ...",
     change='`precision="bf16-mixed"` (`"16-mixed"` before Ampere, where numbers above 65504 overflow)',

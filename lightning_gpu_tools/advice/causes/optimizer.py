@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.causes.backward import step_parts
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Evidence, Finding, counted
-from lightning_gpu_tools.advice.step_parts import step_parts
 from lightning_gpu_tools.training.phases import OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
@@ -35,7 +35,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="optimizer",
     begins=lambda evidence, has_trainer: f"The optimizer {printable(evidence.get('name') or '')} takes",
     says="The optimizer ... takes ...: on the CPU, far longer than forward and backward account for",
     change="`fused=True`",

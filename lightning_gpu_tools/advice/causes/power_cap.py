@@ -43,7 +43,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="power_cap",
     begins="Throttling at the power limit costs",
     says="Throttling at the power limit costs ...",
     change="raise the power limit. Throttling slows a busy GPU down but never leaves it idle",

@@ -82,7 +82,6 @@ def _advice(compiled: CompiledCode, worst: Recompiled, reason: str) -> str:
 
 
 CAUSE = Cause(
-    name="recompilation",
     begins="Compiling the same code again takes",
     says="Compiling the same code again takes ...: the function, its line, and why; since step ..., new cases run "
     "without compiled code",

@@ -45,7 +45,6 @@ def what_others_do(evidence: Mapping[str, float | str]) -> str:
 
 
 CAUSE = Cause(
-    name="shared_gpu",
     begins=lambda evidence, has_trainer: what_others_do(evidence),
     says="Other jobs keep the GPU ... busy",
     change="use a free one: `lightning-gpu-tools pick --exclusive`",

@@ -148,7 +148,6 @@ def _phases(evidence: Mapping[str, float | str]) -> Sequence[str]:
 
 
 CAUSE = Cause(
-    name="slow_steps",
     begins="Slow steps take",
     rows=[
         Shape(

@@ -308,7 +308,6 @@ def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
 
 
 CAUSE = Cause(
-    name="slowing_down",
     begins=_begins,
     rows=[
         one._replace(says=f"Steps became ... times as long{one.says.removeprefix('...')}")

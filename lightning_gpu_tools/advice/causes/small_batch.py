@@ -30,7 +30,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="small_batch",
     begins="A batch too small to fill the GPU costs",
     says="A batch too small to fill the GPU costs ...",
     change="the `batch_size` in the advice, which fits by measured memory",

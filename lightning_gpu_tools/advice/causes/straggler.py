@@ -228,7 +228,6 @@ def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) ->
 
 
 CAUSE = Cause(
-    name="straggler",
     begins=lambda evidence, has_trainer: f"Waiting for {evidence['who']} takes",
     says="Waiting for rank ... (or node ...) takes ...; the phase in which it loses time, and since when or how often",
     change="by phase: compare its data, storage, clocks and temperature, or make a callback or checkpoint faster",

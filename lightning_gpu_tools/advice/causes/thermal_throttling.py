@@ -32,7 +32,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="thermal_throttling",
     begins="Thermal throttling costs",
     says="Thermal throttling costs ...",
     change="cool it better. Throttling slows a busy GPU down but never leaves it idle",

@@ -74,7 +74,6 @@ def _phases(evidence: Mapping[str, float | str]) -> Sequence[str]:
 
 
 CAUSE = Cause(
-    name="unexplained",
     begins=_begins,
     rows=[
         Shape(

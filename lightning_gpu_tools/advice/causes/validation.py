@@ -45,7 +45,6 @@ def _rarer(run: RunMeasurements, taken: float) -> str:
 
 
 CAUSE = Cause(
-    name="validation",
     begins="Validation takes",
     says="Validation takes ...",
     change="`check_val_every_n_epoch` or `val_check_interval`, if there are enough epochs; fewer batches; "

@@ -25,7 +25,6 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 
 CAUSE = MemoryCause(
-    name="evaluation_graph",
     says="Each validation batch keeps ..., with its graph",
     change="remove `torch.enable_grad()`, or detach what validation keeps",
     find=find,

@@ -58,7 +58,6 @@ def _advice(settings: str) -> str:
 
 
 CAUSE = MemoryCause(
-    name="fragmentation",
     says="torch holds ... of unused memory, in pieces below ...",
     change="`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` (advised only here, because it frees no memory that is "
     "in use). If it is already set: allocate long-lived tensors before training, or as one tensor",

@@ -29,7 +29,6 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 
 CAUSE = MemoryCause(
-    name="leftover_process",
     says="On this GPU, process ... holds ...: left over by a program that has ended. It does not use the GPU",
     change="if it is not needed, `kill` it",
     find=find,

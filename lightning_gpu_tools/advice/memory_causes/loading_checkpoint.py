@@ -31,7 +31,6 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 
 CAUSE = MemoryCause(
-    name="loading_checkpoint",
     says="The checkpoint was loaded onto the GPU, where the model already was",
     change='`map_location="cpu"`, `PortableCheckpointIO`, `load_weights`',
     find=find,

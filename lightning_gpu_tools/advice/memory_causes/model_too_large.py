@@ -47,7 +47,6 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 
 CAUSE = MemoryCause(
-    name="model_too_large",
     says="The model takes ... before any batch, with parameters, gradients and optimizer states",
     change="FSDP over the GPUs of this machine, with the memory needed on each; adapters; `bf16-true`",
     find=find,

@@ -34,7 +34,6 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 
 CAUSE = MemoryCause(
-    name="optimizer_too_large",
     says="Forward and backward fit; the optimizer's first step, which creates its states, did not",
     change="`fused=True`, an optimizer with 8-bit states, FSDP",
     find=find,

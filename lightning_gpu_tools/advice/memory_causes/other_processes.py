@@ -73,7 +73,6 @@ def named(processes: Sequence[GpuProcess]) -> str:
 
 
 CAUSE = MemoryCause(
-    name="other_processes",
     says="Other processes hold ... of this GPU, with PID, owner and name, or without them if they are in another "
     "container",
     change="another GPU of this machine, if one has enough room, with the `pick` command; `min_free`",

@@ -48,7 +48,6 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 
 CAUSE = MemoryCause(
-    name="shared_by_ranks",
     says="... ranks of this job share this GPU, with the memory that each of them holds",
     change="`torch.cuda.set_device(local_rank)`, and as many GPUs in `CUDA_VISIBLE_DEVICES` as there are ranks; on a "
     "machine with one GPU, one rank",

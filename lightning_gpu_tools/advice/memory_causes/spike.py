@@ -94,7 +94,6 @@ def _between_steps(oom: OutOfMemory) -> Iterator[Ruling]:
 
 
 CAUSE = MemoryCause(
-    name="spike",
     rows=[
         Shape(
             "This batch has ... times as many elements as usual",

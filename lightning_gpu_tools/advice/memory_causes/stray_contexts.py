@@ -109,7 +109,6 @@ def _advice(those: Sequence[HeldContext], own: str) -> str:
 
 
 CAUSE = MemoryCause(
-    name="stray_contexts",
     says="Rank ... holds ... on GPU ..., which is not its GPU, since ...; also reported, without a change of the "
     "verdict, if no error occurred",
     change="`torch.cuda.set_device(local_rank)` before anything else uses CUDA, `map_location` in `torch.load`",

@@ -47,7 +47,6 @@ def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 
 
 CAUSE = MemoryCause(
-    name="unexplained",
     says="More was free than was requested, or it is unknown what filled the memory",
     change="a torch memory snapshot",
     find=find,

@@ -7,8 +7,7 @@ worker that has to deliver the next batch.
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stall_words import does_where
-from lightning_gpu_tools.advice.stalled_workers import awaited_of, is_idle, name_of
+from lightning_gpu_tools.advice.stall_words import awaited_of, does_where, is_idle, name_of
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -28,7 +27,6 @@ def find(facts: StallFacts) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="blocked_worker",
     says="GPU-Util is 0 %; one worker of the DataLoader waits or computes, and the others are idle",
     change="check the line of the dataset in the report, and the sample that it loads; `DataLoader(timeout=60)`",
     find=find,

@@ -21,7 +21,6 @@ def find(facts: StallFacts) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="callback",
     says="training hangs in a callback, a logger or a model hook",
     change="check the line in the report: often a network call without a timeout",
     find=find,

@@ -36,7 +36,6 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="code",
     says="the training step or validation hangs",
     change="check the line in the report",
     find=find,

@@ -27,7 +27,6 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="collective_mismatch",
     says="ranks wait for each other in different collectives, or with different sizes",
     change="the same collectives in the same order and with the same sizes on every rank",
     find_among_ranks=find_among_ranks,

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gpu_tools.advice.collectives import COMPUTE_METRIC, SAVE_CHECKPOINT, SYNC_DIST
+from lightning_gpu_tools.advice.collectives import COMPUTE_METRIC, SAVE_CHECKPOINT, SYNC_DIST, all_waiting
 from lightning_gpu_tools.advice.open_collectives import open_collective
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.advice.waiting_ranks import all_waiting
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 _CALL_ON_EVERY_RANK = {
@@ -36,7 +35,6 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="collective_on_one_rank",
     says="ranks wait in different places: `self.log(..., sync_dist=True)`, `save_checkpoint()` or a barrier behind "
     "`if rank == 0`",
     change="call it on every rank",

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_gpu_tools.advice.collectives import all_waiting
 from lightning_gpu_tools.advice.open_collectives import open_collective
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import where
-from lightning_gpu_tools.advice.waiting_ranks import all_waiting
 from lightning_gpu_tools.training.phases import RANK_WAIT, base_phase
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 
@@ -36,7 +36,6 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="communication",
     says="all ranks wait in the same place",
     change="check the network; `TORCH_DISTRIBUTED_DEBUG=DETAIL`, `NCCL_DEBUG=INFO`",
     find=find,

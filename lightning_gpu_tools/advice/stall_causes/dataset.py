@@ -22,7 +22,6 @@ def find(facts: StallFacts) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="dataset",
     says="training hangs while the training process loads data (`num_workers=0`)",
     change="check the line in the report",
     find=find,

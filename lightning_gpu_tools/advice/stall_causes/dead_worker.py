@@ -6,7 +6,7 @@ Reads the state of the workers' processes (/proc).
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stalled_workers import name_of
+from lightning_gpu_tools.advice.stall_words import name_of
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -22,7 +22,6 @@ def find(facts: StallFacts) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="dead_worker",
     says="a worker has exited, and training still waits for its batch",
     change="check its last output on the terminal; see [below](#a-worker-died)",
     find=find,

@@ -6,8 +6,7 @@ Reads the system calls of all workers (/proc): each waits for a lock (futex) and
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stall_words import where
-from lightning_gpu_tools.advice.stalled_workers import awaited_of, is_idle
+from lightning_gpu_tools.advice.stall_words import awaited_of, is_idle, where
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -25,7 +24,6 @@ def find(facts: StallFacts) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="deadlocked_workers",
     says="only with workers, training hangs at the first batch or the sanity check: all of them wait for a lock "
     "that a thread held when they were forked",
     change='`multiprocessing_context="spawn"`, `cv2.setNumThreads(0)`, no threads before the workers start',

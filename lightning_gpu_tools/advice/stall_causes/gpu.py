@@ -25,7 +25,6 @@ def find(facts: StallFacts) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="gpu",
     says="the GPU is fully busy, but no step completes",
     change="set `CUDA_LAUNCH_BLOCKING=1` to see the operation; check `dmesg` for Xid errors",
     find=find,

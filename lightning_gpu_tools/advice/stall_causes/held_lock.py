@@ -23,7 +23,6 @@ def find(facts: StallFacts) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="held_lock",
     says="no thread of the program runs: C code holds the GIL",
     change="release the GIL in the C code at the reported line (`ctypes.CDLL` instead of `PyDLL`, `nogil` in Cython, "
     "`gil_scoped_release` in pybind11)",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_gpu_tools.advice.collectives import first_ended, others_wait
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.advice.waiting_ranks import first_ended, others_wait
 from lightning_gpu_tools.training.stall_facts import RankFacts
 from lightning_gpu_tools.units import printable
 
@@ -29,7 +29,6 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="rank_left",
     says="one rank stopped training with an error that was caught, or by `sys.exit`; the others wait for it",
     change="let the error end the process",
     find_among_ranks=find_among_ranks,

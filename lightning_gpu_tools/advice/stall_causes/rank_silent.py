@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_gpu_tools.advice.collectives import others_wait
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import during
-from lightning_gpu_tools.advice.waiting_ranks import others_wait
 from lightning_gpu_tools.training.stall_facts import RankFacts
 from lightning_gpu_tools.units import format_duration
 
@@ -28,7 +28,6 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="rank_silent",
     says="a rank was killed or stopped, or C code in it holds the GIL",
     change="check its output, and `dmesg` on its node",
     find_among_ranks=find_among_ranks,

@@ -6,8 +6,7 @@ Reads the state (D) and the system call of the training process and the workers 
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stall_words import does_where
-from lightning_gpu_tools.advice.stalled_workers import awaited_of, name_of
+from lightning_gpu_tools.advice.stall_words import awaited_of, does_where, name_of
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 _CHECK = "Check the mount with `ls`, `df` and `dmesg`. Copy the data to a local disk, or write checkpoints to one."
@@ -29,7 +28,6 @@ def find(facts: StallFacts) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="storage",
     says="processes are in state `D`, or in a file system call that does not return",
     change="check the mount with `ls`, `df` and `dmesg`; copy the data to a local disk",
     find=find,

@@ -25,7 +25,6 @@ def find(facts: StallFacts) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="swap",
     says="everything is slow, and the disk is busy",
     change="use fewer workers or smaller batches, or end other programs",
     find=find,

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gpu_tools.advice.collectives import END_OF_EPOCH
+from lightning_gpu_tools.advice.collectives import END_OF_EPOCH, all_waiting, first_ended, others_wait, still_there
 from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.advice.waiting_ranks import all_waiting, first_ended, others_wait, still_there
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 _SAME_BATCHES = (
@@ -34,7 +33,6 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="uneven_batches",
     says="training hangs at the end of an epoch: a rank had fewer batches",
     change="`drop_last=True`, `DistributedSampler`, `limit_train_batches`; shard an `IterableDataset` by rank",
     find_among_ranks=find_among_ranks,
