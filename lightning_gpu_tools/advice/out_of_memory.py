@@ -19,8 +19,8 @@ _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _ROUNDING = 0.01  # sizes in texts have two decimals
 
-# torch's c10/cuda/CUDACachingAllocator.cpp from 2.2 to 2.15, CUDAMallocAsyncAllocator.cpp, c10/core/impl/alloc_cpu.cpp;
-# numpy's _ArrayMemoryError. Any field may be missing: torch 2.3 wrote a NUL that cut the message off.
+# torch's c10/cuda/CUDACachingAllocator.cpp up to 2.15, CUDAMallocAsyncAllocator.cpp, c10/core/impl/alloc_cpu.cpp;
+# numpy's _ArrayMemoryError. Any field may be missing.
 _FIELDS = {
     "requested_bytes": rf"(?:[Tt]ried to allocate|Unable to allocate|[Aa]llocation of|Requested\s*:) {_SIZE}",
     "total_bytes": rf"(?:total capacity of|Device limit\s*:) {_SIZE}",
@@ -46,7 +46,7 @@ class _Kind(NamedTuple):
 
 # The first match counts.
 _KINDS = (
-    _Kind(r"(?:CUDA|HIP) out of memory|would exceed allowed memory|preemptively rejected", "allocator", "torch"),
+    _Kind(r"CUDA out of memory|would exceed allowed memory|preemptively rejected", "allocator", "torch"),
     _Kind(r"CUBLAS_STATUS_ALLOC_FAILED", "library", "cuBLAS"),
     _Kind(r"CUDNN_STATUS_ALLOC_FAILED", "library", "cuDNN"),
     _Kind(r"(?i)nccl[\s\S]*out of memory|out of memory[\s\S]*nccl", "library", "NCCL"),
@@ -54,7 +54,7 @@ _KINDS = (
     _Kind(r"CUBLAS_STATUS_NOT_INITIALIZED", "library", "cuBLAS", is_certain=False),
     _Kind(r"CUDNN_STATUS_NOT_INITIALIZED|valid cuDNN algorithm", "library", "cuDNN", is_certain=False),
     _Kind(r"handles_\.at\(i\)", "library", "CUDA", is_certain=False),
-    _Kind(r"(?:CUDA(?: driver)?|Triton|HIP) [Ee]rror(?: \[CUDA\])?: out of memory", "driver", "CUDA"),
+    _Kind(r"(?:CUDA(?: driver)?|Triton) [Ee]rror(?: \[CUDA\])?: out of memory", "driver", "CUDA"),
     _Kind(r"DefaultCPUAllocator|Unable to allocate|Cannot allocate memory", "host", "the program"),
     _Kind(_WORKERS.pattern, "host", "the program", is_certain=False),
 )

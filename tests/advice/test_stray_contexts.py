@@ -1,4 +1,4 @@
-"""Contexts on GPUs that are not their rank's are named, and change no verdict but that of an error they cause."""
+"""CUDA contexts on GPUs of other ranks: their description, and errors that they cause."""
 
 from __future__ import annotations
 
@@ -73,9 +73,7 @@ def test_many_processes_are_counted_not_listed() -> None:
 
 def test_a_process_alone_is_told_its_own_gpu() -> None:
     (finding,) = stray_contexts([held(0, 2, is_own=True), held(0, 0, is_own=False)])
-    assert finding.advice.startswith(
-        "This process (PID 4000) holds 530 MiB on GPU 0, which is not its GPU, since before"
-    )
+    assert finding.advice.startswith("This process (PID 4000) holds 530 MiB on GPU 0, which is not its GPU, since")
     assert "Call torch.cuda.set_device(2) before" in finding.advice
 
 
