@@ -220,11 +220,18 @@ def test_a_straggler_is_said_when_it_is_late(slow_in: set[int], when: str | None
         assert finding.share == pytest.approx(len(slow_in) / PARTS, rel=0.1)
 
 
-def test_noise_in_both_directions_is_no_straggler() -> None:
-    """Two ranks on busy cores: now one is late, now the other, and one of them a little more."""
-    chance = random.Random(2)
-    noise = {(rank, part): chance.uniform(0, 0.05) + 0.012 * rank for rank in range(2) for part in range(PARTS)}
-    assert blamed(a_job(1, 2, lambda rank, part: noise[rank, part])) is None
+def test_ranks_that_are_late_in_turn_are_not_stragglers() -> None:
+    parts = [(0.010, 0.042, 0.010, 0.042), (0.030, 0.010, 0.030, 0.010)]
+    ranks = tuple(
+        RankStep(
+            rank=i, node=0, own_step_s=fmean(one), phase_s={"forward": fmean(one)}, own_s_over_time=one,
+            steps_over_time=10,
+        )
+        for i, one in enumerate(parts)
+    )  # fmt: skip
+    assert blamed(gpu_run({"training_step": 36}, 99.0, ranks=ranks)) is None
+    always = dataclasses.replace(ranks[1], own_s_over_time=(0.004, 0.036, 0.004, 0.036))
+    assert blamed(gpu_run({"training_step": 36}, 99.0, ranks=(ranks[0], always))) is not None
 
 
 def test_ranks_that_counted_their_steps_differently_are_compared() -> None:
