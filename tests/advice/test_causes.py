@@ -57,25 +57,20 @@ def first(run: RunMeasurements) -> Finding:
     return diagnose(run).findings[0]
 
 
-@pytest.mark.parametrize(
-    ("run", "causes"),
-    [
-        pytest.param(gpu_run({"training_step": 1, "data_loading": 3}, 12.0), ["data_loading"], id="tiny, slow loader"),
-        pytest.param(
-            gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=63),
-            ["unexplained"],
-            id="no room for a larger batch",
-        ),
-        pytest.param(gpu_run(STEP, 97.0, **on_hopper()), [], id="tensor cores in use"),
-        pytest.param(
-            gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(6, 1))), [], id="Pascal"
-        ),
-        pytest.param(gpu_run(STEP, 99.0, **capped(40.0, 70.0)), [], id="rarely capped"),
-        pytest.param(
-            gpu_run(WAITS, 30.0, gpu=GpuFacts(others_memory_bytes=2**20)), ["data_loading"], id="a small neighbor"
-        ),
-    ],
-)
+ALIKE = {
+    "tiny, slow loader": (gpu_run({"training_step": 1, "data_loading": 3}, 12.0), ["data_loading"]),
+    "no room for a larger batch": (
+        gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=63),
+        ["unexplained"],
+    ),
+    "tensor cores in use": (gpu_run(STEP, 97.0, **on_hopper()), []),
+    "Pascal": (gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(6, 1))), []),
+    "rarely capped": (gpu_run(STEP, 99.0, **capped(40.0, 70.0)), []),
+    "a small neighbor": (gpu_run(WAITS, 30.0, gpu=GpuFacts(others_memory_bytes=2**20)), ["data_loading"]),
+}
+
+
+@pytest.mark.parametrize(("run", "causes"), ALIKE.values(), ids=ALIKE)
 def test_a_run_that_resembles_a_cause_has_another_or_none(run: RunMeasurements, causes: list[str]) -> None:
     assert [finding.cause for finding in diagnose(run).findings] == causes
 
@@ -169,15 +164,15 @@ def test_idle_time_in_a_step_goes_to_one_reason_or_two(
     assert line is not None or not idle.syncs
 
 
-@pytest.mark.parametrize(
-    ("run", "ceiling"),
-    [
-        pytest.param(gpu_run(STEP, 50.0, **watched(line=42)), 2.0, id="the GPU and the host take turns"),
-        pytest.param(gpu_run(STEP, 60.0, **watched(line=42)), 1 / 0.6, id="the GPU is left"),
-        pytest.param(gpu_run(STEP, 20.0, **watched(line=42)), 1.25, id="the host is left"),
-        pytest.param(gpu_run(STEP, 50.0, **watched(line=42), lines=sampled(20, 80)), 1.25, id="the host hardly waits"),
-    ],
-)
+SYNCS = {
+    "the GPU and the host take turns": (gpu_run(STEP, 50.0, **watched(line=42)), 2.0),
+    "the GPU is left": (gpu_run(STEP, 60.0, **watched(line=42)), 1 / 0.6),
+    "the host is left": (gpu_run(STEP, 20.0, **watched(line=42)), 1.25),
+    "the host hardly waits": (gpu_run(STEP, 50.0, **watched(line=42), lines=sampled(20, 80)), 1.25),
+}
+
+
+@pytest.mark.parametrize(("run", "ceiling"), SYNCS.values(), ids=SYNCS)
 def test_without_a_sync_a_step_takes_as_long_as_the_slower_of_host_and_gpu(
     run: RunMeasurements, ceiling: float
 ) -> None:
@@ -213,18 +208,18 @@ def test_a_phase_is_blamed_only_if_it_covers_most() -> None:
 # --- the parts of a step on the CPU -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("phase_ms", "optimizers", "said"),
-    [
-        pytest.param(parts(2, 18, 2), {"Adam": "torch"}, ("backward", 18 / 22, 12 / 22, "9 times"), id="backward"),
-        pytest.param(parts(2, 4, 14), {"Adam": "fusible"}, ("optimizer", 0.7, 0.49, "fused=True"), id="Adam"),
-        pytest.param(parts(2, 4, 14), {"LBFGS": "torch"}, (), id="nothing to advise"),
-        pytest.param(parts(2, 4, 14), {"Mine": "own"}, ("optimizer", 0.7, 0.7, "py-spy"), id="an own optimizer"),
-        pytest.param({**parts(2, 18, 2), "rank_wait/step": 1}, {"Adam": "fusible"}, (), id="waiting for other ranks"),
-        pytest.param(parts(2, 18, 2), {}, (), id="another device"),
-        pytest.param({"training_step": 20}, {"Adam": "fusible"}, (), id="unknown parts"),
-    ],
-)
+STEPS = {
+    "backward": (parts(2, 18, 2), {"Adam": "torch"}, ("backward", 18 / 22, 12 / 22, "9 times")),
+    "Adam": (parts(2, 4, 14), {"Adam": "fusible"}, ("optimizer", 0.7, 0.49, "fused=True")),
+    "nothing to advise": (parts(2, 4, 14), {"LBFGS": "torch"}, ()),
+    "an own optimizer": (parts(2, 4, 14), {"Mine": "own"}, ("optimizer", 0.7, 0.7, "py-spy")),
+    "waiting for other ranks": ({**parts(2, 18, 2), "rank_wait/step": 1}, {"Adam": "fusible"}, ()),
+    "another device": (parts(2, 18, 2), {}, ()),
+    "unknown parts": ({"training_step": 20}, {"Adam": "fusible"}, ()),
+}
+
+
+@pytest.mark.parametrize(("phase_ms", "optimizers", "said"), STEPS.values(), ids=STEPS)
 def test_a_part_of_the_step_is_blamed_if_out_of_proportion(
     phase_ms: dict[str, float], optimizers: dict[str, str], said: tuple[str, float, float, str] | tuple[()]
 ) -> None:

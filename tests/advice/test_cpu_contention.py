@@ -31,74 +31,57 @@ def test_a_gpu_loses_no_more_to_it_than_it_idles() -> None:
     assert diagnosis.findings[0].share == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize(
-    ("run", "kind", "why", "advice"),
-    [
-        pytest.param(
-            contended(others=1.2, users=EVE),
-            "other_programs",
-            r"other programs keep 1.2 of 2 cores busy: eve's train\x1b[31m 1.1)",
-            "Stop the other programs",
-            id="other programs",
-        ),
-        pytest.param(
-            contended(others=1.2, niceness=10), "other_programs", "busy)", "start it without nice", id="a nice job"
-        ),
-        pytest.param(
-            contended(others=0.3, runnable_threads=1.9, users=EVE),
-            "other_programs",
-            "other programs keep 0.3 of 2 cores busy: eve's",
-            "Stop the other programs",
-            id="a few of them",
-        ),
-        pytest.param(contended(others=0.3, workers=0), "own_threads", "5.2", "py-spy dump", id="own"),
-        pytest.param(
-            contended(throttled_share=0.38, quota_cores=2.0),
-            "quota",
-            "a quota allows 2 cores, and paused this job in 38 % of its periods",
-            "Raise the quota",
-            id="quota",
-        ),
-        pytest.param(
-            contended(throttled_share=0.38, quota_cores=0.5, workers=0, torch_threads=2),
-            "quota",
-            "a quota allows 0.5 cores",
-            "Use fewer threads: torch.set_num_threads(1) (now 2). Speedup",
-            id="less than a core",
-        ),
-        pytest.param(
-            contended(throttled_share=0.05, quota_cores=2.0),
-            "own_threads",
-            "5.2 runnable",
-            "num_workers=1 (now 4)",
-            id="workers",
-        ),
-        pytest.param(
-            contended(workers=0, torch_threads=16),
-            "own_threads",
-            "this job has 5.2 runnable threads on 2 cores",
-            "torch.set_num_threads(2) (now 16).",
-            id="threads",
-        ),
-        pytest.param(
-            contended(machine_cores=64, runnable_threads=15.4, in_slurm=True),
-            "affinity",
-            "15.4 runnable threads and may use 2 of 64 cores",
-            "Add --cpus-per-task=16 to sbatch or srun.",
-            id="SLURM",
-        ),
-        pytest.param(
-            contended(machine_cores=64, workers=0, torch_threads=1), "affinity", "2 of 64", "taskset", id="affinity"
-        ),
-        pytest.param(
-            contended(workers=0, torch_threads=1, runnable_threads=1.4),
-            "own_threads",
-            "1.4",
-            "py-spy dump",
-            id="unknown",
-        ),
-    ],
-)
+USERS = {
+    "other programs": (
+        contended(others=1.2, users=EVE),
+        "other_programs",
+        r"other programs keep 1.2 of 2 cores busy: eve's train\x1b[31m 1.1)",
+        "Stop the other programs",
+    ),
+    "a nice job": (contended(others=1.2, niceness=10), "other_programs", "busy)", "start it without nice"),
+    "a few of them": (
+        contended(others=0.3, runnable_threads=1.9, users=EVE),
+        "other_programs",
+        "other programs keep 0.3 of 2 cores busy: eve's",
+        "Stop the other programs",
+    ),
+    "own": (contended(others=0.3, workers=0), "own_threads", "5.2", "py-spy dump"),
+    "quota": (
+        contended(throttled_share=0.38, quota_cores=2.0),
+        "quota",
+        "a quota allows 2 cores, and paused this job in 38 % of its periods",
+        "Raise the quota",
+    ),
+    "less than a core": (
+        contended(throttled_share=0.38, quota_cores=0.5, workers=0, torch_threads=2),
+        "quota",
+        "a quota allows 0.5 cores",
+        "Use fewer threads: torch.set_num_threads(1) (now 2). Speedup",
+    ),
+    "workers": (
+        contended(throttled_share=0.05, quota_cores=2.0),
+        "own_threads",
+        "5.2 runnable",
+        "num_workers=1 (now 4)",
+    ),
+    "threads": (
+        contended(workers=0, torch_threads=16),
+        "own_threads",
+        "this job has 5.2 runnable threads on 2 cores",
+        "torch.set_num_threads(2) (now 16).",
+    ),
+    "SLURM": (
+        contended(machine_cores=64, runnable_threads=15.4, in_slurm=True),
+        "affinity",
+        "15.4 runnable threads and may use 2 of 64 cores",
+        "Add --cpus-per-task=16 to sbatch or srun.",
+    ),
+    "affinity": (contended(machine_cores=64, workers=0, torch_threads=1), "affinity", "2 of 64", "taskset"),
+    "unknown": (contended(workers=0, torch_threads=1, runnable_threads=1.4), "own_threads", "1.4", "py-spy dump"),
+}
+
+
+@pytest.mark.parametrize(("run", "kind", "why", "advice"), USERS.values(), ids=USERS)
 def test_the_users_of_the_cores_and_a_change_are_named(run: RunMeasurements, kind: str, why: str, advice: str) -> None:
     diagnosis = diagnose(run)
     assert diagnosis.findings[0].evidence["kind"] == kind

@@ -56,71 +56,54 @@ def test_sizes_that_torch_writes_are_read(four: list[int], process_bytes: int | 
     assert set(found.others_bytes) == set(others) or allocated + cached < 1024
 
 
-@pytest.mark.parametrize(
-    ("text", "fields"),
-    [
-        pytest.param(
-            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8.00 GiB of which 0 bytes "
-            "is free. Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. Of the "
-            "allocated memory 9.00 GiB is allocated by PyTorch, and 512 bytes is reserved by PyTorch but unallocated.",
-            {"free_bytes": 0, "allocated_bytes": 9 * GIB, "cached_bytes": 512, "others_bytes": {}},
-            id="WSL: 2^64 is no size, and more is allocated than there is",
-        ),
-        pytest.param(
-            "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
-            "Currently allocated     : 9.50 GiB\nRequested               : 640.00 MiB\n"
-            "Device limit            : 12.00 GiB\nFree (according to CUDA): 7.00 MiB\n"
-            "PyTorch limit (set by user-supplied memory fraction)\n                        : 6.00 GiB",
-            {
-                "requested_bytes": 640 * MIB,
-                "total_bytes": 12 * GIB,
-                "free_bytes": 7 * MIB,
-                "allocated_bytes": int(9.5 * GIB),
-                "allowed_bytes": 6 * GIB,
-            },
-            id="cudaMallocAsync",
-        ),
-        pytest.param(
-            "CUDA out of memory. Allocation of 3.00 GiB on GPU 0 was preemptively rejected by "
-            "per_process_memory_fraction",
-            {"requested_bytes": 3 * GIB},
-            id="2.15",
-        ),
-        pytest.param(
-            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-            {"name": "cuBLAS"},
-            id="cuBLAS",
-        ),
-        pytest.param("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", {"name": "cuDNN"}, id="cuDNN"),
-        pytest.param(
-            "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", {"name": "cuDNN", "is_certain": False}, id="or another fault"
-        ),
-        pytest.param(
-            "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA "
-            "function failed.\nLast error:\nCuda failure 2 'out of memory'",
-            {"source": "library", "name": "NCCL"},
-            id="NCCL",
-        ),
-        pytest.param("CUDA error: out of memory\nCUDA kernel errors might be", {"source": "driver"}, id="driver"),
-        pytest.param("Triton Error [CUDA]: out of memory", {"source": "driver"}, id="Triton"),
-        pytest.param(
-            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-            "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
-            {"source": "host", "requested_bytes": 4_000_000_000_000},
-            id="host",
-        ),
-        pytest.param(
-            "DataLoader worker (pid(s) 17, 18) exited unexpectedly",
-            {"source": "host", "is_certain": False, "workers": (17, 18)},
-            id="workers that ended",
-        ),
-        pytest.param(
-            "DataLoader worker (pid 17) is killed by signal: Killed. ",
-            {"workers": (17,)},
-            id="a worker that was killed",
-        ),
-    ],
-)
+MESSAGES = {
+    "WSL: 2^64 is no size, and more is allocated than there is": (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8.00 GiB of which 0 bytes "
+        "is free. Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. Of the "
+        "allocated memory 9.00 GiB is allocated by PyTorch, and 512 bytes is reserved by PyTorch but unallocated.",
+        {"free_bytes": 0, "allocated_bytes": 9 * GIB, "cached_bytes": 512, "others_bytes": {}},
+    ),
+    "cudaMallocAsync": (
+        "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
+        "Currently allocated     : 9.50 GiB\nRequested               : 640.00 MiB\n"
+        "Device limit            : 12.00 GiB\nFree (according to CUDA): 7.00 MiB\n"
+        "PyTorch limit (set by user-supplied memory fraction)\n                        : 6.00 GiB",
+        {
+            "requested_bytes": 640 * MIB,
+            "total_bytes": 12 * GIB,
+            "free_bytes": 7 * MIB,
+            "allocated_bytes": int(9.5 * GIB),
+            "allowed_bytes": 6 * GIB,
+        },
+    ),
+    "2.15": (
+        "CUDA out of memory. Allocation of 3.00 GiB on GPU 0 was preemptively rejected by per_process_memory_fraction",
+        {"requested_bytes": 3 * GIB},
+    ),
+    "cuBLAS": ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", {"name": "cuBLAS"}),
+    "cuDNN": ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", {"name": "cuDNN"}),
+    "or another fault": ("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", {"name": "cuDNN", "is_certain": False}),
+    "NCCL": (
+        "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA "
+        "function failed.\nLast error:\nCuda failure 2 'out of memory'",
+        {"source": "library", "name": "NCCL"},
+    ),
+    "driver": ("CUDA error: out of memory\nCUDA kernel errors might be", {"source": "driver"}),
+    "Triton": ("Triton Error [CUDA]: out of memory", {"source": "driver"}),
+    "host": (
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
+        {"source": "host", "requested_bytes": 4_000_000_000_000},
+    ),
+    "workers that ended": (
+        "DataLoader worker (pid(s) 17, 18) exited unexpectedly",
+        {"source": "host", "is_certain": False, "workers": (17, 18)},
+    ),
+    "a worker that was killed": ("DataLoader worker (pid 17) is killed by signal: Killed. ", {"workers": (17,)}),
+}
+
+
+@pytest.mark.parametrize(("text", "fields"), MESSAGES.values(), ids=MESSAGES)
 def test_every_kind_of_message_is_read(text: str, fields: dict[str, object]) -> None:
     found = out_of_memory(RuntimeError(text))
     assert found is not None
