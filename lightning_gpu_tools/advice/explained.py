@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import io
 import re
-import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +29,7 @@ SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools"
 _ADVICE = "lightning_gpu_tools.advice"
 # These files make predictions and texts, and decide on no cause.
 _NO_JUDGES = {"batch_size", "caching_allocator", "lines", "loader_plan", "memory_remedies"}
+_CONSTANT = re.compile(r"(?P<name>_?[A-Z][A-Z0-9_]*) = .*?(?:  # (?P<meaning>.*))?")
 _OF_ALL = re.compile(r"(Our defaults[^.:]*\.)\s*(.*)")
 
 
@@ -170,21 +169,8 @@ def _listed(names: Sequence[str], word: str = "and") -> str:
     return f" {word} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-@cache
-def _parsed(file: str) -> tuple[ast.Module, dict[int, str], frozenset[int]]:
-    """Return a file's syntax tree, its comments by line, and the lines that contain only a comment."""
-    source = inspect.getsource(import_module(file))
-    comments = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    alone = frozenset(number for number, line in enumerate(source.splitlines(), 1) if line.startswith("#"))
-    return ast.parse(source), comments, alone
-
-
 def _docstring(file: str) -> tuple[str, str]:
-    first, _, rest = (ast.get_docstring(_parsed(file)[0]) or "").partition("\n\n")
+    first, _, rest = (inspect.getdoc(import_module(file)) or "").partition("\n\n")
     return _text(first.partition(": ")[2]), _text(rest)
 
 
@@ -195,7 +181,7 @@ def _text(docstring: str) -> str:
 def _thresholds(file: str) -> Iterator[Threshold]:
     """Yield the thresholds of a cause's file, and those that its functions use from other files of ``advice``."""
     yield from thresholds_in(file)
-    seen, names = set(), [(file, one.name) for one in _parsed(file)[0].body if isinstance(one, ast.FunctionDef)]
+    seen, names = set(), [(file, one.name) for one in _tree(file).body if isinstance(one, ast.FunctionDef)]
     while names:
         at = names.pop(0)
         if at in seen:
@@ -206,9 +192,14 @@ def _thresholds(file: str) -> Iterator[Threshold]:
 
 
 @cache
+def _tree(file: str) -> ast.Module:
+    return ast.parse(inspect.getsource(import_module(file)))
+
+
+@cache
 def _used_by(file: str, name: str) -> Sequence[tuple[str, str]]:
     """Return (file, name) of everything that the function uses from its own file and others in ``advice``."""
-    tree = _parsed(file)[0]
+    tree = _tree(file)
     known = {one: (file, one) for one in vars(import_module(file))}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
@@ -222,26 +213,23 @@ def _used_by(file: str, name: str) -> Sequence[tuple[str, str]]:
 @cache
 def thresholds_in(file: str) -> Sequence[Threshold]:
     """Return the numbers in a module's constants, in order, with their comments."""
-    tree, comments, alone = _parsed(file)
-    values: Mapping[str, Any] = vars(import_module(file))
-    constants = {node.lineno: node for node in tree.body if isinstance(node, ast.Assign)}
-    found, of_all, above, last = [], "", "", 0
-    for number in sorted({*alone, *constants}):
-        if number > last + 1:
-            of_all = above = ""
-        if number in alone:
-            above = f"{above} {comments[number]}".strip() if last in alone else comments[number]
+    module = import_module(file)
+    found, of_all, above, is_below_comment = [], "", "", False
+    for line in inspect.getsource(module).splitlines():
+        is_comment, constant = line.startswith("# "), _CONSTANT.fullmatch(line)
+        if is_comment:
+            text = line.removeprefix("# ")
+            above = f"{above} {text}".strip() if is_below_comment else text
             if match := _OF_ALL.fullmatch(above):
                 of_all, above = match.groups()
-            last = number
-            continue
-        node = constants[number]
-        name, end = ast.unparse(node.targets[0]), node.end_lineno or number
-        if name.lstrip("_").isupper() and _is_number(values.get(name)):
-            after = comments.get(end, "")
-            about = above if not after or last in alone else ""
-            found.append(Threshold(name.lstrip("_"), values[name], " ".join(filter(None, (of_all, about))), after))
-        last = end
+        elif constant is None:
+            of_all = above = ""
+        elif _is_number(value := vars(module)[constant["name"]]):
+            meaning = constant["meaning"] or ""
+            about = above if is_below_comment or not meaning else ""
+            name = constant["name"].lstrip("_")
+            found.append(Threshold(name, value, " ".join(filter(None, (of_all, about))), meaning))
+        is_below_comment = is_comment
     return found
 
 

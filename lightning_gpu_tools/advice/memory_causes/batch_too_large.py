@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import (
     in_validation,
     largest_lines,
@@ -48,17 +48,15 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if lines := largest_lines(oom):
         why += f" Most of it is allocated at {lines}."
     fits = largest_that_fits(run, oom)
-    yield ruling(
-        oom,
-        "batch_too_large",
+    yield Ruling(
         why,
-        smaller_batch(run, oom, size, fits),
-        levers(run, oom),
-        more_room(oom),
-        batch_size=size,
-        batch_bytes=taken,
-        largest_batch_size=fits.size,
-        why_no_largest_batch_size=fits.why_not or None,
+        [smaller_batch(run, oom, size, fits), levers(run, oom), more_room(oom)],
+        {
+            "batch_size": size,
+            "batch_bytes": taken,
+            "largest_batch_size": fits.size,
+            "why_no_largest_batch_size": fits.why_not or None,
+        },
     )
 
 

@@ -18,7 +18,6 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         change = "Remove torch.enable_grad() from" if run.has_trainer else "Put torch.no_grad() around"
         yield from kept_in_validation(
             oom,
-            "evaluation_graph",
             "with its graph: gradients are enabled in validation.",
             f"{change} validation, or detach what it keeps (metric.detach()) and move outputs to the CPU.",
         )

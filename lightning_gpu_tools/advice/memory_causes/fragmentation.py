@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
@@ -33,14 +33,11 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     together = ""
     if unused < oom.requested_bytes:
         together = f" In one piece, it would suffice together with the {format_bytes(left)} that are free."
-    yield ruling(
-        oom,
-        "fragmentation",
+    yield Ruling(
         f"torch holds {format_bytes(unused)} of unused memory, in pieces below {format_bytes(oom.requested_bytes)}"
         f"{again}.{together}",
-        _advice(oom.allocator or "PYTORCH_CUDA_ALLOC_CONF="),
-        fragmented_bytes=unused,
-        retries=retries,
+        [_advice(oom.allocator or "PYTORCH_CUDA_ALLOC_CONF=")],
+        {"fragmented_bytes": unused, "retries": retries},
     )
 
 

@@ -12,7 +12,7 @@ from statistics import median
 
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.lines import holding
-from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine
@@ -45,22 +45,17 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if not oom.grad_enabled:
         yield from kept_in_validation(
             oom,
-            "memory_growth",
             "because something keeps its outputs.",
             "Reduce outputs to numbers in each validation batch, or move kept tensors to the CPU (.cpu()).",
         )
     grown = _growth(oom.begins, oom)
     if grown is not None:
         per_step, since, total = grown
-        yield ruling(
-            oom,
-            "memory_growth",
+        yield Ruling(
             f"Memory kept from step to step has grown by {format_bytes(per_step)} per step since step {since:.0f}, "
             f"{format_bytes(total)} in total.{_left(oom.lines)}",
-            _KEPT["gpu"].format(what="step"),
-            bytes_per_step=per_step,
-            since_step=since,
-            grown_bytes=total,
+            [_KEPT["gpu"].format(what="step")],
+            {"bytes_per_step": per_step, "since_step": since, "grown_bytes": total},
         )
 
 
@@ -69,23 +64,19 @@ def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if of_host:
         grown = growing_memory(of_host[0])
         evidence = {**grown.evidence, "phase": oom.phase}
-        yield ruling(oom, "memory_growth", why_host_is_full(run, oom), grown.advice, fewer_workers(run), **evidence)
+        yield Ruling(why_host_is_full(run, oom), [grown.advice, fewer_workers(run)], evidence)
 
 
-def kept_in_validation(oom: OutOfMemory, cause: str, reason: str, advice: str) -> Iterator[Ruling]:
+def kept_in_validation(oom: OutOfMemory, reason: str, advice: str) -> Iterator[Ruling]:
     """Yield a ruling that each validation batch keeps memory, if the error occurred there and memory grew."""
     grown = _growth(oom.validation_begins, oom) if in_validation(oom) else None
     if grown is not None:
         per_batch, _, total = grown
-        yield ruling(
-            oom,
-            cause,
+        yield Ruling(
             f"Each validation batch keeps {format_bytes(per_batch)} on the GPU, {format_bytes(total)} so far, {reason}"
             f"{_left(oom.lines)}",
-            advice,
-            bytes_per_batch=per_batch,
-            grown_bytes=total,
-            batch=oom.validation_begins[-1][0],
+            [advice],
+            {"bytes_per_batch": per_batch, "grown_bytes": total, "batch": oom.validation_begins[-1][0]},
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import another_gpu, is_32, needed, raised_limit, sharded
 from lightning_gpu_tools.advice.out_of_memory import SETUP, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -33,16 +33,15 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         "optimizer states": model.optimizer_bytes,
     }
     known = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-    yield ruling(
-        oom,
-        "model_too_large",
+    yield Ruling(
         f"The model takes {format_bytes(fixed)} before any batch, and torch can use {format_bytes(room)}: "
         f"{known or 'its parts are unknown'}.",
-        raised_limit(oom) or sharded(oom) or f"Use a GPU with more than {needed(oom)}{half}.",
-        "Adapters or frozen layers need fewer gradients and optimizer states.",
-        "" if raised_limit(oom) else another_gpu(oom),
-        fixed_bytes=fixed,
-        largest_batch_size=0,
+        [
+            raised_limit(oom) or sharded(oom) or f"Use a GPU with more than {needed(oom)}{half}.",
+            "Adapters or frozen layers need fewer gradients and optimizer states.",
+            "" if raised_limit(oom) else another_gpu(oom),
+        ],
+        {"fixed_bytes": fixed, "largest_batch_size": 0},
     )
 
 

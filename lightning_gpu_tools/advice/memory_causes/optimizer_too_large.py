@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import more_room, sharded
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.phases import OPTIMIZER
@@ -22,14 +22,14 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     states = f" Its states need {format_bytes(model.optimizer_bytes)}." if model.optimizer_bytes else ""
     first = "the optimizer" if oom.has_completed_steps else "the optimizer's first step, which creates its states,"
     fused = f"Set {names}(..., fused=True): its step needs up to {format_bytes(model.parameters_bytes)} less."
-    yield ruling(
-        oom,
-        "optimizer_too_large",
+    yield Ruling(
         f"Forward and backward fit; {first} did not.{states}",
-        fused if names else "",
-        "An optimizer with 8-bit states, or without momentum, needs less.",
-        sharded(oom),
-        more_room(oom),
+        [
+            fused if names else "",
+            "An optimizer with 8-bit states, or without momentum, needs less.",
+            sharded(oom),
+            more_room(oom),
+        ],
     )
 
 

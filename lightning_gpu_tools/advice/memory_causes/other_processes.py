@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import another_gpu, needed, needed_bytes
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.gpus.readings import GpuProcess
@@ -28,15 +28,10 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if oom.unlisted_bytes:
         hidden = f"{format_bytes(oom.unlisted_bytes)} belong to processes that are not visible from here"
         who.append(f"{hidden} (in another container, or another user's)")
-    yield ruling(
-        oom,
-        "other_processes",
+    yield Ruling(
         f"Other processes hold {format_bytes(oom.others_bytes)} of this GPU: {', '.join(who)}.",
-        f"This job needs {needed(oom)}.",
-        another_gpu(oom) or wait,
-        f"{pick}(min_free='{needed(oom)}') claims it.",
-        pids=" ".join(str(one.pid) for one in oom.others) or None,
-        unlisted_bytes=oom.unlisted_bytes or None,
+        [f"This job needs {needed(oom)}.", another_gpu(oom) or wait, f"{pick}(min_free='{needed(oom)}') claims it."],
+        {"pids": " ".join(str(one.pid) for one in oom.others) or None, "unlisted_bytes": oom.unlisted_bytes or None},
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_causes.other_processes import named
 from lightning_gpu_tools.advice.memory_causes.stray_contexts import strays
 from lightning_gpu_tools.advice.memory_remedies import needed_bytes
@@ -36,14 +36,11 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         advice = (
             f"This machine has one GPU: start one rank, and accumulate gradients over {ranks} times as many batches."
         )
-    yield ruling(
-        oom,
-        "shared_by_ranks",
+    yield Ruling(
         f"{ranks} ranks of this job share this GPU: {named(here[:_MAX_NAMED])}. Without the others, "
         f"{format_bytes(free + size)} would be free.",
-        advice,
-        pids=" ".join(str(one.pid) for one in here),
-        siblings_bytes=size,
+        [advice],
+        {"pids": " ".join(str(one.pid) for one in here), "siblings_bytes": size},
     )
 
 

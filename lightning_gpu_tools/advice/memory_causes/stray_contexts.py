@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.findings import Finding, counted
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import needed_bytes
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import HeldContext, RunMeasurements
@@ -59,7 +59,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if size and oom.requested_bytes <= free + size and needed <= oom.total_bytes:
         without = "them" if len(here) > 1 else "it"
         why = f"{_description(here)} Without {without}, {format_bytes(free + size)} would be free."
-        yield ruling(oom, "stray_contexts", why, _advice(here, "local_rank"), **_evidence(here))
+        yield Ruling(why, [_advice(here, "local_rank")], _evidence(here))
 
 
 def _size(those: Iterable[HeldContext]) -> int:

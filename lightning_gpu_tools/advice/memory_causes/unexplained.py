@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.lines import holding
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_causes.batch_too_large import has_fitted
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, more_room, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
@@ -31,18 +31,17 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         why = f"It is unknown what filled the memory. It was full in {oom.place}."
     if lines := holding(oom.lines):
         why += f" Most of the recorded memory was allocated at {lines}."
-    yield ruling(oom, "unexplained", why, _RECORD, more_room(oom))
+    yield Ruling(why, [_RECORD, more_room(oom)])
 
 
 def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
-    yield ruling(
-        oom,
-        "unexplained",
+    yield Ruling(
         why_host_is_full(run, oom),
-        "Find the processes that hold it with smem, or with top sorted by memory.",
-        fewer_workers(run),
-        workers=", ".join(map(str, oom.message.workers)) or None,
-        memory_available_bytes=run.host.memory_available_bytes,
+        ["Find the processes that hold it with smem, or with top sorted by memory.", fewer_workers(run)],
+        {
+            "workers": ", ".join(map(str, oom.message.workers)) or None,
+            "memory_available_bytes": run.host.memory_available_bytes,
+        },
     )
 
 
