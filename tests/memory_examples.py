@@ -139,10 +139,7 @@ EXAMPLES = {
         an_error(begins=GROWING),
         an_error(begins=[*FLAT[:50], *((step, 20.0 * GIB) for step in range(51, 100))]),
     ),
-    "model_too_large": (
-        an_error(phase=SETUP, model=ModelSize(parameters_bytes=24 * GIB)),
-        an_error(begins=FLAT[:1]),
-    ),
+    "model_too_large": (an_error(phase=SETUP, model=ModelSize(parameters_bytes=24 * GIB)), an_error(begins=FLAT[:1])),
     "optimizer_too_large": (an_error(phase=OPTIMIZER, begins=FLAT[:1]), an_error(phase=BACKWARD, begins=FLAT[:1])),
     "other_processes": (an_error(**_OTHERS), an_error(**_OTHERS, **_STEPS_OF_64)),
     "shared_by_ranks": (
@@ -153,9 +150,6 @@ EXAMPLES = {
         an_error(batch_shape=(64, 2048), usual_items=64 * 512, **_STEPS_OF_64),
         an_error(batch_shape=(64, 512), usual_items=64 * 512, **_STEPS_OF_64),
     ),
-    "stray_contexts": (
-        an_error(begins=FLAT, contexts=(*_OWN, *_STRAY)),
-        an_error(begins=FLAT, contexts=tuple(_OWN)),
-    ),
+    "stray_contexts": (an_error(begins=FLAT, contexts=(*_OWN, *_STRAY)), an_error(begins=FLAT, contexts=tuple(_OWN))),
     "unexplained": (an_error(phase="callback/A"), an_error(begins=FLAT)),
 }

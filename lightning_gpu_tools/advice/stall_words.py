@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpu_tools.training.phases import CALLBACK, LOGGING, PHASES, TRAINING_STEP
-from lightning_gpu_tools.training.stall_facts import (
-    SETUP,
-    TEARDOWN,
-    Frame,
-    StallFacts,
-    Wait,
-    WorkerFacts,
-    users_frame,
-)
+from lightning_gpu_tools.training.stall_facts import SETUP, TEARDOWN, Frame, StallFacts, Wait, WorkerFacts, users_frame
 from lightning_gpu_tools.units import printable
 
 _COMPUTES = 0.2  # our default, in cores: a process that uses less is waiting

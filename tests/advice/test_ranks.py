@@ -280,8 +280,7 @@ def test_the_advice_fits_the_phase(phase: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "words"),
-    [("backward", "No rank is always slower"), ("data_loading", "The slow rank is unknown")],
+    ("phase", "words"), [("backward", "No rank is always slower"), ("data_loading", "The slow rank is unknown")]
 )
 def test_a_wait_without_a_slow_rank_is_communication(phase: str, words: str) -> None:
     diagnosis = diagnose(waiting_ranks(phase))

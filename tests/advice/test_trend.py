@@ -134,12 +134,7 @@ def test_a_line_through_a_curve_begins_near_its_lowest_value() -> None:
 
 @pytest.mark.parametrize(
     ("values", "ends"),
-    [
-        ([1, 2, 3, 4, 5, 6], (1.5, 5.5)),
-        ([5, 5, 5, 5, 5, 5], None),
-        ([1, 9, 2, 8, 3, 7], None),
-        ([], None),
-    ],
+    [([1, 2, 3, 4, 5, 6], (1.5, 5.5)), ([5, 5, 5, 5, 5, 5], None), ([1, 9, 2, 8, 3, 7], None), ([], None)],
 )
 def test_a_quantity_rises_if_most_pairs_of_readings_do(values: list[float], ends: tuple[float, float] | None) -> None:
     assert rise([(10.0 * step, value) for step, value in enumerate(values)]) == ends

@@ -16,17 +16,7 @@ from measured_runs import run_of, waiting_ranks
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_cases import MEASURED
-from run_examples import (
-    COPIES,
-    LOADER,
-    STEP,
-    WAITS,
-    contended,
-    cpu_run,
-    gpu_run,
-    on_hopper,
-    ranks,
-)
+from run_examples import COPIES, LOADER, STEP, WAITS, contended, cpu_run, gpu_run, on_hopper, ranks
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis

@@ -16,14 +16,7 @@ from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.lines import sentence, where
 from lightning_gpu_tools.advice.ranks import PARTS_OF_STEP, own_work_s, slowest_rank, unknown_parts, waited_s
 from lightning_gpu_tools.gpus.readings import known
-from lightning_gpu_tools.training.phases import (
-    DATA_LOADING,
-    EPOCH_START,
-    IN_WORKER,
-    PHASES,
-    TRAINING_STEP,
-    base_phase,
-)
+from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, IN_WORKER, PHASES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.units import format_duration, number_ranges, printable
 
@@ -54,11 +47,7 @@ _ADVICE = {
     "validation": "give all ranks the same number of batches, and compare its storage and cores with theirs",
     "epoch_start": "compare its storage and cores, and set persistent_workers=True",
 }
-_ADVICE_IN_OWN_LOOP = {
-    **_ADVICE,
-    "logging": "log less often",
-    "checkpoint": "save less often, or in the background",
-}
+_ADVICE_IN_OWN_LOOP = {**_ADVICE, "logging": "log less often", "checkpoint": "save less often, or in the background"}
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:

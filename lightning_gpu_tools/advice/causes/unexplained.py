@@ -76,10 +76,7 @@ def _phases(evidence: Mapping[str, float | str]) -> Sequence[str]:
 CAUSE = Cause(
     begins=_begins,
     rows=[
-        Shape(
-            "Unexplained idle time inside the training step",
-            '`Trainer(profiler="pytorch")`',
-        ),
+        Shape("Unexplained idle time inside the training step", '`Trainer(profiler="pytorch")`'),
         Shape(
             "The Trainer's own work, or work outside of all hooks and steps, takes ...",
             "find the function with `py-spy` or `cProfile`",
