@@ -17,36 +17,22 @@ Machine = Literal["measurements", "cpu", "simulated GPU", "hardware"]
 
 
 class Shape(NamedTuple):
-    """One form of a cause, as a row of the table in docs/.
+    """One form of a cause, as a row of the table in docs/."""
 
-    Attributes:
-        says: Short form of the text in the report.
-        change: Short form of the change to make.
-        kind: Its ``evidence["kind"]``; empty if it has none.
-    """
-
-    says: str
-    change: str
-    kind: str = ""
+    says: str  # short form of the text in the report, or the symptom of a stall
+    change: str  # short form of the change to make
+    kind: str = ""  # its evidence["kind"]; empty if it has none
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnyCause:
-    """The fields that all causes share. The name of a cause is that of its file.
+    """The fields that all causes share. The name of a cause is that of its file."""
 
-    Attributes:
-        says: Short form of the text in the report, or the symptom of a stall: its row of the table in docs/.
-        change: Short form of the change to make, in the same row.
-        rows: Its rows instead, if it has several forms.
-        after: Causes that are judged earlier.
-        verified_on: The best machine on which the package found it in a real run.
-    """
-
-    says: str = ""
-    change: str = ""
-    rows: Sequence[Shape] = ()
-    after: Sequence[str] = ()
-    verified_on: Machine
+    says: str = ""  # of its form, if it has only one
+    change: str = ""  # likewise
+    rows: Sequence[Shape] = ()  # its forms, if it has several
+    after: Sequence[str] = ()  # causes that are judged earlier
+    verified_on: Machine  # the best machine on which the package found it in a real run
 
     @property
     def shapes(self) -> Sequence[Shape]:
@@ -56,26 +42,18 @@ class AnyCause:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause(AnyCause):
-    """One thing that slows training down. It reports nothing if a cause in ``after`` has a finding.
+    """One thing that slows training down. It reports nothing if a cause in ``after`` has a finding."""
 
-    Attributes:
-        begins: The beginning of *Why*, before "... % of the wall time": text, or a function of the evidence and
-            ``has_trainer``.
-        find: Returns its findings; none if it costs nothing. ``None`` if ``diagnosis.py`` derives it from the others.
-        phases: Phases, or groups of them, whose source lines it reports: a sequence, or a function of the evidence.
-        time: Words for the time spent in these lines.
-        needs: Attributes of ``RunMeasurements`` that must not be ``None`` to judge it.
-        is_remark: Whether it slows a busy GPU down but leaves none idle, so it makes no run ``low``.
-        counts_while_busy: Whether it makes a run ``low`` even if the GPU looks busy.
-    """
-
+    # The beginning of Why, before "... % of the wall time": text, or a function of the evidence and has_trainer.
     begins: str | Callable[[Mapping[str, float | str], bool], str]
+    # Returns its findings; none if it costs nothing. None if diagnosis.py derives it from the others.
     find: Callable[[RunMeasurements], Iterable[Finding]] | None = None
+    # Phases, or groups of them, whose source lines it reports: a sequence, or a function of the evidence.
     phases: Sequence[str] | Callable[[Mapping[str, float | str]], Sequence[str]] = ()
-    time: str = "this time"
-    needs: Sequence[str] = ()
-    is_remark: bool = False
-    counts_while_busy: bool = False
+    time: str = "this time"  # words for the time spent in these lines
+    needs: Sequence[str] = ()  # attributes of RunMeasurements that must not be None to judge it
+    is_remark: bool = False  # it slows a busy GPU down but leaves none idle, so it makes no run "low"
+    counts_while_busy: bool = False  # it makes a run "low" even if the GPU looks busy
 
 
 def in_folder(package: str, path: Iterable[str]) -> dict[str, Any]:

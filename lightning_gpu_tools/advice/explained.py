@@ -55,52 +55,30 @@ GROUPS = (
 
 
 class Threshold(NamedTuple):
-    """A number that a cause is judged by.
+    """A number that a cause is judged by."""
 
-    Attributes:
-        name: Name of the constant, without a leading underscore.
-        value: Its value, in the unit that the name or a comment gives.
-        about: Comment above it, which other thresholds may share.
-        meaning: Comment after it on its line.
-    """
-
-    name: str
-    value: float | Sequence[float]
-    about: str
-    meaning: str
+    name: str  # of the constant, without a leading underscore
+    value: float | Sequence[float]  # in the unit that the name or a comment gives
+    about: str  # comment above it, which other thresholds may share
+    meaning: str  # comment after it on its line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explained:
-    """An explanation of a cause, as ``lightning-gpu-tools explain`` prints it.
+    """An explanation of a cause, as ``lightning-gpu-tools explain`` prints it."""
 
-    Attributes:
-        name: Its name in ``gpu_report.json``.
-        group: Title of its group.
-        place: Field of ``gpu_report.json`` that contains it.
-        meaning: Its meaning, as a sentence.
-        measured: How it is measured, in sentences.
-        needs: Attributes of ``RunMeasurements`` without which it is not judged.
-        shapes: Its forms, each with the text of the report, or the symptom, and the change to make.
-        thresholds: Numbers that it is judged by.
-        common_thresholds: Numbers that apply to all causes of the group.
-        order: Causes that suppress or precede it, and that it suppresses or precedes, in sentences.
-        verified_on: Best machine on which the package found it in a real run.
-        more: Page of the documentation.
-    """
-
-    name: str
-    group: str
-    place: str
-    meaning: str
-    measured: str
-    needs: Sequence[str]
-    shapes: Sequence[Shape]
+    name: str  # in gpu_report.json
+    group: str  # title of its group
+    place: str  # field of gpu_report.json that contains it
+    meaning: str  # as a sentence
+    measured: str  # how, in sentences
+    needs: Sequence[str]  # attributes of RunMeasurements without which it is not judged
+    shapes: Sequence[Shape]  # its forms
     thresholds: Sequence[Threshold]
-    common_thresholds: Sequence[Threshold]
-    order: str
-    verified_on: str
-    more: str
+    common_thresholds: Sequence[Threshold]  # of all causes of the group
+    order: str  # causes that suppress or precede it, and that it suppresses or precedes, in sentences
+    verified_on: str  # the best machine on which the package found it in a real run
+    more: str  # page of the documentation
 
 
 def explained() -> Iterator[Explained]:

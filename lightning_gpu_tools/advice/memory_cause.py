@@ -26,14 +26,8 @@ Rule = Callable[[RunMeasurements, OutOfMemory], Iterable[Ruling]]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCause(AnyCause):
-    """One reason why memory runs out. If several apply, the first is the verdict; the others are also reported.
+    """One reason why memory runs out. If several apply, the first is the verdict; the others are also reported."""
 
-    Attributes:
-        find: Returns its rulings on an out-of-memory error of a GPU; none if it is not a cause.
-        find_on_host: The same for an error of the host; ``None`` if this cause does not fill the host's memory.
-        is_last_resort: Whether it is judged last, and only if no other cause has a ruling.
-    """
-
-    find: Rule
-    find_on_host: Rule | None = None
-    is_last_resort: bool = False
+    find: Rule  # returns its rulings on an error of a GPU; none if it is not a cause
+    find_on_host: Rule | None = None  # the same for an error of the host; None if it does not fill the host's memory
+    is_last_resort: bool = False  # it is judged last, and only if no other cause has a ruling

@@ -21,12 +21,8 @@ class Explanation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StallCause(AnyCause):
-    """One reason why training makes no progress. The first one found counts.
+    """One reason why training makes no progress. The first one found counts."""
 
-    Attributes:
-        find: Returns why a single process has stalled; ``None`` if this is not the reason.
-        find_among_ranks: Returns why several ranks have stalled; ``None`` if this is not the reason.
-    """
-
+    # Both return why a process, or several ranks, have stalled; None if this is not the reason.
     find: Callable[[StallFacts], Explanation | None] | None = None
     find_among_ranks: Callable[[Sequence[RankFacts]], Explanation | None] | None = None
