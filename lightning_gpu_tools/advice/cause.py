@@ -10,7 +10,9 @@ from pkgutil import iter_modules
 from typing import Any, Literal, NamedTuple
 
 from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 
 # The best machine on which a cause was found in a real run; "measurements": so far only in synthetic measurements.
 Machine = Literal["measurements", "cpu", "simulated GPU", "hardware"]
@@ -54,6 +56,44 @@ class Cause(AnyCause):
     needs: Sequence[str] = ()  # attributes of RunMeasurements that must not be None to judge it
     is_remark: bool = False  # it slows a busy GPU down but leaves none idle, so it makes no run "low"
     counts_while_busy: bool = False  # it makes a run "low" even if the GPU looks busy
+
+
+class Ruling(NamedTuple):
+    """The reason why memory ran out, and what to change."""
+
+    why: str  # in sentences
+    advice: Sequence[str]  # sentences; empty ones are left out
+    evidence: Mapping[str, float | str | None] = {}  # beyond what is known of every error; None = unknown
+
+
+Rule = Callable[[RunMeasurements, OutOfMemory], Iterable[Ruling]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCause(AnyCause):
+    """One reason why memory runs out. If several apply, the first is the verdict; the others are also reported."""
+
+    find: Rule  # returns its rulings on an error of a GPU; none if it is not a cause
+    find_on_host: Rule | None = None  # the same for an error of the host; None if it does not fill the host's memory
+    is_last_resort: bool = False  # it is judged last, and only if no other cause has a ruling
+
+
+class Explanation(NamedTuple):
+    """The reason why training has stalled."""
+
+    cause: str  # the name of a StallCause
+    why: str  # in sentences
+    next_step: str
+    rank: int | None = None  # the rank that is behind
+
+
+@dataclass(frozen=True, kw_only=True)
+class StallCause(AnyCause):
+    """One reason why training makes no progress. The first one found counts."""
+
+    # Both return why a process, or several ranks, have stalled; None if this is not the reason.
+    find: Callable[[StallFacts], Explanation | None] | None = None
+    find_among_ranks: Callable[[Sequence[RankFacts]], Explanation | None] | None = None
 
 
 def in_folder(package: str, path: Iterable[str]) -> dict[str, Any]:

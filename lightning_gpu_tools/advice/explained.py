@@ -17,11 +17,9 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from lightning_gpu_tools.advice.cause import AnyCause, Cause, Shape
+from lightning_gpu_tools.advice.cause import AnyCause, Cause, MemoryCause, Shape, StallCause
 from lightning_gpu_tools.advice.causes import CAUSES
-from lightning_gpu_tools.advice.memory_cause import MemoryCause
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
-from lightning_gpu_tools.advice.stall_cause import StallCause
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.training.phases import PHASES
 

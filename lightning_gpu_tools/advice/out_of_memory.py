@@ -143,6 +143,7 @@ LOADING_CHECKPOINT = "loading_checkpoint"
 SETUP = "setup"
 CUDA_CONTEXT_BYTES = 3 * 2**30 // 10  # 0.3 GiB: pytorch issue 107667
 CONTEXT_BYTES = 2**30  # if not reported: a CUDA context, and NCCL's 0.7 GB (nccl issue 964)
+MIN_SHARE = 0.10  # our default: the smallest share of the memory that can be a cause
 _MIN_UNLISTED = 0.10  # our default: from this share of the GPU, memory without an owner belongs to other processes
 _NEARLY_FULL = 0.05  # our default: below this share of free memory, an ambiguous message counts
 

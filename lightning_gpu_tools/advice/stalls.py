@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_gpu_tools.advice.cause import Explanation
 from lightning_gpu_tools.advice.open_collectives import open_collective, sentence, waits_of, with_open_calls
-from lightning_gpu_tools.advice.stall_cause import Explanation
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.advice.stall_words import during
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts

@@ -14,11 +14,10 @@ import stall_examples
 from run_examples import STEP, gpu_run
 
 from lightning_gpu_tools.advice import causes, memory_causes, stall_causes
-from lightning_gpu_tools.advice.cause import AnyCause
+from lightning_gpu_tools.advice.cause import AnyCause, Explanation, StallCause
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.advice.stalls import explain_process, explain_ranks
 from lightning_gpu_tools.training.stall_facts import StallFacts

@@ -5,10 +5,9 @@ All sizes are in bytes.
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.cause import in_folder
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling, in_folder
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.lines import holding, in_words
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import needed_bytes
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements

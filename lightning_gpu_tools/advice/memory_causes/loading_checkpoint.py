@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import more_room
 from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements

@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.lines import holding
-from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, why_host_is_full
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, format_duration

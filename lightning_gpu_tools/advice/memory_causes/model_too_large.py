@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import another_gpu, is_32, needed, raised_limit, sharded
 from lightning_gpu_tools.advice.out_of_memory import SETUP, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.lines import holding
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_causes.batch_too_large import has_fitted
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, more_room, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory

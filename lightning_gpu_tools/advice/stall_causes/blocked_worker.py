@@ -6,7 +6,7 @@ worker that has to deliver the next batch.
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import awaited_of, does_where, is_idle, name_of
 from lightning_gpu_tools.training.stall_facts import StallFacts
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.open_collectives import open_collective
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.collectives import COMPUTE_METRIC, SAVE_CHECKPOINT, SYNC_DIST, all_waiting
 from lightning_gpu_tools.advice.open_collectives import open_collective
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 _CALL_ON_EVERY_RANK = {

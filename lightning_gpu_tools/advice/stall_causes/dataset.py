@@ -5,7 +5,7 @@ Takes the current phase of the training thread, and its stack.
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does, where
 from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, base_phase
 from lightning_gpu_tools.training.stall_facts import StallFacts

@@ -5,7 +5,7 @@ Reads the state of the workers' processes (/proc).
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import name_of
 from lightning_gpu_tools.training.stall_facts import StallFacts
 

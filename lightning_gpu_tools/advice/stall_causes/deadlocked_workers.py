@@ -5,7 +5,7 @@ Reads the system calls of all workers (/proc): each waits for a lock (futex) and
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import awaited_of, is_idle, where
 from lightning_gpu_tools.training.stall_facts import StallFacts
 

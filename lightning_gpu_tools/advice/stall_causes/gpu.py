@@ -5,7 +5,7 @@ Reads the GPU's utilization from the driver during the stall.
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does_where
 from lightning_gpu_tools.training.stall_facts import StallFacts
 

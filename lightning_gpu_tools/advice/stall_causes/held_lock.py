@@ -5,7 +5,7 @@ A timer of faulthandler, which needs no GIL, writes all stacks unless a Python t
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import where
 from lightning_gpu_tools.training.stall_facts import StallFacts
 

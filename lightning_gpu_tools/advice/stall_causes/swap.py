@@ -5,7 +5,7 @@ Reads the kernel's counters of swapped pages, and of the time in which tasks wai
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 # Our defaults.

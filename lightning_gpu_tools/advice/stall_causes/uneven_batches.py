@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.collectives import END_OF_EPOCH, all_waiting, first_ended, others_wait, still_there
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 _SAME_BATCHES = (
