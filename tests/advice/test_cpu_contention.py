@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 from measured_runs import run_of
-from run_examples import BUSY_HOST, a_host, contended, cpu_run, gpu_run
+from run_examples import BUSY_HOST, a_host, contended, cpu_run, gpu_run, ranks
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RankStep, RunMeasurements
@@ -58,12 +58,7 @@ USERS = {
         "a quota allows 0.5 cores",
         "Use fewer threads: torch.set_num_threads(1) (now 2). Speedup",
     ),
-    "workers": (
-        contended(throttled_share=0.05, quota_cores=2.0),
-        "own_threads",
-        "5.2 runnable",
-        "num_workers=1 (now 4)",
-    ),
+    "workers": (contended(throttled_share=0.05, quota_cores=2.0), "own_threads", "5.2", "num_workers=1 (now 4)"),
     "threads": (
         contended(workers=0, torch_threads=16),
         "own_threads",
@@ -116,13 +111,6 @@ def test_loading_in_the_training_thread_counts_without_its_wait_for_a_core() -> 
     assert {one.cause for one in diagnose(slow).findings} == {"cpu_contention", "data_loading"}
 
 
-def of_ranks(wait_s: float, core_wait_s: float) -> tuple[RankStep, ...]:
-    return tuple(
-        RankStep(rank=i, node=0, own_step_s=0.03, phase_s={"backward": 0.03}, wait_s=wait_s, core_wait_s=core_wait_s)
-        for i in range(2)
-    )
-
-
 @pytest.mark.parametrize(
     ("core_wait_s", "shares"),
     [
@@ -132,13 +120,14 @@ def of_ranks(wait_s: float, core_wait_s: float) -> tuple[RankStep, ...]:
     ],
 )
 def test_ranks_that_share_cores_do_not_blame_the_network(core_wait_s: float, shares: dict[str, float]) -> None:
-    run = contended(core_wait_s / 0.04, ranks=of_ranks(0.012, core_wait_s))
+    two = ranks(*[{"backward": 0.03}] * 2, wait_s=0.012, core_wait_s=core_wait_s)
+    run = contended(core_wait_s / 0.04, **two)
     assert {one.cause: one.share for one in diagnose(run).findings} == pytest.approx(shares)
 
 
 def test_a_rank_without_a_core_is_named_with_the_reason() -> None:
-    ranks = [RankStep(rank=i, node=i, own_step_s=0.03 * (i + 1), core_wait_s=0.03 * i) for i in range(2)]
-    (finding,) = diagnose(gpu_run({"training_step": 60}, 99.0, ranks=tuple(ranks))).findings
+    two = tuple(RankStep(rank=i, node=i, own_step_s=0.03 * (i + 1), core_wait_s=0.03 * i) for i in range(2))
+    (finding,) = diagnose(gpu_run({"training_step": 60}, 99.0, ranks=two)).findings
     assert finding.cause == "straggler"
     assert "waits 30 ms per step for a core (median rank: 0 s)" in finding.advice
 
@@ -156,14 +145,11 @@ def test_what_missing_cores_explain_has_no_other_cause() -> None:
     assert {one.cause for one in diagnose(named).findings} == {"cpu_contention", "callback"}
 
 
-def test_work_of_the_host_at_no_line_of_the_program_may_be_the_wait_for_a_core() -> None:
-    """Where the program's own line was sampled, both are reported."""
-    cores, busy_host = contended(0.9).cores, gpu_run({"training_step": 50.0}, 40.0, **BUSY_HOST)
-    by_line = {
-        file: [dataclasses.replace(one, file=file) for one in busy_host.lines] for file in ("train.py", "torch/nn.py")
-    }
-    causes = {
-        file: {one.cause for one in diagnose(dataclasses.replace(busy_host, cores=cores, lines=tuple(lines))).findings}
-        for file, lines in by_line.items()
-    }
-    assert causes == {"train.py": {"cpu_contention", "host_work"}, "torch/nn.py": {"cpu_contention"}}
+@pytest.mark.parametrize(
+    ("file", "causes"), [("train.py", {"cpu_contention", "host_work"}), ("torch/nn.py", {"cpu_contention"})]
+)
+def test_work_of_the_host_at_no_line_of_the_program_may_be_the_wait_for_a_core(file: str, causes: set[str]) -> None:
+    run = gpu_run({"training_step": 50.0}, 40.0, **BUSY_HOST)
+    lines = tuple(dataclasses.replace(one, file=file) for one in run.lines)
+    waiting = dataclasses.replace(run, cores=contended(0.9).cores, lines=lines)
+    assert {one.cause for one in diagnose(waiting).findings} == causes

@@ -16,7 +16,7 @@ from run_examples import GIB, cpu_run, gpu_run
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.memory_remedies import largest_that_fits
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, is_out_of_memory, parse
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import (
     BlockEvent,
@@ -35,6 +35,12 @@ FREE_GPU = GpuReading(index=3, uuid="GPU-3", memory_total_bytes=80 * GIB, memory
 
 def this_gpu(*processes: GpuProcess) -> GpuReading:
     return GpuReading(index=0, uuid="GPU-0", memory_total_bytes=24 * GIB, memory_free_bytes=0, processes=processes)
+
+
+def parsed(text: str) -> OutOfMemoryMessage:
+    message = parse(text)
+    assert message is not None
+    return message
 
 
 def said(oom: OutOfMemory, run: RunMeasurements = RUN) -> tuple[str, str]:
@@ -216,7 +222,7 @@ def test_others_that_nobody_lists_are_seen_by_what_is_missing() -> None:
     assert said(dataclasses.replace(oom, message=known))[0] == "batch_too_large"
 
 
-def test_what_frees_memory_at_the_same_batch_size_has_numbers() -> None:
+def test_remedies_at_the_same_batch_size_have_numbers() -> None:
     memory = counted_steps(32, 8 * GIB, 18 * GIB)
     oom = an_error(memory=memory, begins=FLAT, batch_shape=(64, 512), allocated=18 * GIB, free=4 * GIB)
     _, text = said(oom)
@@ -282,24 +288,21 @@ def test_a_long_batch_is_told_by_its_numbers_and_what_would_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "is_one"),
+    ("text", "free", "oom_kills", "is_one"),
     [
-        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", {"free": 12 * GIB}, False),
-        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", {"free": 10 * MIB}, True),
-        ("DataLoader worker (pid(s) 17) exited unexpectedly", {}, False),
-        ("DataLoader worker (pid(s) 17) exited unexpectedly", {"oom_kills": 1}, True),
-        ("CUDA out of memory.", {}, True),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", 12 * GIB, 0, False),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", 10 * MIB, 0, True),
+        ("DataLoader worker (pid(s) 17) exited unexpectedly", None, 0, False),
+        ("DataLoader worker (pid(s) 17) exited unexpectedly", None, 1, True),
+        ("CUDA out of memory.", None, 0, True),
     ],
 )
 def test_a_message_with_two_meanings_counts_if_memory_is_short(
-    text: str, options: dict[str, Any], is_one: bool
+    text: str, free: int | None, oom_kills: int, is_one: bool
 ) -> None:
-    message = parse(text)
-    assert message is not None
-    gpu = dataclasses.replace(this_gpu(), memory_free_bytes=options.get("free"))
-    oom = OutOfMemory(
-        message=message, phase="forward", step=1, uuid="GPU-0", gpus=(gpu,), oom_kills=options.get("oom_kills", 0)
-    )
+    message = parsed(text)
+    gpu = dataclasses.replace(this_gpu(), memory_free_bytes=free)
+    oom = OutOfMemory(message=message, phase="forward", step=1, uuid="GPU-0", gpus=(gpu,), oom_kills=oom_kills)
     assert is_out_of_memory(oom) is is_one
 
 
@@ -324,8 +327,7 @@ WORKERS = MemoryGrowth(whose="workers", bytes_per_s=2**20, grown_bytes=20 * GIB,
 def test_the_hosts_memory_is_told_from_the_gpus(
     text: str, growth: tuple[MemoryGrowth, ...], cause: str, words: str
 ) -> None:
-    message = parse(text)
-    assert message is not None
+    message = parsed(text)
     kills = len(message.workers)
     oom = OutOfMemory(message=message, phase="data_loading", step=7, growth=growth, oom_kills=kills)
     found, advice = said(oom, cpu_run({"training_step": 5.0}, loader=RUN.loader))
@@ -378,8 +380,7 @@ def test_every_error_has_a_cause_and_sentences_that_can_be_read(
     shape: tuple[int, int] | None,
     has_memory: bool,
 ) -> None:
-    message = parse(torch_text(requested, 24 * GIB, free, allocated, cached, None))
-    assert message is not None
+    message = parsed(torch_text(requested, 24 * GIB, free, allocated, cached, None))
     oom = OutOfMemory(
         message=message,
         phase=phase,
