@@ -81,10 +81,10 @@ class MemoryCause(AnyCause):
 class Explanation(NamedTuple):
     """The reason why training has stalled."""
 
-    cause: str  # the name of a StallCause
     why: str  # in sentences
     next_step: str
     rank: int | None = None  # the rank that is behind
+    cause: str = ""  # its name; empty for that of the StallCause that found it
 
 
 @dataclass(frozen=True, kw_only=True)

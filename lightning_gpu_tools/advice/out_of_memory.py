@@ -248,19 +248,22 @@ class OutOfMemory:
         return min(left, self.message.allowed_bytes or left)
 
     @property
+    def _listed(self) -> tuple[GpuProcess, ...]:
+        return (None if self.gpu is None else self.gpu.processes) or ()
+
+    @property
     def others(self) -> tuple[GpuProcess, ...]:
         """Other jobs' processes on the GPU, the largest first."""
         found = [GpuProcess(pid=pid, memory_used_bytes=size) for pid, size in self.message.others_bytes.items()]
-        if self.gpu is not None and self.gpu.processes and self.own_pids is not None:
-            found = [one for one in self.gpu.processes if one.pid not in self.own_pids]
+        if self._listed and self.own_pids is not None:
+            found = [one for one in self._listed if one.pid not in self.own_pids]
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
     @property
     def siblings(self) -> tuple[GpuProcess, ...]:
         """This job's other processes on the GPU, the largest first; none if they are unknown."""
-        listed = (self.gpu.processes if self.gpu is not None else None) or ()
         pids = set() if self.pid is None else (self.own_pids or frozenset()) - {self.pid}
-        found = [one for one in listed if one.pid in pids]
+        found = [one for one in self._listed if one.pid in pids]
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
     @property
@@ -274,8 +277,7 @@ class OutOfMemory:
         total, free, reserved = self.total_bytes, self.free_bytes, self.reserved_bytes
         if total is None or free is None or reserved is None:
             return 0
-        listed = (self.gpu.processes if self.gpu is not None else None) or ()
-        of_job = sum(one.memory_used_bytes or 0 for one in listed if one.pid in (self.own_pids or ()))
+        of_job = sum(one.memory_used_bytes or 0 for one in self._listed if one.pid in (self.own_pids or ()))
         own = max(self.message.own_bytes or reserved + CONTEXT_BYTES, of_job)
         left = total - free - own - sum(one.memory_used_bytes or 0 for one in self.others)
         return left if left >= _MIN_UNLISTED * total else 0

@@ -20,7 +20,6 @@ def find(facts: StallFacts) -> Explanation | None:
     which = f"{idle} of the other {others}" if idle < others else f"The other {others}" if others > 1 else "The other"
     rest = f" {which} worker{'s' * (others > 1)} {'is' if idle == 1 else 'are'} idle." if idle else ""
     return Explanation(
-        "blocked_worker",
         f"{name_of(awaited)} of {len(workers)} {does_where(awaited)}. It has to deliver the next batch.{rest}",
         "Check that line of the dataset, and the sample that it loads. DataLoader(timeout=60) raises an error instead.",
     )

@@ -17,7 +17,7 @@ def find(facts: StallFacts) -> Explanation | None:
     if base not in (CALLBACK, LOGGING) or not name:
         return None
     name = printable(name)
-    return Explanation("callback", f"{name} {does_where(facts)}.", f"Check that line, or train without {name}.")
+    return Explanation(f"{name} {does_where(facts)}.", f"Check that line, or train without {name}.")
 
 
 CAUSE = StallCause(

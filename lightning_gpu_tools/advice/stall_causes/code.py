@@ -18,7 +18,7 @@ def find(facts: StallFacts) -> Explanation:
     busy_percent = facts.gpu_busy_percent
     gpu = "" if busy_percent is None else f", and the GPU is {busy_percent:.0f} % busy"
     why = f"The training process {does_where(facts)}{gpu}."
-    return Explanation("code", why, "Check that line. The stack is below.")
+    return Explanation(why, "Check that line. The stack is below.")
 
 
 def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
@@ -28,10 +28,10 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
         return None
     why = behind.why or f"It has made no progress for {format_duration(behind.stuck_s)}."
     return Explanation(
-        behind.cause or "code",
         f"All ranks wait for rank {behind.rank}, at step {behind.step}, {during(behind.phase)}. {why}",
         behind.next_step or "Check the stack of that rank.",
         behind.rank,
+        behind.cause or "",
     )
 
 

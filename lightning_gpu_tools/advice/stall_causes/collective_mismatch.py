@@ -18,7 +18,6 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
     if held_up is None or not held_up.differs:
         return None
     return Explanation(
-        "collective_mismatch",
         "Ranks do not call the same collective, so it completes on none of them.",
         "Call the same collectives in the same order and with the same sizes on every rank. Check for collectives "
         "behind an `if` on the rank, loops of different lengths, and parameters that only one rank uses.",

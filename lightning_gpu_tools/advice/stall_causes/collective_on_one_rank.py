@@ -31,7 +31,7 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
         return None
     why = f"{waiting.places}. Every rank has to call a collective."
     call = _CALL_ON_EVERY_RANK.get(str(odd.collective), "Call it on every rank, outside of any `if` on the rank.")
-    return Explanation("collective_on_one_rank", why, call, odd.rank)
+    return Explanation(why, call, odd.rank)
 
 
 CAUSE = StallCause(

@@ -19,7 +19,7 @@ def find(facts: StallFacts) -> Explanation | None:
     if base_phase(facts.phase) != RANK_WAIT:
         return None
     why = f"This rank waits for others{where(facts.stack)}."
-    return Explanation("communication", why, "Check the output of the other ranks.")
+    return Explanation(why, "Check the output of the other ranks.")
 
 
 def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
@@ -28,7 +28,6 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
         return None
     or_shapes = ", or shapes differ" if open_collective(ranks) is None else ""
     return Explanation(
-        "communication",
         f"All {len(ranks):,} ranks wait in {waiting.place}.",
         f"The network between them does not respond{or_shapes}. Run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
         "NCCL_DEBUG=INFO.",

@@ -15,7 +15,6 @@ def find(facts: StallFacts) -> Explanation | None:
     if base_phase(facts.phase) not in (DATA_LOADING, EPOCH_START):
         return None
     return Explanation(
-        "dataset",
         f"The training process {does(facts)} while it loads data{where(facts.stack)}.",
         "Check that line of the dataset. With num_workers=1 or more, training continues while samples load.",
     )

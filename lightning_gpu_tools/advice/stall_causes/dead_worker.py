@@ -15,7 +15,6 @@ def find(facts: StallFacts) -> Explanation | None:
     if ended is None:
         return None
     return Explanation(
-        "dead_worker",
         f"{name_of(ended)} of {len(facts.workers)} has exited, and training waits for a batch from it.",
         "Check its last output on the terminal. `dmesg` shows whether the kernel killed it.",
     )

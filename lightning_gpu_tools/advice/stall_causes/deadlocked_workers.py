@@ -15,7 +15,6 @@ def find(facts: StallFacts) -> Explanation | None:
     if len(workers) < 2 or not all(is_idle(one) and one.activity.waits_for == "lock" for one in workers):
         return None
     return Explanation(
-        "deadlocked_workers",
         f"All {len(workers)} workers wait for a lock{where(awaited_of(workers).stack)}. "
         "A process that was forked while a thread held a lock waits for it forever.",
         'Set multiprocessing_context="spawn" or "forkserver", or call cv2.setNumThreads(0) first. Start no threads '

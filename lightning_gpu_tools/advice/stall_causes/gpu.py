@@ -17,7 +17,6 @@ def find(facts: StallFacts) -> Explanation | None:
     if busy_percent is None or busy_percent < _MIN_PERCENT:
         return None
     return Explanation(
-        "gpu",
         f"The GPU is {busy_percent:.0f} % busy, and the training process {does_where(facts)}. "
         "A kernel does not finish, or a collective waits for another rank.",
         "Set CUDA_LAUNCH_BLOCKING=1 to see the operation in the stack. Check `dmesg` for Xid errors.",

@@ -21,7 +21,6 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
     if (left.ended or "").startswith("out of memory"):
         advice = f"Rank {left.rank} has printed what filled its memory, and what to change. {advice}"
     return Explanation(
-        "rank_left",
         f"Rank {left.rank} stopped training at step {left.step} ({printable(left.ended)}); {others_wait(ranks)}.",
         advice,
         left.rank,

@@ -19,7 +19,6 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
     if silent is None:
         return None
     return Explanation(
-        "rank_silent",
         f"Rank {silent.rank} (PID {silent.pid} on node {silent.node}) has been silent for "
         f"{format_duration(silent.silent_s)}, since step {silent.step}, {during(silent.phase)}; {others_wait(ranks)}.",
         "It was killed or stopped, or C code in it holds the GIL. Check its output, and `dmesg` on its node.",

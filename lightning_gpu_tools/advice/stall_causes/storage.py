@@ -17,14 +17,14 @@ def find(facts: StallFacts) -> Explanation | None:
     if not workers:
         if facts.activity is None or facts.activity.waits_for != "storage":
             return None
-        return Explanation("storage", f"The training process {does_where(facts)}.", _CHECK)
+        return Explanation(f"The training process {does_where(facts)}.", _CHECK)
     waiting = [one for one in workers if one.activity.waits_for == "storage"]
     if not waiting:
         return None
     awaited = awaited_of(workers)
     one = awaited if awaited in waiting else waiting[0]
     why = f"{len(waiting)} of {len(workers)} workers wait for storage. {name_of(one)} {does_where(one)}."
-    return Explanation("storage", why, _CHECK)
+    return Explanation(why, _CHECK)
 
 
 CAUSE = StallCause(

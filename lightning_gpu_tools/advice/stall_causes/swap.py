@@ -17,7 +17,6 @@ def find(facts: StallFacts) -> Explanation | None:
     if facts.memory_stall_percent < _MIN_STALL_PERCENT and facts.swapped_pages_per_s < _MIN_PAGES_PER_S:
         return None
     return Explanation(
-        "swap",
         f"The machine swaps {facts.swapped_pages_per_s:.0f} pages per second, and every task waited for memory in "
         f"{facts.memory_stall_percent:.0f} % of the last ten seconds.",
         "End other programs (`ps aux --sort=-rss | head`), or use fewer workers (num_workers) or smaller batches.",

@@ -23,13 +23,13 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
         furthest = max((one.step for one in still_there(ranks)), default=ended.step)
         finished = f"Rank {ended.rank} finished training after {ended.step} steps"
         why = f"{finished}; {others_wait(ranks)} at step {furthest}."
-        return Explanation("uneven_batches", why, _SAME_BATCHES, ended.rank)
+        return Explanation(why, _SAME_BATCHES, ended.rank)
     if waiting is None:
         return None
     is_at_end = waiting.odd.collective == END_OF_EPOCH and waiting.rest
     if not is_at_end and len({one.epoch for one in ranks}) == 1:
         return None
-    return Explanation("uneven_batches", f"{waiting.places}.", _SAME_BATCHES, waiting.odd.rank)
+    return Explanation(f"{waiting.places}.", _SAME_BATCHES, waiting.odd.rank)
 
 
 CAUSE = StallCause(
