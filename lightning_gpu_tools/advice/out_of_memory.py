@@ -46,7 +46,7 @@ class _Kind(NamedTuple):
 
 # The first match counts.
 _KINDS = (
-    _Kind(r"CUDA out of memory|would exceed allowed memory|preemptively rejected", "allocator", "torch"),
+    _Kind(r"(?:CUDA|HIP) out of memory|would exceed allowed memory|preemptively rejected", "allocator", "torch"),
     _Kind(r"CUBLAS_STATUS_ALLOC_FAILED", "library", "cuBLAS"),
     _Kind(r"CUDNN_STATUS_ALLOC_FAILED", "library", "cuDNN"),
     _Kind(r"(?i)nccl[\s\S]*out of memory|out of memory[\s\S]*nccl", "library", "NCCL"),
@@ -54,7 +54,7 @@ _KINDS = (
     _Kind(r"CUBLAS_STATUS_NOT_INITIALIZED", "library", "cuBLAS", is_certain=False),
     _Kind(r"CUDNN_STATUS_NOT_INITIALIZED|valid cuDNN algorithm", "library", "cuDNN", is_certain=False),
     _Kind(r"handles_\.at\(i\)", "library", "CUDA", is_certain=False),
-    _Kind(r"(?:CUDA(?: driver)?|Triton) [Ee]rror(?: \[CUDA\])?: out of memory", "driver", "CUDA"),
+    _Kind(r"(?:CUDA(?: driver)?|Triton|HIP) [Ee]rror(?: \[CUDA\])?: out of memory", "driver", "CUDA"),
     _Kind(r"DefaultCPUAllocator|Unable to allocate|Cannot allocate memory", "host", "the program"),
     _Kind(_WORKERS.pattern, "host", "the program", is_certain=False),
 )

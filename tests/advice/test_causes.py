@@ -232,7 +232,7 @@ def test_a_part_of_the_step_is_blamed_if_out_of_proportion(
 
 
 def test_a_wait_for_data_has_share_range_and_settings() -> None:
-    """Of 40 ms a step its own 10 remain, and what another process's batch adds."""
+    """Steps of 40 ms keep their own 10, and what another process's batch adds."""
     run = cpu_run(WAITS)
     finding = first(run)
     assert (finding.cause, finding.evidence["kind"]) == ("data_loading", "too_few_workers")

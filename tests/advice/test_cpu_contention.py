@@ -132,7 +132,7 @@ def test_a_rank_without_a_core_is_named_with_the_reason() -> None:
     assert "waits 30 ms per step for a core (median rank: 0 s)" in finding.advice
 
 
-def test_what_missing_cores_explain_has_no_other_cause() -> None:
+def test_findings_that_missing_cores_explain_are_not_reported() -> None:
     """Irregular slow steps, and long work without a name, need no other reason; what has a rule keeps its own."""
     times = [{"training_step": 0.4 if step in (30, 47, 61, 99, 140) else 0.02} for step in range(1, 301)]
     irregular = run_of(times)

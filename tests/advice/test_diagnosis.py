@@ -102,7 +102,7 @@ def test_the_threshold_decides_what_is_low(threshold: float, verdict: str) -> No
 
 
 def test_waits_in_bursts_count_by_their_sum() -> None:
-    """With several workers every n-th batch waits for all: the median step waits for nothing."""
+    """Every n-th batch waits for all of several workers: the median step waits for nothing."""
     steps = [a_block(waiting(0), 1)] * 7 + [a_block(waiting(80), 1)]
     run = dataclasses.replace(cpu_run(waiting(10)), blocks=[sum(steps[1:], steps[0])] * 50)
     assert diagnose(run).findings[0].share == pytest.approx(0.5)
@@ -191,7 +191,7 @@ def test_a_wait_counts_only_while_the_gpu_is_idle() -> None:
 
 
 def test_times_that_contradict_the_driver_lower_the_confidence() -> None:
-    """By its own times the GPU is idle for 60 % of the time, by the driver for 35 %."""
+    """The GPU is idle for 60 % of the time by its own times, and for 35 % by the driver's."""
     diagnosis = diagnose(gpu_run(waiting(60, 40), 65.0, gpu_idle=sampled_idle(data_loading=(60.0, 60.0))))
     assert diagnosis.gpu_idle_residual_percent == pytest.approx(25.0)
     finding = diagnosis.findings[0]

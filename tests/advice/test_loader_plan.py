@@ -115,9 +115,9 @@ def test_no_plan_asks_for_more_than_the_step_or_the_host_can_use(
 FOUND = dataclasses.replace(NO_WORKERS, num_workers=4, prefetch_factor=2)
 
 
-def searched(chosen: LoaderSettings, applied: bool, *tried: tuple[LoaderSettings, float]) -> LoaderResult:
+def searched(chosen: LoaderSettings, *tried: tuple[LoaderSettings, float]) -> LoaderResult:
     trials = tuple(LoaderTrial(settings=settings, batch_s=batch_s, batches=24) for settings, batch_s in tried)
-    return LoaderResult(original=NO_WORKERS, settings=chosen, reason="As measured.", applied=applied, trials=trials)
+    return LoaderResult(original=NO_WORKERS, settings=chosen, reason="As measured.", trials=trials)
 
 
 @pytest.mark.parametrize(
@@ -125,16 +125,16 @@ def searched(chosen: LoaderSettings, applied: bool, *tried: tuple[LoaderSettings
     [
         (None, "too_few_workers", "NumWorkersFinder() finds and applies them.", None),
         (
-            searched(FOUND, False, (NO_WORKERS, 0.05), (FOUND, 0.02)),
+            searched(FOUND, (NO_WORKERS, 0.05), (FOUND, 0.02)),
             "too_few_workers",
             "num_workers=4, prefetch_factor=2) (now 0, None)",
             2.5 * 1.15,
         ),
-        (searched(NO_WORKERS, False, (NO_WORKERS, 0.05), (FOUND, 0.06)), "io_bound", "do less work per sample", 5.0),
-        (searched(NO_WORKERS, False), "too_few_workers", "As measured.", None),
+        (searched(NO_WORKERS, (NO_WORKERS, 0.05), (FOUND, 0.06)), "io_bound", "do less work per sample", 5.0),
+        (searched(NO_WORKERS), "too_few_workers", "As measured.", None),
     ],
 )
-def test_what_a_search_has_measured_is_the_finding(
+def test_measurements_of_a_search_replace_the_prediction(
     result: LoaderResult | None, kind: str, said: str, bound: float | None
 ) -> None:
     run = gpu_run({"data_loading": 400.0, "training_step": 100.0}, 20.0, loader=NO_WORKERS)

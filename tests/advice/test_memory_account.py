@@ -117,7 +117,7 @@ def test_a_peak_in_forward_has_only_the_gradients_that_were_kept() -> None:
 
 @pytest.mark.parametrize(("peaks", "activations"), [({"backward": 19 * GIB}, 6), ({}, 5)])
 def test_a_peak_before_training_is_not_this_trainings(peaks: dict[str, int], activations: int) -> None:
-    """Without one of its own, the most of its readings is known."""
+    """The largest reading counts if the training has no peak of its own."""
     earlier = replace(RANK, peaks_bytes={"before_training": 20 * GIB, **peaks})
     expected = {**TORCH, "activations": activations, "cache_reusable": 11 - activations}
     parts = in_gib(account_for(DRIVER, [earlier]))

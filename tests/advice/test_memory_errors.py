@@ -63,6 +63,7 @@ MESSAGES = {
         "allocated memory 9.00 GiB is allocated by PyTorch, and 512 bytes is reserved by PyTorch but unallocated.",
         {"free_bytes": 0, "allocated_bytes": 9 * GIB, "cached_bytes": 512, "others_bytes": {}},
     ),
+    "ROCm": ("HIP out of memory. Tried to allocate 1.00 GiB. GPU 0 has a", {"requested_bytes": GIB}),
     "cudaMallocAsync": (
         "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
         "Currently allocated     : 9.50 GiB\nRequested               : 640.00 MiB\n"

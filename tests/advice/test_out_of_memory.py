@@ -184,7 +184,7 @@ def test_other_ranks_on_the_gpu_are_no_part_of_what_is_needed() -> None:
 
 
 def test_a_first_step_that_fitted_is_no_proof() -> None:
-    """It has neither states of the optimizer nor old gradients."""
+    """The first step has neither states of the optimizer nor old gradients."""
     memory = counted_steps(64, 8 * GIB, 18 * GIB)
     assert memory.first_step is not None
     assert memory.recorded is not None
@@ -203,7 +203,7 @@ def test_a_first_step_that_fitted_is_no_proof() -> None:
 
 
 def test_a_job_that_has_all_it_had_before_is_not_crowded_out() -> None:
-    """As where NCCL finds no room beside torch's cache: others hold no more than before."""
+    """NCCL may find no room beside torch's cache, while others hold no more than before."""
     memory = counted_steps(64, 8 * GIB, 18 * GIB)
     oom = an_error(memory=memory, begins=FLAT, allocated=18 * GIB, free=100 * MIB, others={9: 5 * GIB})
     message = dataclasses.replace(oom.message, source="library", name="NCCL", requested_bytes=None)

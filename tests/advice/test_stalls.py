@@ -53,7 +53,7 @@ class Run:
         return due
 
 
-def test_what_was_never_seen_to_its_end_may_take_ten_minutes() -> None:
+def test_a_phase_that_never_completed_may_take_ten_minutes() -> None:
     for phase in (FORWARD, DATA_LOADING, VALIDATION, CHECKPOINT, "callback/Sampler"):
         run = Run()
         assert run.stay(phase, UNKNOWN_S - 1) == []
@@ -71,13 +71,13 @@ def test_each_phase_is_judged_by_the_longest_that_it_has_taken() -> None:
     assert run.stay("callback/B", UNKNOWN_S - 1) == []  # another callback, which may take long for a good reason
 
 
-def test_it_is_said_again_after_four_times_as_long() -> None:
+def test_a_stall_is_reported_again_after_four_times_as_long() -> None:
     run = Run(stall_after_s=20.0)
     assert run.stay(FORWARD, 20 * AGAIN**2 + INTERVAL_S) == [20, 20 * AGAIN, 20 * AGAIN**2]
     assert run.stay(DATA_LOADING, 19) == []
 
 
-def test_it_is_said_before_torch_ends_a_process_that_waits() -> None:
+def test_a_stall_is_reported_before_torch_ends_a_process_that_waits() -> None:
     for timeout_s, expected_s in ((600.0, 450.0), (1800.0, UNKNOWN_S)):
         patience = Patience("auto", INTERVAL_S, timeout_s)
         assert patience.limit_s == expected_s
@@ -136,7 +136,7 @@ def test_compilers_and_people_may_take_their_time(stack: tuple[Frame, ...], excu
         (StallFacts(phase=f"{RANK_WAIT}/training step"), "This rank waits for others."),
     ],
 )
-def test_what_a_process_waits_for_is_named(facts: StallFacts, words: str) -> None:
+def test_the_wait_of_a_process_is_named(facts: StallFacts, words: str) -> None:
     assert words in explain_process(facts).why
 
 

@@ -55,7 +55,7 @@ HELD = {
 
 
 @pytest.mark.parametrize(("contexts", "said"), HELD.values(), ids=HELD)
-def test_who_holds_how_much_of_which_gpu_since_when(contexts: list[HeldContext], said: str) -> None:
+def test_a_description_has_the_ranks_the_size_and_the_gpu(contexts: list[HeldContext], said: str) -> None:
     (finding,) = stray_contexts([*OWN, *contexts])
     assert finding.advice == said
 

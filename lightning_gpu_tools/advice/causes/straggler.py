@@ -90,18 +90,18 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "phase": phase,
     }
     if phase is None:
-        where = "No single phase explains it: compare its cores, storage and clocks with those of the others."
+        loss = "No single phase explains it: compare its cores, storage and clocks with those of the others."
     else:
         group, _, name = phase.partition("/")
         advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[group]
         words = printable(name) or PARTS_OF_STEP.get(group) or PHASES[group].label
-        where = f"It loses {'the' if coverage >= _MIN_COVERAGE else 'most of the'} time in {words}: {advice}."
+        loss = f"It loses {'the' if coverage >= _MIN_COVERAGE else 'most of the'} time in {words}: {advice}."
     sentences = (
         f"All ranks wait for {named}, which takes {format_duration(excess_s)} per step longer than the median of "
         f"{len(ranks):,} ranks.",
         when,
         others,
-        where,
+        loss,
         _hardware_behind(ranks, slow, phase, evidence),
         _line_behind(slow, phase, evidence),
     )
