@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from run_examples import cpu_run
 from trainings import HandClock
 
-from lightning_gpu_tools.advice.examples import cpu_run, sampled_idle
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.training.step_clock import StepClock
-
-COPIES: dict[str, Any] = {
-    "phase_ms": {"host_to_device_copy": 20, "training_step": 30},
-    "utilization": 60.0,
-    "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 19.0)),
-}
 
 
 def waiting_ranks(phase: str) -> RunMeasurements:

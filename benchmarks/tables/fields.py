@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_gpu_tools.advice.cause import AnyCause
-from lightning_gpu_tools.advice.explained import GROUPS, shapes
+from lightning_gpu_tools.advice.explained import GROUPS
 from lightning_gpu_tools.advice.memory_account import PARTS
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.cli import parser
@@ -95,13 +95,8 @@ def phases() -> str:
 def causes(known: Mapping[str, AnyCause]) -> str:
     """Return the causes of a folder, what the report says of each, what to change, and where it was seen."""
     rows = [
-        (
-            _named(cause.name, shape.kind),
-            shape.says,
-            shape.change,
-            cause.verified_on,
-        )
-        for cause in known.values()
+        (_named(name, shape.kind), shape.says, shape.change, cause.verified_on)
+        for name, cause in known.items()
         for shape in cause.shapes
     ]
     return table(("cause", "the report says", "what to change", "seen on"), *sorted(rows))
@@ -109,7 +104,7 @@ def causes(known: Mapping[str, AnyCause]) -> str:
 
 def stall_causes() -> str:
     """Return what makes a training stand still, how that looks, what to change, and where it was seen."""
-    rows = [(f"`{one.name}`", one.seen_as, one.change, one.verified_on) for one in STALL_CAUSES.values()]
+    rows = [(f"`{name}`", one.says, one.change, one.verified_on) for name, one in STALL_CAUSES.items()]
     return table(("cause", "what you see", "what to change", "seen on"), *sorted(rows))
 
 
@@ -119,7 +114,7 @@ def all_causes() -> str:
         (_named(name, shape.kind), group.title, shape.change.replace("](#", f"]({group.page}#"))
         for group in GROUPS
         for name, cause in sorted(group.causes.items())
-        for shape in shapes(cause)
+        for shape in cause.shapes
     ]
     return table(("cause", "of", "what to change"), *rows)
 

@@ -10,74 +10,94 @@ from pkgutil import iter_modules
 from typing import Any, Literal, NamedTuple
 
 from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 
 # The best machine on which a cause was found in a real run; "measurements": so far only in synthetic measurements.
 Machine = Literal["measurements", "cpu", "simulated GPU", "hardware"]
 
 
 class Shape(NamedTuple):
-    """One form of a cause, as a row of the table in docs/.
+    """One form of a cause, as a row of the table in docs/."""
 
-    Attributes:
-        says: Short form of the text in the report.
-        change: Short form of the change to make.
-        kind: Its ``evidence["kind"]``; empty if it has none.
-    """
-
-    says: str
-    change: str
-    kind: str = ""
+    says: str  # short form of the text in the report, or the symptom of a stall
+    change: str  # short form of the change to make
+    kind: str = ""  # its evidence["kind"]; empty if it has none
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnyCause:
-    """The fields that ``Cause`` and ``MemoryCause`` share.
+    """The fields that all causes share. The name of a cause is that of its file."""
 
-    Attributes:
-        name: The value of ``Finding.cause``, and the name of its file.
-        shapes: Its rows in the table.
-        after: Causes that are judged earlier.
-        verified_on: The best machine on which the package found it in a real run.
-    """
+    says: str = ""  # of its form, if it has only one
+    change: str = ""  # likewise
+    rows: Sequence[Shape] = ()  # its forms, if it has several
+    after: Sequence[str] = ()  # causes that are judged earlier
+    verified_on: Machine  # the best machine on which the package found it in a real run
 
-    name: str
-    shapes: Sequence[Shape]
-    after: Sequence[str] = ()
-    verified_on: Machine
+    @property
+    def shapes(self) -> Sequence[Shape]:
+        """Its forms, at least one."""
+        return self.rows or [Shape(self.says, self.change)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause(AnyCause):
-    """One thing that slows training down. It reports nothing if a cause in ``after`` has a finding.
+    """One thing that slows training down. It reports nothing if a cause in ``after`` has a finding."""
 
-    Attributes:
-        begins: The beginning of *Why*, before "... % of the wall time": text, or a function of the evidence and
-            ``has_trainer``.
-        find: Returns its findings; none if it costs nothing. ``None`` if ``diagnosis.py`` derives it from the others.
-        phases: Phases, or groups of them, whose source lines it reports: a sequence, or a function of the evidence.
-        time: Words for the time spent in these lines.
-        needs: Attributes of ``RunMeasurements`` that must not be ``None`` to judge it.
-        is_remark: Whether it slows a busy GPU down but leaves none idle, so it makes no run ``low``.
-        counts_while_busy: Whether it makes a run ``low`` even if the GPU looks busy.
-        sick: Measurements whose first finding is this cause.
-        healthy: Similar measurements without it.
-    """
-
+    # The beginning of Why, before "... % of the wall time": text, or a function of the evidence and has_trainer.
     begins: str | Callable[[Mapping[str, float | str], bool], str]
+    # Returns its findings; none if it costs nothing. None if diagnosis.py derives it from the others.
     find: Callable[[RunMeasurements], Iterable[Finding]] | None = None
+    # Phases, or groups of them, whose source lines it reports: a sequence, or a function of the evidence.
     phases: Sequence[str] | Callable[[Mapping[str, float | str]], Sequence[str]] = ()
-    time: str = "this time"
-    needs: Sequence[str] = ()
-    is_remark: bool = False
-    counts_while_busy: bool = False
-    sick: RunMeasurements
-    healthy: RunMeasurements
+    time: str = "this time"  # words for the time spent in these lines
+    needs: Sequence[str] = ()  # attributes of RunMeasurements that must not be None to judge it
+    is_remark: bool = False  # it slows a busy GPU down but leaves none idle, so it makes no run "low"
+    counts_while_busy: bool = False  # it makes a run "low" even if the GPU looks busy
+
+
+class Ruling(NamedTuple):
+    """The reason why memory ran out, and what to change."""
+
+    why: str  # in sentences
+    advice: Sequence[str]  # sentences; empty ones are left out
+    evidence: Mapping[str, float | str | None] = {}  # beyond what is known of every error; None = unknown
+
+
+Rule = Callable[[RunMeasurements, OutOfMemory], Iterable[Ruling]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCause(AnyCause):
+    """One reason why memory runs out. If several apply, the first is the verdict; the others are also reported."""
+
+    find: Rule  # returns its rulings on an error of a GPU; none if it is not a cause
+    find_on_host: Rule | None = None  # the same for an error of the host; None if it does not fill the host's memory
+    is_last_resort: bool = False  # it is judged last, and only if no other cause has a ruling
+
+
+class Explanation(NamedTuple):
+    """The reason why training has stalled."""
+
+    why: str  # in sentences
+    next_step: str
+    rank: int | None = None  # the rank that is behind
+    cause: str = ""  # its name; empty for that of the StallCause that found it
+
+
+@dataclass(frozen=True, kw_only=True)
+class StallCause(AnyCause):
+    """One reason why training makes no progress. The first one found counts."""
+
+    # Both return why a process, or several ranks, have stalled; None if this is not the reason.
+    find: Callable[[StallFacts], Explanation | None] | None = None
+    find_among_ranks: Callable[[Sequence[RankFacts]], Explanation | None] | None = None
 
 
 def in_folder(package: str, path: Iterable[str]) -> dict[str, Any]:
-    """Return the ``CAUSE`` of each file by name, in the order in which they are judged."""
-    files = [import_module(f"{package}.{module.name}") for module in iter_modules(path)]
-    named = {file.CAUSE.name: file.CAUSE for file in files}
-    order = TopologicalSorter({cause.name: cause.after for cause in named.values()}).static_order()
-    return {name: named[name] for name in order}
+    """Return the ``CAUSE`` of each file by the file's name, in the order in which they are judged."""
+    found = {module.name: import_module(f"{package}.{module.name}").CAUSE for module in iter_modules(path)}
+    order = TopologicalSorter({name: cause.after for name, cause in found.items()}).static_order()
+    return {name: found[name] for name in order}

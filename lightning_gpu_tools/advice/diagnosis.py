@@ -41,8 +41,8 @@ from lightning_gpu_tools.advice.findings import (
 from lightning_gpu_tools.advice.idle_in_step import few_active_sms, is_tiny, without_cause
 from lightning_gpu_tools.advice.lines import sentence, where
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, as_searched
-from lightning_gpu_tools.advice.memory_account import growing_memory
 from lightning_gpu_tools.advice.memory_causes import judge
+from lightning_gpu_tools.advice.memory_causes.memory_growth import growing_memory
 from lightning_gpu_tools.advice.memory_causes.stray_contexts import stray_contexts
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
@@ -184,9 +184,9 @@ def _judge(
 
 def _causes(run: RunMeasurements, searched: LoaderResult | None) -> list[Finding]:
     found: list[Finding] = []
-    for cause in CAUSES.values():
+    for name, cause in CAUSES.items():
         is_first = not any(one.cause in cause.after for one in found)
-        if is_first and not cause.is_remark and cause.name != "shared_gpu":
+        if is_first and not cause.is_remark and name != "shared_gpu":
             found += _found_by(cause, run)
     found = slow_steps.revised(run, found)
     if searched is not None:

@@ -10,27 +10,24 @@ from __future__ import annotations
 
 import ast
 import inspect
-import io
 import re
-import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from lightning_gpu_tools.advice.cause import AnyCause, Cause, Shape
+from lightning_gpu_tools.advice.cause import AnyCause, Cause, MemoryCause, Shape, StallCause
 from lightning_gpu_tools.advice.causes import CAUSES
-from lightning_gpu_tools.advice.memory_cause import MemoryCause
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
-from lightning_gpu_tools.advice.stall_cause import StallCause
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.training.phases import PHASES
 
 SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools"
 _ADVICE = "lightning_gpu_tools.advice"
-# These files make predictions, texts and examples, and decide on no cause.
-_NO_JUDGES = {"batch_size", "caching_allocator", "examples", "lines", "loader_plan", "memory_remedies"}
+# These files make predictions and texts, and decide on no cause.
+_NO_JUDGES = {"batch_size", "caching_allocator", "lines", "loader_plan", "memory_remedies"}
+_CONSTANT = re.compile(r"(?P<name>_?[A-Z][A-Z0-9_]*) = .*?(?:  # (?P<meaning>.*))?")
 _OF_ALL = re.compile(r"(Our defaults[^.:]*\.)\s*(.*)")
 
 
@@ -40,7 +37,7 @@ class Group(NamedTuple):
     title: str
     place: str  # in gpu_report.json
     folder: str
-    causes: Mapping[str, AnyCause | StallCause]
+    causes: Mapping[str, AnyCause]
     page: str  # of docs/
     heading: str  # of the table in it
     common: str  # the file of advice/ whose thresholds apply to all of them; empty if there is none
@@ -56,52 +53,30 @@ GROUPS = (
 
 
 class Threshold(NamedTuple):
-    """A number that a cause is judged by.
+    """A number that a cause is judged by."""
 
-    Attributes:
-        name: Name of the constant, without a leading underscore.
-        value: Its value, in the unit that the name or a comment gives.
-        about: Comment above it, which other thresholds may share.
-        meaning: Comment after it on its line.
-    """
-
-    name: str
-    value: float | Sequence[float]
-    about: str
-    meaning: str
+    name: str  # of the constant, without a leading underscore
+    value: float | Sequence[float]  # in the unit that the name or a comment gives
+    about: str  # comment above it, which other thresholds may share
+    meaning: str  # comment after it on its line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explained:
-    """An explanation of a cause, as ``lightning-gpu-tools explain`` prints it.
+    """An explanation of a cause, as ``lightning-gpu-tools explain`` prints it."""
 
-    Attributes:
-        name: Its name in ``gpu_report.json``.
-        group: Title of its group.
-        place: Field of ``gpu_report.json`` that contains it.
-        meaning: Its meaning, as a sentence.
-        measured: How it is measured, in sentences.
-        needs: Attributes of ``RunMeasurements`` without which it is not judged.
-        shapes: Its forms, each with the text of the report, or the symptom, and the change to make.
-        thresholds: Numbers that it is judged by.
-        common_thresholds: Numbers that apply to all causes of the group.
-        order: Causes that suppress or precede it, and that it suppresses or precedes, in sentences.
-        verified_on: Best machine on which the package found it in a real run.
-        more: Page of the documentation.
-    """
-
-    name: str
-    group: str
-    place: str
-    meaning: str
-    measured: str
-    needs: Sequence[str]
-    shapes: Sequence[Shape]
+    name: str  # in gpu_report.json
+    group: str  # title of its group
+    place: str  # field of gpu_report.json that contains it
+    meaning: str  # as a sentence
+    measured: str  # how, in sentences
+    needs: Sequence[str]  # attributes of RunMeasurements without which it is not judged
+    shapes: Sequence[Shape]  # its forms
     thresholds: Sequence[Threshold]
-    common_thresholds: Sequence[Threshold]
-    order: str
-    verified_on: str
-    more: str
+    common_thresholds: Sequence[Threshold]  # of all causes of the group
+    order: str  # causes that suppress or precede it, and that it suppresses or precedes, in sentences
+    verified_on: str  # the best machine on which the package found it in a real run
+    more: str  # page of the documentation
 
 
 def explained() -> Iterator[Explained]:
@@ -119,18 +94,13 @@ def explained() -> Iterator[Explained]:
                 meaning=meaning,
                 measured=" ".join(filter(None, (_line_of_tree(group, name), measured))),
                 needs=cause.needs if isinstance(cause, Cause) else (),
-                shapes=[_plain(one, page) for one in shapes(cause)],
+                shapes=[_plain(one, page) for one in cause.shapes],
                 thresholds=[one for one in dict.fromkeys(_thresholds(file)) if one not in common],
                 common_thresholds=common,
-                order=_order(cause, group.causes),
+                order=_order(name, group.causes),
                 verified_on=cause.verified_on,
                 more=f"{page}#{group.heading}",
             )
-
-
-def shapes(cause: AnyCause | StallCause) -> Sequence[Shape]:
-    """Return the forms of a cause; a stall cause has one."""
-    return [Shape(cause.seen_as, cause.change)] if isinstance(cause, StallCause) else cause.shapes
 
 
 def _plain(shape: Shape, page: str) -> Shape:
@@ -144,8 +114,8 @@ def _line_of_tree(group: Group, name: str) -> str:
     return f'Its time is the line "{PHASES[name].label}" of the report.' if is_line else ""
 
 
-def _order(cause: AnyCause | StallCause, causes: Mapping[str, AnyCause | StallCause]) -> str:
-    before = [name for name, one in causes.items() if cause.name in one.after]
+def _order(name: str, causes: Mapping[str, AnyCause]) -> str:
+    cause, before = causes[name], [other for other, one in causes.items() if name in one.after]
     sentences = []
     if isinstance(cause, Cause):
         if cause.after:
@@ -175,21 +145,8 @@ def _listed(names: Sequence[str], word: str = "and") -> str:
     return f" {word} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-@cache
-def _parsed(file: str) -> tuple[ast.Module, dict[int, str], frozenset[int]]:
-    """Return a file's syntax tree, its comments by line, and the lines that contain only a comment."""
-    source = inspect.getsource(import_module(file))
-    comments = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    alone = frozenset(number for number, line in enumerate(source.splitlines(), 1) if line.startswith("#"))
-    return ast.parse(source), comments, alone
-
-
 def _docstring(file: str) -> tuple[str, str]:
-    first, _, rest = (ast.get_docstring(_parsed(file)[0]) or "").partition("\n\n")
+    first, _, rest = (inspect.getdoc(import_module(file)) or "").partition("\n\n")
     return _text(first.partition(": ")[2]), _text(rest)
 
 
@@ -200,7 +157,7 @@ def _text(docstring: str) -> str:
 def _thresholds(file: str) -> Iterator[Threshold]:
     """Yield the thresholds of a cause's file, and those that its functions use from other files of ``advice``."""
     yield from thresholds_in(file)
-    seen, names = set(), [(file, one.name) for one in _parsed(file)[0].body if isinstance(one, ast.FunctionDef)]
+    seen, names = set(), [(file, one.name) for one in _tree(file).body if isinstance(one, ast.FunctionDef)]
     while names:
         at = names.pop(0)
         if at in seen:
@@ -211,9 +168,14 @@ def _thresholds(file: str) -> Iterator[Threshold]:
 
 
 @cache
+def _tree(file: str) -> ast.Module:
+    return ast.parse(inspect.getsource(import_module(file)))
+
+
+@cache
 def _used_by(file: str, name: str) -> Sequence[tuple[str, str]]:
     """Return (file, name) of everything that the function uses from its own file and others in ``advice``."""
-    tree = _parsed(file)[0]
+    tree = _tree(file)
     known = {one: (file, one) for one in vars(import_module(file))}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
@@ -227,26 +189,23 @@ def _used_by(file: str, name: str) -> Sequence[tuple[str, str]]:
 @cache
 def thresholds_in(file: str) -> Sequence[Threshold]:
     """Return the numbers in a module's constants, in order, with their comments."""
-    tree, comments, alone = _parsed(file)
-    values: Mapping[str, Any] = vars(import_module(file))
-    constants = {node.lineno: node for node in tree.body if isinstance(node, ast.Assign)}
-    found, of_all, above, last = [], "", "", 0
-    for number in sorted({*alone, *constants}):
-        if number > last + 1:
-            of_all = above = ""
-        if number in alone:
-            above = f"{above} {comments[number]}".strip() if last in alone else comments[number]
+    module = import_module(file)
+    found, of_all, above, is_below_comment = [], "", "", False
+    for line in inspect.getsource(module).splitlines():
+        is_comment, constant = line.startswith("# "), _CONSTANT.fullmatch(line)
+        if is_comment:
+            text = line.removeprefix("# ")
+            above = f"{above} {text}".strip() if is_below_comment else text
             if match := _OF_ALL.fullmatch(above):
                 of_all, above = match.groups()
-            last = number
-            continue
-        node = constants[number]
-        name, end = ast.unparse(node.targets[0]), node.end_lineno or number
-        if name.lstrip("_").isupper() and _is_number(values.get(name)):
-            after = comments.get(end, "")
-            about = above if not after or last in alone else ""
-            found.append(Threshold(name.lstrip("_"), values[name], " ".join(filter(None, (of_all, about))), after))
-        last = end
+        elif constant is None:
+            of_all = above = ""
+        elif _is_number(value := vars(module)[constant["name"]]):
+            meaning = constant["meaning"] or ""
+            about = above if is_below_comment or not meaning else ""
+            name = constant["name"].lstrip("_")
+            found.append(Threshold(name, value, " ".join(filter(None, (of_all, about))), meaning))
+        is_below_comment = is_comment
     return found
 
 

@@ -40,7 +40,7 @@ def in_words(file: str, line: int, function: str) -> str:
 
 def is_of_program(file: str) -> bool:
     """Return whether a file belongs to the program, not to a framework."""
-    return bool(file) and not file.replace("\\", "/").startswith(_FRAMEWORKS)
+    return bool(file) and not file.startswith(_FRAMEWORKS)
 
 
 def seen_in(lines: Sequence[SourceLine], *phases: str) -> list[LineShare]:

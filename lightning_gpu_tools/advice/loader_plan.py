@@ -71,13 +71,7 @@ class StepRange(NamedTuple):
 
 
 def plan_loader(
-    current: LoaderSettings,
-    cost: LoadCost,
-    *,
-    step_s: float,
-    host: HostBudget,
-    cuda: bool,
-    step_cores: float = 1.0,
+    current: LoaderSettings, cost: LoadCost, *, step_s: float, host: HostBudget, cuda: bool, step_cores: float = 1.0
 ) -> LoaderPlan:
     """Return the smallest number of workers that comes within 3 % of the best speed this host can reach.
 

@@ -1,4 +1,4 @@
-"""The use of a GPU's memory, as parts that add up to what the driver reports; and memory that grows. Pure."""
+"""The use of a GPU's memory, as parts that add up to what the driver reports. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_gpu_tools.advice.findings import Finding, counted
-from lightning_gpu_tools.advice.lines import holding
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.training.memory_readings import (
-    MemoryGrowth,
     MemoryHoldings,
     MemoryLine,
     MemoryPoint,
     MemoryReading,
     RankMemory,
 )
-from lightning_gpu_tools.units import format_bytes, format_duration
 
 OTHER_PROCESSES = "other_processes"
 _TENSORS, _CACHE = "tensors at their peak", "allocator cache"
@@ -159,7 +155,7 @@ def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAcco
     # The driver's reading may be older than torch's.
     if used_bytes is not None and 0 < own_bytes < reserved_bytes:
         used_bytes += reserved_bytes - own_bytes
-    # Its age is unknown, or Windows lets a process use host memory.
+    # Or its age is unknown.
     if used_bytes is not None and used_bytes < reserved_bytes:
         used_bytes, others = None, []
     if used_bytes is not None:
@@ -264,53 +260,3 @@ def _moments(rank: RankMemory) -> dict[str, int]:
             "after_step": last.end,
         }
     return {name: reading.allocated_bytes for name, reading in moments.items() if reading is not None}
-
-
-_WHOSE = {
-    "gpu": "GPU memory in tensors between steps",
-    "process": "Memory of the training process",
-    "workers": "Memory of the DataLoader's workers",
-}
-_IN_LISTS = (
-    "Find what is kept from {what} to {what}: losses and outputs in lists (keep loss.item() or loss.detach()), caches, "
-)
-KEPT = {
-    "gpu": _IN_LISTS + "metrics that are never reset.",
-    "process": _IN_LISTS + "figures and loggers that are never closed.",
-    # https://github.com/pytorch/pytorch/issues/13246: reading an object writes its reference count, so the kernel
-    # copies its page.
-    "workers": (
-        "A worker copies each Python object of the dataset that it reads. Keep file names and labels in arrays (numpy, "
-        "torch, pyarrow), not in lists or dicts. Caches in the dataset also grow in each worker."
-    ),
-}
-
-
-LEFT = "The recorded part of it was allocated at {}."
-
-
-def pace(growth: MemoryGrowth) -> str:
-    """Return a sentence about how fast memory grows."""
-    where = f" in {growth.phase}" if growth.phase else ""
-    end = "" if growth.left_s is None else f"; at this rate it is full in {format_duration(growth.left_s)}"
-    rate = format_bytes(growth.bytes_per_s * 60)
-    return f"{_WHOSE[growth.whose]} grows steadily, by {rate} per minute{where}{end}."
-
-
-def growing_memory(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine] = ()) -> Finding:
-    """Return a finding on growing memory, which costs no time until it is full.
-
-    ``kept_lines`` are lines whose blocks on the GPU were still in use some steps later.
-    """
-    lines = holding(kept_lines) if growth.whose == "gpu" else None
-    evidence = {
-        "whose": growth.whose,
-        "bytes_per_minute": growth.bytes_per_s * 60,
-        "grown_bytes": growth.grown_bytes,
-        "left_s": growth.left_s,
-        "phase": growth.phase,
-        "source_lines": lines,
-    }
-    where = f" {LEFT.format(lines)}" if lines else ""
-    advice = KEPT[growth.whose].format(what="validation batch" if growth.phase == "validation" else "step")
-    return counted("memory_growth", 0.0, evidence, f"{pace(growth)}{where} {advice}")

@@ -19,8 +19,8 @@ _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _ROUNDING = 0.01  # sizes in texts have two decimals
 
-# torch's c10/cuda/CUDACachingAllocator.cpp from 2.2 to 2.15, CUDAMallocAsyncAllocator.cpp, c10/core/impl/alloc_cpu.cpp;
-# numpy's _ArrayMemoryError. Any field may be missing: torch 2.3 wrote a NUL that cut the message off.
+# torch's c10/cuda/CUDACachingAllocator.cpp up to 2.15, CUDAMallocAsyncAllocator.cpp, c10/core/impl/alloc_cpu.cpp;
+# numpy's _ArrayMemoryError. Any field may be missing.
 _FIELDS = {
     "requested_bytes": rf"(?:[Tt]ried to allocate|Unable to allocate|[Aa]llocation of|Requested\s*:) {_SIZE}",
     "total_bytes": rf"(?:total capacity of|Device limit\s*:) {_SIZE}",
@@ -143,6 +143,7 @@ LOADING_CHECKPOINT = "loading_checkpoint"
 SETUP = "setup"
 CUDA_CONTEXT_BYTES = 3 * 2**30 // 10  # 0.3 GiB: pytorch issue 107667
 CONTEXT_BYTES = 2**30  # if not reported: a CUDA context, and NCCL's 0.7 GB (nccl issue 964)
+MIN_SHARE = 0.10  # our default: the smallest share of the memory that can be a cause
 _MIN_UNLISTED = 0.10  # our default: from this share of the GPU, memory without an owner belongs to other processes
 _NEARLY_FULL = 0.05  # our default: below this share of free memory, an ambiguous message counts
 
@@ -247,19 +248,22 @@ class OutOfMemory:
         return min(left, self.message.allowed_bytes or left)
 
     @property
+    def _listed(self) -> tuple[GpuProcess, ...]:
+        return (None if self.gpu is None else self.gpu.processes) or ()
+
+    @property
     def others(self) -> tuple[GpuProcess, ...]:
         """Other jobs' processes on the GPU, the largest first."""
         found = [GpuProcess(pid=pid, memory_used_bytes=size) for pid, size in self.message.others_bytes.items()]
-        if self.gpu is not None and self.gpu.processes and self.own_pids is not None:
-            found = [one for one in self.gpu.processes if one.pid not in self.own_pids]
+        if self._listed and self.own_pids is not None:
+            found = [one for one in self._listed if one.pid not in self.own_pids]
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
     @property
     def siblings(self) -> tuple[GpuProcess, ...]:
         """This job's other processes on the GPU, the largest first; none if they are unknown."""
-        listed = (self.gpu.processes if self.gpu is not None else None) or ()
         pids = set() if self.pid is None else (self.own_pids or frozenset()) - {self.pid}
-        found = [one for one in listed if one.pid in pids]
+        found = [one for one in self._listed if one.pid in pids]
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
     @property
@@ -273,8 +277,7 @@ class OutOfMemory:
         total, free, reserved = self.total_bytes, self.free_bytes, self.reserved_bytes
         if total is None or free is None or reserved is None:
             return 0
-        listed = (self.gpu.processes if self.gpu is not None else None) or ()
-        of_job = sum(one.memory_used_bytes or 0 for one in listed if one.pid in (self.own_pids or ()))
+        of_job = sum(one.memory_used_bytes or 0 for one in self._listed if one.pid in (self.own_pids or ()))
         own = max(self.message.own_bytes or reserved + CONTEXT_BYTES, of_job)
         left = total - free - own - sum(one.memory_used_bytes or 0 for one in self.others)
         return left if left >= _MIN_UNLISTED * total else 0

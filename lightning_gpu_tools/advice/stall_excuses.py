@@ -22,7 +22,7 @@ _INNERMOST = 12  # our default, in calls
 
 def is_excused(stack: Sequence[Frame]) -> bool:
     """Return whether a thread that seems to hang is compiling, or waiting for a person (debugger, notebook)."""
-    files = [frame.file.replace("\\", "/") for frame in stack]
+    files = [frame.file for frame in stack]
     if any(part in file for file in files for part in _COMPILES):
         return True
     # A notebook's kernel, or a debugger that is not at a breakpoint, is only at the outer end of the stack.

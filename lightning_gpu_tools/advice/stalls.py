@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_gpu_tools.advice.cause import Explanation
 from lightning_gpu_tools.advice.open_collectives import open_collective, sentence, waits_of, with_open_calls
-from lightning_gpu_tools.advice.stall_cause import Explanation
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.advice.stall_words import during
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
@@ -46,8 +46,8 @@ class Stall:
 
 def explain_process(facts: StallFacts) -> Explanation:
     """Return why a process makes no progress, from its own facts."""
-    rules = (cause.find for cause in STALL_CAUSES.values() if cause.find is not None)
-    return next(found for rule in rules if (found := rule(facts)) is not None)
+    found = ((name, cause.find(facts)) for name, cause in STALL_CAUSES.items() if cause.find is not None)
+    return next(one._replace(cause=name) for name, one in found if one is not None)
 
 
 def explain_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
@@ -56,11 +56,11 @@ def explain_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
         return None
     held_up = open_collective(ranks)
     ranks = with_open_calls(ranks, held_up)
-    rules = (cause.find_among_ranks for cause in STALL_CAUSES.values() if cause.find_among_ranks is not None)
-    found = next((found for rule in rules if (found := rule(ranks)) is not None), None)
-    if found is None or held_up is None:
-        return found
-    return found._replace(why=f"{found.why} {sentence(held_up, ranks)}")
+    for name, cause in STALL_CAUSES.items():
+        if cause.find_among_ranks is not None and (found := cause.find_among_ranks(ranks)) is not None:
+            details = "" if held_up is None else f" {sentence(held_up, ranks)}"
+            return found._replace(cause=found.cause or name, why=found.why + details)
+    return None
 
 
 def headline(phase: str, stuck_s: float, step: int) -> str:

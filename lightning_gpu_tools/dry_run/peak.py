@@ -34,7 +34,7 @@ def phase_of(stack: Stack) -> str:
     if not stack or any(frame["name"] in _BACKWARD for frame in stack):
         return "backward"
     for frame in stack:
-        file = frame["filename"].replace("\\", "/")
+        file = frame["filename"]
         if "/torch/optim/" in file:
             return "optimizer"
         if "/torch/" not in file:

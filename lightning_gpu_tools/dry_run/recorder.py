@@ -132,7 +132,7 @@ class Recorder:
         return self._steps + 1 if self._in_step or self._steps else 0
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._in_step or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if self._in_step or not _uses_cuda():
             return
         trains = torch.is_grad_enabled()
         self._has_validated |= not trains and not module.training
@@ -153,26 +153,24 @@ class Recorder:
         self._steps += 1
         if self._syncs is not None:
             self._syncs.stop()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if _uses_cuda():
             self._read(is_step=self._in_step)
         self._in_step = False
         if self._steps == self._plan.steps:
             self._finish()
-        if self._steps == self._plan.steps - 1 and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._syncs = SyncLines(
-                torch.device("cuda", torch.cuda.current_device()), Stopwatch("training_step"), lambda: None
-            )
+        if self._steps == self._plan.steps - 1 and _uses_cuda():
+            gpu = torch.device("cuda", torch.cuda.current_device())
+            self._syncs = SyncLines(gpu, Stopwatch("training_step"), lambda: None)
             self._syncs.start()
 
     def _finish(self) -> None:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if _uses_cuda():
             torch.cuda.synchronize()
         record = self._record("complete")
         self._write(record)
         give_up_s = time.monotonic() + _TIMEOUT_RANKS_S
-        while len(list(self._folder.glob(RECORD.format("complete-*")))) < record.world_size:
-            if time.monotonic() > give_up_s:
-                break
+        complete = RECORD.format("complete-*")
+        while len([*self._folder.glob(complete)]) < record.world_size and time.monotonic() < give_up_s:
             time.sleep(0.05)
         for child in multiprocessing.active_children():  # DataLoader workers
             child.kill()
@@ -184,7 +182,7 @@ class Recorder:
     def _at_exit(self) -> None:
         if self._syncs is not None:
             self._syncs.stop()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if _uses_cuda():
             with contextlib.suppress(RuntimeError):  # CUDA itself may have failed
                 self._read(is_step=False)
         error = getattr(sys, "last_value", None)  # set by Python if an error ends the main thread
@@ -216,25 +214,23 @@ class Recorder:
         self._memory.start("all")
 
     def _record(self, outcome: Literal["complete", "ended", "running"]) -> ProcessRecord:
-        ranks = torch.distributed if torch.distributed.is_available() else None
-        is_rank = ranks is not None and ranks.is_initialized()
+        is_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
+        watched = None if self._syncs is None else self._syncs.facts()
         record = ProcessRecord(
             torch=_torch_folder(),
             outcome=outcome,
             steps=self._steps,
-            world_size=ranks.get_world_size() if ranks is not None and is_rank else 1,
-            rank=ranks.get_rank() if ranks is not None and is_rank else 0,
-            uses_gpu=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
+            world_size=torch.distributed.get_world_size() if is_rank else 1,
+            rank=torch.distributed.get_rank() if is_rank else 0,
+            uses_gpu=_uses_cuda(),
             batch_size=self._batch_size,
             failures=self._failures,
             failure=self._failure,
             requested_bytes=self._requested_bytes,
             has_validated=self._has_validated,
             compiles=self._compiles,
+            syncs=() if watched is None else watched.syncs,
         )
-        watched = None if self._syncs is None else self._syncs.facts()
-        if watched is not None:
-            record = dataclasses.replace(record, syncs=watched.syncs)
         if not self._gpus or outcome == "running":
             return record
         gpu = max(self._gpus.values(), key=lambda one: one.peak_bytes)
@@ -368,6 +364,10 @@ def _stack_of(frame: FrameType | None) -> list[dict[str, Any]]:
 
 def _in_words(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {error}", 300)
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _torch_folder() -> str:

@@ -33,51 +33,27 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessRecord:
-    """The record of a process that has imported torch.
+    """The record of a process that has imported torch."""
 
-    Attributes:
-        torch: Folder of torch.
-        outcome: ``complete`` after all requested steps, ``ended`` before that, ``running`` if it may continue after an
-            error, ``broken`` if the recording failed.
-        error: Error that ended the process, such as ``"KeyError: 'x'"``; empty if there was none or it is unknown.
-        steps: Completed optimizer steps.
-        world_size: Number of ranks in the job.
-        rank: Rank of the process.
-        uses_gpu: Whether it started CUDA.
-        batch_size: Size of the first dimension of the first tensor that the model got.
-        peak_allocated_bytes: Peak memory of tensors, on the GPU where this is highest.
-        peak_reserved_bytes: Peak memory that torch took from the driver on that GPU.
-        peak: Time and place of the peak memory of tensors; ``None`` if unknown.
-        parts_bytes: Memory at that time, by part as in the report's ``parts_bytes``.
-        lines: The ten lines that allocated the most of it, largest first.
-        failures: Number of failures of torch's allocator.
-        failure: Time and place of the last failure.
-        requested_bytes: Size of the failed allocation.
-        largest_batch: Predicted largest batch size that fits the target GPU; ``None`` if unknown.
-        syncs: Lines at which the last step waited for the GPU, most frequent first.
-        has_validated: Whether a model in evaluation mode ran without gradients.
-        has_convolutions: Whether a model has convolutions or recurrent layers, which use cuDNN on a GPU.
-        compiles: Whether it called ``torch.compile``, which is disabled.
-    """
-
-    torch: str
+    torch: str  # folder of torch
+    # After all requested steps; before that; if it may continue after an error; if the recording failed.
     outcome: Literal["complete", "ended", "running", "broken"]
-    error: str = ""
-    steps: int = 0
+    error: str = ""  # that ended the process: "KeyError: 'x'"; empty if there was none or it is unknown
+    steps: int = 0  # completed optimizer steps
     world_size: int = 1
     rank: int = 0
-    uses_gpu: bool = False
-    batch_size: int | None = None
-    peak_allocated_bytes: int = 0
-    peak_reserved_bytes: int = 0
-    peak: Moment | None = None
-    parts_bytes: Mapping[str, int] = field(default_factory=dict)
-    lines: tuple[MemoryLine, ...] = ()
-    failures: int = 0
-    failure: Moment | None = None
-    requested_bytes: int = 0
-    largest_batch: int | None = None
-    syncs: tuple[SourceLine, ...] = ()
-    has_validated: bool = False
-    has_convolutions: bool = False
-    compiles: bool = False
+    uses_gpu: bool = False  # it started CUDA
+    batch_size: int | None = None  # size of the first dimension of the first tensor that the model got
+    peak_allocated_bytes: int = 0  # of tensors, on the GPU where this is highest
+    peak_reserved_bytes: int = 0  # that torch took from the driver on that GPU
+    peak: Moment | None = None  # of the memory of tensors
+    parts_bytes: Mapping[str, int] = field(default_factory=dict)  # at that time, as in the report's parts_bytes
+    lines: tuple[MemoryLine, ...] = ()  # the ten that allocated the most of it, largest first
+    failures: int = 0  # of torch's allocator
+    failure: Moment | None = None  # the last one
+    requested_bytes: int = 0  # size of the failed allocation
+    largest_batch: int | None = None  # predicted, on the target GPU; None if unknown
+    syncs: tuple[SourceLine, ...] = ()  # lines at which the last step waited for the GPU, most frequent first
+    has_validated: bool = False  # a model in evaluation mode ran without gradients
+    has_convolutions: bool = False  # or recurrent layers, which also use cuDNN on a GPU
+    compiles: bool = False  # it called torch.compile, which is disabled

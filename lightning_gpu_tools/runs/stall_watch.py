@@ -13,8 +13,8 @@ from datetime import datetime, timedelta, timezone
 from types import FrameType
 from typing import Any, Literal
 
+from lightning_gpu_tools.advice.cause import Explanation
 from lightning_gpu_tools.advice.collectives import collective_of
-from lightning_gpu_tools.advice.stall_cause import Explanation
 from lightning_gpu_tools.advice.stall_excuses import is_excused
 from lightning_gpu_tools.advice.stall_patience import Patience, limit_s
 from lightning_gpu_tools.advice.stall_words import where

@@ -1,4 +1,4 @@
-"""The largest batch that fits, by what was recorded of a smaller one."""
+"""The largest batch that fits, from the record of a smaller one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ samples_mib, weights_mib = st.sampled_from([2, 4, 6, 10]), st.sampled_from([100,
 
 
 @given(st.integers(1, 64), samples_mib, weights_mib, st.integers(600, 20_000), st.booleans())
-def test_what_is_said_to_fit_fits_and_a_little_more_does_not(
+def test_the_largest_batch_fits_and_a_little_more_does_not(
     batch_size: int, sample_mib: int, weights_mib: int, room_mib: int, keeps: bool
 ) -> None:
     run = recorded(batch_size, sample_mib, weights_mib * MIB)
@@ -88,7 +88,7 @@ def test_the_first_step_alone_tells_what_the_second_needs() -> None:
     assert 0.85 * whole <= of_first <= whole  # the old gradient stays until forward is over
 
 
-def test_what_does_not_depend_on_the_batch_may_not_fit() -> None:
+def test_the_model_alone_may_not_fit() -> None:
     assert largest_batch(recorded(), 250 * MIB).size == 0
 
 

@@ -1,57 +1,97 @@
-"""Each file of ``advice/causes`` and ``advice/memory_causes``: its two examples, and what it says of itself."""
+"""Each file of ``advice/*causes``: what it says of itself, and whether it tells its two examples apart."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from itertools import pairwise
 from types import ModuleType
 
+import memory_examples
 import pytest
+import run_examples
+import stall_examples
+from run_examples import STEP, gpu_run
 
-from lightning_gpu_tools.advice import causes, memory_causes
-from lightning_gpu_tools.advice.cause import AnyCause, Cause
+from lightning_gpu_tools.advice import causes, memory_causes, stall_causes
+from lightning_gpu_tools.advice.cause import AnyCause, Explanation, StallCause
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import STEP, gpu_run
-from lightning_gpu_tools.advice.memory_cause import MemoryCause
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.advice.stalls import explain_process, explain_ranks
+from lightning_gpu_tools.training.stall_facts import StallFacts
 
-EVERY = pytest.mark.parametrize("cause", CAUSES.values(), ids=CAUSES)
-EVERY_OF_MEMORY = pytest.mark.parametrize("cause", MEMORY_CAUSES.values(), ids=MEMORY_CAUSES)
 TRAINING = gpu_run(STEP, 95.0)
 
 
-@EVERY
-def test_the_sick_example_has_it_first_and_the_healthy_one_has_not(cause: Cause) -> None:
-    first = diagnose(cause.sick).findings[0]
-    assert first.cause == cause.name
-    assert first.evidence.get("kind", "") in {shape.kind for shape in cause.shapes}
-    assert cause.name not in {finding.cause for finding in diagnose(cause.healthy).findings}
-
-
-@EVERY
-def test_it_is_not_judged_without_what_it_needs(cause: Cause) -> None:
-    for name in cause.needs:
-        part, _, attribute = name.partition(".")
-        of_run = getattr(cause.sick, part)
-        unknown = replace(of_run, **{attribute: None}) if attribute else None
-        found = diagnose(replace(cause.sick, **{part: unknown})).findings
-        assert cause.name not in {finding.cause for finding in found}
-
-
-@EVERY_OF_MEMORY
-def test_the_sick_error_has_it_first_and_the_healthy_one_has_not(cause: MemoryCause) -> None:
-    first = diagnose(TRAINING, out_of_memory=cause.sick).findings[0]
-    assert first.cause == cause.name
-    assert cause.name not in {finding.cause for finding in diagnose(TRAINING, out_of_memory=cause.healthy).findings}
-
-
-@pytest.mark.parametrize(("folder", "known"), [(causes, CAUSES), (memory_causes, MEMORY_CAUSES)])
-def test_a_file_is_named_as_its_cause(folder: ModuleType, known: Mapping[str, AnyCause]) -> None:
-    assert {path.stem for path in Path(folder.__path__[0]).glob("*.py")} == {*known, "__init__"}
+@pytest.mark.parametrize(
+    ("folder", "known", "examples"),
+    [
+        (causes, CAUSES, run_examples),
+        (memory_causes, MEMORY_CAUSES, memory_examples),
+        (stall_causes, STALL_CAUSES, stall_examples),
+    ],
+)
+def test_a_file_is_named_as_its_cause(folder: ModuleType, known: Mapping[str, AnyCause], examples: ModuleType) -> None:
+    assert examples.EXAMPLES.keys() == known.keys()
     for name, cause in known.items():
-        file = getattr(folder, name)
-        assert file.CAUSE is cause
-        assert file.__doc__.startswith(f"{name}: ")
+        assert getattr(folder, name).__doc__.startswith(f"{name}: ")
         assert set(cause.after) <= {*known}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_run_with_the_cause_has_it_first_and_a_similar_run_has_not(name: str) -> None:
+    sick, healthy = run_examples.EXAMPLES[name]
+    first = diagnose(sick).findings[0]
+    assert first.cause == name
+    assert first.evidence.get("kind", "") in {shape.kind for shape in CAUSES[name].shapes}
+    assert name not in {finding.cause for finding in diagnose(healthy).findings}
+
+
+@pytest.mark.parametrize("name", [name for name, cause in CAUSES.items() if cause.needs])
+def test_a_cause_is_not_judged_without_what_it_needs(name: str) -> None:
+    sick, _ = run_examples.EXAMPLES[name]
+    for need in CAUSES[name].needs:
+        part, _, attribute = need.partition(".")
+        unknown = replace(getattr(sick, part), **{attribute: None}) if attribute else None
+        found = diagnose(replace(sick, **{part: unknown})).findings
+        assert name not in {finding.cause for finding in found}
+
+
+@pytest.mark.parametrize("name", MEMORY_CAUSES)
+def test_an_error_with_the_cause_has_it_first_and_a_similar_one_has_not(name: str) -> None:
+    sick, healthy = memory_examples.EXAMPLES[name]
+    assert diagnose(TRAINING, out_of_memory=sick).findings[0].cause == name
+    assert name not in {finding.cause for finding in diagnose(TRAINING, out_of_memory=healthy).findings}
+
+
+def explained(facts: stall_examples.Facts) -> Explanation | None:
+    return explain_process(facts) if isinstance(facts, StallFacts) else explain_ranks(facts)
+
+
+def applies(cause: StallCause, facts: stall_examples.Facts) -> bool:
+    """Return whether a cause finds itself, whatever is judged before it."""
+    find = cause.find if isinstance(facts, StallFacts) else cause.find_among_ranks
+    return find is not None and find(facts) is not None
+
+
+def before(name: str) -> set[str]:
+    """Return a cause and those that are always judged before it."""
+    return {name, *(earlier for one in STALL_CAUSES[name].after for earlier in before(one))}
+
+
+@pytest.mark.parametrize("name", STALL_CAUSES)
+def test_a_stall_with_the_cause_has_it_and_a_similar_one_has_not(name: str) -> None:
+    sick, healthy = map(explained, stall_examples.EXAMPLES[name])
+    assert sick is not None
+    assert sick.cause == name
+    assert all((sick.why, sick.next_step))
+    assert healthy is None or healthy.cause != name
+
+
+@pytest.mark.parametrize("name", STALL_CAUSES)
+def test_no_chance_decides_between_two_causes_that_apply(name: str) -> None:
+    for facts in stall_examples.EXAMPLES[name]:
+        found = [name for name, cause in STALL_CAUSES.items() if applies(cause, facts)]
+        assert all(earlier in before(later) for earlier, later in pairwise(found))

@@ -1,4 +1,4 @@
-"""What thresholds and comments of a file belong together, in a file of its own."""
+"""Thresholds of a file, and the comments that belong to each."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which source lines a finding names, by samples that a test makes up."""
+"""Source lines that a finding names, from synthetic samples."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_examples import LOADER, WAITS, cpu_run, with_slow_steps
 
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import LOADER, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION
 from lightning_gpu_tools.advice.lines import MIN_SAMPLES, seen_in, sentence, where, worth_reporting
 from lightning_gpu_tools.training.phases import BACKWARD, DATA_LOADING, IN_WORKER, OPTIMIZER
@@ -125,23 +125,22 @@ def test_a_finding_on_the_host_names_its_line(
 
 def test_slow_steps_name_what_the_others_do_not_do() -> None:
     lines = (seen("training_step", 1000, line=3), seen("slow_step/training_step", 30))
-    finding = diagnose(replace(CAUSES["slow_steps"].sick, lines=lines)).findings[0]
+    finding = diagnose(replace(with_slow_steps(15.0), lines=lines)).findings[0]
     assert finding.cause == "slow_steps"
     assert finding.evidence["source_lines"] == "data.py:41 in decode (100 %)"
     assert finding.advice.endswith(" 100 % of the extra time is at data.py:41 in decode.")
 
 
-def test_the_rest_of_a_step_does_not_get_the_lines_of_its_parts() -> None:
-    phases = CAUSES["unexplained"].phases
-    assert callable(phases)
-    assert not phases({"phase": "training_step"})
-    assert phases({"phase": "training_step", "idle_percent": 60.0}) == ["training_step"]
-
-
-def test_what_workers_do_is_not_named_where_unpacking_is_the_limit() -> None:
-    phases = CAUSES["data_loading"].phases
-    assert callable(phases)
-    assert not phases({"kind": "main_process", "num_workers": 2})
+@pytest.mark.parametrize(
+    ("cause", "evidence", "phases"),
+    [
+        ("unexplained", {"phase": "training_step"}, []),  # the rest of a step, without its named parts
+        ("unexplained", {"phase": "training_step", "idle_percent": 60.0}, ["training_step"]),
+        ("data_loading", {"kind": "main_process", "num_workers": 2}, []),  # the workers are not the limit
+    ],
+)
+def test_a_finding_names_no_lines_of_other_work(cause: str, evidence: dict[str, Any], phases: list[str]) -> None:
+    assert CAUSES[cause].phases(evidence) == phases
 
 
 def test_a_line_that_is_known_need_not_be_looked_for() -> None:

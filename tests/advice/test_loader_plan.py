@@ -1,4 +1,4 @@
-"""How many workers a loader needs, and what the host lets it have."""
+"""The number of workers that a loader needs, and limits of the host."""
 
 import dataclasses
 import math
@@ -6,9 +6,9 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_examples import GIB, NO_WORKERS, a_host, gpu_run
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import GIB, NO_WORKERS, a_host, gpu_run
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, LoaderResult, LoaderTrial, plan_loader
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
@@ -49,20 +49,15 @@ def test_workers_that_compute_are_limited_by_cores_and_workers_that_wait_for_a_d
     # 80 ms of loading and 10 ms of training on 4 cores take 22.5 ms a batch at best, and 4 workers come near enough.
     assert (computing.settings.num_workers, computing.limited_by, computing.workers_needed) == (4, "cores", 9)
     assert computing.step_s == pytest.approx(0.0225)
-    assert (
-        plan(0.080, 0.001, a_host(2), cpu_s=0.080).settings.num_workers == 2
-    )  # no headroom, for which there is no core
+    without_headroom = plan(0.080, 0.001, a_host(2), cpu_s=0.080)  # for which there is no core
+    assert without_headroom.settings.num_workers == 2
     waiting = plan(0.080, 0.010, a_host(4), cpu_s=0.004)
     assert (waiting.settings.num_workers, waiting.limited_by) == (9, None)
 
 
-def test_the_ranks_of_a_machine_share_its_cores() -> None:
-    assert plan(0.080, 0.010, a_host(16, local_ranks=4), cpu_s=0.080).settings.num_workers == 4
-
-
-def test_cores_that_others_are_busy_on_do_not_count() -> None:
-    shared = a_host(cores_in_reach=4.0)
-    assert plan(0.080, 0.010, shared, cpu_s=0.080) == plan(0.080, 0.010, a_host(4), cpu_s=0.080)
+@pytest.mark.parametrize("host", [a_host(cores_in_reach=4.0), a_host(16, local_ranks=4)])
+def test_cores_of_other_jobs_and_ranks_do_not_count(host: HostBudget) -> None:
+    assert plan(0.080, 0.010, host, cpu_s=0.080) == plan(0.080, 0.010, a_host(4), cpu_s=0.080)
 
 
 def test_a_step_on_the_cpu_leaves_fewer_cores_to_load_with() -> None:
@@ -120,9 +115,9 @@ def test_no_plan_asks_for_more_than_the_step_or_the_host_can_use(
 FOUND = dataclasses.replace(NO_WORKERS, num_workers=4, prefetch_factor=2)
 
 
-def searched(chosen: LoaderSettings, applied: bool, *tried: tuple[LoaderSettings, float]) -> LoaderResult:
+def searched(chosen: LoaderSettings, *tried: tuple[LoaderSettings, float]) -> LoaderResult:
     trials = tuple(LoaderTrial(settings=settings, batch_s=batch_s, batches=24) for settings, batch_s in tried)
-    return LoaderResult(original=NO_WORKERS, settings=chosen, reason="As measured.", applied=applied, trials=trials)
+    return LoaderResult(original=NO_WORKERS, settings=chosen, reason="As measured.", trials=trials)
 
 
 @pytest.mark.parametrize(
@@ -130,16 +125,16 @@ def searched(chosen: LoaderSettings, applied: bool, *tried: tuple[LoaderSettings
     [
         (None, "too_few_workers", "NumWorkersFinder() finds and applies them.", None),
         (
-            searched(FOUND, False, (NO_WORKERS, 0.05), (FOUND, 0.02)),
+            searched(FOUND, (NO_WORKERS, 0.05), (FOUND, 0.02)),
             "too_few_workers",
             "num_workers=4, prefetch_factor=2) (now 0, None)",
             2.5 * 1.15,
         ),
-        (searched(NO_WORKERS, False, (NO_WORKERS, 0.05), (FOUND, 0.06)), "io_bound", "do less work per sample", 5.0),
-        (searched(NO_WORKERS, False), "too_few_workers", "As measured.", None),
+        (searched(NO_WORKERS, (NO_WORKERS, 0.05), (FOUND, 0.06)), "io_bound", "do less work per sample", 5.0),
+        (searched(NO_WORKERS), "too_few_workers", "As measured.", None),
     ],
 )
-def test_what_a_search_has_measured_is_the_finding(
+def test_measurements_of_a_search_replace_the_prediction(
     result: LoaderResult | None, kind: str, said: str, bound: float | None
 ) -> None:
     run = gpu_run({"data_loading": 400.0, "training_step": 100.0}, 20.0, loader=NO_WORKERS)

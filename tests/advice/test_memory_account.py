@@ -1,4 +1,4 @@
-"""The account of a GPU's memory, on data."""
+"""The use of a GPU's memory by part, on synthetic readings."""
 
 from dataclasses import replace
 from typing import Any
@@ -80,7 +80,7 @@ def test_every_part_of_the_memory_is_named() -> None:
         # A container that does not see all processes, or two that may be ours.
         ({"own_pids": None, "processes": (OWN,)}, {"driver": 0.5, "unexplained": 11}),
         ({"own_pids": None, "processes": (OWN, replace(OWN, pid=2))}, {"driver": 0.5, "unexplained": 11}),
-        # Windows' WDDM and WSL: no memory of processes. Some containers: their own process, with 0.
+        # WSL: no memory of processes. Some containers: their own process, with 0.
         ({"processes": (replace(OWN, memory_used_bytes=None),)}, {"driver": 0.5, "unexplained": 11}),
         ({"own_pids": None, "processes": (replace(OWN, memory_used_bytes=0),)}, {"driver": 0.5, "unexplained": 11}),
         ({"processes": None, "driver_bytes": None}, {"unexplained": 11.5}),
@@ -89,7 +89,7 @@ def test_every_part_of_the_memory_is_named() -> None:
         ({"used_bytes": None, "total_bytes": None}, {}),
     ],
 )
-def test_what_cannot_be_told_apart_stays_unexplained(driver: dict[str, Any], beyond_torch: dict[str, float]) -> None:
+def test_memory_without_a_known_owner_stays_unexplained(driver: dict[str, Any], beyond_torch: dict[str, float]) -> None:
     account = account_for(replace(DRIVER, **driver), [RANK])
     assert in_gib(account) == {**TORCH, **beyond_torch}
     assert (account.explained_share is None) == (not beyond_torch)
@@ -117,7 +117,7 @@ def test_a_peak_in_forward_has_only_the_gradients_that_were_kept() -> None:
 
 @pytest.mark.parametrize(("peaks", "activations"), [({"backward": 19 * GIB}, 6), ({}, 5)])
 def test_a_peak_before_training_is_not_this_trainings(peaks: dict[str, int], activations: int) -> None:
-    """Without one of its own, the most of its readings is known."""
+    """The largest reading counts if the training has no peak of its own."""
     earlier = replace(RANK, peaks_bytes={"before_training": 20 * GIB, **peaks})
     expected = {**TORCH, "activations": activations, "cache_reusable": 11 - activations}
     parts = in_gib(account_for(DRIVER, [earlier]))

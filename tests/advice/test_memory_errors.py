@@ -1,4 +1,4 @@
-"""What out-of-memory errors of torch, its libraries and the host say, and which errors are none."""
+"""Messages of out-of-memory errors of torch, its libraries and the host, and of other errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ sizes = st.integers(0, 200 * GIB)
 
 
 @given(st.lists(sizes, min_size=4, max_size=4), st.none() | sizes, st.dictionaries(st.integers(1, 2**22), sizes))
-def test_what_torch_writes_is_what_is_read(four: list[int], process_bytes: int | None, others: dict[int, int]) -> None:
+def test_sizes_that_torch_writes_are_read(four: list[int], process_bytes: int | None, others: dict[int, int]) -> None:
     requested, free, allocated, cached = four
     # Without a number of its own in the message, a process as large as torch's memory is this one.
     own = 2 * (allocated + cached) if process_bytes is None else process_bytes
@@ -56,80 +56,55 @@ def test_what_torch_writes_is_what_is_read(four: list[int], process_bytes: int |
     assert set(found.others_bytes) == set(others) or allocated + cached < 1024
 
 
-@pytest.mark.parametrize(
-    ("text", "fields"),
-    [
-        pytest.param(
-            "CUDA out of memory. Tried to allocate 2.00 MiB. GPU \x00", {"requested_bytes": 2 * MIB}, id="2.3, a NUL"
-        ),
-        pytest.param(
-            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8.00 GiB of which 0 bytes "
-            "is free. Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. Of the "
-            "allocated memory 9.00 GiB is allocated by PyTorch, and 512 bytes is reserved by PyTorch but unallocated.",
-            {"free_bytes": 0, "allocated_bytes": 9 * GIB, "cached_bytes": 512, "others_bytes": {}},
-            id="WSL: 2^64 is no size, and more is allocated than there is",
-        ),
-        pytest.param(
-            "HIP out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 64.00 GiB of which 0 bytes "
-            "is free. Of the allocated memory 60.00 GiB is allocated by PyTorch",
-            {"requested_bytes": GIB, "total_bytes": 64 * GIB},
-            id="ROCm",
-        ),
-        pytest.param(
-            "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
-            "Currently allocated     : 9.50 GiB\nRequested               : 640.00 MiB\n"
-            "Device limit            : 12.00 GiB\nFree (according to CUDA): 7.00 MiB\n"
-            "PyTorch limit (set by user-supplied memory fraction)\n                        : 6.00 GiB",
-            {
-                "requested_bytes": 640 * MIB,
-                "total_bytes": 12 * GIB,
-                "free_bytes": 7 * MIB,
-                "allocated_bytes": int(9.5 * GIB),
-                "allowed_bytes": 6 * GIB,
-            },
-            id="cudaMallocAsync",
-        ),
-        pytest.param(
-            "CUDA out of memory. Allocation of 3.00 GiB on GPU 0 was preemptively rejected by "
-            "per_process_memory_fraction",
-            {"requested_bytes": 3 * GIB},
-            id="2.15",
-        ),
-        pytest.param(
-            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-            {"name": "cuBLAS"},
-            id="cuBLAS",
-        ),
-        pytest.param("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", {"name": "cuDNN"}, id="cuDNN"),
-        pytest.param(
-            "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", {"name": "cuDNN", "is_certain": False}, id="or another fault"
-        ),
-        pytest.param(
-            "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA "
-            "function failed.\nLast error:\nCuda failure 2 'out of memory'",
-            {"source": "library", "name": "NCCL"},
-            id="NCCL",
-        ),
-        pytest.param("CUDA error: out of memory\nCUDA kernel errors might be", {"source": "driver"}, id="driver"),
-        pytest.param("Triton Error [CUDA]: out of memory", {"source": "driver"}, id="Triton"),
-        pytest.param(
-            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-            "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
-            {"source": "host", "requested_bytes": 4_000_000_000_000},
-            id="host",
-        ),
-        pytest.param(
-            "DataLoader worker (pid(s) 17, 18) exited unexpectedly",
-            {"source": "host", "is_certain": False, "workers": (17, 18)},
-            id="workers that ended",
-        ),
-        pytest.param(
-            "DataLoader worker (pid 17) is killed by signal: Killed. ",
-            {"workers": (17,)},
-            id="a worker that was killed",
-        ),
-    ],
-)
+MESSAGES = {
+    "WSL: 2^64 is no size, and more is allocated than there is": (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8.00 GiB of which 0 bytes "
+        "is free. Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. Of the "
+        "allocated memory 9.00 GiB is allocated by PyTorch, and 512 bytes is reserved by PyTorch but unallocated.",
+        {"free_bytes": 0, "allocated_bytes": 9 * GIB, "cached_bytes": 512, "others_bytes": {}},
+    ),
+    "ROCm": ("HIP out of memory. Tried to allocate 1.00 GiB. GPU 0 has a", {"requested_bytes": GIB}),
+    "cudaMallocAsync": (
+        "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
+        "Currently allocated     : 9.50 GiB\nRequested               : 640.00 MiB\n"
+        "Device limit            : 12.00 GiB\nFree (according to CUDA): 7.00 MiB\n"
+        "PyTorch limit (set by user-supplied memory fraction)\n                        : 6.00 GiB",
+        {
+            "requested_bytes": 640 * MIB,
+            "total_bytes": 12 * GIB,
+            "free_bytes": 7 * MIB,
+            "allocated_bytes": int(9.5 * GIB),
+            "allowed_bytes": 6 * GIB,
+        },
+    ),
+    "2.15": (
+        "CUDA out of memory. Allocation of 3.00 GiB on GPU 0 was preemptively rejected by per_process_memory_fraction",
+        {"requested_bytes": 3 * GIB},
+    ),
+    "cuBLAS": ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", {"name": "cuBLAS"}),
+    "cuDNN": ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", {"name": "cuDNN"}),
+    "or another fault": ("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", {"name": "cuDNN", "is_certain": False}),
+    "NCCL": (
+        "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA "
+        "function failed.\nLast error:\nCuda failure 2 'out of memory'",
+        {"source": "library", "name": "NCCL"},
+    ),
+    "driver": ("CUDA error: out of memory\nCUDA kernel errors might be", {"source": "driver"}),
+    "Triton": ("Triton Error [CUDA]: out of memory", {"source": "driver"}),
+    "host": (
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
+        {"source": "host", "requested_bytes": 4_000_000_000_000},
+    ),
+    "workers that ended": (
+        "DataLoader worker (pid(s) 17, 18) exited unexpectedly",
+        {"source": "host", "is_certain": False, "workers": (17, 18)},
+    ),
+    "a worker that was killed": ("DataLoader worker (pid 17) is killed by signal: Killed. ", {"workers": (17,)}),
+}
+
+
+@pytest.mark.parametrize(("text", "fields"), MESSAGES.values(), ids=MESSAGES)
 def test_every_kind_of_message_is_read(text: str, fields: dict[str, object]) -> None:
     found = out_of_memory(RuntimeError(text))
     assert found is not None

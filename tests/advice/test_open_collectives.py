@@ -1,4 +1,4 @@
-"""Which collective does not end, by the calls of each rank."""
+"""The collective that does not complete, from the calls of each rank."""
 
 from __future__ import annotations
 
@@ -7,49 +7,54 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stall_examples import a_call, a_group, a_rank
 
+from lightning_gpu_tools.advice.cause import Explanation
 from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC, SYNC_DIST
 from lightning_gpu_tools.advice.open_collectives import open_collective
-from lightning_gpu_tools.advice.stall_examples import a_call, a_group, a_rank
 from lightning_gpu_tools.advice.stalls import describe_rank, explain_ranks
 from lightning_gpu_tools.training.phases import DATA_LOADING
-from lightning_gpu_tools.training.stall_facts import Collective, RankFacts
+from lightning_gpu_tools.training.stall_facts import Collective, GroupCalls, RankFacts
 
 DONE = a_call(3, is_done=True)
 HERE = " in training_step (train.py:5)"
 LOADS = {"phase": DATA_LOADING, "cause": "dataset", "why": "It sleeps in __getitem__ (data.py:12)."}
 
 
-def why(*ranks: RankFacts) -> str:
+def explained(*ranks: RankFacts) -> Explanation:
     found = explain_ranks(ranks)
     assert found is not None
-    return found.why
+    return found
 
 
-def test_who_waits_where_and_who_is_behind() -> None:
+def of_calls(*groups: tuple[GroupCalls, ...], **facts: str) -> Explanation:
+    """Return why ranks with these calls have stalled."""
+    return explained(*(a_rank(rank, groups=one, **facts) for rank, one in enumerate(groups)))
+
+
+def test_ranks_that_wait_and_the_rank_behind_are_named() -> None:
     waiting, behind = a_rank(0, groups=a_group(DONE, a_call(4)), line=HERE), a_rank(1, groups=a_group(DONE), **LOADS)
-    assert why(waiting, behind) == (
+    assert explained(waiting, behind).why == (
         "All ranks wait for rank 1, at step 5, while waiting for data. It sleeps in __getitem__ (data.py:12). Rank 0 "
         "waits for all_reduce no. 4 of 7 float32 numbers in training_step (train.py:5); rank 1 has called only 3."
     )
     assert describe_rank(waiting).endswith("in forward, waiting for all_reduce no. 4 of 7 float32 numbers")
     assert describe_rank(behind).endswith("while waiting for data")
-    assert "; rank 1 has not called it." in why(waiting, a_rank(1, groups=a_group(DONE, name="tp")))
+    assert "; rank 1 has not called it." in explained(waiting, a_rank(1, groups=a_group(DONE, name="tp"))).why
 
 
 def test_a_rank_that_has_done_its_part_does_not_wait() -> None:
-    """The source of a broadcast has, while the others wait for the last one."""
+    """The source of a broadcast is done, while the others wait for the last one."""
     broadcast = a_call(4, "broadcast")
-    calls = [(DONE, broadcast._replace(is_done=True)), (DONE, broadcast), (DONE,)]
-    found = explain_ranks([a_rank(i, groups=a_group(*calls[i], ranks=range(3))) for i in range(3)])
-    assert found is not None
+    calls = (DONE, broadcast._replace(is_done=True)), (DONE, broadcast), (DONE,)
+    found = of_calls(*(a_group(*one, ranks=range(3)) for one in calls))
     assert found.rank == 2
     assert found.why.endswith(" Rank 1 waits for broadcast no. 4 of 7 float32 numbers; rank 2 has called only 3.")
 
 
 def test_ranks_that_do_the_same_share_a_part_of_the_sentence() -> None:
-    groups = [a_group(DONE, *[a_call(4)] * (rank != 2), ranks=range(4)) for rank in range(4)]
-    assert why(*(a_rank(rank, groups=groups[rank]) for rank in range(4))).endswith(
+    found = of_calls(*(a_group(DONE, *[a_call(4)] * (rank != 2), ranks=range(4)) for rank in range(4)))
+    assert found.why.endswith(
         " Ranks 0, 1 and 3 wait for all_reduce no. 4 of 7 float32 numbers; rank 2 has called only 3."
     )
 
@@ -64,83 +69,58 @@ def test_ranks_that_do_the_same_share_a_part_of_the_sentence() -> None:
     ],
 )
 def test_a_mismatch_is_named_that_stacks_do_not_show(call: Collective, words: str) -> None:
-    ranks = [a_rank(i, collective=BACKWARD_SYNC, groups=a_group(DONE, one)) for i, one in enumerate((a_call(4), call))]
-    found = explain_ranks(ranks)
-    assert found is not None
+    found = of_calls(a_group(DONE, a_call(4)), a_group(DONE, call), collective=BACKWARD_SYNC)
     assert found.cause == "collective_mismatch"
     assert found.why.endswith(f" As no. 4, rank 0 calls all_reduce of 7 float32 numbers; {words}.")
 
 
 def test_different_calls_of_the_program_are_a_mismatch() -> None:
     calls = (a_call(4), a_call(4, "broadcast"))
-    ranks = [a_rank(i, collective=f"{calls[i].operation} in act", groups=a_group(calls[i])) for i in range(2)]
-    found = explain_ranks(ranks)
-    assert found is not None
+    found = explained(*(a_rank(i, collective=f"{calls[i].operation} in act", groups=a_group(calls[i])) for i in (0, 1)))
     assert found.cause == "collective_mismatch"
 
 
 def test_of_three_ranks_the_odd_one_is_blamed() -> None:
-    calls = [a_call(4), a_call(4, size=8), a_call(4)]
-    found = explain_ranks([a_rank(i, groups=a_group(call)) for i, call in enumerate(calls)])
-    assert found is not None
+    found = of_calls(*map(a_group, (a_call(4), a_call(4, size=8), a_call(4))))
     assert (found.cause, found.rank) == ("collective_mismatch", 1)
 
 
 def test_a_mismatch_counts_although_the_call_has_ended() -> None:
     """NCCL ends some calls that do not match, with wrong numbers."""
-    groups = [a_group(a_call(3, name, is_done=True), a_call(4)) for name in ("reduce", "broadcast")]
-    assert " As no. 3, rank 0 calls reduce of " in why(*(a_rank(i, groups=groups[i]) for i in range(2)))
+    found = of_calls(*(a_group(a_call(3, name, is_done=True), a_call(4)) for name in ("reduce", "broadcast")))
+    assert " As no. 3, rank 0 calls reduce of " in found.why
 
 
 def test_ranks_may_pass_different_sizes_to_some_collectives() -> None:
-    groups = [a_group(a_call(4, "all_to_all", size)) for size in (2, 3)]
-    found = explain_ranks([a_rank(i, groups=groups[i]) for i in range(2)])
-    assert found is not None
+    found = of_calls(*(a_group(a_call(4, "all_to_all", size)) for size in (2, 3)))
     assert found.cause == "communication"
     assert "shapes" not in found.next_step
 
 
 def test_a_known_call_of_lightning_says_more_than_the_mismatch() -> None:
-    ranks = [
+    found = explained(
         a_rank(0, groups=a_group(a_call(4))),
         a_rank(1, collective=SYNC_DIST, groups=a_group(a_call(4, "barrier", None))),
-    ]
-    found = explain_ranks(ranks)
-    assert found is not None
+    )
     assert (found.cause, found.rank) == ("collective_on_one_rank", 1)
     assert "As no. 4, rank 0 calls all_reduce" in found.why
 
 
-def test_the_line_is_that_of_the_call_only_if_calls_wait_where_they_are_made() -> None:
-    def said(backend: str) -> str:
-        calls = (a_call(4), a_call(4, size=8))
-        groups = [(a_group(call)[0]._replace(group=f"{backend} 0"),) for call in calls]
-        return why(*(a_rank(i, line=HERE, groups=groups[i]) for i in range(2)))
-
-    assert said("gloo").count(HERE) == 2
-    assert HERE not in said("nccl")
+@pytest.mark.parametrize(("backend", "lines"), [("gloo", 2), ("nccl", 0)])
+def test_the_line_is_that_of_the_call_only_if_calls_wait_where_they_are_made(backend: str, lines: int) -> None:
+    groups = (a_group(call)[0]._replace(group=f"{backend} 0") for call in (a_call(4), a_call(4, size=8)))
+    assert of_calls(*((one,) for one in groups), line=HERE).why.count(HERE) == lines
 
 
 def test_a_rank_in_backward_that_has_not_called_it_does_not_wait() -> None:
-    groups = a_group(DONE, a_call(4)), a_group(DONE)
-    found = explain_ranks([a_rank(i, collective=BACKWARD_SYNC, groups=groups[i]) for i in range(2)])
-    assert found is not None
+    found = of_calls(a_group(DONE, a_call(4)), a_group(DONE), collective=BACKWARD_SYNC)
     assert (found.cause, found.rank) == ("code", 1)
-
-
-def test_groups_are_named_if_there_are_several() -> None:
-    pairs = [a_group(DONE, *[a_call(4)] * (rank == 0), name="tp") for rank in range(2)]
-    whole = [a_group(a_call(9, is_done=True)) for _ in range(2)]
-    assert why(*(a_rank(i, groups=(*pairs[i], *whole[i])) for i in range(2))).endswith(
-        " In group tp of ranks 0 and 1, rank 0 waits for all_reduce no. 4 of 7 float32 numbers; rank 1 has called only "
-        "3."
-    )
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
     first = (*a_group(DONE, a_call(4), name="tp"), *a_group(DONE))
     second = (*a_group(DONE, name="tp"), *a_group(DONE, a_call(4, "broadcast")))
-    assert why(a_rank(0, groups=first), a_rank(1, groups=second)).endswith(
+    assert of_calls(first, second).why.endswith(
         " In the default group, rank 1 waits for broadcast no. 4 of 7 float32 numbers; rank 0 has called only 3 and "
         "waits for all_reduce no. 4 of 7 float32 numbers in group tp of ranks 0 and 1."
     )
@@ -148,40 +128,32 @@ def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
 
 def test_the_group_counts_whose_missing_rank_waits_for_nobody() -> None:
     """Rank 0 waits for rank 1 in one group, and rank 1 in the other for rank 2."""
-    ranks = [
-        a_rank(0, groups=a_group(a_call(4), name="a", ranks=(0, 1))),
-        a_rank(1, groups=(*a_group(DONE, name="a"), *a_group(a_call(2), name="b", ranks=(1, 2)))),
-        a_rank(2, groups=a_group(a_call(1, is_done=True), name="b", ranks=(1, 2))),
-    ]
-    found = explain_ranks(ranks)
-    assert found is not None
+    found = of_calls(
+        a_group(a_call(4), name="a", ranks=(0, 1)),
+        (*a_group(DONE, name="a"), *a_group(a_call(2), name="b", ranks=(1, 2))),
+        a_group(a_call(1, is_done=True), name="b", ranks=(1, 2)),
+    )
     assert found.rank == 2
     assert "In group b of ranks 1 and 2, rank 1 waits for" in found.why
 
 
-def test_without_records_stacks_alone_speak() -> None:
+def test_without_records_the_stacks_decide() -> None:
     ranks = [a_rank(0, collective=BACKWARD_SYNC), a_rank(1, phase=DATA_LOADING)]
     assert open_collective(ranks) is None
-    assert "has called" not in why(*ranks)
-    ended = [a_rank(i, groups=a_group(DONE)) for i in range(2)]
-    assert open_collective(ended) is None
+    assert "has called" not in explained(*ranks).why
+    assert open_collective([a_rank(i, groups=a_group(DONE)) for i in range(2)]) is None
 
 
 PROGRAM = st.lists(st.sampled_from([("all_reduce", 7), ("broadcast", 4), ("barrier", None)]), min_size=1, max_size=8)
 
 
 def that_ran(program: Sequence[tuple[str, int | None]], steps: Sequence[int]) -> list[RankFacts]:
-    """Return ranks of which each has come so far in the same program."""
-    ended = min(steps)
-    return [
-        a_rank(
-            rank,
-            groups=a_group(
-                *(a_call(n + 1, *program[n], is_done=n < ended) for n in range(step)), ranks=range(len(steps))
-            ),
-        )
-        for rank, step in enumerate(steps)
-    ]
+    """Return ranks that have each made these many calls of the same program."""
+    ended, ranks = min(steps), []
+    for rank, step in enumerate(steps):
+        calls = [a_call(n + 1, *program[n], is_done=n < ended) for n in range(step)]
+        ranks.append(a_rank(rank, groups=a_group(*calls, ranks=range(len(steps)))))
+    return ranks
 
 
 @given(PROGRAM, st.data())

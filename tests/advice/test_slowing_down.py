@@ -1,4 +1,4 @@
-"""What is said of steps that take longer and longer, and what grows along with them, in synthetic measurements."""
+"""Steps that take longer and longer, and quantities that grow with them, in synthetic measurements."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from measured_runs import run_of
+from run_examples import a_block, cpu_run, gpu_run
 
-from lightning_gpu_tools.advice import causes
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.causes.slowing_down import slowing_down
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import a_block, cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.training.phases import TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import GpuFacts, LogFile, RunMeasurements, SourceLine, StepBlock
@@ -60,7 +59,7 @@ SIGNS: list[tuple[str, str, str, tuple[float, float], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "phase", "quantity", "ends", "words"), SIGNS)
-def test_what_grows_along_with_the_steps_is_named(
+def test_a_quantity_that_grows_with_the_steps_is_named(
     kind: str, phase: str, quantity: str, ends: tuple[float, float], words: str
 ) -> None:
     noise = random.Random(0)
@@ -72,9 +71,9 @@ def test_what_grows_along_with_the_steps_is_named(
     assert words in diagnosis.why
 
 
-@pytest.mark.parametrize(("kind", "phase", "quantity", "ends", "words"), SIGNS)
-def test_what_grows_is_not_blamed_for_a_phase_that_it_cannot_slow_down(
-    kind: str, phase: str, quantity: str, ends: tuple[float, float], words: str
+@pytest.mark.parametrize(("phase", "quantity", "ends"), [sign[1:4] for sign in SIGNS])
+def test_a_quantity_is_not_blamed_for_a_phase_that_it_cannot_slow_down(
+    phase: str, quantity: str, ends: tuple[float, float]
 ) -> None:
     other = "training_step/optimizer" if base_phase(phase) != TRAINING_STEP else "garbage_collection"
     finding = slowing_down(run({other: 20.0}, readings={quantity: rising(*ends)}))
@@ -92,12 +91,8 @@ def test_a_few_more_objects_or_bytes_are_not_blamed_for_long_steps() -> None:
 
 def test_the_share_is_what_was_added_and_the_rest_stays_with_the_logger() -> None:
     logger, logs = "logging/CSVLogger", {"CSVLogger": LogFile(name="metrics.csv", size_bytes=10**6, rows=41_000)}
-    slower = run(
-        {logger: 20.0},
-        {FORWARD: 20.0, logger: 20.0},
-        readings={"written_bytes_per_step": rising(1e3, 1e6)},
-        log_files=logs,
-    )
+    written: Any = {"written_bytes_per_step": rising(1e3, 1e6)}
+    slower = run({logger: 20.0}, {FORWARD: 20.0, logger: 20.0}, readings=written, log_files=logs)
     named = found(diagnose(slower))
     assert named["slowing_down"].share == pytest.approx(10 / 50)
     assert named["logging"].share == pytest.approx(20 / 50)
@@ -184,14 +179,10 @@ def test_a_jump_and_a_slow_beginning_are_left_to_other_causes() -> None:
     assert slowing_down(of(beginning)) is None
 
 
-def test_a_long_run_is_judged_in_few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    windows: list[int] = []
-    rise = causes.slowing_down.steady_rise
-    monkeypatch.setattr(causes.slowing_down, "steady_rise", lambda steps: windows.append(len(steps)) or rise(steps))
+def test_a_long_run_is_judged_in_fewer_windows() -> None:
     steps = [{FORWARD: 20.0, CALLBACK: 12.0 * i / 126} for i in range(127)]
     finding = slowing_down(of(steps))
     assert finding is not None
-    assert windows == [63]
     assert finding.evidence["times"] == pytest.approx(1.6, rel=0.02)
     assert finding.evidence["phase_ms_per_1000_steps"] == pytest.approx(12.0 / 1.26, rel=0.01)
 

@@ -1,4 +1,4 @@
-"""Contexts on GPUs that are not their rank's are named, and change no verdict but that of an error they cause."""
+"""CUDA contexts on GPUs of other ranks: their description, and errors that they cause."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from memory_examples import FLAT, MIB, an_error
+from run_examples import GIB, STEP, gpu_run
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import GIB, STEP, gpu_run
 from lightning_gpu_tools.advice.memory_causes.stray_contexts import stray_contexts
-from lightning_gpu_tools.advice.memory_examples import FLAT, MIB, an_error
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.run_measurements import HeldContext
@@ -30,36 +30,32 @@ ADVICE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("contexts", "said"),
-    [
-        pytest.param(
-            [held(3, 0)],
-            "Rank 3 (PID 4003) holds 530 MiB on GPU 0, which is not its GPU, since before training began. "
-            f"{ADVICE} That frees 530 MiB on GPU 0.",
-            id="one",
-        ),
-        pytest.param(
-            [held(rank, 0, since_step=1) for rank in range(1, 8)],
-            "Ranks 1 to 7 (PIDs 4001, 4002, 4003, 4004, 4005, 4006, 4007) hold 3.62 GiB on GPU 0, which is not their "
-            f"GPU, since the first step. {ADVICE} That frees 3.62 GiB on GPU 0.",
-            id="all of a node",
-        ),
-        pytest.param(
-            [held(9, 0, since_step=40, held_bytes=None)],
-            "Rank 9 (PID 4009) holds a CUDA context on GPU 0 of node 1, which is not its GPU, "
-            f"first seen after step 40. {ADVICE}",
-            id="in a container",
-        ),
-        pytest.param(
-            [held(1, 2), held(2, 0), held(3, 0, since_step=9)],
-            "Ranks 2 and 3 (PIDs 4002, 4003) hold 1.04 GiB on GPU 0, which is not their GPU, since before training "
-            f"began or later. {ADVICE} That frees 1.04 GiB on GPU 0. 1 more GPU has contexts of other ranks.",
-            id="two",
-        ),
-    ],
-)
-def test_who_holds_how_much_of_which_gpu_since_when(contexts: list[HeldContext], said: str) -> None:
+HELD = {
+    "one": (
+        [held(3, 0)],
+        "Rank 3 (PID 4003) holds 530 MiB on GPU 0, which is not its GPU, since before training began. "
+        f"{ADVICE} That frees 530 MiB on GPU 0.",
+    ),
+    "all of a node": (
+        [held(rank, 0, since_step=1) for rank in range(1, 8)],
+        "Ranks 1 to 7 (PIDs 4001, 4002, 4003, 4004, 4005, 4006, 4007) hold 3.62 GiB on GPU 0, which is not their "
+        f"GPU, since the first step. {ADVICE} That frees 3.62 GiB on GPU 0.",
+    ),
+    "in a container": (
+        [held(9, 0, since_step=40, held_bytes=None)],
+        "Rank 9 (PID 4009) holds a CUDA context on GPU 0 of node 1, which is not its GPU, "
+        f"first seen after step 40. {ADVICE}",
+    ),
+    "two": (
+        [held(1, 2), held(2, 0), held(3, 0, since_step=9)],
+        "Ranks 2 and 3 (PIDs 4002, 4003) hold 1.04 GiB on GPU 0, which is not their GPU, since before training "
+        f"began or later. {ADVICE} That frees 1.04 GiB on GPU 0. 1 more GPU has contexts of other ranks.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("contexts", "said"), HELD.values(), ids=HELD)
+def test_a_description_has_the_ranks_the_size_and_the_gpu(contexts: list[HeldContext], said: str) -> None:
     (finding,) = stray_contexts([*OWN, *contexts])
     assert finding.advice == said
 
@@ -73,9 +69,7 @@ def test_many_processes_are_counted_not_listed() -> None:
 
 def test_a_process_alone_is_told_its_own_gpu() -> None:
     (finding,) = stray_contexts([held(0, 2, is_own=True), held(0, 0, is_own=False)])
-    assert finding.advice.startswith(
-        "This process (PID 4000) holds 530 MiB on GPU 0, which is not its GPU, since before"
-    )
+    assert finding.advice.startswith("This process (PID 4000) holds 530 MiB on GPU 0, which is not its GPU, since")
     assert "Call torch.cuda.set_device(2) before" in finding.advice
 
 
@@ -117,15 +111,15 @@ def test_an_error_that_would_not_have_come_without_them_is_theirs() -> None:
     assert [one.cause for one in found.findings].count("stray_contexts") == 1
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        pytest.param(failed((held(1, 0, held_bytes=100 * MIB),)), id="too little"),
-        pytest.param(failed((held(2, 1),)), id="on another GPU"),
-        pytest.param(failed((held(1, 0, held_bytes=None),)), id="of unknown size"),
-        pytest.param(failed(SEVEN, allowed=23 * GIB), id="beside a limit"),
-    ],
-)
+ANYWAY = {
+    "too little": failed((held(1, 0, held_bytes=100 * MIB),)),
+    "on another GPU": failed((held(2, 1),)),
+    "of unknown size": failed((held(1, 0, held_bytes=None),)),
+    "beside a limit": failed(SEVEN, allowed=23 * GIB),
+}
+
+
+@pytest.mark.parametrize("error", ANYWAY.values(), ids=ANYWAY)
 def test_an_error_that_would_come_anyway_is_not_theirs_but_they_are_named(error: OutOfMemory) -> None:
     found = diagnose(replace(gpu_run(STEP, 97.0), contexts=error.contexts), out_of_memory=error)
     assert [one.cause for one in found.findings] == ["batch_too_large", "stray_contexts"]

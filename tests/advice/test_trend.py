@@ -1,4 +1,4 @@
-"""A steady rise is told from noise, jumps and a slow beginning, in seeded simulations."""
+"""Seeded simulations of steady rises, noise, jumps and slow beginnings."""
 
 from __future__ import annotations
 
@@ -69,38 +69,34 @@ def share_found(draw: Draw, runs: int = RUNS) -> float:
     return sum(steady_rise(draw(rng)) is not None for _ in range(runs)) / runs
 
 
-@pytest.mark.parametrize(
-    ("flat", "at_most"),
-    [
-        pytest.param(noise(0.05), 0.0, id="noise"),
-        pytest.param(noise(0.3), 0.001, id="much noise"),
-        pytest.param(noise(0.2, remembers=0.7), 0.003, id="noise that lasts"),
-        pytest.param(noise(0.2, count=63), 0.001, id="more windows"),
-        pytest.param(noise(0.2, count=24), 0.001, id="fewer windows"),
-        pytest.param(with_stalls, 0.001, id="stalls"),
-        pytest.param(with_jumps(1, 1.6), 0.003, id="a jump"),
-        pytest.param(with_jumps(1, 5.0), 0.003, id="a large jump"),
-        pytest.param(with_jumps(2, 1.4), 0.003, id="two jumps"),
-        pytest.param(with_slow_beginning, 0.0, id="a slow beginning"),
-        pytest.param(with_cold_start, 0.003, id="a rise that ends"),
-        pytest.param(lambda rng: [*noise(0.05)(rng), 1e3], 0.0, id="one long step at the end"),
-    ],
-)
+FLAT = {
+    "noise": (noise(0.3), 0.001),
+    "noise that lasts": (noise(0.2, remembers=0.7), 0.003),
+    "fewer windows": (noise(0.2, count=24), 0.001),
+    "stalls": (with_stalls, 0.001),
+    "a jump": (with_jumps(1, 1.6), 0.003),
+    "two jumps": (with_jumps(2, 1.4), 0.003),
+    "a slow beginning": (with_slow_beginning, 0.0),
+    "a rise that ends": (with_cold_start, 0.003),
+    "one long step at the end": (lambda rng: [*noise(0.05)(rng), 1e3], 0.0),
+}
+
+
+@pytest.mark.parametrize(("flat", "at_most"), FLAT.values(), ids=FLAT)
 def test_a_run_that_does_not_slow_down_steadily_has_no_rise(flat: Draw, at_most: float) -> None:
     assert share_found(flat) <= at_most
 
 
-@pytest.mark.parametrize(
-    ("draw", "at_least"),
-    [
-        pytest.param(rising(1.6, 0.02), 0.99, id="steps that become 1.6 times as long"),
-        pytest.param(rising(1.25, 0.02), 0.9, id="1.25 times"),
-        pytest.param(rising(3.0, 0.1), 0.95, id="under much noise"),
-        pytest.param(rising(3.0, 0.05, lambda part: part**2), 0.99, id="ever faster"),
-        pytest.param(rising(3.0, 0.05, math.sqrt), 0.95, id="ever slower"),
-        pytest.param(with_stalls_in(rising(3.0, 0.02)), 0.99, id="with a stall in every thirteenth window"),
-    ],
-)
+RISING = {
+    "steps that become 1.6 times as long": (rising(1.6, 0.02), 0.99),
+    "1.25 times": (rising(1.25, 0.02), 0.9),
+    "ever faster": (rising(3.0, 0.05, lambda part: part**2), 0.99),
+    "ever slower": (rising(3.0, 0.05, math.sqrt), 0.95),
+    "with a stall in every thirteenth window": (with_stalls_in(rising(3.0, 0.02)), 0.99),
+}
+
+
+@pytest.mark.parametrize(("draw", "at_least"), RISING.values(), ids=RISING)
 def test_a_run_that_slows_down_steadily_has_one(draw: Draw, at_least: float) -> None:
     assert share_found(draw, 200) >= at_least
 
@@ -138,14 +134,7 @@ def test_a_line_through_a_curve_begins_near_its_lowest_value() -> None:
 
 @pytest.mark.parametrize(
     ("values", "ends"),
-    [
-        ([1, 2, 3, 4, 5, 6], (1.5, 5.5)),
-        ([5, 5, 5, 5, 5, 5], None),
-        ([6, 5, 4, 3, 2, 1], None),
-        ([1, 9, 2, 8, 3, 7], None),
-        ([1, 2], None),
-        ([], None),
-    ],
+    [([1, 2, 3, 4, 5, 6], (1.5, 5.5)), ([5, 5, 5, 5, 5, 5], None), ([1, 9, 2, 8, 3, 7], None), ([], None)],
 )
 def test_a_quantity_rises_if_most_pairs_of_readings_do(values: list[float], ends: tuple[float, float] | None) -> None:
     assert rise([(10.0 * step, value) for step, value in enumerate(values)]) == ends

@@ -1,4 +1,4 @@
-"""What is said of steps that are not alike, in trainings on a clock that moves by hand."""
+"""Uneven steps of trainings on a clock that moves by hand: their causes, evidence and words."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from measured_runs import run_of
+from run_examples import LOADER
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import LOADER
 from lightning_gpu_tools.advice.uneven_steps import MIN_UNEVEN, period, uneven
 from lightning_gpu_tools.training.run_measurements import Storage
 
@@ -76,18 +76,6 @@ NOW_AND_THEN = set(random.Random(3).sample(range(WARM_UP + 10, 400), 12))
             "every 20 steps).",
         ),
         (
-            {"logging__CSVLogger": every(50, 0.4)},
-            "logging",
-            {"period": "log_every_n_steps"},
-            "every 50 steps, the period of log_every_n_steps)",
-        ),
-        (
-            {"garbage_collection": every(30, 0.4)},
-            "garbage_collection",
-            {"every_steps": 30},
-            "Garbage collection takes 39 % of the wall time (",
-        ),
-        (
             {"data_loading": every(40, 2.0)},
             "data_loading",
             {"kind": "slow_batches", "every_steps": 40},
@@ -105,12 +93,7 @@ NOW_AND_THEN = set(random.Random(3).sample(range(WARM_UP + 10, 400), 12))
             {"kind": "beginning", "first_steps": 99},
             '(in the first 99 of 400 steps "training step" took 5.9 times as long)',
         ),
-        (
-            {"checkpoint": every(50, 2.0)},
-            "checkpoint",
-            {"every_steps": 50, "slow_steps": 7},
-            "every 50 steps",
-        ),
+        ({"checkpoint": every(50, 2.0)}, "checkpoint", {"every_steps": 50, "slow_steps": 7}, "every 50 steps"),
     ],
 )
 def test_uneven_steps_are_named(
@@ -127,11 +110,7 @@ def test_uneven_steps_are_named(
 @pytest.mark.parametrize(
     ("file_system", "is_network", "words"),
     [
-        (
-            "nfs4",
-            True,
-            "/d is on nfs4, a network file system. To speed up the beginning, copy the data to a local",
-        ),
+        ("nfs4", True, "/d is on nfs4, a network file system. To speed up the beginning, copy the data to a local"),
         ("ext4", False, "Later steps need no change: by then the data is cached. /d is on ext4."),
         ("tmpfs", False, "Later steps need no change. /d is on tmpfs, which is memory."),
     ],
@@ -147,11 +126,7 @@ def test_the_storage_of_a_slow_beginning_is_named(file_system: str, is_network: 
 @pytest.mark.parametrize(
     ("seconds", "options", "but"),
     [
-        (
-            {"training_step": at({200}, 3.0)},
-            {},
-            '1 of 379 steps took 151 times the median, in "training step": 27 %',
-        ),
+        ({"training_step": at({200}, 3.0)}, {}, '1 of 379 steps took 151 times the median, in "training step": 27 %'),
         ({"training_step": at({1}, 30.0)}, {}, 'in the first of 400 steps "training step" took over 100 times as long'),
         (
             {"training_step": every(4, 0.05)},
@@ -160,7 +135,7 @@ def test_the_storage_of_a_slow_beginning_is_named(file_system: str, is_network: 
         ),
     ],
 )
-def test_what_no_change_prevents_is_said_without_a_finding(
+def test_uneven_steps_that_no_change_prevents_are_no_finding(
     seconds: dict[str, Callable[[int], float]], options: dict[str, int], but: str
 ) -> None:
     diagnosis = diagnose(run_of(steps(**seconds), **options))
@@ -237,8 +212,6 @@ def test_steps_at_random_hardly_ever_have_a_period(count: int, seed: int) -> Non
 
 
 _SECONDS = st.sampled_from([0.02, 0.02, 0.02, 0.021, 0.022, 0.04, 0.1, 0.5, 2.0])
-
-
 _PHASES = st.sampled_from(["training_step/forward", "trainer", "data_loading", "callback/Slow"])
 
 

@@ -1,4 +1,4 @@
-"""Advice names what the user has: a Trainer's options, or what a loop of one's own can do."""
+"""Advice for a Trainer names options of a Trainer, and advice for a loop what a loop can do."""
 
 from __future__ import annotations
 
@@ -8,28 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import memory_examples
 import pytest
-from measured_runs import COPIES, run_of, waiting_ranks
+import run_examples
+from measured_runs import run_of, waiting_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_cases import MEASURED
+from run_examples import COPIES, LOADER, STEP, WAITS, contended, cpu_run, gpu_run, on_hopper, ranks
 
-from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import (
-    LOADER,
-    STEP,
-    WAITS,
-    contended,
-    cpu_run,
-    gpu_run,
-    on_hopper,
-    ranks,
-)
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
-from lightning_gpu_tools.advice.memory_examples import GROWING, an_error
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, SELF_LOG, TRAINER
 from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasurements
@@ -40,8 +30,6 @@ OF_A_TRAINER = (
     r"[Tt]he callback |The logger  |every_n_|accumulate_grad|val_check|limit_val|_interval|\"interval"
 )
 OF_A_LOOP = r"run\.phase|run\.batches|watch\(|find_loader_settings|Fabric|no_sync|select_gpus|\.to\(device\)|The phase"
-
-NAMED = {"optimizers": {"Adam": "fusible"}}
 
 
 def work(phase: str, **options: Any) -> RunMeasurements:
@@ -59,40 +47,26 @@ def uneven(phase: str, every: int, slow_s: float, **options: Any) -> RunMeasurem
 
 RUNS = [
     *(case.run for case in MEASURED.values()),
-    *map(
-        work, ("callback", "callback/A", "callback/StepLR.step", "callback/LitModel.optimizer_step", "callback/a.log")
-    ),
-    *map(work, ("logging", "logging/CSVLogger", "logging/self.log", "checkpoint", "validation", "epoch_start")),
-    *map(work, ("garbage_collection", "host_to_device_copy", "unexplained", "training_step", TRAINER, OUTSIDE_LOOP)),
-    cpu_run({"training_step/forward": 2, "training_step/backward": 18, "training_step/optimizer": 2}, **NAMED),
-    cpu_run({"training_step/forward": 2, "training_step/backward": 4, "training_step/optimizer": 14}, **NAMED),
-    cpu_run(WAITS),
+    *(sick for sick, _ in run_examples.EXAMPLES.values()),
+    *map(work, ("callback", "callback/StepLR.step", "callback/LitModel.optimizer_step", "callback/a.log")),
+    *map(work, ("logging", "logging/self.log", "host_to_device_copy", "training_step", TRAINER, OUTSIDE_LOOP)),
     cpu_run(WAITS, loader=None),
     gpu_run(**COPIES, ranks=late_rank("forward").ranks),
     gpu_run(**COPIES, loader=dataclasses.replace(LOADER, pin_memory=False)),
-    gpu_run(STEP, 40.0),
     gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 5))),
     *map(late_rank, ("data_loading", "backward", "callback/A", "logging/A", "checkpoint", "validation", "epoch_start")),
     *map(waiting_ranks, ("backward", "data_loading")),
-    contended(),
     contended(others=1.0, niceness=5, users=(CoreUser(user="eve", name="job", cores=1.0),)),
-    contended(throttled_share=0.4, quota_cores=1.5),
     contended(machine_cores=64),
     *(uneven(phase, 50, 1.0) for phase in ("training_step", "data_loading", "callback/A", "logging/A", "checkpoint")),
     uneven("training_step", 4, 0.05, accumulate_grad_batches=4),
     dataclasses.replace(cpu_run(STEP), blocks=[]),
-    CAUSES["recompilation"].sick,
-    CAUSES["slowing_down"].sick,
 ]
 
 
-OUT_OF_MEMORY = [
-    *(cause.sick for cause in MEMORY_CAUSES.values()),
-    an_error(validation_begins=GROWING, phase="validation", grad_enabled=False),
-]
 DIAGNOSES = [
     *((run, {}) for run in RUNS),
-    *((gpu_run(STEP), {"out_of_memory": error}) for error in OUT_OF_MEMORY),
+    *((gpu_run(STEP), {"out_of_memory": error}) for pair in memory_examples.EXAMPLES.values() for error in pair),
     *(
         (gpu_run(STEP, 97.0), {"growth": [MemoryGrowth(whose=whose, bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)]})
         for whose in ("gpu", "process", "workers")
@@ -102,11 +76,6 @@ DIAGNOSES = [
 
 def texts(diagnosis: Diagnosis) -> list[str]:
     return [diagnosis.why, diagnosis.next_step, *(finding.advice for finding in diagnosis.findings)]
-
-
-def test_every_cause_is_among_the_runs() -> None:
-    found = {finding.cause for run, more in DIAGNOSES for finding in diagnose(run, **more).findings}
-    assert found == {*CAUSES, *MEMORY_CAUSES}
 
 
 @pytest.mark.parametrize(

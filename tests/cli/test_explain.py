@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from lightning_gpu_tools.advice import causes, memory_causes, stall_causes
-from lightning_gpu_tools.advice.stall_cause import StallCause
 from lightning_gpu_tools.cli import main
 
 REGISTRIES = {
@@ -34,10 +33,6 @@ def in_one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
-def changes_of(cause: Any) -> list[str]:
-    return [cause.change] if isinstance(cause, StallCause) else [shape.change for shape in cause.shapes]
-
-
 def numbers_in(source: str) -> list[str]:
     """Return the names of the constants of a file that are numbers, as a reader sees them."""
     return re.findall(r"^_?([A-Z][A-Z_]+) = \(?\d[\d.e, *()/-]*(?:  #.*)?$", source, re.MULTILINE)
@@ -51,8 +46,8 @@ def test_every_cause_is_explained_with_its_thresholds(package: Any, explain: Exp
         shown = in_one_line(text)
         meaning = source.removeprefix('"""').partition("\n")[0].removesuffix('"""').replace("``", "`")
         assert meaning in shown
-        for change in changes_of(cause):
-            assert re.sub(r"\[below\].*", "", change) in shown, name
+        for shape in cause.shapes:
+            assert re.sub(r"\[below\].*", "", shape.change) in shown, name
         for number in numbers_in(source):
             assert f" {number} = " in shown, f"{name}: {number}"
         assert re.search(r"How it is measured\n  \S", text), name

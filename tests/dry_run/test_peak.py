@@ -1,4 +1,4 @@
-"""The peak among recorded allocations, and what is in use there."""
+"""The peak of recorded allocations, and the parts of memory at it."""
 
 from typing import Any
 

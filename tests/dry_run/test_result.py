@@ -62,7 +62,7 @@ WITHOUT_GPU = ProcessRecord(torch="/torch", outcome="ended")
             1,
             [replace(COMPLETE, outcome="broken", error="KeyError: 1")],
             "cannot_be_told",
-            "The recording of a process failed: KeyError: 1",
+            "process failed: KeyError: 1",
         ),
     ],
 )
@@ -73,7 +73,7 @@ def test_judgment(code: int, records: list[ProcessRecord], verdict: Verdict, why
     assert (found.record is None) == (verdict == "cannot_be_told")
 
 
-def test_what_fits_is_told_with_all_that_it_needs() -> None:
+def test_a_command_that_fits_is_reported_with_its_needs() -> None:
     run = result(judge(0, [COMPLETE], 3, "/torch"), "a100-40gb", 1, 3)
     assert run.needed_bytes == 23 * GIB + 500 * MIB == sum(run.parts_bytes.values())
     assert run.min_free_bytes == pytest.approx(1.2 * run.needed_bytes)
@@ -82,9 +82,7 @@ def test_what_fits_is_told_with_all_that_it_needs() -> None:
     assert "a100-80gb" not in run.estimated
     assert "t4" in run.estimated
     text = render(replace(run, free_here=(0, 3)))
-    assert text.startswith(
-        "Fits: needs 23.5 GiB of the 39.4 GiB of an NVIDIA A100-SXM4-40GB (peak in forward of step 2,"
-    )
+    assert text.startswith("Fits: needs 23.5 GiB of the 39.4 GiB of an NVIDIA A100-SXM4-40GB (peak in forward of step")
     assert "15.0 GiB  model.py:41 in attend (forward)" in text
     assert "Largest batch: 54, predicted from the allocations of this batch of 32." in text
     assert "Value for --min-free: 28.2GiB. Enough memory is free now on GPUs 0 and 3 of this machine." in text
@@ -99,7 +97,7 @@ def test_ranks_need_nccls_buffers() -> None:
     assert "NCCL" in " ".join(run.unknown)
 
 
-def test_what_does_not_fit_is_told_with_what_it_would_need() -> None:
+def test_a_command_that_does_not_fit_is_reported_with_its_needs() -> None:
     judgment = judge(1, [FAILED], 3, "/torch")
     run = result(judgment, "t4", 1, 3, COMPLETE)
     assert run.reason == (
@@ -112,7 +110,7 @@ def test_what_does_not_fit_is_told_with_what_it_would_need() -> None:
     assert render(unknown).startswith("Does not fit: needs more than the 14.6 GiB of a Tesla T4. Allocating 2.00 GiB")
 
 
-def test_what_is_missing_in_a_run_is_said() -> None:
+def test_parts_that_a_run_did_not_measure_are_named() -> None:
     record = replace(COMPLETE, outcome="ended", steps=1, has_validated=False, has_convolutions=True, compiles=True)
     run = result(judge(0, [record], 3, "/torch"), "t4", 1, 3)
     words = ("after training step 1", "No validation", "cuDNN", "torch.compile was disabled", "Kernels compute nothing")

@@ -16,7 +16,7 @@ from sample_report import FINDING, REPORT
 
 from lightning_gpu_tools.advice.findings import Verdict
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, LoaderTrial
-from lightning_gpu_tools.advice.memory_account import growing_memory
+from lightning_gpu_tools.advice.memory_causes.memory_growth import growing_memory
 from lightning_gpu_tools.advice.memory_causes.stray_contexts import stray_contexts
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.reports.report import summarize

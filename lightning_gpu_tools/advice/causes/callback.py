@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import HostPhase, named_phase, phases_of
 from lightning_gpu_tools.training.phases import CALLBACK
@@ -54,18 +53,11 @@ def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
 
 
 CAUSE = Cause(
-    name="callback",
     begins=_begins,
-    shapes=[
-        Shape(
-            "The callback ... takes ..., `LitModel.on_train_batch_start` takes ..., `StepLR.step` takes ...",
-            "run it less often, by the factor in the advice; make a hook that runs in every step faster, or return "
-            "early from it in most steps",
-        )
-    ],
+    says="The callback ... takes ..., `LitModel.on_train_batch_start` takes ..., `StepLR.step` takes ...",
+    change="run it less often, by the factor in the advice; make a hook that runs in every step faster, or return "
+    "early from it in most steps",
     find=find,
     phases=named_phase(CALLBACK),
     verified_on="hardware",
-    sick=cpu_run({"callback/A": 20, "training_step": 20}),
-    healthy=cpu_run({"callback/A": 0.4, "training_step": 20}),
 )

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
 from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
@@ -32,17 +31,10 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="checkpoint",
     begins="Writing checkpoints takes",
-    shapes=[
-        Shape(
-            "Writing checkpoints takes ...; their folder is on `nfs4`, `ext4`, ...",
-            "save less often, by the factor in the advice; `AsyncCheckpointIO`; save to the local disk in the advice",
-        )
-    ],
+    says="Writing checkpoints takes ...; their folder is on `nfs4`, `ext4`, ...",
+    change="save less often, by the factor in the advice; `AsyncCheckpointIO`; save to the local disk in the advice",
     find=find,
     phases=[CHECKPOINT],
     verified_on="cpu",
-    sick=cpu_run({"checkpoint": 30, "training_step": 70}),
-    healthy=cpu_run({"checkpoint": 1, "training_step": 70}),
 )

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import cpu_run
-from lightning_gpu_tools.advice.examples import ranks as a_job_of
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.ranks import mean_wait_s, waits_for_cores_of_others_s
 from lightning_gpu_tools.training.phases import RANK_WAIT_IN_STEP
@@ -72,20 +70,12 @@ def _sending(run: RunMeasurements, wait_s: float) -> Finding:
     )
 
 
-_QUICK = {"backward": 0.01}
 CAUSE = Cause(
-    name="communication",
     begins="Waiting for other ranks takes",
-    shapes=[
-        Shape(
-            "Waiting for other ranks takes ..., and no single rank is the reason",
-            "`accumulate_grad_batches`, compressed gradients",
-        )
-    ],
+    says="Waiting for other ranks takes ..., and no single rank is the reason",
+    change="`accumulate_grad_batches`, compressed gradients",
     find=find,
     after=("straggler",),
     counts_while_busy=True,  # a GPU that waits for another one is busy
     verified_on="simulated GPU",
-    sick=cpu_run({"training_step": 30}, **a_job_of(_QUICK, _QUICK, wait_s=0.02)),
-    healthy=cpu_run({"training_step": 30}, **a_job_of(_QUICK, _QUICK, wait_s=0.001)),
 )

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import contended
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted, with_share
 from lightning_gpu_tools.advice.lines import sentence
 from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
@@ -168,9 +167,8 @@ def _cores(count: float) -> str:
 
 
 CAUSE = Cause(
-    name="cpu_contention",
     begins="Waiting for a CPU core takes",
-    shapes=[
+    rows=[
         Shape(
             "Waiting for a CPU core takes ...; other programs keep ... of ... cores busy, by user and name",
             "stop them, or train where cores are free; start the job without `nice`",
@@ -195,6 +193,4 @@ CAUSE = Cause(
     needs=("cores.wait_share",),
     counts_while_busy=True,
     verified_on="cpu",
-    sick=contended(throttled_share=0.4, quota_cores=2.0),
-    healthy=contended(0.05),
 )

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from statistics import median
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import (
     MIN_CEILING,
     MIN_CEILING_LOWER,
@@ -265,9 +264,8 @@ def _phases(evidence: Mapping[str, float | str]) -> list[str]:
 
 
 CAUSE = Cause(
-    name="data_loading",
     begins="Waiting for data takes",
-    shapes=[
+    rows=[
         Shape(
             "Waiting for data takes ...; *Next* has `DataLoader(..., num_workers=...)` and a range of the speedup",
             "set these values, or let `NumWorkersFinder()` measure and apply them. If that is not enough, the limit is "
@@ -310,6 +308,4 @@ CAUSE = Cause(
     phases=_phases,
     time="the loader's time",
     verified_on="cpu",
-    sick=cpu_run(WAITS),
-    healthy=cpu_run({"data_loading": 0.2, "training_step": 40.0}),
 )

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE, idle_in_step, syncs_in_step
+from lightning_gpu_tools.advice.lines import in_words
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.units import printable
 
 _MAX_LINES = 3  # our default: lines in the advice
 _LOG_WITHOUT_SYNC = " Pass the tensor itself to self.log; prog_bar=True syncs each time the bar is drawn."
@@ -25,7 +24,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         return
     syncs = syncs_in_step(run)
     per_step = sum(one.samples for one in syncs) / run.watched.steps
-    lines = ", ".join(f"{printable(one.file)}:{one.line} in {printable(one.function)}" for one in syncs[:_MAX_LINES])
+    lines = ", ".join(in_words(one.file, one.line, one.function) for one in syncs[:_MAX_LINES])
     evidence: Evidence = {
         "ms_per_step": idle.syncs * run.step_s * 1e3,
         "syncs_per_step": per_step,
@@ -39,20 +38,11 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     yield counted("device_sync", idle.syncs, evidence, advice)
 
 
-_SYNC = watched(operations=400, line=42)
-
 CAUSE = Cause(
-    name="device_sync",
     begins="Waiting for GPU results inside the training step takes",
-    shapes=[
-        Shape(
-            "Waiting for GPU results inside the training step, with the source line",
-            "remove `.item()`, `print(tensor)`, `.cpu()`, `torch.cuda.synchronize()` there",
-        )
-    ],
+    says="Waiting for GPU results inside the training step, with the source line",
+    change="remove `.item()`, `print(tensor)`, `.cpu()`, `torch.cuda.synchronize()` there",
     find=find,
     needs=("watched",),
     verified_on="hardware",
-    sick=gpu_run(STEP, 50.0, **_SYNC),
-    healthy=gpu_run(STEP, 97.0, **_SYNC),
 )

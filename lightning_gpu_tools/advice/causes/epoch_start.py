@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
 from lightning_gpu_tools.training.phases import EPOCH_START
@@ -26,12 +25,10 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="epoch_start",
     begins="Starting epochs takes",
-    shapes=[Shape("Starting epochs takes ...", "longer epochs; `persistent_workers=True`")],
+    says="Starting epochs takes ...",
+    change="longer epochs; `persistent_workers=True`",
     find=find,
     phases=[EPOCH_START],
     verified_on="cpu",
-    sick=cpu_run({"epoch_start": 20, "training_step": 20}),
-    healthy=cpu_run({"epoch_start": 0.4, "training_step": 20}),
 )

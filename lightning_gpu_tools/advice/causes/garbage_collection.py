@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
 from lightning_gpu_tools.training.phases import GARBAGE_COLLECTION
@@ -25,17 +24,10 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="garbage_collection",
     begins="Garbage collection takes",
-    shapes=[
-        Shape(
-            "Garbage collection takes ...",
-            "call `gc.collect()` and `gc.freeze()` once before training; call `gc.collect()` less often",
-        )
-    ],
+    says="Garbage collection takes ...",
+    change="call `gc.collect()` and `gc.freeze()` once before training; call `gc.collect()` less often",
     find=find,
     phases=[GARBAGE_COLLECTION],
     verified_on="cpu",
-    sick=cpu_run({"garbage_collection": 10, "training_step": 20}),
-    healthy=cpu_run({"garbage_collection": 0.4, "training_step": 20}),
 )

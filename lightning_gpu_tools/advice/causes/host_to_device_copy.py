@@ -7,10 +7,8 @@ the transfer hooks counts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import LOADER, gpu_run, sampled_idle
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
 from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE
@@ -68,26 +66,11 @@ def _advice(run: RunMeasurements) -> str:
     return advice
 
 
-_COPIED = sampled_idle(host_to_device_copy=(20.0, 19.0))
-_HIDDEN = sampled_idle(host_to_device_copy=(20.0, 0.5))
-
 CAUSE = Cause(
-    name="host_to_device_copy",
     begins="Moving batches to the device takes",
-    shapes=[
-        Shape(
-            "Moving batches to the device takes ...",
-            "`pin_memory=True`; `uint8` images; `register_buffer` for tensors left on the CPU",
-        )
-    ],
+    says="Moving batches to the device takes ...",
+    change="`pin_memory=True`; `uint8` images; `register_buffer` for tensors left on the CPU",
     find=find,
     phases=[COPY],
     verified_on="hardware",
-    sick=gpu_run(
-        {"host_to_device_copy": 20, "training_step": 30},
-        60.0,
-        gpu_idle=_COPIED,
-        loader=replace(LOADER, pin_memory=False),
-    ),
-    healthy=gpu_run({"host_to_device_copy": 20, "training_step": 30}, 97.0, gpu_idle=_HIDDEN),
 )

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Finding, counted
 from lightning_gpu_tools.advice.idle_in_step import idle_in_step, is_tiny
-from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements, SourceLine
+from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 
 _MIN_SHARE = 0.15  # our default: even a well-fed GPU has some gaps
 
@@ -33,27 +32,12 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     yield counted("host_work", idle.host_work, evidence, advice)
 
 
-_BUSY_HOST = {
-    **watched(operations=30),
-    "lines": (
-        SourceLine(phase="training_step/forward", file="train.py", line=57, function="augment", samples=180),
-        SourceLine(phase="training_step/forward", file="train.py", line=61, function="training_step", samples=20),
-    ),
-}
-
 CAUSE = Cause(
-    name="host_work",
     begins="Work of the host inside the training step takes",
-    shapes=[
-        Shape(
-            "Work of the host inside the training step takes ..., with the source line",
-            "move it to the dataset, where workers do it in advance, or to the GPU",
-        )
-    ],
+    says="Work of the host inside the training step takes ..., with the source line",
+    change="move it to the dataset, where workers do it in advance, or to the GPU",
     find=find,
     phases=(TRAINING_STEP,),
     needs=("watched",),
     verified_on="hardware",
-    sick=gpu_run(STEP, 40.0, **_BUSY_HOST),
-    healthy=gpu_run(STEP, 97.0, **_BUSY_HOST),
 )

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.idle_in_step import CAVEAT_OF_LARGER_BATCH, idle_in_step, is_tiny, larger_batch
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
@@ -52,17 +51,10 @@ def _fewer_launches(run: RunMeasurements) -> str:
 
 
 CAUSE = Cause(
-    name="launch_bound",
     begins="Launching many small kernels takes",
-    shapes=[
-        Shape(
-            "Launching many small kernels takes ...",
-            "`torch.compile`, a fused optimizer, a larger batch; train a very small model on the CPU",
-        )
-    ],
+    says="Launching many small kernels takes ...",
+    change="`torch.compile`, a fused optimizer, a larger batch; train a very small model on the CPU",
     find=find,
     phases=(TRAINING_STEP,),
     verified_on="hardware",
-    sick=gpu_run(STEP, 40.0, **watched(operations=1500)),
-    healthy=gpu_run(STEP, 97.0, **watched(operations=1500)),
 )

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import HostPhase, named_phase, phases_of
 from lightning_gpu_tools.training.phases import LOGGING
@@ -44,14 +43,10 @@ def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
 
 
 CAUSE = Cause(
-    name="logging",
     begins=_begins,
-    shapes=[
-        Shape("The logger ... takes ..., `self.log` takes ...", "`log_every_n_steps`; fewer metrics in `self.log`")
-    ],
+    says="The logger ... takes ..., `self.log` takes ...",
+    change="`log_every_n_steps`; fewer metrics in `self.log`",
     find=find,
     phases=named_phase(LOGGING),
     verified_on="cpu",
-    sick=cpu_run({"logging/CSVLogger": 20, "training_step": 20}),
-    healthy=cpu_run({"logging/CSVLogger": 0.4, "training_step": 20}),
 )

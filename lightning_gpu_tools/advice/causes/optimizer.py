@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.causes.backward import step_parts
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Evidence, Finding, counted
-from lightning_gpu_tools.advice.step_parts import step_parts
 from lightning_gpu_tools.training.phases import OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
@@ -36,23 +35,11 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 
 CAUSE = Cause(
-    name="optimizer",
     begins=lambda evidence, has_trainer: f"The optimizer {printable(evidence.get('name') or '')} takes",
-    shapes=[
-        Shape(
-            "The optimizer ... takes ...: on the CPU, far longer than forward and backward account for", "`fused=True`"
-        )
-    ],
+    says="The optimizer ... takes ...: on the CPU, far longer than forward and backward account for",
+    change="`fused=True`",
     find=find,
     phases=[OPTIMIZER],
     after=("backward",),
     verified_on="cpu",
-    sick=cpu_run(
-        {"training_step/forward": 2, "training_step/backward": 4, "training_step/optimizer": 14},
-        optimizers={"Adam": "fusible"},
-    ),
-    healthy=cpu_run(
-        {"training_step/forward": 2, "training_step/backward": 4, "training_step/optimizer": 11},
-        optimizers={"Adam": "fusible"},
-    ),
 )

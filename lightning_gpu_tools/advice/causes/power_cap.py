@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import STEP, gpu_run
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Finding, counted
 from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasurements
 
@@ -43,28 +42,12 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     yield counted("power_cap", share, evidence, advice)
 
 
-def _capped(limit_watts: float) -> GpuFacts:
-    return GpuFacts(
-        power_capped_percent=90.0,
-        held_clock_percent=70.0,
-        power_limit_watts=limit_watts,
-        power_limit_watts_max=700.0,
-    )
-
-
 CAUSE = Cause(
-    name="power_cap",
     begins="Throttling at the power limit costs",
-    shapes=[
-        Shape(
-            "Throttling at the power limit costs ...",
-            "raise the power limit. Throttling slows a busy GPU down but never leaves it idle",
-        )
-    ],
+    says="Throttling at the power limit costs ...",
+    change="raise the power limit. Throttling slows a busy GPU down but never leaves it idle",
     find=find,
     needs=("gpu.power_capped_percent", "gpu.held_clock_percent", "gpu.power_limit_watts", "gpu.power_limit_watts_max"),
     is_remark=True,
     verified_on="measurements",
-    sick=gpu_run(STEP, 99.0, gpu=_capped(500.0)),
-    healthy=gpu_run(STEP, 99.0, gpu=_capped(700.0)),
 )

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import STEP, cpu_run
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.lines import in_words, is_of_program
 from lightning_gpu_tools.training.run_measurements import CompiledCode, Recompiled, RunMeasurements
@@ -83,35 +81,12 @@ def _advice(compiled: CompiledCode, worst: Recompiled, reason: str) -> str:
     return advice
 
 
-_COMPILED = Recompiled(
-    file="train.py",
-    line=41,
-    function="forward",
-    count=7,
-    seconds=2.0,
-    reason="tensor 'x' size mismatch at index 1. expected 128, actual 131",
-    stopped_at_step=81,
-)
-
-
-def _run(*again: Recompiled) -> RunMeasurements:
-    """Return 200 steps of 50 ms with a function that was compiled again."""
-    return cpu_run(STEP, compiled=CompiledCode(functions=3, recompiled=again, limit=("recompile_limit", 8)))
-
-
 CAUSE = Cause(
-    name="recompilation",
     begins="Compiling the same code again takes",
-    shapes=[
-        Shape(
-            "Compiling the same code again takes ...: the function, its line, and why; since step ..., new cases run "
-            "without compiled code",
-            "pad to a few lengths, `mark_dynamic`, `torch._dynamo.config.recompile_limit`",
-        )
-    ],
+    says="Compiling the same code again takes ...: the function, its line, and why; since step ..., new cases run "
+    "without compiled code",
+    change="pad to a few lengths, `mark_dynamic`, `torch._dynamo.config.recompile_limit`",
     find=find,
     needs=("compiled",),
     verified_on="cpu",
-    sick=_run(_COMPILED),
-    healthy=_run(replace(_COMPILED, count=1, seconds=0.3, stopped_at_step=None)),
 )

@@ -11,21 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median, median_low
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import STEP, gpu_run
-from lightning_gpu_tools.advice.examples import ranks as a_job_of
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.lines import sentence, where
 from lightning_gpu_tools.advice.ranks import PARTS_OF_STEP, own_work_s, slowest_rank, unknown_parts, waited_s
 from lightning_gpu_tools.gpus.readings import known
-from lightning_gpu_tools.training.phases import (
-    DATA_LOADING,
-    EPOCH_START,
-    IN_WORKER,
-    PHASES,
-    TRAINING_STEP,
-    base_phase,
-)
+from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, IN_WORKER, PHASES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.units import format_duration, number_ranges, printable
 
@@ -56,11 +47,7 @@ _ADVICE = {
     "validation": "give all ranks the same number of batches, and compare its storage and cores with theirs",
     "epoch_start": "compare its storage and cores, and set persistent_workers=True",
 }
-_ADVICE_IN_OWN_LOOP = {
-    **_ADVICE,
-    "logging": "log less often",
-    "checkpoint": "save less often, or in the background",
-}
+_ADVICE_IN_OWN_LOOP = {**_ADVICE, "logging": "log less often", "checkpoint": "save less often, or in the background"}
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -103,18 +90,18 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "phase": phase,
     }
     if phase is None:
-        where = "No single phase explains it: compare its cores, storage and clocks with those of the others."
+        loss = "No single phase explains it: compare its cores, storage and clocks with those of the others."
     else:
         group, _, name = phase.partition("/")
         advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[group]
         words = printable(name) or PARTS_OF_STEP.get(group) or PHASES[group].label
-        where = f"It loses {'the' if coverage >= _MIN_COVERAGE else 'most of the'} time in {words}: {advice}."
+        loss = f"It loses {'the' if coverage >= _MIN_COVERAGE else 'most of the'} time in {words}: {advice}."
     sentences = (
         f"All ranks wait for {named}, which takes {format_duration(excess_s)} per step longer than the median of "
         f"{len(ranks):,} ranks.",
         when,
         others,
-        where,
+        loss,
         _hardware_behind(ranks, slow, phase, evidence),
         _line_behind(slow, phase, evidence),
     )
@@ -229,20 +216,11 @@ def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) ->
     return (phase, coverage) if coverage >= _MOST else (None, coverage)
 
 
-_QUICK = {"forward": 0.01}
 CAUSE = Cause(
-    name="straggler",
     begins=lambda evidence, has_trainer: f"Waiting for {evidence['who']} takes",
-    shapes=[
-        Shape(
-            "Waiting for rank ... (or node ...) takes ...; the phase in which it loses time, and since when or how "
-            "often",
-            "by phase: compare its data, storage, clocks and temperature, or make a callback or checkpoint faster",
-        )
-    ],
+    says="Waiting for rank ... (or node ...) takes ...; the phase in which it loses time, and since when or how often",
+    change="by phase: compare its data, storage, clocks and temperature, or make a callback or checkpoint faster",
     find=find,
     counts_while_busy=True,  # a rank that waits for another GPU keeps its own busy
     verified_on="simulated GPU",
-    sick=gpu_run(STEP, 99.0, **a_job_of(_QUICK, _QUICK, _QUICK, {"forward": 0.03})),
-    healthy=gpu_run(STEP, 99.0, **a_job_of(_QUICK, _QUICK, _QUICK, {"forward": 0.012})),
 )

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import STEP, cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Evidence, Finding, counted
 from lightning_gpu_tools.advice.host_phases import seconds_of
 from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
@@ -75,13 +74,9 @@ def _phases(evidence: Mapping[str, float | str]) -> Sequence[str]:
 
 
 CAUSE = Cause(
-    name="unexplained",
     begins=_begins,
-    shapes=[
-        Shape(
-            "Unexplained idle time inside the training step",
-            '`Trainer(profiler="pytorch")`',
-        ),
+    rows=[
+        Shape("Unexplained idle time inside the training step", '`Trainer(profiler="pytorch")`'),
         Shape(
             "The Trainer's own work, or work outside of all hooks and steps, takes ...",
             "find the function with `py-spy` or `cProfile`",
@@ -90,6 +85,4 @@ CAUSE = Cause(
     phases=_phases,
     counts_while_busy=True,
     verified_on="simulated GPU",
-    sick=gpu_run(STEP, 40.0),
-    healthy=cpu_run({"unexplained": 3, "training_step": 50.0}),
 )

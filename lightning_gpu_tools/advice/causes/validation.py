@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
-from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Finding, counted
 from lightning_gpu_tools.advice.host_phases import seconds_of, times_less
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
@@ -46,18 +45,11 @@ def _rarer(run: RunMeasurements, taken: float) -> str:
 
 
 CAUSE = Cause(
-    name="validation",
     begins="Validation takes",
-    shapes=[
-        Shape(
-            "Validation takes ...",
-            "`check_val_every_n_epoch` or `val_check_interval`, if there are enough epochs; fewer batches; "
-            "`num_workers`",
-        )
-    ],
+    says="Validation takes ...",
+    change="`check_val_every_n_epoch` or `val_check_interval`, if there are enough epochs; fewer batches; "
+    "`num_workers`",
     find=find,
     phases=[VALIDATION],
     verified_on="cpu",
-    sick=cpu_run({"validation": 20, "training_step": 20}),
-    healthy=cpu_run({"validation": 5, "training_step": 20}),
 )

@@ -1,15 +1,14 @@
 """Causes of out-of-memory errors. Each has one file with everything about it, and the folder is the registry.
 
-A new cause is a new file with a ``CAUSE``: the report, ``lightning-gpu-tools explain``, the tables of docs/ and the
-tests read it from there. All sizes are in bytes.
+All sizes are in bytes.
 """
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.cause import in_folder
-from lightning_gpu_tools.advice.findings import Finding
-from lightning_gpu_tools.advice.lines import in_words
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling, in_folder
+from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
+from lightning_gpu_tools.advice.lines import holding, in_words
+from lightning_gpu_tools.advice.memory_remedies import needed_bytes
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
@@ -19,14 +18,17 @@ MEMORY_CAUSES: dict[str, MemoryCause] = in_folder(__name__, __path__)  # by name
 
 def judge(run: RunMeasurements, oom: OutOfMemory) -> tuple[tuple[Finding, ...], str, str]:
     """Return the causes in order, why memory ran out, and what to do now."""
-    rulings: list[Ruling] = []
-    for cause in sorted(MEMORY_CAUSES.values(), key=lambda cause: cause.is_last_resort):
+    found: list[tuple[str, Ruling]] = []
+    for name, cause in sorted(MEMORY_CAUSES.items(), key=lambda item: item[1].is_last_resort):
         find = cause.find_on_host if oom.message.source == "host" else cause.find
-        if find is not None and not (cause.is_last_resort and rulings):
-            rulings += find(run, oom)
-    first, why = rulings[0]
+        if find is not None and not (cause.is_last_resort and found):
+            found += [(name, ruling) for ruling in find(run, oom)]
+    evidence = _common_evidence(oom)
+    findings = tuple(
+        counted(name, 0.0, {**evidence, **one.evidence}, " ".join(filter(None, one.advice))) for name, one in found
+    )
     who = f"Rank {oom.rank}: " if len(run.ranks) > 1 or oom.rank else ""
-    return tuple(one.finding for one in rulings), f"{who}{_what(oom)} {why}", first.advice
+    return findings, f"{who}{_what(oom)} {found[0][1].why}", findings[0].advice
 
 
 def _what(oom: OutOfMemory) -> str:
@@ -41,3 +43,25 @@ def _what(oom: OutOfMemory) -> str:
     elif oom.free_bytes is not None and oom.total_bytes is not None and message.source != "host":
         parts.append(f"{format_bytes(oom.free_bytes)} of {format_bytes(oom.total_bytes)} were free")
     return f"Out of memory in {oom.place} at step {oom.step}{': ' if parts else ''}{'; '.join(parts)}."
+
+
+def _common_evidence(oom: OutOfMemory) -> Evidence:
+    reserved, allocated, model = oom.reserved_bytes, oom.allocated_bytes, oom.model
+    return {
+        "phase": oom.phase,
+        "step": oom.step,
+        "requested_bytes": oom.message.requested_bytes,
+        "free_bytes": oom.free_bytes,
+        "total_bytes": oom.total_bytes,
+        "allowed_bytes": oom.message.allowed_bytes,
+        "allocated_bytes": allocated,
+        "cached_bytes": None if reserved is None or allocated is None else reserved - allocated,
+        "others_bytes": oom.others_bytes or None,
+        "needed_bytes": None if oom.message.source == "host" else needed_bytes(oom),
+        "begin_bytes": oom.begin_bytes,
+        "parameters_bytes": model.parameters_bytes or None,
+        "gradients_bytes": model.gradients_bytes or None,
+        "optimizer_bytes": model.optimizer_bytes or None,
+        "asked_at": None if oom.asked is None else in_words(*oom.asked[3:]),
+        "source_lines": holding(oom.lines),
+    }

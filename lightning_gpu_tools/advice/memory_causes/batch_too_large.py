@@ -10,10 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Shape
-from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
-from lightning_gpu_tools.advice.memory_examples import FLAT, an_error, counted_steps
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import (
     in_validation,
     largest_lines,
@@ -23,7 +20,7 @@ from lightning_gpu_tools.advice.memory_remedies import (
     samples,
     smaller_batch,
 )
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.training.phases import TRAINING_STEP, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
 from lightning_gpu_tools.units import format_bytes
@@ -51,17 +48,15 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if lines := largest_lines(oom):
         why += f" Most of it is allocated at {lines}."
     fits = largest_that_fits(run, oom)
-    yield ruling(
-        oom,
-        "batch_too_large",
+    yield Ruling(
         why,
-        smaller_batch(run, oom, size, fits),
-        levers(run, oom),
-        more_room(oom),
-        batch_size=size,
-        batch_bytes=taken,
-        largest_batch_size=fits.size,
-        why_no_largest_batch_size=fits.why_not or None,
+        [smaller_batch(run, oom, size, fits), levers(run, oom), more_room(oom)],
+        {
+            "batch_size": size,
+            "batch_bytes": taken,
+            "largest_batch_size": fits.size,
+            "why_no_largest_batch_size": fits.why_not or None,
+        },
     )
 
 
@@ -74,20 +69,11 @@ def has_fitted(oom: OutOfMemory) -> bool:
 
 
 CAUSE = MemoryCause(
-    name="batch_too_large",
-    shapes=[
-        Shape(
-            "The batch of ... takes more than ..., in addition to ... of fixed memory; in training or in validation",
-            "the `batch_size` in the advice, with the `accumulate_grad_batches` that keeps the effective batch size; "
-            "or activation checkpointing, `bf16-mixed`, or zeroing gradients before forward, each with the memory that "
-            "it frees",
-        )
-    ],
+    says="The batch of ... takes more than ..., in addition to ... of fixed memory; in training or in validation",
+    change="the `batch_size` in the advice, with the `accumulate_grad_batches` that keeps the effective batch size; "
+    "or activation checkpointing, `bf16-mixed`, or zeroing gradients before forward, each with the memory that "
+    "it frees",
     find=find,
     after=("model_too_large",),
     verified_on="hardware",
-    sick=an_error(begins=FLAT, batch_shape=(32, 512), memory=counted_steps(16, 8 * GIB, 18 * GIB)),
-    healthy=an_error(
-        begins=FLAT, batch_shape=(32, 512), usual_items=32 * 512, memory=counted_steps(32, 8 * GIB, 18 * GIB)
-    ),
 )

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Shape
-from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
-from lightning_gpu_tools.advice.memory_examples import FLAT, MIB, an_error
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
 
@@ -36,14 +33,11 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     together = ""
     if unused < oom.requested_bytes:
         together = f" In one piece, it would suffice together with the {format_bytes(left)} that are free."
-    yield ruling(
-        oom,
-        "fragmentation",
+    yield Ruling(
         f"torch holds {format_bytes(unused)} of unused memory, in pieces below {format_bytes(oom.requested_bytes)}"
         f"{again}.{together}",
-        _advice(oom.allocator or "PYTORCH_CUDA_ALLOC_CONF="),
-        fragmented_bytes=unused,
-        retries=retries,
+        [_advice(oom.allocator or "PYTORCH_CUDA_ALLOC_CONF=")],
+        {"fragmented_bytes": unused, "retries": retries},
     )
 
 
@@ -61,17 +55,10 @@ def _advice(settings: str) -> str:
 
 
 CAUSE = MemoryCause(
-    name="fragmentation",
-    shapes=[
-        Shape(
-            "torch holds ... of unused memory, in pieces below ...",
-            "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` (advised only here, because it frees no memory that is "
-            "in use). If it is already set: allocate long-lived tensors before training, or as one tensor",
-        )
-    ],
+    says="torch holds ... of unused memory, in pieces below ...",
+    change="`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` (advised only here, because it frees no memory that is "
+    "in use). If it is already set: allocate long-lived tensors before training, or as one tensor",
     find=find,
     after=("memory_growth",),
     verified_on="hardware",
-    sick=an_error(begins=FLAT, allocated=18 * GIB, cached=5 * GIB),
-    healthy=an_error(begins=FLAT, cached=30 * MIB),
 )

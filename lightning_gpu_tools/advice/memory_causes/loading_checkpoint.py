@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Shape
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
-from lightning_gpu_tools.advice.memory_examples import an_error
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import more_room
-from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, SETUP, OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
@@ -23,25 +21,15 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     more = f" in addition to the model's {format_bytes(model)}" if model else ""
     held = f"{format_bytes(allocated)} were in tensors{more}" if allocated else "the model already was"
     load = "plugins=[PortableCheckpointIO()]" if run.has_trainer else "load_weights(model, path)"
-    yield ruling(
-        oom,
-        "loading_checkpoint",
+    yield Ruling(
         f"The checkpoint was loaded onto the GPU, where {held}.",
-        f"Load it into host memory: torch.load(path, map_location='cpu', mmap=True), or {load}.",
-        more_room(oom),
+        [f"Load it into host memory: torch.load(path, map_location='cpu', mmap=True), or {load}.", more_room(oom)],
     )
 
 
 CAUSE = MemoryCause(
-    name="loading_checkpoint",
-    shapes=[
-        Shape(
-            "The checkpoint was loaded onto the GPU, where the model already was",
-            '`map_location="cpu"`, `PortableCheckpointIO`, `load_weights`',
-        )
-    ],
+    says="The checkpoint was loaded onto the GPU, where the model already was",
+    change='`map_location="cpu"`, `PortableCheckpointIO`, `load_weights`',
     find=find,
     verified_on="hardware",
-    sick=an_error(phase=LOADING_CHECKPOINT),
-    healthy=an_error(phase=SETUP),
 )

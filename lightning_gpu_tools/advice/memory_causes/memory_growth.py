@@ -10,41 +10,52 @@ import itertools
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from lightning_gpu_tools.advice.cause import Shape
-from lightning_gpu_tools.advice.examples import GIB
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.lines import holding
-from lightning_gpu_tools.advice.memory_account import KEPT, LEFT, growing_memory
-from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
-from lightning_gpu_tools.advice.memory_examples import FLAT, GROWING, an_error
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, why_host_is_full
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.units import format_bytes
+from lightning_gpu_tools.units import format_bytes, format_duration
 
 # Memory grows if the medians of four consecutive parts of the run rise. By chance they do in 1 of 4! = 24 runs.
 _PARTS = 4
+_WHOSE = {
+    "gpu": "GPU memory in tensors between steps",
+    "process": "Memory of the training process",
+    "workers": "Memory of the DataLoader's workers",
+}
+_IN_LISTS = (
+    "Find what is kept from {what} to {what}: losses and outputs in lists (keep loss.item() or loss.detach()), caches, "
+)
+_KEPT = {
+    "gpu": _IN_LISTS + "metrics that are never reset.",
+    "process": _IN_LISTS + "figures and loggers that are never closed.",
+    # https://github.com/pytorch/pytorch/issues/13246: reading an object writes its reference count, so the kernel
+    # copies its page.
+    "workers": (
+        "A worker copies each Python object of the dataset that it reads. Keep file names and labels in arrays (numpy, "
+        "torch, pyarrow), not in lists or dicts. Caches in the dataset also grow in each worker."
+    ),
+}
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if not oom.grad_enabled:
         yield from kept_in_validation(
             oom,
-            "memory_growth",
             "because something keeps its outputs.",
             "Reduce outputs to numbers in each validation batch, or move kept tensors to the CPU (.cpu()).",
         )
     grown = _growth(oom.begins, oom)
     if grown is not None:
         per_step, since, total = grown
-        yield ruling(
-            oom,
-            "memory_growth",
+        yield Ruling(
             f"Memory kept from step to step has grown by {format_bytes(per_step)} per step since step {since:.0f}, "
-            f"{format_bytes(total)} in total.{_left(oom)}",
-            KEPT["gpu"].format(what="step"),
-            bytes_per_step=per_step,
-            since_step=since,
-            grown_bytes=total,
+            f"{format_bytes(total)} in total.{_left(oom.lines)}",
+            [_KEPT["gpu"].format(what="step")],
+            {"bytes_per_step": per_step, "since_step": since, "grown_bytes": total},
         )
 
 
@@ -53,29 +64,25 @@ def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if of_host:
         grown = growing_memory(of_host[0])
         evidence = {**grown.evidence, "phase": oom.phase}
-        yield ruling(oom, "memory_growth", why_host_is_full(run, oom), grown.advice, fewer_workers(run), **evidence)
+        yield Ruling(why_host_is_full(run, oom), [grown.advice, fewer_workers(run)], evidence)
 
 
-def kept_in_validation(oom: OutOfMemory, cause: str, reason: str, advice: str) -> Iterator[Ruling]:
+def kept_in_validation(oom: OutOfMemory, reason: str, advice: str) -> Iterator[Ruling]:
     """Yield a ruling that each validation batch keeps memory, if the error occurred there and memory grew."""
     grown = _growth(oom.validation_begins, oom) if in_validation(oom) else None
     if grown is not None:
         per_batch, _, total = grown
-        yield ruling(
-            oom,
-            cause,
+        yield Ruling(
             f"Each validation batch keeps {format_bytes(per_batch)} on the GPU, {format_bytes(total)} so far, {reason}"
-            f"{_left(oom)}",
-            advice,
-            bytes_per_batch=per_batch,
-            grown_bytes=total,
-            batch=oom.validation_begins[-1][0],
+            f"{_left(oom.lines)}",
+            [advice],
+            {"bytes_per_batch": per_batch, "grown_bytes": total, "batch": oom.validation_begins[-1][0]},
         )
 
 
-def _left(oom: OutOfMemory) -> str:
-    lines = holding(oom.lines)
-    return f" {LEFT.format(lines)}" if lines else ""
+def _left(lines: Sequence[MemoryLine]) -> str:
+    found = holding(lines)
+    return f" The recorded part of it was allocated at {found}." if found else ""
 
 
 def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[float, float, float] | None:
@@ -99,19 +106,38 @@ def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[fl
     return slope, since, total
 
 
+def pace(growth: MemoryGrowth) -> str:
+    """Return a sentence about how fast memory grows."""
+    where = f" in {growth.phase}" if growth.phase else ""
+    end = "" if growth.left_s is None else f"; at this rate it is full in {format_duration(growth.left_s)}"
+    rate = format_bytes(growth.bytes_per_s * 60)
+    return f"{_WHOSE[growth.whose]} grows steadily, by {rate} per minute{where}{end}."
+
+
+def growing_memory(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine] = ()) -> Finding:
+    """Return a finding on growing memory, which costs no time until it is full.
+
+    ``kept_lines`` are lines whose blocks on the GPU were still in use some steps later.
+    """
+    lines = kept_lines if growth.whose == "gpu" else ()
+    evidence = {
+        "whose": growth.whose,
+        "bytes_per_minute": growth.bytes_per_s * 60,
+        "grown_bytes": growth.grown_bytes,
+        "left_s": growth.left_s,
+        "phase": growth.phase,
+        "source_lines": holding(lines),
+    }
+    advice = _KEPT[growth.whose].format(what="validation batch" if growth.phase == "validation" else "step")
+    return counted("memory_growth", 0.0, evidence, f"{pace(growth)}{_left(lines)} {advice}")
+
+
 CAUSE = MemoryCause(
-    name="memory_growth",
-    shapes=[
-        Shape(
-            "Memory kept from step to step, or from validation batch to validation batch, has grown by ... per step "
-            "since step ...",
-            "`loss.item()` or `.detach()` for kept tensors, `.cpu()` for outputs",
-        )
-    ],
+    says="Memory kept from step to step, or from validation batch to validation batch, has grown by ... per step "
+    "since step ...",
+    change="`loss.item()` or `.detach()` for kept tensors, `.cpu()` for outputs",
     find=find,
     find_on_host=find_on_host,
     after=("evaluation_graph",),
     verified_on="hardware",
-    sick=an_error(begins=GROWING),
-    healthy=an_error(begins=[*FLAT[:50], *((step, 20.0 * GIB) for step in range(51, 100))]),
 )

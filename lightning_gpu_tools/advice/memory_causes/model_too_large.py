@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Shape
-from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
-from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import another_gpu, is_32, needed, raised_limit, sharded
-from lightning_gpu_tools.advice.out_of_memory import SETUP, ModelSize, OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import SETUP, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
@@ -36,30 +33,22 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         "optimizer states": model.optimizer_bytes,
     }
     known = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-    yield ruling(
-        oom,
-        "model_too_large",
+    yield Ruling(
         f"The model takes {format_bytes(fixed)} before any batch, and torch can use {format_bytes(room)}: "
         f"{known or 'its parts are unknown'}.",
-        raised_limit(oom) or sharded(oom) or f"Use a GPU with more than {needed(oom)}{half}.",
-        "Adapters or frozen layers need fewer gradients and optimizer states.",
-        "" if raised_limit(oom) else another_gpu(oom),
-        fixed_bytes=fixed,
-        largest_batch_size=0,
+        [
+            raised_limit(oom) or sharded(oom) or f"Use a GPU with more than {needed(oom)}{half}.",
+            "Adapters or frozen layers need fewer gradients and optimizer states.",
+            "" if raised_limit(oom) else another_gpu(oom),
+        ],
+        {"fixed_bytes": fixed, "largest_batch_size": 0},
     )
 
 
 CAUSE = MemoryCause(
-    name="model_too_large",
-    shapes=[
-        Shape(
-            "The model takes ... before any batch, with parameters, gradients and optimizer states",
-            "FSDP over the GPUs of this machine, with the memory needed on each; adapters; `bf16-true`",
-        )
-    ],
+    says="The model takes ... before any batch, with parameters, gradients and optimizer states",
+    change="FSDP over the GPUs of this machine, with the memory needed on each; adapters; `bf16-true`",
     find=find,
     after=("optimizer_too_large",),
     verified_on="hardware",
-    sick=an_error(phase=SETUP, model=ModelSize(parameters_bytes=24 * GIB)),
-    healthy=an_error(begins=FLAT[:1]),
 )

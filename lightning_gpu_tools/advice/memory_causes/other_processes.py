@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lightning_gpu_tools.advice.cause import Shape
-from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
-from lightning_gpu_tools.advice.memory_examples import FLAT, an_error, counted_steps
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_remedies import another_gpu, needed, needed_bytes
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
@@ -31,15 +28,10 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if oom.unlisted_bytes:
         hidden = f"{format_bytes(oom.unlisted_bytes)} belong to processes that are not visible from here"
         who.append(f"{hidden} (in another container, or another user's)")
-    yield ruling(
-        oom,
-        "other_processes",
+    yield Ruling(
         f"Other processes hold {format_bytes(oom.others_bytes)} of this GPU: {', '.join(who)}.",
-        f"This job needs {needed(oom)}.",
-        another_gpu(oom) or wait,
-        f"{pick}(min_free='{needed(oom)}') claims it.",
-        pids=" ".join(str(one.pid) for one in oom.others) or None,
-        unlisted_bytes=oom.unlisted_bytes or None,
+        [f"This job needs {needed(oom)}.", another_gpu(oom) or wait, f"{pick}(min_free='{needed(oom)}') claims it."],
+        {"pids": " ".join(str(one.pid) for one in oom.others) or None, "unlisted_bytes": oom.unlisted_bytes or None},
     )
 
 
@@ -76,17 +68,10 @@ def named(processes: Sequence[GpuProcess]) -> str:
 
 
 CAUSE = MemoryCause(
-    name="other_processes",
-    shapes=[
-        Shape(
-            "Other processes hold ... of this GPU, with PID, owner and name, or without them if they are in another "
-            "container",
-            "another GPU of this machine, if one has enough room, with the `pick` command; `min_free`",
-        )
-    ],
+    says="Other processes hold ... of this GPU, with PID, owner and name, or without them if they are in another "
+    "container",
+    change="another GPU of this machine, if one has enough room, with the `pick` command; `min_free`",
     find=find,
     after=("leftover_process",),
     verified_on="hardware",
-    sick=an_error(begins=FLAT, others={9: 6 * GIB}),
-    healthy=an_error(begins=FLAT, others={9: 6 * GIB}, memory=counted_steps(64, 8 * GIB, 18 * GIB)),
 )

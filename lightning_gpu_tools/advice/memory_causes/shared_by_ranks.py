@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Shape
-from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_causes.other_processes import named
 from lightning_gpu_tools.advice.memory_causes.stray_contexts import strays
-from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
 from lightning_gpu_tools.advice.memory_remedies import needed_bytes
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
-from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
@@ -40,37 +36,19 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         advice = (
             f"This machine has one GPU: start one rank, and accumulate gradients over {ranks} times as many batches."
         )
-    yield ruling(
-        oom,
-        "shared_by_ranks",
+    yield Ruling(
         f"{ranks} ranks of this job share this GPU: {named(here[:_MAX_NAMED])}. Without the others, "
         f"{format_bytes(free + size)} would be free.",
-        advice,
-        pids=" ".join(str(one.pid) for one in here),
-        siblings_bytes=size,
+        [advice],
+        {"pids": " ".join(str(one.pid) for one in here), "siblings_bytes": size},
     )
 
 
-_SIBLING = GpuReading(
-    index=0,
-    uuid="GPU-0",
-    memory_total_bytes=24 * GIB,
-    memory_free_bytes=0,
-    processes=(GpuProcess(pid=40, memory_used_bytes=12 * GIB), GpuProcess(pid=41, memory_used_bytes=12 * GIB)),
-)
-
 CAUSE = MemoryCause(
-    name="shared_by_ranks",
-    shapes=[
-        Shape(
-            "... ranks of this job share this GPU, with the memory that each of them holds",
-            "`torch.cuda.set_device(local_rank)`, and as many GPUs in `CUDA_VISIBLE_DEVICES` as there are ranks; on a "
-            "machine with one GPU, one rank",
-        )
-    ],
+    says="... ranks of this job share this GPU, with the memory that each of them holds",
+    change="`torch.cuda.set_device(local_rank)`, and as many GPUs in `CUDA_VISIBLE_DEVICES` as there are ranks; on a "
+    "machine with one GPU, one rank",
     find=find,
     after=("stray_contexts",),
     verified_on="simulated GPU",
-    sick=an_error(begins=FLAT, allocated=11 * GIB, gpus=(_SIBLING,), pid=40, own_pids=frozenset({40, 41})),
-    healthy=an_error(begins=FLAT, allocated=11 * GIB, gpus=(_SIBLING,), pid=40, own_pids=frozenset({40})),
 )

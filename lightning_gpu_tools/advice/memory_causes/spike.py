@@ -9,12 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Shape
-from lightning_gpu_tools.advice.examples import GIB
-from lightning_gpu_tools.advice.memory_cause import MIN_SHARE, MemoryCause, Ruling, ruling
-from lightning_gpu_tools.advice.memory_examples import an_error, counted_steps
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling, Shape
 from lightning_gpu_tools.advice.memory_remedies import in_validation, largest_that_fits, levers, raised_limit
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
@@ -40,17 +37,15 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 def _large_batch(run: RunMeasurements, oom: OutOfMemory, items: int, times: float) -> Ruling:
     shape = " x ".join(map(str, oom.batch_shape or ()))
     fits = largest_that_fits(run, oom, by_items=True)
-    return ruling(
-        oom,
-        "spike",
+    return Ruling(
         f"This batch has {times:.3g} times as many elements as usual ({shape}; median {oom.usual_items:,.0f}).",
-        "Limit the elements per batch: truncate long samples, or group samples of similar length.",
-        f"By measured memory, {fits.size:,} elements fit in a batch." if fits.size else "",
-        levers(run, oom),
-        raised_limit(oom),
-        batch_items=items,
-        usual_items=oom.usual_items,
-        largest_batch_items=fits.size or None,
+        [
+            "Limit the elements per batch: truncate long samples, or group samples of similar length.",
+            f"By measured memory, {fits.size:,} elements fit in a batch." if fits.size else "",
+            levers(run, oom),
+            raised_limit(oom),
+        ],
+        {"batch_items": items, "usual_items": oom.usual_items, "largest_batch_items": fits.size or None},
     )
 
 
@@ -64,15 +59,14 @@ def _usual_batch(oom: OutOfMemory) -> Iterator[Ruling]:
     least = max(_MIN_TIMES * usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes, oom.siblings_bytes)
     if taken < least:
         return
-    yield ruling(
-        oom,
-        "spike",
+    yield Ruling(
         f"Step {oom.step} takes more than {format_bytes(taken)}, {taken / usual_bytes:.3g} times as much as earlier "
         f"steps (at most {format_bytes(usual_bytes)}), with a batch of the same size.",
-        "Find what only this step does: a rarely taken branch, a longer generation, or an evaluation in between.",
-        raised_limit(oom),
-        step_bytes=taken,
-        usual_step_bytes=usual_bytes,
+        [
+            "Find what only this step does: a rarely taken branch, a longer generation, or an evaluation in between.",
+            raised_limit(oom),
+        ],
+        {"step_bytes": taken, "usual_step_bytes": usual_bytes},
     )
 
 
@@ -84,20 +78,18 @@ def _between_steps(oom: OutOfMemory) -> Iterator[Ruling]:
     if taken < max(usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
         return
     steps = f"; steps take at most {format_bytes(usual_bytes)}" if usual_bytes else ""
-    yield ruling(
-        oom,
-        "spike",
+    yield Ruling(
         f"{oom.place} takes more than {format_bytes(taken)}, in addition to the memory at the start of a step{steps}.",
-        f"Do it in parts, or on the CPU{', and under torch.no_grad()' if oom.grad_enabled else ''}.",
-        raised_limit(oom),
-        step_bytes=taken,
-        usual_step_bytes=usual_bytes or None,
+        [
+            f"Do it in parts, or on the CPU{', and under torch.no_grad()' if oom.grad_enabled else ''}.",
+            raised_limit(oom),
+        ],
+        {"step_bytes": taken, "usual_step_bytes": usual_bytes or None},
     )
 
 
 CAUSE = MemoryCause(
-    name="spike",
-    shapes=[
+    rows=[
         Shape(
             "This batch has ... times as many elements as usual",
             "limit the elements per batch: the advice says how many fit",
@@ -114,6 +106,4 @@ CAUSE = MemoryCause(
     find=find,
     after=("stray_contexts",),
     verified_on="hardware",
-    sick=an_error(batch_shape=(64, 2048), usual_items=64 * 512, memory=counted_steps(64, 8 * GIB, 18 * GIB)),
-    healthy=an_error(batch_shape=(64, 512), usual_items=64 * 512, memory=counted_steps(64, 8 * GIB, 18 * GIB)),
 )

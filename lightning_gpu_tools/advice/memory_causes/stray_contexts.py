@@ -10,11 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_gpu_tools.advice.cause import Shape
-from lightning_gpu_tools.advice.examples import GIB
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.findings import Finding, counted
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
-from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
 from lightning_gpu_tools.advice.memory_remedies import needed_bytes
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import HeldContext, RunMeasurements
@@ -62,7 +59,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if size and oom.requested_bytes <= free + size and needed <= oom.total_bytes:
         without = "them" if len(here) > 1 else "it"
         why = f"{_description(here)} Without {without}, {format_bytes(free + size)} would be free."
-        yield ruling(oom, "stray_contexts", why, _advice(here, "local_rank"), **_evidence(here))
+        yield Ruling(why, [_advice(here, "local_rank")], _evidence(here))
 
 
 def _size(those: Iterable[HeldContext]) -> int:
@@ -111,21 +108,11 @@ def _advice(those: Sequence[HeldContext], own: str) -> str:
     )
 
 
-_OWN = [HeldContext(rank=rank, node=0, pid=40 + rank, gpu=rank, uuid=f"GPU-{rank}", is_own=True) for rank in range(4)]
-_STRAY = [replace(one, gpu=0, uuid="GPU-0", is_own=False, held_bytes=GIB // 2) for one in _OWN[1:]]
-
 CAUSE = MemoryCause(
-    name="stray_contexts",
-    shapes=[
-        Shape(
-            "Rank ... holds ... on GPU ..., which is not its GPU, since ...; also reported, without a change of the "
-            "verdict, if no error occurred",
-            "`torch.cuda.set_device(local_rank)` before anything else uses CUDA, `map_location` in `torch.load`",
-        )
-    ],
+    says="Rank ... holds ... on GPU ..., which is not its GPU, since ...; also reported, without a change of the "
+    "verdict, if no error occurred",
+    change="`torch.cuda.set_device(local_rank)` before anything else uses CUDA, `map_location` in `torch.load`",
     find=find,
     after=("loading_checkpoint",),
     verified_on="simulated GPU",
-    sick=an_error(begins=FLAT, contexts=(*_OWN, *_STRAY)),
-    healthy=an_error(begins=FLAT, contexts=tuple(_OWN)),
 )

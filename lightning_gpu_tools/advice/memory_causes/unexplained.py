@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import Shape
+from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.lines import holding
-from lightning_gpu_tools.advice.memory_cause import MemoryCause, Ruling, ruling
 from lightning_gpu_tools.advice.memory_causes.batch_too_large import has_fitted
-from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, more_room, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -33,33 +31,25 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         why = f"It is unknown what filled the memory. It was full in {oom.place}."
     if lines := holding(oom.lines):
         why += f" Most of the recorded memory was allocated at {lines}."
-    yield ruling(oom, "unexplained", why, _RECORD, more_room(oom))
+    yield Ruling(why, [_RECORD, more_room(oom)])
 
 
 def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
-    yield ruling(
-        oom,
-        "unexplained",
+    yield Ruling(
         why_host_is_full(run, oom),
-        "Find the processes that hold it with smem, or with top sorted by memory.",
-        fewer_workers(run),
-        workers=", ".join(map(str, oom.message.workers)) or None,
-        memory_available_bytes=run.host.memory_available_bytes,
+        ["Find the processes that hold it with smem, or with top sorted by memory.", fewer_workers(run)],
+        {
+            "workers": ", ".join(map(str, oom.message.workers)) or None,
+            "memory_available_bytes": run.host.memory_available_bytes,
+        },
     )
 
 
 CAUSE = MemoryCause(
-    name="unexplained",
-    shapes=[
-        Shape(
-            "More was free than was requested, or it is unknown what filled the memory",
-            "a torch memory snapshot",
-        )
-    ],
+    says="More was free than was requested, or it is unknown what filled the memory",
+    change="a torch memory snapshot",
     find=find,
     find_on_host=find_on_host,
     is_last_resort=True,
     verified_on="cpu",
-    sick=an_error(phase="callback/A"),
-    healthy=an_error(begins=FLAT),
 )

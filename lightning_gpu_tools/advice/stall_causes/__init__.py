@@ -6,7 +6,6 @@ tests read it from there.
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.cause import in_folder
-from lightning_gpu_tools.advice.stall_cause import StallCause
+from lightning_gpu_tools.advice.cause import StallCause, in_folder
 
 STALL_CAUSES: dict[str, StallCause] = in_folder(__name__, __path__)

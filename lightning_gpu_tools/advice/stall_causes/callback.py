@@ -5,9 +5,9 @@ Takes the current phase of the training thread, and its stack.
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does_where
-from lightning_gpu_tools.training.phases import CALLBACK, LOGGING, VALIDATION
+from lightning_gpu_tools.training.phases import CALLBACK, LOGGING
 from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.units import printable
 
@@ -17,16 +17,13 @@ def find(facts: StallFacts) -> Explanation | None:
     if base not in (CALLBACK, LOGGING) or not name:
         return None
     name = printable(name)
-    return Explanation("callback", f"{name} {does_where(facts)}.", f"Check that line, or train without {name}.")
+    return Explanation(f"{name} {does_where(facts)}.", f"Check that line, or train without {name}.")
 
 
 CAUSE = StallCause(
-    name="callback",
-    seen_as="training hangs in a callback, a logger or a model hook",
+    says="training hangs in a callback, a logger or a model hook",
     change="check the line in the report: often a network call without a timeout",
     find=find,
     after=("blocked_worker",),
     verified_on="cpu",
-    sick=StallFacts(phase=f"{LOGGING}/WandbLogger"),
-    healthy=StallFacts(phase=VALIDATION),
 )

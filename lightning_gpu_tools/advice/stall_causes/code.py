@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does_where, during
-from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 from lightning_gpu_tools.units import format_duration
 
@@ -19,7 +18,7 @@ def find(facts: StallFacts) -> Explanation:
     busy_percent = facts.gpu_busy_percent
     gpu = "" if busy_percent is None else f", and the GPU is {busy_percent:.0f} % busy"
     why = f"The training process {does_where(facts)}{gpu}."
-    return Explanation("code", why, "Check that line. The stack is below.")
+    return Explanation(why, "Check that line. The stack is below.")
 
 
 def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
@@ -29,21 +28,18 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
         return None
     why = behind.why or f"It has made no progress for {format_duration(behind.stuck_s)}."
     return Explanation(
-        behind.cause or "code",
         f"All ranks wait for rank {behind.rank}, at step {behind.step}, {during(behind.phase)}. {why}",
         behind.next_step or "Check the stack of that rank.",
         behind.rank,
+        behind.cause or "",
     )
 
 
 CAUSE = StallCause(
-    name="code",
-    seen_as="the training step or validation hangs",
+    says="the training step or validation hangs",
     change="check the line in the report",
     find=find,
     find_among_ranks=find_among_ranks,
     after=("gpu", "rank_silent"),
     verified_on="measurements",
-    sick=StallFacts(phase=FORWARD, gpu_busy_percent=0.0, cpu_share=0.9),
-    healthy=StallFacts(phase=FORWARD, gpu_busy_percent=100.0, cpu_share=0.9),
 )

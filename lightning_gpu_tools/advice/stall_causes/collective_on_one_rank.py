@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC, COMPUTE_METRIC, SAVE_CHECKPOINT, SYNC_DIST
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
+from lightning_gpu_tools.advice.collectives import COMPUTE_METRIC, SAVE_CHECKPOINT, SYNC_DIST, all_waiting
 from lightning_gpu_tools.advice.open_collectives import open_collective
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stall_examples import a_rank
-from lightning_gpu_tools.advice.waiting_ranks import all_waiting
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 _CALL_ON_EVERY_RANK = {
@@ -33,17 +31,14 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
         return None
     why = f"{waiting.places}. Every rank has to call a collective."
     call = _CALL_ON_EVERY_RANK.get(str(odd.collective), "Call it on every rank, outside of any `if` on the rank.")
-    return Explanation("collective_on_one_rank", why, call, odd.rank)
+    return Explanation(why, call, odd.rank)
 
 
 CAUSE = StallCause(
-    name="collective_on_one_rank",
-    seen_as="ranks wait in different places: `self.log(..., sync_dist=True)`, `save_checkpoint()` or a barrier behind "
+    says="ranks wait in different places: `self.log(..., sync_dist=True)`, `save_checkpoint()` or a barrier behind "
     "`if rank == 0`",
     change="call it on every rank",
     find_among_ranks=find_among_ranks,
     after=("uneven_batches",),
     verified_on="cpu",
-    sick=(a_rank(0, collective="barrier in save"), *(a_rank(i, collective=BACKWARD_SYNC) for i in (1, 2))),
-    healthy=tuple(a_rank(i, collective="barrier in save") for i in range(3)),
 )

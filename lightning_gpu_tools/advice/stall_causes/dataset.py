@@ -5,9 +5,9 @@ Takes the current phase of the training thread, and its stack.
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does, where
-from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, base_phase
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -15,19 +15,15 @@ def find(facts: StallFacts) -> Explanation | None:
     if base_phase(facts.phase) not in (DATA_LOADING, EPOCH_START):
         return None
     return Explanation(
-        "dataset",
         f"The training process {does(facts)} while it loads data{where(facts.stack)}.",
         "Check that line of the dataset. With num_workers=1 or more, training continues while samples load.",
     )
 
 
 CAUSE = StallCause(
-    name="dataset",
-    seen_as="training hangs while the training process loads data (`num_workers=0`)",
+    says="training hangs while the training process loads data (`num_workers=0`)",
     change="check the line in the report",
     find=find,
     after=("blocked_worker",),
     verified_on="cpu",
-    sick=StallFacts(phase=DATA_LOADING),
-    healthy=StallFacts(phase=VALIDATION),
 )

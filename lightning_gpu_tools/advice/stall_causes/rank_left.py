@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stall_examples import a_rank
-from lightning_gpu_tools.advice.waiting_ranks import first_ended, others_wait
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
+from lightning_gpu_tools.advice.collectives import first_ended, others_wait
 from lightning_gpu_tools.training.stall_facts import RankFacts
 from lightning_gpu_tools.units import printable
 
@@ -23,7 +21,6 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
     if (left.ended or "").startswith("out of memory"):
         advice = f"Rank {left.rank} has printed what filled its memory, and what to change. {advice}"
     return Explanation(
-        "rank_left",
         f"Rank {left.rank} stopped training at step {left.step} ({printable(left.ended)}); {others_wait(ranks)}.",
         advice,
         left.rank,
@@ -31,11 +28,8 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="rank_left",
-    seen_as="one rank stopped training with an error that was caught, or by `sys.exit`; the others wait for it",
+    says="one rank stopped training with an error that was caught, or by `sys.exit`; the others wait for it",
     change="let the error end the process",
     find_among_ranks=find_among_ranks,
     verified_on="cpu",
-    sick=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, ended="stopped by SystemExit at step 3")),
-    healthy=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, ended="completed")),
 )

@@ -5,8 +5,7 @@ Reads the kernel's counters of swapped pages, and of the time in which tasks wai
 
 from __future__ import annotations
 
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.training.phases import FORWARD
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 # Our defaults.
@@ -18,7 +17,6 @@ def find(facts: StallFacts) -> Explanation | None:
     if facts.memory_stall_percent < _MIN_STALL_PERCENT and facts.swapped_pages_per_s < _MIN_PAGES_PER_S:
         return None
     return Explanation(
-        "swap",
         f"The machine swaps {facts.swapped_pages_per_s:.0f} pages per second, and every task waited for memory in "
         f"{facts.memory_stall_percent:.0f} % of the last ten seconds.",
         "End other programs (`ps aux --sort=-rss | head`), or use fewer workers (num_workers) or smaller batches.",
@@ -26,12 +24,9 @@ def find(facts: StallFacts) -> Explanation | None:
 
 
 CAUSE = StallCause(
-    name="swap",
-    seen_as="everything is slow, and the disk is busy",
+    says="everything is slow, and the disk is busy",
     change="use fewer workers or smaller batches, or end other programs",
     find=find,
     after=("held_lock",),
     verified_on="measurements",
-    sick=StallFacts(phase=FORWARD, swapped_pages_per_s=30_000.0),
-    healthy=StallFacts(phase=FORWARD, swapped_pages_per_s=300.0),
 )

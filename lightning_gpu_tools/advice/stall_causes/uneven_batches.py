@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC, END_OF_EPOCH
-from lightning_gpu_tools.advice.stall_cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stall_examples import a_rank
-from lightning_gpu_tools.advice.waiting_ranks import all_waiting, first_ended, others_wait, still_there
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
+from lightning_gpu_tools.advice.collectives import END_OF_EPOCH, all_waiting, first_ended, others_wait, still_there
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 _SAME_BATCHES = (
@@ -25,21 +23,18 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
         furthest = max((one.step for one in still_there(ranks)), default=ended.step)
         finished = f"Rank {ended.rank} finished training after {ended.step} steps"
         why = f"{finished}; {others_wait(ranks)} at step {furthest}."
-        return Explanation("uneven_batches", why, _SAME_BATCHES, ended.rank)
+        return Explanation(why, _SAME_BATCHES, ended.rank)
     if waiting is None:
         return None
     is_at_end = waiting.odd.collective == END_OF_EPOCH and waiting.rest
     if not is_at_end and len({one.epoch for one in ranks}) == 1:
         return None
-    return Explanation("uneven_batches", f"{waiting.places}.", _SAME_BATCHES, waiting.odd.rank)
+    return Explanation(f"{waiting.places}.", _SAME_BATCHES, waiting.odd.rank)
 
 
 CAUSE = StallCause(
-    name="uneven_batches",
-    seen_as="training hangs at the end of an epoch: a rank had fewer batches",
+    says="training hangs at the end of an epoch: a rank had fewer batches",
     change="`drop_last=True`, `DistributedSampler`, `limit_train_batches`; shard an `IterableDataset` by rank",
     find_among_ranks=find_among_ranks,
     verified_on="cpu",
-    sick=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, collective=BACKWARD_SYNC, epoch=2)),
-    healthy=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, collective=BACKWARD_SYNC)),
 )
