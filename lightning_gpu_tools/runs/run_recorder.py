@@ -336,7 +336,7 @@ class RunRecorder:
             throttled_share=throttled / periods if periods else 0.0,
             pressure_share=pressure,
             torch_threads=torch.get_num_threads(),
-            niceness=os.getpriority(os.PRIO_PROCESS, 0) if hasattr(os, "getpriority") else 0,
+            niceness=os.getpriority(os.PRIO_PROCESS, 0),
             in_slurm="SLURM_JOB_ID" in os.environ,
             users=self.core_users.found,
         )

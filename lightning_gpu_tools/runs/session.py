@@ -42,7 +42,7 @@ from lightning_gpu_tools.training.line_sampler import LineSampler, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_history import MemoryHistory
 from lightning_gpu_tools.training.phases import CAPTURED, OPTIMIZER, VALIDATION, base_phase, is_backward
-from lightning_gpu_tools.training.rank_exchange import Board, RankExchange
+from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
@@ -110,7 +110,7 @@ class Session:
         self._process = os.getpid()
         self._is_monitored = False
         self._sampling: dict[str, Any] = {"devices": "trainer", "interval_s": 1.0, "gpm": True}
-        self._threads: list[BackgroundJobs | RankExchange] = [self.background]
+        self._threads: list[BackgroundJobs] = [self.background]
         self.last_step = -1  # of the clock: the last sampled step
         self._logs: int | None = None
         self._next_log_s = 0.0  # by the clock

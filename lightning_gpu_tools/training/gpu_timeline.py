@@ -388,9 +388,6 @@ def _add(totals: _Seconds, times: Iterable[tuple[str, float]]) -> None:
 
 
 def _in_order(before: dict[str, float], after: dict[str, float]) -> list[tuple[str, float]]:
-    spent = [(phase, after[phase] - before.get(phase, 0.0)) for phase in sorted(after, key=_place)]
+    ordered = sorted(after, key=lambda phase: _ORDER.index(base_phase(phase)))
+    spent = [(phase, after[phase] - before.get(phase, 0.0)) for phase in ordered]
     return [(phase, seconds) for phase, seconds in spent if seconds > 0]
-
-
-def _place(phase: str) -> int:
-    return _ORDER.index(base_phase(phase))

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic  # by name: a program's tests may replace those of `time`
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from lightning_gpu_tools.training.background import BackgroundJobs
 
 # Our defaults.
@@ -156,7 +158,7 @@ def _existing(store: Any, keys: list[str]) -> set[str]:
     return _existing(store, keys[:half]) | _existing(store, keys[half:]) if half else set()
 
 
-class RankExchange:
+class RankExchange(BackgroundJobs):
     """A thread that publishes the facts of this rank and gathers those of other ranks.
 
     On rank 0, the thread calls ``receive`` with all entries that it has gathered.
@@ -165,6 +167,7 @@ class RankExchange:
     def __init__(
         self, name: str, place: RankPlace, store: Any, receive: Callable[[list[Entry]], None] = lambda entries: None
     ) -> None:
+        super().__init__()
         self.wanted = False  # whether it is time to publish again
         self._receive = receive
         self._place = place
@@ -176,22 +179,11 @@ class RankExchange:
         self._gather_s = math.inf
         self._ending: tuple[float, float] | None = None  # start time and time limit
         self._ended = threading.Event()
-        self._jobs = BackgroundJobs()
 
     @property
     def ranks(self) -> int:
         """Number of ranks whose entries can be read."""
         return self._place.world_size if self._board.is_shared else 1
-
-    @property
-    def faults(self) -> list[str]:
-        """Description of the first error in the thread."""
-        return self._jobs.faults
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU time of the thread so far."""
-        return self._jobs.cpu_s
 
     def entries(self) -> list[Entry]:
         """Return the last entry read from each rank, by rank. Ranks other than 0 read only their own node."""
@@ -204,10 +196,10 @@ class RankExchange:
         self._is_new = True
         if not self._board.is_shared:
             self._board.post(**self._facts)
-        elif self._jobs.is_empty:
-            self._jobs.add("Exchanging facts with other ranks", self._exchange)
+        elif self.is_empty:
+            self.add("Exchanging facts with other ranks", self._exchange)
         else:
-            self._jobs.run_now()
+            self.run_now()
 
     def read_node(self) -> None:
         """Wait at most a second until each rank of this node has an entry here."""
@@ -222,7 +214,7 @@ class RankExchange:
             return math.inf
 
         if self._board.is_shared:
-            self._jobs.add("Reading the ranks of this node", read)
+            self.add("Reading the ranks of this node", read)
             there.wait(_ANSWER_S)
 
     def finish(self, timeout_s: float) -> list[int]:
@@ -236,10 +228,11 @@ class RankExchange:
         self.close()
         return self._late()
 
-    def close(self) -> None:
+    @override
+    def close(self, timeout_s: float = _ANSWER_S) -> None:
         """End the thread, without waiting if it is late. Idempotent."""
         is_late = self._ending is not None and not self._ended.is_set()
-        self._jobs.close(timeout_s=0.0 if is_late else _ANSWER_S)
+        super().close(0.0 if is_late else timeout_s)
 
     def _late(self) -> list[int]:
         place, entries = self._place, self._board.entries
