@@ -1,4 +1,4 @@
-"""At which source lines a thread is seen, and when: by stacks, a clock and samples that a test makes."""
+"""Source lines at which a thread is sampled, and when: by stacks, a clock and samples that a test makes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import decoding
@@ -21,52 +20,29 @@ from lightning_gpu_tools.training import line_sampler
 from lightning_gpu_tools.training.line_sampler import SWITCH_S, WINDOW_SAMPLES, WORKER_LOOP, LineSampler, WorkerLines
 from lightning_gpu_tools.training.phases import CALLBACK, IN_WORKER, MONITORING, SLOW_STEP, TRAINING_STEP, VALIDATION
 from lightning_gpu_tools.training.run_measurements import SourceLine
-from lightning_gpu_tools.training.source_lines import Seen, line_of
+from lightning_gpu_tools.training.source_lines import Seen, line_in, line_of
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
 PACKAGES = sysconfig.get_path("purelib")
-SCRIPT = ("__main__", "/home/ada/train.py", "main")
-FIT = ("lightning.pytorch.trainer.trainer", f"{PACKAGES}/lightning/pytorch/trainer/trainer.py", "fit")
-HOOK = ("lightning.pytorch.trainer.call", f"{PACKAGES}/lightning/pytorch/trainer/call.py", "_call_callback_hooks")
-SAVE = ("lightning.pytorch.callbacks.x", f"{PACKAGES}/lightning/pytorch/callbacks/x.py", "save")
-FETCH = ("torch.utils.data._utils.fetch", f"{PACKAGES}/torch/utils/data/_utils/fetch.py", "fetch")
-COLLATE = ("torch.utils.data._utils.collate", f"{PACKAGES}/torch/utils/data/_utils/collate.py", "default_collate")
-TORCH = ("torch.nn.functional", f"{PACKAGES}/torch/nn/functional.py", "linear")
-PILLOW = ("PIL.ImageFile", f"{PACKAGES}/PIL/ImageFile.py", "load")
-VISION = ("torchvision.datasets", f"{PACKAGES}/torchvision/datasets/folder.py", "__getitem__")
-JSON = ("json.decoder", f"{sysconfig.get_path('stdlib')}/json/decoder.py", "decode")
-OURS = ("lightning_gpu_tools.training.stopwatch", "/anywhere/stopwatch.py", "timed")
-DECODE = ("data", f"{os.getcwd()}/data.py", "decode")
-GETITEM = ("data", f"{os.getcwd()}/data.py", "__getitem__")
+# The frames of a stack: file and function, each in line 2.
+SCRIPT = ("/home/ada/train.py", "main")
+FIT = (f"{PACKAGES}/lightning/pytorch/trainer/trainer.py", "fit")
+HOOK = (f"{PACKAGES}/lightning/pytorch/trainer/call.py", "_call_callback_hooks")
+SAVE = (f"{PACKAGES}/lightning/pytorch/callbacks/x.py", "save")
+FETCH = (f"{PACKAGES}/torch/utils/data/_utils/fetch.py", "fetch")
+COLLATE = (f"{PACKAGES}/torch/utils/data/_utils/collate.py", "default_collate")
+TORCH = (f"{PACKAGES}/torch/nn/functional.py", "linear")
+PILLOW = (f"{PACKAGES}/PIL/ImageFile.py", "load")
+VISION = (f"{PACKAGES}/torchvision/datasets/folder.py", "__getitem__")
+JSON = (f"{sysconfig.get_path('stdlib')}/json/decoder.py", "decode")
+OURS = (line_sampler.__file__, "timed")
+DECODE = (f"{os.getcwd()}/data.py", "decode")
+GETITEM = (f"{os.getcwd()}/data.py", "__getitem__")
 
 
-def seen_in(*calls: tuple[str, str, str]) -> Seen | None:
-    """Return the line of a stack of these calls, outermost first: module, file and function, each in line 2."""
-    frames: list[FrameType] = []
-
-    def innermost() -> None:
-        frame: FrameType | None = sys._getframe(1)
-        found = line_of(_Cut(frame, len(calls)))  # type: ignore[arg-type]
-        seen.append(found)
-        frames.clear()
-
-    seen: list[Seen | None] = []
-    call: Any = innermost
-    for module, path, function in reversed(calls):
-        names: dict[str, Any] = {"__name__": module, "inner": call}
-        exec(compile(f"def {function}():\n    inner()", path, "exec"), names)
-        call = names[function]
-    call()
-    return seen[0]
-
-
-class _Cut:
-    """A frame without those of the test around it."""
-
-    def __init__(self, frame: FrameType | None, count: int) -> None:
-        assert frame is not None
-        self.f_code, self.f_lineno, self.f_globals = frame.f_code, frame.f_lineno, frame.f_globals
-        self.f_back = _Cut(frame.f_back, count - 1) if count > 1 else None
+def seen_in(*calls: tuple[str, str]) -> Seen | None:
+    """Return the line of a stack of these calls, outermost first."""
+    return line_in({"filename": path, "line": 2, "name": function} for path, function in reversed(calls))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +51,6 @@ class _Cut:
         ((SCRIPT, DECODE), ("data.py", "decode", False)),
         ((SCRIPT, DECODE, TORCH), ("data.py", "decode", False)),
         ((SCRIPT, GETITEM, PILLOW, JSON), ("data.py", "__getitem__", False)),
-        ((SCRIPT, TORCH), ("/home/ada/train.py", "main", False)),
         ((SCRIPT, FIT, HOOK, OURS, DECODE), ("data.py", "decode", False)),
         ((SCRIPT, FIT, HOOK, SAVE, TORCH), ("lightning/pytorch/callbacks/x.py", "save", False)),
         ((SCRIPT, FIT, HOOK, FETCH, GETITEM, DECODE), ("data.py", "decode", True)),
@@ -85,7 +60,7 @@ class _Cut:
     ],
 )
 def test_the_innermost_line_of_the_user_is_named(
-    calls: tuple[tuple[str, str, str], ...], expected: tuple[str, str, bool]
+    calls: tuple[tuple[str, str], ...], expected: tuple[str, str, bool]
 ) -> None:
     file, function, is_loading = expected
     assert seen_in(*calls) == Seen(file, 2, function, is_loading)
@@ -99,10 +74,14 @@ def test_a_stack_of_this_package_alone_has_no_line() -> None:
 def test_a_comprehension_has_the_name_of_its_function() -> None:
     seen = next(line_of(sys._getframe()) for _ in range(1))
     assert seen is not None
-    assert (seen.file, seen.function) == (
-        os.path.relpath(__file__),
-        "test_a_comprehension_has_the_name_of_its_function",
-    )
+    here = "test_a_comprehension_has_the_name_of_its_function"
+    assert (seen.file, seen.function) == (os.path.relpath(__file__), here)
+
+
+def test_a_package_that_is_not_in_site_packages_is_known_by_the_name_of_its_modules() -> None:
+    names: dict[str, Any] = {"__name__": "torch.nn.functional", "line_of": line_of, "sys": sys}
+    exec(compile("def linear(): return line_of(sys._getframe())", "/src/torch/nn/functional.py", "exec"), names)
+    assert names["linear"]().file == os.path.relpath(__file__)
 
 
 class Sampled:
