@@ -27,16 +27,15 @@ from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.processes import INIT, process_stat
+from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.selection.visibility import whole_or_instances
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.device_facts import is_fusible
-from lightning_gpu_tools.training.memory_failures import MemoryFailures
 from lightning_gpu_tools.training.memory_holdings import count_holdings
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
 from lightning_gpu_tools.training.source_lines import line_in
-from lightning_gpu_tools.training.step_clock import StepClock
 
 # The training thread's phase, by the innermost of these functions in the traceback; after a colon, a part of its path.
 _FUNCTIONS = {
@@ -65,9 +64,7 @@ def out_of_memory_facts(
     error: BaseException,
     step: int,
     *,
-    run: Run,
-    clock: StepClock,
-    failures: MemoryFailures | None,
+    ending: Ending,
     memory: RankMemory | None,
     growth: tuple[MemoryGrowth, ...],
     gpus: GpuWatch | None,
@@ -75,7 +72,7 @@ def out_of_memory_facts(
     kills: int,
 ) -> OutOfMemory | None:
     """Return the facts about an out-of-memory error; ``None`` if the message has another meaning here."""
-    phase = UNEXPLAINED
+    run, clock, failures, phase = ending.run, ending.clock, ending.allocator, UNEXPLAINED
     counted: dict[str, Any] = {}
     if failures is not None:
         failure = failures.last if message.source == "allocator" else None

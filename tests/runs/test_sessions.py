@@ -1,4 +1,4 @@
-"""However a run of a Trainer ends, nothing of this package's measuring is left afterward."""
+"""Nothing of this package's measuring is left after a run of a Trainer, however the run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a GPU waits for buckets of gradients within backward, with real DistributedDataParallel."""
+"""Marks at which a GPU waits for buckets of gradients within backward, with real DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_each_bucket_is_sent_between_two_marks() -> None:
 
 
 def test_gradients_that_are_not_sent_teach_nothing() -> None:
-    """As with accumulated gradients."""
+    """Accumulate gradients first."""
     model = Reducing()
     with model.ddp.no_sync():
         for _ in range(4):

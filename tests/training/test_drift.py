@@ -1,4 +1,4 @@
-"""What may grow along with the steps, read from this process, real files and real graphs."""
+"""Quantities that may grow along with the steps, read from this process, real files and real graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training holds on its device, and in which steps the counters are read."""
+"""Memory that a training holds on its device, and the steps in which the counters are read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_gradients_that_ddp_copies_count_twice(are_views: bool) -> None:
 
 
 def test_deepspeeds_part_counts() -> None:
-    """As ZeRO 3 has it: parameters are empty, their parts and the optimizer's lie in flat tensors."""
+    """Hold the parts that ZeRO 3 does: parameters are empty, their parts and the optimizer's lie in flat tensors."""
     module = nn.Linear(8, 8, bias=False)
     module.weight.data = torch.empty(0)
     module.weight.ds_tensor = torch.empty(16)  # type: ignore[assignment]

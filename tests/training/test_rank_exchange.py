@@ -1,4 +1,4 @@
-"""What ranks exchange, against torch's real stores: of up to 1,024 ranks in one process, over the store alone."""
+"""Facts that up to 1,024 ranks, all in one process, exchange over torch's real stores alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long steps took, by a clock that the test holds."""
+"""Durations of steps, by a clock that the test holds."""
 
 from __future__ import annotations
 

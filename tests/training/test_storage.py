@@ -1,4 +1,4 @@
-"""Where a dataset is: by its attributes, and by the files that real workers have open."""
+"""Storage of a dataset, by its attributes and by the files that real workers have open."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Gated(Dataset[torch.Tensor]):
 
 @pytest.mark.parametrize("ready", [(2, 3, 5), ()])
 def test_behind_one_slow_worker_batches_lie_ready(ready: tuple[int, ...]) -> None:
-    """Of three workers the second one loads batches 1 and 4."""
+    """Let the second of three workers load batches 1 and 4."""
     dataset = Gated(6)
     iterator = iter(loader(dataset, num_workers=3))
     watch = WorkerWatch(lambda: iterator)
