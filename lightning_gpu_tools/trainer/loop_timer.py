@@ -333,7 +333,7 @@ class LoopTimer(Timer):
         def timed(*args: Any, **kwargs: Any) -> Any:
             after = self._safely(self._backward_begins)
             if after is not None and self._clock.steps >= self.graph.next_step:
-                self.graph.look(args[0] if args else kwargs.get("tensors"))
+                self.graph.record(args[0] if args else kwargs.get("tensors"))
             try:
                 return backward(*args, **kwargs)
             finally:

@@ -55,7 +55,7 @@ _MAX_PARTS = 256  # of a step; further parts count toward the enclosing one
 _MAX_LAST_STEPS = 64
 _MAX_RANK_WAITS = 32  # steps, which ranks publish
 # After these samples, one step is watched and the next one held: often at first, and 16 times in total.
-_LOOK_AFTER = frozenset(2**power for power in range(16))
+_WATCH_AFTER = frozenset(2**power for power in range(16))
 _HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, CAPTURED, AFTER_STEP, BEFORE_STEP})
 _MIN_MEASURED = 2  # measurements needed to report the GPU's work
 _CYCLES_PER_S = 1e9  # of the GPU's sleep, until it has been timed; GPUs run at 1 to 2 GHz
@@ -323,7 +323,7 @@ class GpuTimeline:
                 self._work[phase].watched = parts
         elif sample.kind == "timed":
             self._taken += 1
-            if self._taken in _LOOK_AFTER:
+            if self._taken in _WATCH_AFTER:
                 self._due = ["watched", "held"]
                 self._steps_to_sample = 1
 

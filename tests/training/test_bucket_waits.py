@@ -10,8 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.bucket_waits import BucketWaits
 from lightning_gpu_tools.training.phases import BACKWARD, RANK_WAIT_IN_STEP
+from lightning_gpu_tools.training.rank_waits import BucketWaits
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,7 @@ from trainings import HandClock
 
 from lightning_gpu_tools.host import read_host_budget
 from lightning_gpu_tools.training import memory_history
-from lightning_gpu_tools.training.memory_history import MemoryHistory
-from lightning_gpu_tools.training.memory_readings import steady_growth
+from lightning_gpu_tools.training.memory_history import MemoryHistory, steady_growth
 
 GIB, MIB = 2**30, 2**20
 
