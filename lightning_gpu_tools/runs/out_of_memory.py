@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -178,7 +178,7 @@ def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelS
     trained = [weight for one in run.optimizers for group in one.param_groups for weight in group["params"]]
     here = [weight.nbytes for weight in trained if weight.requires_grad and weight.device == run.device]
     trained_bytes = held.parameters_bytes if is_sharded else sum(here)  # a sharded weight reports the size of the whole
-    copies = max((copies_per_weight(one) for one in run.optimizers), default=0)
+    copies = copies_per_weight(run.optimizers)
     return ModelSize(
         parameters_bytes=held.parameters_bytes + held.buffers_bytes,
         gradients_bytes=max(held.gradients_bytes, trained_bytes),
@@ -187,6 +187,9 @@ def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelS
     )
 
 
-def copies_per_weight(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of values that an optimizer keeps per weight: two in Adam's variants, one with momentum."""
-    return 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
+def copies_per_weight(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return the most values that an optimizer keeps per weight: two in Adam's variants, one with momentum."""
+    options = [one.defaults for one in optimizers]
+    if any("betas" in one for one in options):
+        return 2
+    return int(any(one.get("momentum") for one in options))

@@ -50,8 +50,7 @@ def _checkpoint_bytes(run: Run) -> int | None:
         return None
     weights = [*run.module.parameters(), *run.module.buffers()]
     trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
-    copies = max((copies_per_weight(one) for one in run.optimizers), default=0)
-    return sum(weight.nbytes for weight in weights) + copies * trained
+    return sum(weight.nbytes for weight in weights) + copies_per_weight(run.optimizers) * trained
 
 
 def _claims(run: Run) -> Sequence[tuple[str, str, int]]:

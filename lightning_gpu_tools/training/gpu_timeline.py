@@ -86,18 +86,6 @@ class _Sample:
     events: list[_Event] = field(default_factory=list)
 
 
-def enclosed(begin: Callable[[], None], function: _Function, end: Callable[[], None]) -> _Function:
-    """Wrap the function so that ``begin`` runs before it and ``end`` after it, unless it raises."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        begin()
-        result = function(*args, **kwargs)
-        end()
-        return result
-
-    return called
-
-
 class GpuTimeline:
     """A timeline of the gaps between training steps and of the steps after them."""
 

@@ -13,7 +13,6 @@ from torch import nn
 from trainings import HandClock
 
 from lightning_gpu_tools.training import memory_counters
-from lightning_gpu_tools.training.gpu_timeline import enclosed
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_holdings import count_holdings
 from lightning_gpu_tools.training.memory_readings import MemoryReading
@@ -130,15 +129,7 @@ class Loop:
         self.steps_per_optimizer_step = steps_per_optimizer_step
         self.read: list[int] = []
         self.counters.when_read = lambda: self.read.append(self.clock.steps)
-        forward, backward = self.counters.after_forward(list), self.counters.around_backward(list)
-        counters = self.counters
-
-        def work(batch: object = None) -> None:
-            forward()
-            backward()
-            self._optimize()
-
-        self.step = enclosed(counters.begin_step, work, counters.end_step)
+        self.forward, self.backward = self.counters.after_forward(list), self.counters.around_backward(list)
 
     def _read(self, gpu: torch.device) -> MemoryReading:
         self.time.spend(100e-6)
@@ -147,13 +138,14 @@ class Loop:
             raise self.fault
         return MemoryReading(**dict.fromkeys(SIZES, 0))
 
-    def _optimize(self) -> None:
-        self.training.optimizer_steps += self.clock.steps % self.steps_per_optimizer_step == 0
-
-    def run(self, steps: int) -> None:
+    def run(self, steps: int, batch: object = ()) -> None:
         for _ in range(steps):
             self.clock.steps += 1
-            self.step()
+            self.counters.begin_step()
+            self.forward(batch)
+            self.backward(batch)
+            self.training.optimizer_steps += self.clock.steps % self.steps_per_optimizer_step == 0
+            self.counters.end_step()
 
 
 def test_reading_takes_at_most_ten_microseconds_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +202,7 @@ def test_an_allocator_without_counters_ends_the_reading(monkeypatch: pytest.Monk
     loop.fault = RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
     batch = torch.zeros(1)
     kept = weakref.ref(batch)
-    for _ in range(1000):
-        loop.clock.steps += 1
-        loop.step(batch)
+    loop.run(1000, batch)
     del batch
     assert kept() is None  # an error would keep whatever was in use when it was raised
     reads = loop.reads

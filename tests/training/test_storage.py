@@ -23,8 +23,6 @@ from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training import compat, storage
 from lightning_gpu_tools.training.storage import StorageWatch, named_paths, path_of_data
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/mountinfo").exists(), reason="needs Linux")
-
 MOUNTS = parse_mounts(
     """1 0 8:1 / / rw - ext4 /dev/sda rw
 2 1 0:5 / /data rw - nfs4 filer:/data rw
