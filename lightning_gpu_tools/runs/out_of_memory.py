@@ -83,8 +83,8 @@ def out_of_memory_facts(
             "batch_shape": failures.batch_shape,
             "batch_bytes": failures.batch_bytes,
             "usual_items": failures.usual_items,
-            "begins": failures.begins,
-            "validation_begins": failures.validation_begins,
+            "begins": failures.begins.points(),
+            "validation_begins": failures.validation_begins.points(),
             "lines": () if failure is None else failure.lines,
         }
     if phase == UNEXPLAINED:

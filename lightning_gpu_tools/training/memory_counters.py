@@ -163,13 +163,10 @@ class MemoryCounters:
             self.is_reading = True
             self.note("begin", "training")
             self._steps_read += 1
-            if self._is_worth_a_record():
+            # The allocations of all steps that may be replayed are recorded, those of later ones less and less often.
+            if self._is_replayed() or self._steps_read.bit_count() == 1:
                 self._clock.times.left_out.add(self._clock.steps)
                 self._do(self._record_step)
-
-    def _is_worth_a_record(self) -> bool:
-        """Return whether to record the allocations of this step: all steps that may be replayed, later fewer."""
-        return self._is_replayed() or self._steps_read.bit_count() == 1
 
     def _is_replayed(self) -> bool:
         """Return whether this step is not after the first one that begins with the optimizer's states."""

@@ -68,21 +68,16 @@ class Board:
         self._name = name
         self._store = store if place.world_size > 1 else None
         self._turn = 0
-        self._run = ""
+        self.run = ""  # its name, once known
         self._there: set[str] = set()
         if place.rank == 0:
-            self._run = uuid.uuid4().hex
-            self._set("run", self._run)
+            self.run = uuid.uuid4().hex
+            self._set("run", self.run)
 
     @property
     def is_shared(self) -> bool:
         """Whether the entries of other ranks can be read."""
         return self._store is not None
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the name of the run is known."""
-        return bool(self._run)
 
     def post(self, **facts: Any) -> None:
         """Replace this rank's entry with facts for JSON; if too long, list the last ones in ``left_out`` instead."""
@@ -90,7 +85,7 @@ class Board:
         self._turn += 1
         if self._turn <= _FIRST_ENTRIES:
             self._fetch(())
-        head = {"run": self._run, "rank": place.rank, "node": place.node, "local_ranks": place.local_ranks}
+        head = {"run": self.run, "rank": place.rank, "node": place.node, "local_ranks": place.local_ranks}
         entry = {**head, "turn": self._turn, **facts}
         left_out = []
         while len(text := json.dumps(entry)) > MAX_ENTRY_BYTES and facts:
@@ -109,7 +104,7 @@ class Board:
         for value in self._fetch([*(f"rank {rank}" for rank in ranks), *(f"node {node}" for node in nodes)]):
             for entry in json.loads(value):
                 known = self.entries.get(entry["rank"])
-                if entry["run"] == self._run and (known is None or known["turn"] < entry["turn"]):
+                if entry["run"] == self.run and (known is None or known["turn"] < entry["turn"]):
                     self.entries[entry["rank"]] = entry
             time.sleep(0)  # releases the GIL to the training thread
 
@@ -145,8 +140,8 @@ class Board:
             return []
         if keys[0] in self._there:
             run = values.pop(0).decode()
-            if run != self._run:
-                self._run, self.entries = run, {}
+            if run != self.run:
+                self.run, self.entries = run, {}
         return values
 
 
@@ -173,7 +168,7 @@ class RankExchange(BackgroundJobs):
         self._place = place
         self._board = Board(name, place, store)
         self._facts: dict[str, Any] = {}
-        self._is_new = False
+        self._is_new = self._has_begun = False
         self._interval_s = _FIRST_S
         self._wanted_s = monotonic() + _FIRST_S
         self._gather_s = math.inf
@@ -196,10 +191,11 @@ class RankExchange(BackgroundJobs):
         self._is_new = True
         if not self._board.is_shared:
             self._board.post(**self._facts)
-        elif self.is_empty:
-            self.add("Exchanging facts with other ranks", self._exchange)
-        else:
+        elif self._has_begun:
             self.run_now()
+        else:
+            self._has_begun = True
+            self.add("Exchanging facts with other ranks", self._exchange)
 
     def read_node(self) -> None:
         """Wait at most a second until each rank of this node has an entry here."""
@@ -246,7 +242,7 @@ class RankExchange(BackgroundJobs):
         if self._is_new:
             self._is_new = False
             self._board.post(**self._facts)
-            self._is_new |= not self._board.is_named  # others ignore it, because rank 0 had not begun
+            self._is_new |= not self._board.run  # others ignore it, because rank 0 had not begun
             share = _OF_NODE if self._place.rank else _OF_ALL
             self._gather_s = min(self._gather_s, monotonic() + share * self._interval_s)
         if ending is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import sysconfig
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -81,9 +80,11 @@ def line_in(recorded: Iterable[Mapping[str, Any]]) -> Seen | None:
 
 
 def _frames(frame: FrameType | None) -> Iterator[_Frame]:
-    for one, line in () if frame is None else traceback.walk_stack(frame):
-        package = str(one.f_globals.get("__name__", "")).partition(".")[0]
-        yield _Frame(one.f_code.co_filename, line or one.f_code.co_firstlineno, one.f_code.co_name, package)
+    while frame is not None:
+        code = frame.f_code
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        yield _Frame(code.co_filename, frame.f_lineno or code.co_firstlineno, code.co_name, package)
+        frame = frame.f_back
 
 
 def _line_on(stack: Iterable[_Frame]) -> Seen | None:

@@ -64,7 +64,8 @@ class StorageWatch:
         # Paths are resolved once: later, a file server may hang.
         dataset, folder = self._dataset(), self._checkpoint_folder()
         if self._named[0] != id(dataset):
-            self._named = id(dataset), {path: _size_bytes(path) for path in named_paths(dataset)}
+            paths = named_paths(dataset)
+            self._named = id(dataset), {one: os.path.getsize(one) if os.path.isfile(one) else None for one in paths}
         if folder is not None and self._written[0] != folder:
             self._written = folder, "" if "://" in folder else os.path.realpath(folder)
         mounts, named = read_mounts(), self._named[1]
@@ -136,10 +137,6 @@ def _is_file(target: str) -> bool:
 
 def _contains(path: str, file: str) -> bool:
     return path == file or file.startswith(f"{path.rstrip('/')}/")
-
-
-def _size_bytes(path: str) -> int | None:
-    return os.path.getsize(path) if os.path.isfile(path) else None
 
 
 def _storage(path: str | None, mounts: Mapping[str, Mount], size_bytes: int | None) -> Storage | None:

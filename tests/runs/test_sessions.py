@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import Boom, Samples, background_threads, loader
+from trainings import Boom, Samples, background_threads, loader, quiet_options
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report, watch
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING
@@ -106,17 +106,7 @@ class Runs:
     def trainer(self, *before: Any, after: Any = (), **options: Any) -> Any:
         """Return a Trainer with callbacks before and after those of this package."""
         ours = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), NumWorkersFinder()] if self.is_measured else []
-        defaults: dict[str, Any] = {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": self.folder,
-        }
-        return self.pl.Trainer(**{**defaults, **options}, callbacks=[*before, *ours, *after])
+        return self.pl.Trainer(**{**quiet_options(self.folder), **options}, callbacks=[*before, *ours, *after])
 
     def fit(self, *before: Any, after: Any = (), step: Act = nothing, validate: Act = nothing, **options: Any) -> None:
         self.trainer(*before, after=after, **options).fit(self.model(step, validate))
