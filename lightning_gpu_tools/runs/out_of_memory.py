@@ -32,6 +32,7 @@ from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.selection.visibility import whole_or_instances
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.device_facts import is_fusible
+from lightning_gpu_tools.training.memory_failures import AllocatorFailure
 from lightning_gpu_tools.training.memory_holdings import count_holdings
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
@@ -76,16 +77,18 @@ def out_of_memory_facts(
     counted: dict[str, Any] = {}
     if failures is not None:
         failure = failures.last if message.source == "allocator" else None
-        phase = failure.phase if failure is not None and clock.ran else UNEXPLAINED
+        if failure is None:
+            failure = AllocatorFailure(UNEXPLAINED, None, _when_it_failed(failures.counted(), message))
+        phase = failure.phase if clock.ran else UNEXPLAINED
         counted = {
-            "reading": _when_it_failed(failures.counted(), message) if failure is None else failure.reading,
-            "grad_enabled": None if failure is None else failure.grad_enabled,
+            "reading": failure.reading,
+            "grad_enabled": failure.grad_enabled,
             "batch_shape": failures.batch_shape,
             "batch_bytes": failures.batch_bytes,
             "usual_items": failures.usual_items,
             "begins": failures.begins.points(),
             "validation_begins": failures.validation_begins.points(),
-            "lines": () if failure is None else failure.lines,
+            "lines": failure.lines,
         }
     if phase == UNEXPLAINED:
         phase = _phase_of(error) or (clock.current.phase if clock.ran else SETUP)

@@ -32,7 +32,7 @@ class AllocatorFailure(NamedTuple):
     """A failure of torch's allocator."""
 
     phase: str  # by the clock
-    grad_enabled: bool  # in the allocating thread
+    grad_enabled: bool | None  # in the allocating thread; None if unknown
     reading: MemoryReading | None
     lines: tuple[MemoryLine, ...] = ()  # of the blocks in use that were recorded
 

@@ -78,7 +78,6 @@ def test_the_end_of_a_worker_is_told_with_what_to_do(tmp_path: Path, act: Callab
     with pytest.raises(OF_DEAD_WORKER) as raised:
         fit(tmp_path, act, num_workers=2)
     report = load_report(tmp_path)
-    assert report.failure is not None
     assert what in report.failure
     assert f": {report.failure[0].lower()}{report.failure[1:].partition('. ')[0]}" in report.outcome
     assert report.failure.endswith(report.diagnosis.next_step)
@@ -170,7 +169,6 @@ def test_errors_of_other_kinds_are_left_alone(tmp_path: Path) -> None:
 def test_of_several_dead_workers_the_first_cause_is_told() -> None:
     exits = [WorkerExit(0, 100, -signal.SIGTERM), WorkerExit(1, 101, -signal.SIGKILL), WorkerExit(2, 102, 1)]
     failure = failure_of_workers(exits, oom_kills=1, shm_bytes=None)
-    assert failure is not None
     assert failure.what == "worker 1 of the DataLoader (PID 101) was killed by the kernel, because memory ran out"
     assert failure_of_workers([], oom_kills=1, shm_bytes=None) is None
     assert how_it_ended(-64).what == "crashed (SIGRTMAX) in native code"

@@ -204,12 +204,13 @@ ENDINGS: dict[str, tuple[Callable[[Runs], None], type[BaseException] | None]] = 
 }
 
 
-def global_state() -> dict[str, Any]:
+def global_state(threads_before: list[threading.Thread]) -> dict[str, Any]:
     """Return what a training may have changed in this process."""
     calls = [importlib.import_module(f"{package}.trainer.call") for package in PACKAGES]
     names = ("_interrupt", "_call_teardown_hook", "_call_and_handle_interrupt")
+    new = (one for one in threading.enumerate() if one not in threads_before)  # earlier ones may end meanwhile
     return {
-        "threads": sorted(one.name for one in threading.enumerate() if type(one).__name__ != "TMonitor"),  # of tqdm
+        "threads": sorted(one.name for one in new if type(one).__name__ != "TMonitor"),  # of tqdm
         "calls": [getattr(module, name) for module in calls for name in names],
         "fetch": torch.utils.data._utils.fetch._MapDatasetFetcher.fetch,
         "backward": torch.autograd.backward,
@@ -235,13 +236,13 @@ def stand_ins() -> list[str]:
 
 def run(act: Callable[[Runs], None], runs: Runs) -> tuple[type[BaseException] | None, dict[str, Any]]:
     """Return how a run ends and what it leaves; Lightning itself ignores Ctrl-C after it."""
-    before = signal.getsignal(signal.SIGINT)
+    before, threads_before = signal.getsignal(signal.SIGINT), threading.enumerate()
     error = None
     try:
         act(runs)
     except BaseException as raised:  # noqa: BLE001 - also SystemExit
         error = type(raised)
-    left = global_state()
+    left = global_state(threads_before)
     signal.signal(signal.SIGINT, before)
     return error, left
 

@@ -71,7 +71,6 @@ def test_a_stack_of_this_package_alone_has_no_line() -> None:
 
 def test_a_comprehension_has_the_name_of_its_function() -> None:
     seen = next(line_of(sys._getframe()) for _ in range(1))
-    assert seen is not None
     here = "test_a_comprehension_has_the_name_of_its_function"
     assert (seen.file, seen.function) == (os.path.relpath(__file__), here)
 

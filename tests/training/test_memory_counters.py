@@ -161,12 +161,9 @@ def test_each_step_is_read_up_to_the_optimizers_first(monkeypatch: pytest.Monkey
     loop = Loop(monkeypatch, steps_per_optimizer_step=4)
     loop.run(3)
     facts = loop.counters.facts()
-    assert facts is not None
     assert (facts.first_step, facts.holdings) == (None, None)
     loop.run(1)
     facts = loop.counters.facts()
-    assert facts is not None
-    assert facts.first_step is not None
     assert (loop.read, facts.first_step.step) == ([1, 2, 3, 4], 4)
     assert facts.holdings is not None
 

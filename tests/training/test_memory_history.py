@@ -27,7 +27,6 @@ def test_a_leak_has_its_slope_and_the_time_left() -> None:
     growth = steady_growth(
         "process", [(10.0 * i, GIB + 2 * MIB * i + noise.gauss(0, MIB)) for i in range(200)], room_bytes=720 * MIB
     )
-    assert growth is not None
     assert growth.bytes_per_s == pytest.approx(0.2 * MIB, rel=0.02)
     assert growth.left_s == pytest.approx(3600, rel=0.02)
     assert growth.grown_bytes == pytest.approx(0.7 * 400 * MIB, rel=0.02)
