@@ -142,9 +142,9 @@ def loader(dataset: Dataset[torch.Tensor], **options: Any) -> DataLoader[torch.T
     return DataLoader(dataset, **{"batch_size": 1, **options})
 
 
-def quiet_trainer(folder: Path, **options: Any) -> Trainer:
-    """Return a CPU Trainer that prints nothing and writes only below ``folder``."""
-    defaults: dict[str, Any] = {
+def quiet_options(folder: Path) -> dict[str, Any]:
+    """Return the options of a CPU Trainer that prints nothing and writes only below ``folder``."""
+    return {
         "accelerator": "cpu",
         "devices": 1,
         "max_epochs": 1,
@@ -154,7 +154,10 @@ def quiet_trainer(folder: Path, **options: Any) -> Trainer:
         "enable_model_summary": False,
         "default_root_dir": folder,
     }
-    return Trainer(**{**defaults, **options})
+
+
+def quiet_trainer(folder: Path, **options: Any) -> Trainer:
+    return Trainer(**{**quiet_options(folder), **options})
 
 
 class Boom(Exception):

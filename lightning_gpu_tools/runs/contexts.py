@@ -42,14 +42,14 @@ class Contexts:
                 rank=place.rank,
                 node=place.node,
                 pid=os.getpid(),
-                gpu=gpu.index,
-                uuid=str(gpu.uuid),
+                gpu=reading.index,
+                uuid=str(reading.uuid),
                 is_own=device == own,
                 since_step=self._since[device],
-                held_bytes=self._held_bytes.get(gpu.uuid),
+                held_bytes=self._held_bytes.get(reading.uuid),
                 reserved_bytes=torch.cuda.memory_reserved(device),
             )
-            for device, gpu in zip(there, gpu_readings(there), strict=True)
+            for device, reading in zip(there, gpu_readings(there), strict=True)
         )
 
 

@@ -144,8 +144,7 @@ def _move(name: str, scratch: Path, folder: str) -> str | None:
 def draw(scratch: str, parent: int, names: Sequence[str]) -> None:
     """Draw the report in ``scratch`` into that folder; runs in the separate process."""
     signal.alarm(round(_TIMEOUT_S))  # ends this process even if its parent was killed
-    with contextlib.suppress(OSError):
-        os.nice(_NICENESS)
+    os.nice(_NICENESS)
     report = load_report(os.path.join(scratch, FILE_NAME))
     for name in names:
         _draw(report, scratch, name)

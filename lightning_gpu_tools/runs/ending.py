@@ -19,11 +19,11 @@ class Ending:
     """The end of training."""
 
     def __init__(self, run: Run, clock: StepClock) -> None:
+        self.run, self.clock = run, clock
         self.outcome = COMPLETED
         self.failure: Failure | None = None  # if known beyond the error
         self.out_of_memory: OutOfMemory | None = None  # if it ended training
         self.allocator = None if run.gpu is None else MemoryFailures(run.gpu, lambda: clock.current.phase)
-        self._clock = clock
         self._oom_kills_before = oom_kills()
         self.begun_step = -1  # the last one, by the clock
         self._begun_validation = (-1, -1)  # step of the last validation batch, and its number
@@ -41,15 +41,15 @@ class Ending:
 
     def begin_step(self, batch: Any) -> None:
         """Record the batch of a step that begins; only the first call counts."""
-        if self.begun_step != self._clock.steps:
-            self.begun_step = self._clock.steps
+        if self.begun_step != self.clock.steps:
+            self.begun_step = self.clock.steps
             if self.allocator is not None:
                 size = partial(batch_bytes, batch, on_gpu=True)
                 self.allocator.begin_step(self.begun_step, batch_shape(batch), size)
 
     def begin_validation_batch(self, batch: Any, number: int) -> None:
         """Record a validation batch in the same way; number 0 begins another validation."""
-        place = self._clock.steps, number
+        place = self.clock.steps, number
         if self.allocator is not None and self._begun_validation != place:
             self._begun_validation = place
             size = partial(batch_bytes, batch, on_gpu=True)

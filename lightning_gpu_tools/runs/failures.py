@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -40,8 +41,9 @@ def failure_of(error: BaseException, exits: Sequence[WorkerExit], oom_kills: int
     """Return the failure that ended training, if known beyond its error."""
     frames, shm_bytes = _frames(error), shared_memory_bytes()
     # Only "dump": code in the same file that receives tensors from a worker fails if the worker has died.
-    is_pickling = any(f.f_code.co_name == "dump" and _file(f).endswith("multiprocessing/reduction.py") for f in frames)
-    if is_pickling and any("torch/utils/data/" in _file(frame) for frame in frames):
+    codes = [frame.f_code for frame in frames]
+    is_pickling = any(c.co_name == "dump" and c.co_filename.endswith("multiprocessing/reduction.py") for c in codes)
+    if is_pickling and any("torch/utils/data/" in code.co_filename for code in codes):
         return not_picklable(str(error))
     dead = failure_of_workers(exits, oom_kills, shm_bytes)
     return dead or failure_of_dataset(str(error), _index_of(frames), shm_bytes)
@@ -66,15 +68,11 @@ def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename.replace("\\", "/")
-
-
 def _index_of(frames: Sequence[FrameType]) -> str | None:
     """Return the index with which torch requested a sample from the dataset."""
-    fetching = [i for i, frame in enumerate(frames) if _file(frame).endswith("torch/utils/data/_utils/fetch.py")]
-    for frame in frames[fetching[-1] + 1 :][:1] if fetching else ():
-        names = frame.f_code.co_varnames
-        if frame.f_code.co_name == "__getitem__" and len(names) > 1:
-            return printable(repr(frame.f_locals.get(names[1])), 50)
+    for caller, frame in reversed(list(pairwise(frames))):
+        if caller.f_code.co_filename.endswith("torch/utils/data/_utils/fetch.py"):
+            names = frame.f_code.co_varnames
+            is_request = frame.f_code.co_name == "__getitem__" and len(names) > 1
+            return printable(repr(frame.f_locals.get(names[1])), 50) if is_request else None
     return None

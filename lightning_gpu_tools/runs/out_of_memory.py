@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,16 +27,16 @@ from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.processes import INIT, process_stat
+from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.selection.visibility import whole_or_instances
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.device_facts import is_fusible
-from lightning_gpu_tools.training.memory_failures import MemoryFailures
+from lightning_gpu_tools.training.memory_failures import AllocatorFailure
 from lightning_gpu_tools.training.memory_holdings import count_holdings
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, UNEXPLAINED, VALIDATION
 from lightning_gpu_tools.training.source_lines import line_in
-from lightning_gpu_tools.training.step_clock import StepClock
 
 # The training thread's phase, by the innermost of these functions in the traceback; after a colon, a part of its path.
 _FUNCTIONS = {
@@ -65,9 +65,7 @@ def out_of_memory_facts(
     error: BaseException,
     step: int,
     *,
-    run: Run,
-    clock: StepClock,
-    failures: MemoryFailures | None,
+    ending: Ending,
     memory: RankMemory | None,
     growth: tuple[MemoryGrowth, ...],
     gpus: GpuWatch | None,
@@ -75,20 +73,22 @@ def out_of_memory_facts(
     kills: int,
 ) -> OutOfMemory | None:
     """Return the facts about an out-of-memory error; ``None`` if the message has another meaning here."""
-    phase = UNEXPLAINED
+    run, clock, failures, phase = ending.run, ending.clock, ending.allocator, UNEXPLAINED
     counted: dict[str, Any] = {}
     if failures is not None:
         failure = failures.last if message.source == "allocator" else None
-        phase = failure.phase if failure is not None and clock.ran else UNEXPLAINED
+        if failure is None:
+            failure = AllocatorFailure(UNEXPLAINED, None, _when_it_failed(failures.counted(), message))
+        phase = failure.phase if clock.ran else UNEXPLAINED
         counted = {
-            "reading": _when_it_failed(failures.counted(), message) if failure is None else failure.reading,
-            "grad_enabled": None if failure is None else failure.grad_enabled,
+            "reading": failure.reading,
+            "grad_enabled": failure.grad_enabled,
             "batch_shape": failures.batch_shape,
             "batch_bytes": failures.batch_bytes,
             "usual_items": failures.usual_items,
-            "begins": failures.begins,
-            "validation_begins": failures.validation_begins,
-            "lines": () if failure is None else failure.lines,
+            "begins": failures.begins.points(),
+            "validation_begins": failures.validation_begins.points(),
+            "lines": failure.lines,
         }
     if phase == UNEXPLAINED:
         phase = _phase_of(error) or (clock.current.phase if clock.ran else SETUP)
@@ -181,7 +181,7 @@ def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelS
     trained = [weight for one in run.optimizers for group in one.param_groups for weight in group["params"]]
     here = [weight.nbytes for weight in trained if weight.requires_grad and weight.device == run.device]
     trained_bytes = held.parameters_bytes if is_sharded else sum(here)  # a sharded weight reports the size of the whole
-    copies = max((copies_per_weight(one) for one in run.optimizers), default=0)
+    copies = copies_per_weight(run.optimizers)
     return ModelSize(
         parameters_bytes=held.parameters_bytes + held.buffers_bytes,
         gradients_bytes=max(held.gradients_bytes, trained_bytes),
@@ -190,6 +190,9 @@ def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelS
     )
 
 
-def copies_per_weight(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of values that an optimizer keeps per weight: two in Adam's variants, one with momentum."""
-    return 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
+def copies_per_weight(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return the most values that an optimizer keeps per weight: two in Adam's variants, one with momentum."""
+    options = [one.defaults for one in optimizers]
+    if any("betas" in one for one in options):
+        return 2
+    return int(any(one.get("momentum") for one in options))

@@ -1,4 +1,4 @@
-"""The interface of a measured run: a Trainer, Fabric, or the user's own loop."""
+"""The interfaces of a measured run (a Trainer, Fabric, or the user's own loop) and of its timer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.selection.visibility import shown_uuid
+from lightning_gpu_tools.training.drift import GraphSizes
+from lightning_gpu_tools.training.line_sampler import WorkerLines
+from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_holdings import Training
 from lightning_gpu_tools.training.rank_exchange import RankPlace
+from lightning_gpu_tools.training.rank_waits import RankWaits
 
 
 class Run(Training, Protocol):
@@ -67,6 +71,27 @@ class Run(Training, Protocol):
     @property
     def settings(self) -> Mapping[str, Any]:
         """More settings for the report: at least ``model``, the name of the model."""
+
+
+class Timer(Protocol):
+    """The driver of a session's clock."""
+
+    rank_waits: RankWaits  # moves waiting for other ranks out of the clock's phases
+    worker_lines: WorkerLines
+    graph: GraphSizes
+    memory: MemoryCounters | None  # of this rank's GPU; None on another device
+    fault: Exception | None  # the error that ended the timing
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether a tuner runs a trial. Trials are not measured."""
+
+    @property
+    def unseen(self) -> list[str]:
+        """The parts that could not be timed."""
+
+    def stop(self) -> None:
+        """Stop the clock and restore everything, once."""
 
 
 def gpu_readings(devices: Iterable[torch.device]) -> tuple[GpuReading, ...]:

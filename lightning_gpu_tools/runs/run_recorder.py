@@ -6,14 +6,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from statistics import fmean
 from time import perf_counter  # by name: a program's tests may replace the functions of `time`
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -36,18 +37,15 @@ from lightning_gpu_tools.host import (
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor, settings_of
 from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.runs.contexts import Contexts
-from lightning_gpu_tools.runs.facts import Facts
 from lightning_gpu_tools.runs.rank_entries import Received, own_step, own_waits, received
-from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.runs.run import Run, Timer, gpu_readings
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
 from lightning_gpu_tools.training.cores import CoreUsers, added_s, pressure_s, runnable_s
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
-from lightning_gpu_tools.training.drift import Drift, GraphSizes
+from lightning_gpu_tools.training.drift import Drift
 from lightning_gpu_tools.training.line_sampler import LineSampler
-from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.phases import RANK_WAIT, SLOW_STEP, base_phase
-from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
     GpuFacts,
@@ -61,6 +59,7 @@ from lightning_gpu_tools.training.run_measurements import (
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.storage import StorageWatch
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
+from lightning_gpu_tools.units import printable
 
 _POLL_EVERY_STEPS = 10
 _SEARCH_EVERY_S = 1.0  # our default: until the steps for the largest batch are recorded
@@ -75,6 +74,29 @@ _GPU_MEANS = (
     "power_limit_watts",
     "power_limit_watts_max",
 )
+
+
+_Fact = TypeVar("_Fact")
+
+
+class Facts:
+    """A reader of single facts, for any thread: one that cannot be read is left out, and listed in the report."""
+
+    def __init__(self) -> None:
+        self.unread: dict[str, str] = {}  # names of facts that could not be read, and the reason
+
+    def read(self, what: str, read: Callable[[], _Fact], missing: _Fact) -> _Fact:
+        """Return a fact, or ``missing`` if reading it raises an error (a new torch, a driver, an odd batch)."""
+        try:
+            return read()
+        except Exception as error:  # noqa: BLE001 - the rest can still be measured
+            self.note_unread(what, error)
+            return missing
+
+    def note_unread(self, what: str, error: Exception) -> None:
+        """Record a fact that could not be read."""
+        # As text, because its frames would keep a batch; with this function, because str(error) may raise.
+        self.unread[what] = printable("".join(traceback.format_exception_only(error)).strip(), 200)
 
 
 class HostReading(NamedTuple):
@@ -94,30 +116,20 @@ class HostReading(NamedTuple):
 class RunRecorder:
     """The facts that describe a run at any time; created when training starts and the loader is known."""
 
-    def __init__(
-        self,
-        run: Run,
-        clock: StepClock,
-        rank_waits: RankWaits,
-        gpus: GpuWatch | None,
-        memory: MemoryCounters | None,
-        core_users: CoreUsers,
-        lines: LineSampler,
-        graph: GraphSizes,
-    ) -> None:
+    def __init__(self, run: Run, clock: StepClock, timer: Timer, gpus: GpuWatch | None, core_users: CoreUsers) -> None:
         self.run = run
         self.gpus = gpus
-        self.memory = memory  # of this rank's GPU
+        self.memory = timer.memory  # of this rank's GPU
         self.largest_batch_size: int | None = None  # in samples, that fits there
         self.batch_bytes: int | None = None  # of the first batch
         self.core_users = core_users
-        self.lines = lines
+        self.lines = LineSampler(clock, timer.worker_lines)
         self.compilations = Compilations(lambda: clock.steps)
         self.facts = Facts()
         lost_clock_percent = (lambda: None) if gpus is None else gpus.lost_clock_percent
-        self.drift = Drift(clock, graph, _log_folders(run.loggers), FOLDER_NAME, lost_clock_percent)
+        self.drift = Drift(clock, timer.graph, _log_folders(run.loggers), FOLDER_NAME, lost_clock_percent)
         self._clock = clock
-        self._rank_waits = rank_waits
+        self._rank_waits = timer.rank_waits
         self._received = Received()
         self._contexts = Contexts(run)
         self._local_ranks = run.place.local_ranks
@@ -336,7 +348,7 @@ class RunRecorder:
             throttled_share=throttled / periods if periods else 0.0,
             pressure_share=pressure,
             torch_threads=torch.get_num_threads(),
-            niceness=os.getpriority(os.PRIO_PROCESS, 0) if hasattr(os, "getpriority") else 0,
+            niceness=os.getpriority(os.PRIO_PROCESS, 0),
             in_slurm="SLURM_JOB_ID" in os.environ,
             users=self.core_users.found,
         )

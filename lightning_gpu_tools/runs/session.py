@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
@@ -29,7 +29,7 @@ from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.failures import failure_of, worker_exits
 from lightning_gpu_tools.runs.out_of_memory import message_of, out_of_memory_facts
 from lightning_gpu_tools.runs.ranks import Ranks
-from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.runs.run import Run, Timer, gpu_readings
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.stall_watch import StallAfter, StallWatch
 from lightning_gpu_tools.runs.surroundings import read_surroundings
@@ -37,13 +37,9 @@ from lightning_gpu_tools.selection import claims, yielding
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.cores import CoreUsers
-from lightning_gpu_tools.training.drift import GraphSizes
-from lightning_gpu_tools.training.line_sampler import LineSampler, WorkerLines
-from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_history import MemoryHistory
 from lightning_gpu_tools.training.phases import CAPTURED, OPTIMIZER, VALIDATION, base_phase, is_backward
-from lightning_gpu_tools.training.rank_exchange import Board, RankExchange
-from lightning_gpu_tools.training.rank_waits import RankWaits
+from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
@@ -57,27 +53,6 @@ def check_interval(interval_s: float) -> None:
     """Raise ``ValueError`` if this is not a valid polling interval."""
     if not 0 < interval_s < math.inf:
         raise ValueError(f"interval_s must be a positive number of seconds, got {interval_s!r}.")
-
-
-class Timer(Protocol):
-    """The driver of a session's clock."""
-
-    rank_waits: RankWaits  # moves waiting for other ranks out of the clock's phases
-    worker_lines: WorkerLines
-    graph: GraphSizes
-    memory: MemoryCounters | None  # of this rank's GPU; None on another device
-    fault: Exception | None  # the error that ended the timing
-
-    @property
-    def is_trial(self) -> bool:
-        """Whether a tuner runs a trial. Trials are not measured."""
-
-    @property
-    def unseen(self) -> list[str]:
-        """The parts that could not be timed."""
-
-    def stop(self) -> None:
-        """Stop the clock and restore everything, once."""
 
 
 class Session:
@@ -110,7 +85,7 @@ class Session:
         self._process = os.getpid()
         self._is_monitored = False
         self._sampling: dict[str, Any] = {"devices": "trainer", "interval_s": 1.0, "gpm": True}
-        self._threads: list[BackgroundJobs | RankExchange] = [self.background]
+        self._threads: list[BackgroundJobs] = [self.background]
         self.last_step = -1  # of the clock: the last sampled step
         self._logs: int | None = None
         self._next_log_s = 0.0  # by the clock
@@ -186,17 +161,15 @@ class Session:
                 self._open_gpus(**self._sampling)
                 self.warn(*([self.gpu_note] if self.gpu_note else []))
             core_users = CoreUsers(lambda: self.clock.core_wait_s, lambda: self.ranks.pids_on_node() or ())
-            lines = LineSampler(self.clock, self.timer.worker_lines)
-            rank_waits, graph = self.timer.rank_waits, self.timer.graph
-            recorder = RunRecorder(self.run, self.clock, rank_waits, self.gpus, memory, core_users, lines, graph)
+            recorder = RunRecorder(self.run, self.clock, self.timer, self.gpus, core_users)
             self.ranks = Ranks(f"{self._name}/measured", self._store, recorder, is_monitored=self._is_monitored)
             if place.rank == 0:
                 self.background.add("Sampling the use of the cores", recorder.core_users.poll)
                 self.background.add("Reading the compilations of torch.compile", recorder.compilations.poll)
                 self.background.add("Sampling the storage", recorder.poll_storage)
                 self.background.add("Sampling quantities that may grow", recorder.drift.poll)
-            lines.start()
-            self._threads += lines, self.ranks.exchange
+            recorder.lines.start()
+            self._threads += recorder.lines, self.ranks.exchange
             if memory is not None and self.gpus is not None:
                 memory.when_read = self.gpus.note_memory
             if memory is not None and self._is_monitored:
@@ -372,9 +345,7 @@ class Session:
             message,
             error,
             step,
-            run=self.run,
-            clock=self.clock,
-            failures=self.ending.allocator,
+            ending=self.ending,
             memory=None if memory is None else memory.facts(),
             growth=() if self.recorder is None else self.memory.growth(),
             gpus=self.gpus,

@@ -30,10 +30,10 @@ from lightning_gpu_tools.training.stacks import (
     ForkedStacks,
     activity,
     frames_of,
+    io_counters,
     memory_stall_percent,
     stack_in_fit,
     swapped_pages,
-    written_bytes,
 )
 from lightning_gpu_tools.training.stall_facts import (
     SETUP,
@@ -163,7 +163,7 @@ class StallWatch:
     def _mark(self, phase: str) -> tuple[int, ...]:
         """Return values that change with any progress."""
         if base_phase(phase) == CHECKPOINT:
-            written = written_bytes()
+            written = io_counters("self").get("wchar", 0)  # bytes passed to the kernel for writing
             if written - self._written >= _WRITING_BYTES:
                 self._written = written
         clock = self._clock

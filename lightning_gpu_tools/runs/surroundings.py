@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_gpu_tools.advice.shortcomings import Surroundings
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim
-from lightning_gpu_tools.host import read_host_budget, shared_memory_bytes
+from lightning_gpu_tools.host import affinity_cores, read_host_budget, shared_memory_bytes
 from lightning_gpu_tools.runs.out_of_memory import copies_per_weight
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.runs.run_recorder import loader_settings
@@ -24,9 +24,7 @@ def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
     ahead = None if loader is None or batch_bytes is None else workers * (loader.prefetch_factor or 0) * batch_bytes
     cores = read_host_budget(local_ranks=ranks).cores
     # torch itself warns about more workers than cores, but ignores other ranks and quotas.
-    has_warned = (
-        loader is not None and hasattr(os, "sched_getaffinity") and loader.num_workers > len(os.sched_getaffinity(0))
-    )
+    has_warned = loader is not None and loader.num_workers > affinity_cores()
     folder = run.checkpoint_folder
     place = None if folder is None or "://" in folder else _existing(Path(folder))
     is_sharded = run.place.world_size > 1 and not run.is_plain_ddp
@@ -52,8 +50,7 @@ def _checkpoint_bytes(run: Run) -> int | None:
         return None
     weights = [*run.module.parameters(), *run.module.buffers()]
     trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
-    copies = max((copies_per_weight(one) for one in run.optimizers), default=0)
-    return sum(weight.nbytes for weight in weights) + copies * trained
+    return sum(weight.nbytes for weight in weights) + copies_per_weight(run.optimizers) * trained
 
 
 def _claims(run: Run) -> Sequence[tuple[str, str, int]]:

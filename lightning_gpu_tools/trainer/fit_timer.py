@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.runs.failures import FETCH, noting_index
-from lightning_gpu_tools.runs.session import Timer
+from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, overrides

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR
 from lightning_gpu_tools.runs.failures import FETCH, noting_index
-from lightning_gpu_tools.runs.session import Timer
+from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer.facts import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.trainer.wrappers import Wrappers
@@ -333,7 +333,7 @@ class LoopTimer(Timer):
         def timed(*args: Any, **kwargs: Any) -> Any:
             after = self._safely(self._backward_begins)
             if after is not None and self._clock.steps >= self.graph.next_step:
-                self.graph.look(args[0] if args else kwargs.get("tensors"))
+                self.graph.record(args[0] if args else kwargs.get("tensors"))
             try:
                 return backward(*args, **kwargs)
             finally:

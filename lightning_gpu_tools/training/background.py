@@ -42,11 +42,6 @@ class BackgroundJobs:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no jobs."""
-        return not self._entries
-
     def add(self, what: str, job: _Job, *, after_s: float = 0.0) -> None:
         """Call a job after ``after_s``, then after the seconds that it returns (``inf`` = never).
 

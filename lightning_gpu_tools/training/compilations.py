@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_gpu_tools.training import compat
@@ -22,7 +22,11 @@ _NUMBER = re.compile(r"^[\d/!]+: ")  # of the earlier code, before a reason
 
 @dataclass(slots=True)
 class _Function:
-    place: tuple[str, int, str] = ("", 0, "")
+    """The fields of ``Recompiled``, so far."""
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
     count: int = 0
     seconds: float = 0.0
     reason: str = ""
@@ -56,18 +60,7 @@ class Compilations:
             again.sort(key=lambda one: -one.seconds)
         return CompiledCode(
             functions=len(self._functions),
-            recompiled=tuple(
-                Recompiled(
-                    file=one.place[0],
-                    line=one.place[1],
-                    function=one.place[2],
-                    count=one.count,
-                    seconds=one.seconds,
-                    reason=one.reason,
-                    stopped_at_step=one.stopped_at_step,
-                )
-                for one in again[:_MAX_RECOMPILED]
-            ),
+            recompiled=tuple(Recompiled(**asdict(one)) for one in again[:_MAX_RECOMPILED]),
             limit=compat.recompile_limit(),
         )
 
@@ -84,7 +77,10 @@ class Compilations:
         number, _, compiled_before = str(one.compile_id).rpartition("/")
         function = self._functions.setdefault(number, _Function())
         if one.co_name:
-            function.place = _place(one.co_filename or "", one.co_firstlineno or 0, one.co_name)
+            resumed = _RESUMED.fullmatch(one.co_name)
+            function.file = shown_path(one.co_filename or "")
+            function.line = int(resumed[2]) if resumed else one.co_firstlineno or 0
+            function.function = resumed[1] if resumed else one.co_name
         if not compiled_before.isdigit() or not int(compiled_before) or one.start_time_us / 1e6 < self._began_s:
             return
         function.seconds += (one.end_time_us - one.start_time_us) / 1e6
@@ -97,8 +93,3 @@ class Compilations:
             function.stopped_at_step = self._steps_polled + round(passed * (steps - self._steps_polled))
         else:
             function.count += 1
-
-
-def _place(file: str, line: int, function: str) -> tuple[str, int, str]:
-    resumed = _RESUMED.fullmatch(function)
-    return (shown_path(file), line, function) if resumed is None else (shown_path(file), int(resumed[2]), resumed[1])

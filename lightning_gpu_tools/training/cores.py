@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from lightning_gpu_tools.processes import read_kernel_file
 from lightning_gpu_tools.training.run_measurements import CoreUser
+from lightning_gpu_tools.training.stacks import TICKS_PER_S
 from lightning_gpu_tools.units import user_name
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 # Our defaults.
 _INTERVAL_S = 1.0
 _SCAN_SHARE = 0.01  # of the background thread's time, at most, for listing processes
@@ -32,7 +32,7 @@ class ThreadWait:
         self._file, self.is_known = -1, False
         try:
             self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
-        except (OSError, AttributeError):  # another operating system, or a kernel or container without schedstat
+        except OSError:  # a kernel or container without schedstat
             return
         self.is_known = int(os.pread(self._file, 96, 0).split()[0]) > 0  # a kernel that does not count writes zeros
 
@@ -53,8 +53,7 @@ class ThreadWait:
 def runnable_s() -> dict[int, float]:
     """Return the seconds that each thread of this process has run or waited for a core, by thread ID."""
     found = {}
-    with_threads = os.path.isdir("/proc/self/task")
-    for thread in os.listdir("/proc/self/task") if with_threads else ():
+    for thread in os.listdir("/proc/self/task"):
         counts = read_kernel_file(f"/proc/self/task/{thread}/schedstat").split()
         if counts:
             found[int(thread)] = (int(counts[0]) + int(counts[1])) / 1e9
@@ -131,7 +130,7 @@ def _processes() -> dict[int, _Process]:
             head, _, rest = read_kernel_file(f"/proc/{entry}/stat").rpartition(")")
             fields = rest.split()  # of proc_pid_stat(5), starting at the third
             if fields:
-                cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+                cpu_s = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
                 name = head.partition("(")[2]
                 found[int(entry)] = _Process(name, int(fields[1]), cpu_s, int(fields[36]), int(fields[19]))
     return found

@@ -52,12 +52,12 @@ class GraphSizes:
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if clock.steps >= self.next_step:
-                self.look(args[0] if args else None)
+                self.record(args[0] if args else None)
             return backward(*args, **kwargs)
 
         return called
 
-    def look(self, loss: object) -> None:
+    def record(self, loss: object) -> None:
         """Record the size of a loss's graph. ``loss`` may also be a sequence of tensors."""
         step = self._clock.steps
         self.next_step = step + max(_FIRST_EVERY, step // 4)
@@ -136,10 +136,10 @@ class Drift:
             self._readings = self._readings[::2]
             self._interval_s *= 2
         for logger, folder in self._logs.items():
-            self._look_at(logger, folder)
+            self._read_folder(logger, folder)
         return max(self._interval_s, _COST * (monotonic() - began_s))
 
-    def _look_at(self, logger: str, folder: str) -> None:
+    def _read_folder(self, logger: str, folder: str) -> None:
         try:
             sizes = dict(self._files_in(folder))
         except OSError:  # not there yet, or removed

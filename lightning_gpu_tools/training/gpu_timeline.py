@@ -55,7 +55,7 @@ _MAX_PARTS = 256  # of a step; further parts count toward the enclosing one
 _MAX_LAST_STEPS = 64
 _MAX_RANK_WAITS = 32  # steps, which ranks publish
 # After these samples, one step is watched and the next one held: often at first, and 16 times in total.
-_LOOK_AFTER = frozenset(2**power for power in range(16))
+_WATCH_AFTER = frozenset(2**power for power in range(16))
 _HELD = frozenset({FORWARD, BACKWARD, OPTIMIZER, CAPTURED, AFTER_STEP, BEFORE_STEP})
 _MIN_MEASURED = 2  # measurements needed to report the GPU's work
 _CYCLES_PER_S = 1e9  # of the GPU's sleep, until it has been timed; GPUs run at 1 to 2 GHz
@@ -84,18 +84,6 @@ class _Sample:
     parts_before: int = 0  # number of parts before the step
     step: int = 0
     events: list[_Event] = field(default_factory=list)
-
-
-def enclosed(begin: Callable[[], None], function: _Function, end: Callable[[], None]) -> _Function:
-    """Wrap the function so that ``begin`` runs before it and ``end`` after it, unless it raises."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        begin()
-        result = function(*args, **kwargs)
-        end()
-        return result
-
-    return called
 
 
 class GpuTimeline:
@@ -323,7 +311,7 @@ class GpuTimeline:
                 self._work[phase].watched = parts
         elif sample.kind == "timed":
             self._taken += 1
-            if self._taken in _LOOK_AFTER:
+            if self._taken in _WATCH_AFTER:
                 self._due = ["watched", "held"]
                 self._steps_to_sample = 1
 
@@ -388,9 +376,6 @@ def _add(totals: _Seconds, times: Iterable[tuple[str, float]]) -> None:
 
 
 def _in_order(before: dict[str, float], after: dict[str, float]) -> list[tuple[str, float]]:
-    spent = [(phase, after[phase] - before.get(phase, 0.0)) for phase in sorted(after, key=_place)]
+    ordered = sorted(after, key=lambda phase: _ORDER.index(base_phase(phase)))
+    spent = [(phase, after[phase] - before.get(phase, 0.0)) for phase in ordered]
     return [(phase, seconds) for phase, seconds in spent if seconds > 0]
-
-
-def _place(phase: str) -> int:
-    return _ORDER.index(base_phase(phase))

@@ -31,7 +31,7 @@ from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.phases import IN_WORKER, MONITORING, PAUSES, SLOW_STEP, base_phase, is_backward
 from lightning_gpu_tools.training.run_measurements import SourceLine
-from lightning_gpu_tools.training.source_lines import Seen, line_of
+from lightning_gpu_tools.training.source_lines import LineCounts, Seen, line_of
 from lightning_gpu_tools.training.step_clock import StepClock
 
 SWITCH_S = 0.0001  # 2 % of Python's default: see above
@@ -45,27 +45,9 @@ _PACE_BLOCKS = 5  # the pace is the median of this many blocks of steps, so that
 _WORKER_START_S = 1.0  # in which a worker imports modules and opens files
 _SAVE_EVERY = 40  # samples of a worker
 _MAX_WORKERS = 256  # to sample: each epoch may start new ones
-_MAX_LINES = 1000  # to keep, most frequent first
 
 WORKER_LOOP = "_utils.worker._worker_loop"  # private in torch.utils.data. Without it, no line of a worker is reported.
 _worker_loop = compat.worker_loop()  # before any code replaces it
-
-
-class _Counts:
-    """Number of samples of each line in each phase."""
-
-    def __init__(self) -> None:
-        self._samples: Counter[tuple[str, str, int, str]] = Counter()
-
-    def add(self, phase: str, file: str, line: int, function: str, samples: int = 1) -> None:
-        self._samples[phase, file, line, function] += samples
-
-    def lines(self) -> list[SourceLine]:
-        """Return the lines, most frequent first. Safe in any thread."""
-        return [
-            SourceLine(phase=phase, file=file, line=line, function=function, samples=samples)
-            for (phase, file, line, function), samples in self._samples.copy().most_common(_MAX_LINES)
-        ]
 
 
 class _Sampler(BackgroundJobs):
@@ -74,7 +56,7 @@ class _Sampler(BackgroundJobs):
     def __init__(self) -> None:
         super().__init__()
         self._thread_id = 0
-        self._counts = _Counts()
+        self._counts = LineCounts()
         self._random = random.Random(0)
         self._switch_s: tuple[float, float] | None = None  # the program's, and ours
 
@@ -200,7 +182,7 @@ class LineSampler(_Sampler):
     def seen(self, worker_pids: Collection[int]) -> tuple[SourceLine, ...]:
         """Return the sampled lines of the training thread and of these workers, most frequent first."""
         lines = [*self._counts.lines(), *self._workers.lines(worker_pids)]
-        return tuple(sorted(lines, key=lambda one: -one.samples)[:_MAX_LINES])
+        return tuple(sorted(lines, key=lambda one: -one.samples))
 
 
 class _WorkerSampler(_Sampler):
@@ -270,7 +252,7 @@ class WorkerLines:
         """Return the lines sampled in these workers so far, without workers of validation or of a trial."""
         if self._folder is None:
             return self._lines
-        counts = _Counts()
+        counts = LineCounts()
         with suppress(OSError, ValueError):  # a cleanup program removed them
             for name in {f"{pid}.json" for pid in pids}.intersection(os.listdir(self._folder)):
                 for one in json.loads(Path(self._folder, name).read_text()):

@@ -155,7 +155,7 @@ class LockAlarm:
         self._watcher: int | None = None
         self._armed_s, self._after_s, self._switches = monotonic(), 0.0, 0
         self._path: Path | None = None
-        self._file = self._opened(os.memfd_create("stacks")) if hasattr(os, "memfd_create") else -1
+        self._file = self._opened(os.memfd_create("stacks"))
         _timer.open()
 
     def _opened(self, file: int) -> int:
@@ -173,7 +173,7 @@ class LockAlarm:
         """Write the stacks to a file that survives a killed process. For a thread that may wait for a disk."""
         path = folder / STACKS_NAME
         if self._path is None and self._file >= 0 and folder.is_dir():
-            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
             file = self._opened(os.open(path, flags, 0o644))
             with _timer.lock:
                 is_closed = self._file < 0  # closed during the wait for the disk

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.gpu_timeline import enclosed
 from lightning_gpu_tools.training.memory_holdings import (
     Training,
     count_gradients,
@@ -137,13 +136,24 @@ class MemoryCounters:
 
     def after_forward(self, function: _Function) -> _Function:
         """Wrap a function that runs forward to read the counters at its end."""
-        return enclosed(lambda: None, function, lambda: self.note("after_forward", "forward"))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self.note("after_forward", "forward")
+            return result
+
+        return forward
 
     def around_backward(self, function: _Function) -> _Function:
         """Wrap a function that runs backward to read the counters at its start and end."""
-        return enclosed(
-            lambda: self.note("before_backward", "forward"), function, lambda: self.note("after_backward", "backward")
-        )
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            self.note("before_backward", "forward")
+            result = function(*args, **kwargs)
+            self.note("after_backward", "backward")
+            return result
+
+        return backward
 
     def begin_step(self) -> None:
         """Begin a step, and read the counters if it is the next one to read."""
@@ -153,13 +163,10 @@ class MemoryCounters:
             self.is_reading = True
             self.note("begin", "training")
             self._steps_read += 1
-            if self._is_worth_a_record():
+            # The allocations of all steps that may be replayed are recorded, those of later ones less and less often.
+            if self._is_replayed() or self._steps_read.bit_count() == 1:
                 self._clock.times.left_out.add(self._clock.steps)
                 self._do(self._record_step)
-
-    def _is_worth_a_record(self) -> bool:
-        """Return whether to record the allocations of this step: all steps that may be replayed, later fewer."""
-        return self._is_replayed() or self._steps_read.bit_count() == 1
 
     def _is_replayed(self) -> bool:
         """Return whether this step is not after the first one that begins with the optimizer's states."""

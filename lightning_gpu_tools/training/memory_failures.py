@@ -32,7 +32,7 @@ class AllocatorFailure(NamedTuple):
     """A failure of torch's allocator."""
 
     phase: str  # by the clock
-    grad_enabled: bool  # in the allocating thread
+    grad_enabled: bool | None  # in the allocating thread; None if unknown
     reading: MemoryReading | None
     lines: tuple[MemoryLine, ...] = ()  # of the blocks in use that were recorded
 
@@ -54,8 +54,8 @@ class MemoryFailures:
         self._recorder = MemoryRecorder()
         self._step_shape: tuple[int, ...] | None = None
         self._items: deque[int] = deque(maxlen=_MAX_BATCHES)
-        self._begins = Timeline(_MAX_POINTS, 1.0)
-        self._validation = Timeline(_MAX_POINTS, 1.0)
+        self.begins = Timeline(_MAX_POINTS, 1.0)  # bytes in tensors at the start of steps
+        self.validation_begins = Timeline(_MAX_POINTS, 1.0)  # the same for the batches of the last validation
 
     def listen(self) -> None:
         """Register for failures of the allocator, if CUDA has started."""
@@ -82,7 +82,7 @@ class MemoryFailures:
             self._items.append(math.prod(self._step_shape))
         self._step_shape = self.batch_shape = shape
         if step <= _EARLY_STEPS or step % _EVERY_STEPS == 0:
-            self._read(self._begins, step, batch_bytes)
+            self._read(self.begins, step, batch_bytes)
 
     def begin_validation_batch(
         self, number: int, shape: tuple[int, ...] | None, batch_bytes: Callable[[], int]
@@ -90,12 +90,12 @@ class MemoryFailures:
         """Record the same for a validation batch. Number 0 begins another validation."""
         self.batch_shape = shape
         if number == 0:
-            self._validation = Timeline(_MAX_POINTS, 1.0)
+            self.validation_begins = Timeline(_MAX_POINTS, 1.0)
             self._recorder.start("state")
         elif number == _RECORDED_BATCHES:
             self._recorder.stop()
         if number <= _EARLY_STEPS or number % _EVERY_STEPS == 0:
-            self._read(self._validation, number, batch_bytes)
+            self._read(self.validation_begins, number, batch_bytes)
 
     def _read(self, timeline: Timeline, number: int, batch_bytes: Callable[[], int]) -> None:
         reading = self.counted()
@@ -123,16 +123,6 @@ class MemoryFailures:
     def usual_items(self) -> float | None:
         """Median number of elements in the first tensor of a batch, over completed steps."""
         return float(median_high(self._items)) if self._items else None
-
-    @property
-    def begins(self) -> list[tuple[float, float]]:
-        """Pairs of (step, bytes in tensors at its start), oldest first."""
-        return self._begins.points()
-
-    @property
-    def validation_begins(self) -> list[tuple[float, float]]:
-        """Pairs of (batch, bytes in tensors at its start) for the last validation."""
-        return self._validation.points()
 
 
 _listening: WeakSet[MemoryFailures] = WeakSet()

@@ -1,11 +1,9 @@
-"""Memory readings of one rank, and detection of memory growth. Plain data, always in bytes."""
+"""Memory readings of one rank, and memory that has grown. Plain data, always in bytes."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Literal, NamedTuple
 
 
@@ -148,14 +146,6 @@ class RankMemory:
         return max([self.latest.peak_allocated_bytes, *self.peaks_bytes.values()])
 
 
-# Our defaults.
-_PARTS = 8  # of a run, whose medians all have to rise; by chance this happens in 1 of 8! = 40320 runs
-_WARM_UP_SHARE = 0.2  # ignored, because caches, workers, and the allocator fill up
-_MIN_POINTS_PER_PART = 3
-_MIN_GROWTH_BYTES = 64 * 2**20
-# Growth that levels off is smaller in the second half: for a square root, by a factor of 0.7.
-_MIN_SECOND_HALF = 0.8
-
 # gpu: in tensors at the start of steps; process: host memory of the training process; workers: memory of all workers of
 # the loader together, without the part that they share.
 Whose = Literal["gpu", "process", "workers"]
@@ -170,33 +160,3 @@ class MemoryGrowth:
     grown_bytes: float  # growth after the first fifth of the run
     left_s: float | None = None  # seconds until memory is full at this rate; None if the limit is unknown
     phase: Literal["training", "validation"] | None = None  # in which most of the growth happened
-
-
-def steady_growth(whose: Whose, points: Sequence[tuple[float, float]], room_bytes: float | None) -> MemoryGrowth | None:
-    """Return memory growth from points of (seconds, bytes), oldest first; ``None`` if not steady, or too few points.
-
-    Steady growth lasts to the end. ``room_bytes`` is the free space; ``None`` = unknown.
-    """
-    if not points:
-        return None
-    first_s, last_s = points[0][0], points[-1][0]
-    begin_s = first_s + _WARM_UP_SHARE * (last_s - first_s)
-    part_s = (last_s - begin_s) / _PARTS
-    if part_s <= 0:
-        return None
-    parts: list[list[tuple[float, float]]] = [[] for _ in range(_PARTS)]
-    for time_s, size in points:
-        if time_s >= begin_s:
-            parts[min(int((time_s - begin_s) / part_s), _PARTS - 1)].append((time_s, size))
-    if min(map(len, parts)) < _MIN_POINTS_PER_PART:
-        return None
-    times = [median(time_s for time_s, _ in part) for part in parts]
-    sizes = [median(size for _, size in part) for part in parts]
-    middle = _PARTS // 2
-    first_half, second_half = sizes[middle - 1] - sizes[0], sizes[-1] - sizes[middle]
-    rises = all(after > before for before, after in itertools.pairwise(sizes))
-    if not rises or sizes[-1] - sizes[0] < _MIN_GROWTH_BYTES or second_half < _MIN_SECOND_HALF * first_half:
-        return None
-    slope = median((sizes[j] - sizes[i]) / (times[j] - times[i]) for i in range(_PARTS) for j in range(i + 1, _PARTS))
-    left_s = None if room_bytes is None else max(0.0, room_bytes) / slope
-    return MemoryGrowth(whose=whose, bytes_per_s=slope, grown_bytes=sizes[-1] - sizes[0], left_s=left_s)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic  # by name: a program's tests may replace those of `time`
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from lightning_gpu_tools.training.background import BackgroundJobs
 
 # Our defaults.
@@ -66,21 +68,16 @@ class Board:
         self._name = name
         self._store = store if place.world_size > 1 else None
         self._turn = 0
-        self._run = ""
+        self.run = ""  # its name, once known
         self._there: set[str] = set()
         if place.rank == 0:
-            self._run = uuid.uuid4().hex
-            self._set("run", self._run)
+            self.run = uuid.uuid4().hex
+            self._set("run", self.run)
 
     @property
     def is_shared(self) -> bool:
         """Whether the entries of other ranks can be read."""
         return self._store is not None
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the name of the run is known."""
-        return bool(self._run)
 
     def post(self, **facts: Any) -> None:
         """Replace this rank's entry with facts for JSON; if too long, list the last ones in ``left_out`` instead."""
@@ -88,7 +85,7 @@ class Board:
         self._turn += 1
         if self._turn <= _FIRST_ENTRIES:
             self._fetch(())
-        head = {"run": self._run, "rank": place.rank, "node": place.node, "local_ranks": place.local_ranks}
+        head = {"run": self.run, "rank": place.rank, "node": place.node, "local_ranks": place.local_ranks}
         entry = {**head, "turn": self._turn, **facts}
         left_out = []
         while len(text := json.dumps(entry)) > MAX_ENTRY_BYTES and facts:
@@ -107,7 +104,7 @@ class Board:
         for value in self._fetch([*(f"rank {rank}" for rank in ranks), *(f"node {node}" for node in nodes)]):
             for entry in json.loads(value):
                 known = self.entries.get(entry["rank"])
-                if entry["run"] == self._run and (known is None or known["turn"] < entry["turn"]):
+                if entry["run"] == self.run and (known is None or known["turn"] < entry["turn"]):
                     self.entries[entry["rank"]] = entry
             time.sleep(0)  # releases the GIL to the training thread
 
@@ -143,8 +140,8 @@ class Board:
             return []
         if keys[0] in self._there:
             run = values.pop(0).decode()
-            if run != self._run:
-                self._run, self.entries = run, {}
+            if run != self.run:
+                self.run, self.entries = run, {}
         return values
 
 
@@ -156,7 +153,7 @@ def _existing(store: Any, keys: list[str]) -> set[str]:
     return _existing(store, keys[:half]) | _existing(store, keys[half:]) if half else set()
 
 
-class RankExchange:
+class RankExchange(BackgroundJobs):
     """A thread that publishes the facts of this rank and gathers those of other ranks.
 
     On rank 0, the thread calls ``receive`` with all entries that it has gathered.
@@ -165,33 +162,23 @@ class RankExchange:
     def __init__(
         self, name: str, place: RankPlace, store: Any, receive: Callable[[list[Entry]], None] = lambda entries: None
     ) -> None:
+        super().__init__()
         self.wanted = False  # whether it is time to publish again
         self._receive = receive
         self._place = place
         self._board = Board(name, place, store)
         self._facts: dict[str, Any] = {}
-        self._is_new = False
+        self._is_new = self._has_begun = False
         self._interval_s = _FIRST_S
         self._wanted_s = monotonic() + _FIRST_S
         self._gather_s = math.inf
         self._ending: tuple[float, float] | None = None  # start time and time limit
         self._ended = threading.Event()
-        self._jobs = BackgroundJobs()
 
     @property
     def ranks(self) -> int:
         """Number of ranks whose entries can be read."""
         return self._place.world_size if self._board.is_shared else 1
-
-    @property
-    def faults(self) -> list[str]:
-        """Description of the first error in the thread."""
-        return self._jobs.faults
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU time of the thread so far."""
-        return self._jobs.cpu_s
 
     def entries(self) -> list[Entry]:
         """Return the last entry read from each rank, by rank. Ranks other than 0 read only their own node."""
@@ -204,10 +191,11 @@ class RankExchange:
         self._is_new = True
         if not self._board.is_shared:
             self._board.post(**self._facts)
-        elif self._jobs.is_empty:
-            self._jobs.add("Exchanging facts with other ranks", self._exchange)
+        elif self._has_begun:
+            self.run_now()
         else:
-            self._jobs.run_now()
+            self._has_begun = True
+            self.add("Exchanging facts with other ranks", self._exchange)
 
     def read_node(self) -> None:
         """Wait at most a second until each rank of this node has an entry here."""
@@ -222,7 +210,7 @@ class RankExchange:
             return math.inf
 
         if self._board.is_shared:
-            self._jobs.add("Reading the ranks of this node", read)
+            self.add("Reading the ranks of this node", read)
             there.wait(_ANSWER_S)
 
     def finish(self, timeout_s: float) -> list[int]:
@@ -236,10 +224,11 @@ class RankExchange:
         self.close()
         return self._late()
 
-    def close(self) -> None:
+    @override
+    def close(self, timeout_s: float = _ANSWER_S) -> None:
         """End the thread, without waiting if it is late. Idempotent."""
         is_late = self._ending is not None and not self._ended.is_set()
-        self._jobs.close(timeout_s=0.0 if is_late else _ANSWER_S)
+        super().close(0.0 if is_late else timeout_s)
 
     def _late(self) -> list[int]:
         place, entries = self._place, self._board.entries
@@ -253,7 +242,7 @@ class RankExchange:
         if self._is_new:
             self._is_new = False
             self._board.post(**self._facts)
-            self._is_new |= not self._board.is_named  # others ignore it, because rank 0 had not begun
+            self._is_new |= not self._board.run  # others ignore it, because rank 0 had not begun
             share = _OF_NODE if self._place.rank else _OF_ALL
             self._gather_s = min(self._gather_s, monotonic() + share * self._interval_s)
         if ending is not None:

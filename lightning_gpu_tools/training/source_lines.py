@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
+from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.stacks import TRAINER_FILE, TRAINER_FUNCTIONS
 
 # Owner of a file's code. In `fetch`, torch's loader calls the program; in `trainer`, the Trainer does.
@@ -22,9 +25,9 @@ _PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "plats
 _FETCH_FILE = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
-_MAX_FILES = 10_000  # in the cache of owners
-
-_files: dict[str, tuple[_Owner, str]] = {}
+# Our defaults.
+_MAX_FILES = 10_000  # in the caches
+_MAX_LINES = 1000  # to return, most frequent first
 
 
 class Seen(NamedTuple):
@@ -43,6 +46,24 @@ class _Frame(NamedTuple):
     line: int
     function: str
     package: str  # the top-level package of its module; empty if unknown
+
+
+class LineCounts:
+    """Number of samples of each line in each phase."""
+
+    def __init__(self) -> None:
+        self._samples: Counter[tuple[str, str, int, str]] = Counter()
+
+    def add(self, phase: str, file: str, line: int, function: str, samples: int = 1) -> None:
+        """Add samples of one line."""
+        self._samples[phase, file, line, function] += samples
+
+    def lines(self) -> list[SourceLine]:
+        """Return the lines, most frequent first. Safe in any thread."""
+        return [
+            SourceLine(phase=phase, file=file, line=line, function=function, samples=samples)
+            for (phase, file, line, function), samples in self._samples.copy().most_common(_MAX_LINES)
+        ]
 
 
 def line_of(frame: FrameType | None) -> Seen | None:
@@ -72,7 +93,7 @@ def _line_on(stack: Iterable[_Frame]) -> Seen | None:
     seen: list[_Frame] = []
     for place, frame in enumerate(stack):
         seen.append(frame)
-        owner, _ = _owner(frame)
+        owner = _owner(frame.path, frame.package)
         if owner == "trainer" and frame.function in TRAINER_FUNCTIONS:
             break
         if owner == "user" and users is None:
@@ -88,24 +109,13 @@ def _line_on(stack: Iterable[_Frame]) -> Seen | None:
     if found is None:
         return None
     frame = seen[found]
-    return Seen(_owner(frame)[1], frame.line, _function(seen[found:]), owner == "fetch")
+    return Seen(shown_path(frame.path), frame.line, _function(seen[found:]), owner == "fetch")
 
 
 def _function(stack: Sequence[_Frame]) -> str:
     """Return the function of the first frame; for a comprehension, the enclosing function."""
     same_file = itertools.takewhile(lambda frame: frame.path == stack[0].path, stack)
     return next((one.function for one in same_file if one.function not in _COMPREHENSIONS), stack[0].function)
-
-
-def _owner(frame: _Frame) -> tuple[_Owner, str]:
-    """Return the owner of a frame's code, and its file as shown to the user."""
-    path = frame.path
-    known = _files.get(path)
-    if known is None:
-        if len(_files) >= _MAX_FILES:
-            _files.clear()
-        known = _files[path] = _owner_of(path, frame.package), shown_path(path)
-    return known
 
 
 def _package(path: str) -> str:
@@ -115,7 +125,8 @@ def _package(path: str) -> str:
     return _OWN if path.startswith(_OWN_FOLDER) else ""
 
 
-def _owner_of(path: str, package: str) -> _Owner:
+@lru_cache(_MAX_FILES)
+def _owner(path: str, package: str) -> _Owner:
     if path.endswith(_FETCH_FILE):
         return "fetch"
     if package == _OWN:
@@ -129,6 +140,7 @@ def _owner_of(path: str, package: str) -> _Owner:
     return "python" if path.startswith((*_PYTHON, "<")) else "user"
 
 
+@lru_cache(_MAX_FILES)
 def shown_path(path: str) -> str:
     """Return a path relative to the folder of installed packages, or to the current folder, if it is inside."""
     for part in _PACKAGES:

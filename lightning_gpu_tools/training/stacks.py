@@ -10,11 +10,13 @@ import signal
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from lightning_gpu_tools.processes import read_kernel_file
 from lightning_gpu_tools.training.stall_facts import Activity, Frame, Wait
 
 # System calls by what they wait for, from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and
@@ -41,16 +43,13 @@ _CALLS: dict[str, dict[Wait, set[int]]] = {
 # read, write, readv, writev
 _OF_DESCRIPTORS = {"x86_64": {0, 1, 19, 20}, "aarch64": {63, 64, 65, 66}}
 _MACHINE = platform.machine()
-TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 
 
 def read_proc(*path: object) -> str:
-    """Return the text of a file in ``/proc``; empty if its process has ended or is hidden, and outside Linux."""
-    try:
-        return _PROC.joinpath(*map(str, path)).read_text(errors="replace")
-    except OSError:
-        return ""
+    """Return the text of a file in ``/proc``; empty if its process has ended or is hidden."""
+    return read_kernel_file(_PROC.joinpath(*map(str, path)))
 
 
 def stat_fields(*path: object) -> list[str]:
@@ -119,15 +118,10 @@ def memory_stall_percent() -> float:
     return 0.0
 
 
-def written_bytes() -> int:
-    """Return the number of bytes that this process has passed to the kernel for writing; 0 if unknown."""
-    return io_counters("self").get("wchar", 0)
-
-
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN = str(Path(__file__).parents[1]) + os.sep
 # Rarely used by programs: one of Linux's last real-time signals.
-_SIGNAL: int = getattr(signal, "SIGRTMAX", 64) - 3
+_SIGNAL = signal.SIGRTMAX - 3
 _ANSWER_S = 0.3  # our default; on an idle core it takes microseconds
 _POLL_S = 0.02
 _LINE = re.compile(r'^\s*File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
@@ -140,11 +134,7 @@ def _frame(file: str, line: int, function: str) -> Frame:
 def frames_of(thread: int) -> list[FrameType]:
     """Return the stack of a thread, outermost call first; empty if it has ended. Takes about 40 µs."""
     frame = sys._current_frames().get(thread)
-    found: list[FrameType] = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found[::-1]
+    return [] if frame is None else [one for one, _ in traceback.walk_stack(frame)][::-1]
 
 
 def frames_in(text: str) -> tuple[Frame, ...]:
@@ -179,7 +169,7 @@ class ForkedStacks:
     def __init__(self) -> None:
         self._file = -1
         # An existing handler of other code stays.
-        if hasattr(os, "memfd_create") and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
+        if signal.getsignal(_SIGNAL) is signal.SIG_DFL:
             self._file = os.memfd_create("stacks")
             faulthandler.register(_SIGNAL, file=self._file, all_threads=False)
 

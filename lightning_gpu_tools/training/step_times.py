@@ -43,7 +43,7 @@ class StepTimeRecord:
         self._paused_s = 0.0
         self.slow_from_s = math.inf  # longer steps count as slow
         self._next_median = _FIRST_MEDIAN
-        self._slow: dict[str, _SlowSteps] = {}
+        self._slow: defaultdict[str, _SlowSteps] = defaultdict(_SlowSteps)
         self._in_slow_s: defaultdict[str, float] = defaultdict(float)
         self._items: deque[int] = deque(maxlen=_MAX_KEPT)
 
@@ -97,14 +97,13 @@ class StepTimeRecord:
                 beyond_s = seconds - (now_s - first_s) / self._count
                 if beyond_s > most_s:
                     phase, most_s, in_phase_s = account.phase, beyond_s, seconds
-        slow = self._slow.get(phase) or _SlowSteps()
+        slow = self._slow[phase]
         slow.count += 1
         slow.seconds += whole_s
         slow.in_phase_s += in_phase_s
         slow.steps.append(step)
         if items is not None:
             slow.items.append(items)
-        self._slow[phase] = slow
 
     def facts(self) -> StepTimes | None:
         """Return the step times so far; ``None`` before the second step. Only for the training thread."""

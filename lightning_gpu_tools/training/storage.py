@@ -24,7 +24,7 @@ from lightning_gpu_tools.training.run_measurements import Place, Storage
 
 # Our defaults.
 _INTERVAL_S = 1.0
-_MAX_LOOKS = 30
+_MAX_POLLS = 30
 _MAX_WORKERS = 4  # in each sample
 _MIN_FREE_BYTES = 10 * 2**30  # for data of unknown size
 _MEMORY_SHARE = 0.5  # of free memory, for a copy of the data
@@ -49,22 +49,23 @@ class StorageWatch:
         self.data: Storage | None = None
         self.checkpoints: Storage | None = None
         self._worker_pids, self._dataset, self._checkpoint_folder = worker_pids, dataset, checkpoint_folder
-        self._looks = 0
+        self._polls = 0
         self._read: Counter[str] = Counter()  # files, by how often a worker had them open
         self._named: tuple[int, dict[str, int | None]] = (0, {})  # the dataset's identity, and its paths with sizes
         self._written: tuple[str | None, str] = (None, "")  # the folder of checkpoints, and its real path
 
     def poll(self) -> float:
         """Sample some workers, and return the seconds until the next sample."""
-        self._looks += 1
+        self._polls += 1
         pids = self._worker_pids()
         own = _open_files("self") if pids else set()
         for i in range(min(_MAX_WORKERS, len(pids))):
-            self._read.update(_open_files(pids[(self._looks + i) % len(pids)]) - own)
+            self._read.update(_open_files(pids[(self._polls + i) % len(pids)]) - own)
         # Paths are resolved once: later, a file server may hang.
         dataset, folder = self._dataset(), self._checkpoint_folder()
         if self._named[0] != id(dataset):
-            self._named = id(dataset), {path: _size_bytes(path) for path in named_paths(dataset)}
+            paths = named_paths(dataset)
+            self._named = id(dataset), {one: os.path.getsize(one) if os.path.isfile(one) else None for one in paths}
         if folder is not None and self._written[0] != folder:
             self._written = folder, "" if "://" in folder else os.path.realpath(folder)
         mounts, named = read_mounts(), self._named[1]
@@ -72,7 +73,7 @@ class StorageWatch:
         size_bytes = sum(filter(None, sizes)) if sizes and None not in sizes else None
         self.data = _storage(path_of_data(self._read, list(named), mounts), mounts, size_bytes)
         self.checkpoints = _storage(self._written[1], mounts, None)
-        return _INTERVAL_S if self._looks < _MAX_LOOKS else math.inf
+        return _INTERVAL_S if self._polls < _MAX_POLLS else math.inf
 
 
 def path_of_data(read: Mapping[str, int], named: Sequence[str], mounts: Mapping[str, Mount]) -> str | None:
@@ -136,10 +137,6 @@ def _is_file(target: str) -> bool:
 
 def _contains(path: str, file: str) -> bool:
     return path == file or file.startswith(f"{path.rstrip('/')}/")
-
-
-def _size_bytes(path: str) -> int | None:
-    return os.path.getsize(path) if os.path.isfile(path) else None
 
 
 def _storage(path: str | None, mounts: Mapping[str, Mount], size_bytes: int | None) -> Storage | None:

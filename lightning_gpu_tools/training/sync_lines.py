@@ -10,7 +10,6 @@ import re
 import sys
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.phases import MONITORING, base_phase
-from lightning_gpu_tools.training.run_measurements import SourceLine, WatchedSteps
-from lightning_gpu_tools.training.source_lines import line_of
+from lightning_gpu_tools.training.run_measurements import WatchedSteps
+from lightning_gpu_tools.training.source_lines import LineCounts, line_of
 from lightning_gpu_tools.training.stopwatch import Stopwatch
 
 _OFF = 0  # value of torch.cuda.get_sync_debug_mode()
@@ -41,7 +40,7 @@ class SyncLines:
         self._synced = synced
         self._steps = 0
         self._operations = 0
-        self._lines: Counter[tuple[str, str, int, str]] = Counter()
+        self._lines = LineCounts()
         self._before: Any = None  # original filters, showwarning, and synchronize; None while not recording
         self._thread = 0
         self._operations_before = 0
@@ -50,11 +49,8 @@ class SyncLines:
         """Return the waits so far; ``None`` before the first step."""
         if not self._steps:
             return None
-        lines = tuple(
-            SourceLine(phase=phase, file=file, line=line, function=function, samples=count)
-            for (phase, file, line, function), count in self._lines.most_common()
-        )
-        return WatchedSteps(steps=self._steps, operations=self._operations / self._steps, syncs=lines)
+        syncs = tuple(self._lines.lines())
+        return WatchedSteps(steps=self._steps, operations=self._operations / self._steps, syncs=syncs)
 
     def start(self) -> None:
         """Start recording, unless the program already uses the mode."""
@@ -103,7 +99,7 @@ class SyncLines:
         if threading.get_ident() == self._thread and base_phase(phase) != MONITORING:
             self._synced()  # first, because the GPU is idle now
             if (seen := line_of(frame)) is not None:
-                self._lines[phase, seen.file, seen.line, seen.function] += 1
+                self._lines.add(phase, seen.file, seen.line, seen.function)
 
     def _count(self) -> int:
         """Return the number of GPU memory allocations by torch: about one per operation."""

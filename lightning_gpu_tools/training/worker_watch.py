@@ -34,7 +34,7 @@ class WorkerWatch:
         self._runs: dict[int, tuple[float, float, float]] = {}  # by worker: sample time, seconds run, seconds delayed
         self._ran_s = self._delayed_s = self._watched_s = 0.0
         self._read_bytes: dict[int, int] = {}
-        self._points: list[tuple[int, int]] = []  # steps done, bytes read from storage
+        self.storage_points: list[tuple[int, int]] = []  # steps done, and bytes read from storage until then
         self._reads: dict[int, tuple[int, int]] = {}  # by worker: calls of read, ticks that it waited for storage
         self._read_s: list[float] = []  # that a worker waited for storage per call
 
@@ -76,14 +76,9 @@ class WorkerWatch:
                 self._waiting += fields[0] == "D"
             if len(fields) > _STORAGE_TICKS and "syscr" in counters:
                 self._add_reads(pid, counters["syscr"], int(fields[_STORAGE_TICKS]))
-        self._points.append((steps, sum(self._read_bytes.values())))
-        if len(self._points) > _MAX_POINTS:
-            self._points = self._points[::2]
-
-    @property
-    def storage_points(self) -> list[tuple[int, int]]:
-        """Pairs of a number of steps and the bytes read from storage until then."""
-        return list(self._points)
+        self.storage_points.append((steps, sum(self._read_bytes.values())))
+        if len(self.storage_points) > _MAX_POINTS:
+            self.storage_points = self.storage_points[::2]
 
     def _add_reads(self, pid: int, calls: int, ticks: int) -> None:
         calls_before, ticks_before = self._reads.get(pid, (calls, ticks))
@@ -103,7 +98,7 @@ class WorkerWatch:
 
     def facts(self) -> LoadingFacts:
         """Return the observations so far."""
-        third = len(self._points) // 3
+        third = len(self.storage_points) // 3
         # Since Linux 5.14, the kernel counts these ticks only if kernel.task_delayacct is set.
         is_counted = any(self._read_s)
         return LoadingFacts(
@@ -114,8 +109,8 @@ class WorkerWatch:
             ready_share=self._ready / self._ready_polls if self._ready_polls else None,
             runnable_share=(self._ran_s + self._delayed_s) / self._watched_s if self._watched_s else None,
             delayed_share=self._delayed_s / self._watched_s if self._watched_s else None,
-            early_storage_bytes_per_batch=_slope(self._points[: third + 1]),
-            late_storage_bytes_per_batch=_slope(self._points[-1 - third :]),
+            early_storage_bytes_per_batch=_slope(self.storage_points[: third + 1]),
+            late_storage_bytes_per_batch=_slope(self.storage_points[-1 - third :]),
             read_ms=1e3 * median(self._read_s) if is_counted else None,
             read_samples=len(self._read_s) if is_counted else None,
         )

@@ -1,4 +1,4 @@
-"""Trainings without the extra ``plot``, but where the picture is asked for; and Trainers on the fake driver's GPUs."""
+"""Trainings without the extra ``plot``, and Trainers on the fake driver's GPUs."""
 
 import sys
 
@@ -13,16 +13,11 @@ def time() -> HandClock:
     return HandClock()
 
 
-@pytest.fixture
-def pictures() -> None:
-    """Have reports drawn, which takes longer than most trainings here."""
-
-
 @pytest.fixture(autouse=True)
-def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        monkeypatch.setitem(sys.modules, "bokeh", None)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no report, which takes longer than most trainings here."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "bokeh", None)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A thread that does small jobs beside a training: when it calls them, and what becomes of their errors."""
+"""A thread that does small jobs beside a training: the times of its calls, and the errors in them."""
 
 import subprocess
 import threading

@@ -1,4 +1,4 @@
-"""Where a GPU waits for buckets of gradients within backward, with real DistributedDataParallel."""
+"""Marks at which a GPU waits for buckets of gradients within backward, with real DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.bucket_waits import BucketWaits
 from lightning_gpu_tools.training.phases import BACKWARD, RANK_WAIT_IN_STEP
+from lightning_gpu_tools.training.rank_waits import BucketWaits
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_each_bucket_is_sent_between_two_marks() -> None:
 
 
 def test_gradients_that_are_not_sent_teach_nothing() -> None:
-    """As with accumulated gradients."""
+    """Accumulate gradients first."""
     model = Reducing()
     with model.ddp.no_sync():
         for _ in range(4):

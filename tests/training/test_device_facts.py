@@ -1,4 +1,4 @@
-"""What a model on a GPU has left on the CPU, and what is known of optimizers."""
+"""Tensors that a model on a GPU has left on the CPU, and kinds of optimizers."""
 
 import torch
 from torch import nn

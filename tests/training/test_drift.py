@@ -1,4 +1,4 @@
-"""What may grow along with the steps, read from this process, real files and real graphs."""
+"""Quantities that may grow along with the steps, read from this process, real files and real graphs."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ def test_its_size_is_that_of_what_backward_runs_through(clock: StepClock) -> Non
     graph = GraphSizes(clock)
     for number, loss in enumerate((summed(0), summed(500), [summed(3), summed(9)], (), None, torch.ones(1), object())):
         clock.steps = 100 * (number + 1)
-        graph.look(loss)
+        graph.record(loss)
     doubled = summed(0)
     for _ in range(100):  # more ways through it than could ever be followed
         doubled = doubled + doubled
-    graph.look(doubled)
+    graph.record(doubled)
     assert [nodes for _, nodes in graph.points] == [2, 502, 5, 102]
 
 
 def test_a_huge_graph_is_walked_through_up_to_a_bound(clock: StepClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "_MAX_NODES", 100)
     graph = GraphSizes(clock)
-    graph.look(summed(10_000))
+    graph.record(summed(10_000))
     assert clock.times.left_out == set()
     monkeypatch.setattr(drift, "_MANY_NODES", 99)
     graph.points.clear()
-    graph.look(summed(10_000))
+    graph.record(summed(10_000))
     assert clock.times.left_out == {clock.steps}  # a step that such a walk makes long
     assert graph.points == [(clock.steps, 100)]
 
@@ -82,7 +82,7 @@ def test_a_loss_that_raises_is_not_looked_at_again(clock: StepClock) -> None:
             raise RuntimeError("no graph of mine")
 
     graph = GraphSizes(clock)
-    graph.look(torch.ones(1).as_subclass(Odd))
+    graph.record(torch.ones(1).as_subclass(Odd))
     assert graph.points == []
     assert graph.next_step == float("inf")
 

@@ -1,4 +1,4 @@
-"""What a stored error keeps in use is let go of, at a prompt, in a notebook, and in an ``except`` block."""
+"""Memory that a stored error keeps in use is freed, at a prompt, in a notebook, and in an ``except`` block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Batch:
 
 
 class Failing:
-    """A function that fails with a batch in a variable, and what shows whether that is gone."""
+    """A function that fails with a batch in a variable, and a reference that shows whether it is gone."""
 
     batch: weakref.ref[Batch]
 

@@ -1,72 +1,46 @@
-"""At which source lines a thread is seen, and when: by stacks, a clock and samples that a test makes."""
+"""Source lines at which a thread is sampled, and when: by stacks, a clock and samples that a test makes."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import decoding
 import pytest
-from decoding import Decoded
-from torch.utils.data import DataLoader
 from trainings import HandClock
 
-from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training import line_sampler
-from lightning_gpu_tools.training.line_sampler import SWITCH_S, WINDOW_SAMPLES, WORKER_LOOP, LineSampler, WorkerLines
+from lightning_gpu_tools.training.line_sampler import SWITCH_S, WINDOW_SAMPLES, LineSampler, WorkerLines
 from lightning_gpu_tools.training.phases import CALLBACK, IN_WORKER, MONITORING, SLOW_STEP, TRAINING_STEP, VALIDATION
 from lightning_gpu_tools.training.run_measurements import SourceLine
-from lightning_gpu_tools.training.source_lines import Seen, line_of
+from lightning_gpu_tools.training.source_lines import Seen, line_in, line_of
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
 PACKAGES = sysconfig.get_path("purelib")
-SCRIPT = ("__main__", "/home/ada/train.py", "main")
-FIT = ("lightning.pytorch.trainer.trainer", f"{PACKAGES}/lightning/pytorch/trainer/trainer.py", "fit")
-HOOK = ("lightning.pytorch.trainer.call", f"{PACKAGES}/lightning/pytorch/trainer/call.py", "_call_callback_hooks")
-SAVE = ("lightning.pytorch.callbacks.x", f"{PACKAGES}/lightning/pytorch/callbacks/x.py", "save")
-FETCH = ("torch.utils.data._utils.fetch", f"{PACKAGES}/torch/utils/data/_utils/fetch.py", "fetch")
-COLLATE = ("torch.utils.data._utils.collate", f"{PACKAGES}/torch/utils/data/_utils/collate.py", "default_collate")
-TORCH = ("torch.nn.functional", f"{PACKAGES}/torch/nn/functional.py", "linear")
-PILLOW = ("PIL.ImageFile", f"{PACKAGES}/PIL/ImageFile.py", "load")
-VISION = ("torchvision.datasets", f"{PACKAGES}/torchvision/datasets/folder.py", "__getitem__")
-JSON = ("json.decoder", f"{sysconfig.get_path('stdlib')}/json/decoder.py", "decode")
-OURS = ("lightning_gpu_tools.training.stopwatch", "/anywhere/stopwatch.py", "timed")
-DECODE = ("data", f"{os.getcwd()}/data.py", "decode")
-GETITEM = ("data", f"{os.getcwd()}/data.py", "__getitem__")
+# The frames of a stack: file and function, each in line 2.
+SCRIPT = ("/home/ada/train.py", "main")
+FIT = (f"{PACKAGES}/lightning/pytorch/trainer/trainer.py", "fit")
+HOOK = (f"{PACKAGES}/lightning/pytorch/trainer/call.py", "_call_callback_hooks")
+SAVE = (f"{PACKAGES}/lightning/pytorch/callbacks/x.py", "save")
+FETCH = (f"{PACKAGES}/torch/utils/data/_utils/fetch.py", "fetch")
+COLLATE = (f"{PACKAGES}/torch/utils/data/_utils/collate.py", "default_collate")
+TORCH = (f"{PACKAGES}/torch/nn/functional.py", "linear")
+PILLOW = (f"{PACKAGES}/PIL/ImageFile.py", "load")
+VISION = (f"{PACKAGES}/torchvision/datasets/folder.py", "__getitem__")
+JSON = (f"{sysconfig.get_path('stdlib')}/json/decoder.py", "decode")
+OURS = (line_sampler.__file__, "timed")
+DECODE = (f"{os.getcwd()}/data.py", "decode")
+GETITEM = (f"{os.getcwd()}/data.py", "__getitem__")
 
 
-def seen_in(*calls: tuple[str, str, str]) -> Seen | None:
-    """Return the line of a stack of these calls, outermost first: module, file and function, each in line 2."""
-    frames: list[FrameType] = []
-
-    def innermost() -> None:
-        frame: FrameType | None = sys._getframe(1)
-        found = line_of(_Cut(frame, len(calls)))  # type: ignore[arg-type]
-        seen.append(found)
-        frames.clear()
-
-    seen: list[Seen | None] = []
-    call: Any = innermost
-    for module, path, function in reversed(calls):
-        names: dict[str, Any] = {"__name__": module, "inner": call}
-        exec(compile(f"def {function}():\n    inner()", path, "exec"), names)
-        call = names[function]
-    call()
-    return seen[0]
-
-
-class _Cut:
-    """A frame without those of the test around it."""
-
-    def __init__(self, frame: FrameType | None, count: int) -> None:
-        assert frame is not None
-        self.f_code, self.f_lineno, self.f_globals = frame.f_code, frame.f_lineno, frame.f_globals
-        self.f_back = _Cut(frame.f_back, count - 1) if count > 1 else None
+def seen_in(*calls: tuple[str, str]) -> Seen | None:
+    """Return the line of a stack of these calls, outermost first."""
+    return line_in({"filename": path, "line": 2, "name": function} for path, function in reversed(calls))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +49,6 @@ class _Cut:
         ((SCRIPT, DECODE), ("data.py", "decode", False)),
         ((SCRIPT, DECODE, TORCH), ("data.py", "decode", False)),
         ((SCRIPT, GETITEM, PILLOW, JSON), ("data.py", "__getitem__", False)),
-        ((SCRIPT, TORCH), ("/home/ada/train.py", "main", False)),
         ((SCRIPT, FIT, HOOK, OURS, DECODE), ("data.py", "decode", False)),
         ((SCRIPT, FIT, HOOK, SAVE, TORCH), ("lightning/pytorch/callbacks/x.py", "save", False)),
         ((SCRIPT, FIT, HOOK, FETCH, GETITEM, DECODE), ("data.py", "decode", True)),
@@ -85,7 +58,7 @@ class _Cut:
     ],
 )
 def test_the_innermost_line_of_the_user_is_named(
-    calls: tuple[tuple[str, str, str], ...], expected: tuple[str, str, bool]
+    calls: tuple[tuple[str, str], ...], expected: tuple[str, str, bool]
 ) -> None:
     file, function, is_loading = expected
     assert seen_in(*calls) == Seen(file, 2, function, is_loading)
@@ -98,11 +71,14 @@ def test_a_stack_of_this_package_alone_has_no_line() -> None:
 
 def test_a_comprehension_has_the_name_of_its_function() -> None:
     seen = next(line_of(sys._getframe()) for _ in range(1))
-    assert seen is not None
-    assert (seen.file, seen.function) == (
-        os.path.relpath(__file__),
-        "test_a_comprehension_has_the_name_of_its_function",
-    )
+    here = "test_a_comprehension_has_the_name_of_its_function"
+    assert (seen.file, seen.function) == (os.path.relpath(__file__), here)
+
+
+def test_a_package_that_is_not_in_site_packages_is_known_by_the_name_of_its_modules() -> None:
+    names: dict[str, Any] = {"__name__": "torch.nn.functional", "line_of": line_of, "sys": sys}
+    exec(compile("def linear(): return line_of(sys._getframe())", "/src/torch/nn/functional.py", "exec"), names)
+    assert names["linear"]().file == os.path.relpath(__file__)
 
 
 class Sampled:
@@ -232,35 +208,6 @@ def test_a_fault_puts_the_switch_interval_back(steady: Sampled, monkeypatch: pyt
     assert sys.getswitchinterval() == before_s
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_workers_name_their_lines(start_method: str) -> None:
-    workers, wrappers = WorkerLines(), Wrappers()
-    wrappers.put(line_sampler.compat.torch.utils.data, WORKER_LOOP, workers.sampled)
-    try:
-        loader = DataLoader(Decoded(50_000), num_workers=1, multiprocessing_context=start_method)
-        batches: Any = iter(loader)
-        pids = [worker.pid for worker in batches._workers]
-        lines: list[SourceLine] = []
-        while not lines and next(batches, None) is not None:  # until a worker has written them
-            lines = workers.lines(pids)
-        assert (lines[0].phase, lines[0].file, lines[0].function) == (
-            IN_WORKER,
-            os.path.relpath(decoding.__file__),
-            "decode",
-        )
-        assert lines[0].samples > 0.5 * sum(one.samples for one in lines)
-        assert workers.lines([1]) == []
-        assert workers.lines(pids)
-        folder = Path(str(workers._folder))
-        assert folder.is_dir()
-        del batches
-    finally:
-        wrappers.undo()
-        workers.close()
-    assert not folder.exists()
-    assert workers.lines(pids)[0].function == "decode"  # as it was read
-
-
 def test_a_worker_that_waits_is_not_counted(tmp_path: Path) -> None:
     worker = line_sampler._WorkerSampler(str(tmp_path))
     worker.close()
@@ -287,12 +234,16 @@ def test_without_room_for_files_workers_run_as_ever(monkeypatch: pytest.MonkeyPa
     workers.close()
 
 
-def test_files_that_are_gone_or_broken_cost_their_lines_alone(tmp_path: Path) -> None:
+def test_lines_of_workers_stay_as_they_were_read_when_files_are_broken_or_gone() -> None:
     workers = WorkerLines()
     workers.sampled(line_sampler._worker_loop)
-    Path(str(workers._folder), "7.json").write_text("{")
-    assert workers.lines([7]) == []
-    Path(str(workers._folder), "7.json").unlink()
-    Path(str(workers._folder)).rmdir()
-    assert workers.lines([7]) == []
+    folder = Path(str(workers._folder))
+    line = SourceLine(phase=IN_WORKER, file="data.py", line=7, function="decode", samples=40)
+    (folder / "7.json").write_text(json.dumps([asdict(line)]))
+    assert workers.lines([1]) == []
+    assert workers.lines([1, 7]) == [line]
+    (folder / "7.json").write_text("{")
+    assert workers.lines([7]) == [line]
     workers.close()
+    assert not folder.exists()
+    assert workers.lines([7]) == [line]

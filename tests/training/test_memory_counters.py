@@ -1,4 +1,4 @@
-"""What a training holds on its device, and in which steps the counters are read."""
+"""Memory that a training holds on its device, and the steps in which the counters are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import nn
 from trainings import HandClock
 
 from lightning_gpu_tools.training import memory_counters
-from lightning_gpu_tools.training.gpu_timeline import enclosed
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_holdings import count_holdings
 from lightning_gpu_tools.training.memory_readings import MemoryReading
@@ -63,7 +62,7 @@ def test_gradients_that_ddp_copies_count_twice(are_views: bool) -> None:
 
 
 def test_deepspeeds_part_counts() -> None:
-    """As ZeRO 3 has it: parameters are empty, their parts and the optimizer's lie in flat tensors."""
+    """Hold the parts that ZeRO 3 does: parameters are empty, their parts and the optimizer's lie in flat tensors."""
     module = nn.Linear(8, 8, bias=False)
     module.weight.data = torch.empty(0)
     module.weight.ds_tensor = torch.empty(16)  # type: ignore[assignment]
@@ -130,15 +129,7 @@ class Loop:
         self.steps_per_optimizer_step = steps_per_optimizer_step
         self.read: list[int] = []
         self.counters.when_read = lambda: self.read.append(self.clock.steps)
-        forward, backward = self.counters.after_forward(list), self.counters.around_backward(list)
-        counters = self.counters
-
-        def work(batch: object = None) -> None:
-            forward()
-            backward()
-            self._optimize()
-
-        self.step = enclosed(counters.begin_step, work, counters.end_step)
+        self.forward, self.backward = self.counters.after_forward(list), self.counters.around_backward(list)
 
     def _read(self, gpu: torch.device) -> MemoryReading:
         self.time.spend(100e-6)
@@ -147,13 +138,14 @@ class Loop:
             raise self.fault
         return MemoryReading(**dict.fromkeys(SIZES, 0))
 
-    def _optimize(self) -> None:
-        self.training.optimizer_steps += self.clock.steps % self.steps_per_optimizer_step == 0
-
-    def run(self, steps: int) -> None:
+    def run(self, steps: int, batch: object = ()) -> None:
         for _ in range(steps):
             self.clock.steps += 1
-            self.step()
+            self.counters.begin_step()
+            self.forward(batch)
+            self.backward(batch)
+            self.training.optimizer_steps += self.clock.steps % self.steps_per_optimizer_step == 0
+            self.counters.end_step()
 
 
 def test_reading_takes_at_most_ten_microseconds_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,12 +161,9 @@ def test_each_step_is_read_up_to_the_optimizers_first(monkeypatch: pytest.Monkey
     loop = Loop(monkeypatch, steps_per_optimizer_step=4)
     loop.run(3)
     facts = loop.counters.facts()
-    assert facts is not None
     assert (facts.first_step, facts.holdings) == (None, None)
     loop.run(1)
     facts = loop.counters.facts()
-    assert facts is not None
-    assert facts.first_step is not None
     assert (loop.read, facts.first_step.step) == ([1, 2, 3, 4], 4)
     assert facts.holdings is not None
 
@@ -210,9 +199,7 @@ def test_an_allocator_without_counters_ends_the_reading(monkeypatch: pytest.Monk
     loop.fault = RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
     batch = torch.zeros(1)
     kept = weakref.ref(batch)
-    for _ in range(1000):
-        loop.clock.steps += 1
-        loop.step(batch)
+    loop.run(1000, batch)
     del batch
     assert kept() is None  # an error would keep whatever was in use when it was raised
     reads = loop.reads

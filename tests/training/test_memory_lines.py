@@ -1,4 +1,4 @@
-"""Which lines hold GPU memory, by stacks and events as torch records them."""
+"""Lines that hold GPU memory, by stacks and events as torch records them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks of a recorded step grow with its batch, and what the step adds at its peak."""
+"""Blocks of a recorded step that grow with its batch, and the memory that the step adds at its peak."""
 
 from __future__ import annotations
 
@@ -59,15 +59,9 @@ def found_in(events: list[Event], moments: Allocated, **counts: dict[int, int]) 
 @given(steps(), st.integers(1, 40))
 def test_a_step_at_one_size_tells_what_it_is_at_another(step: Step, times: int) -> None:
     found = found_in(recorded(step.tensors, 1), step.moments)
-    sizes: dict[int, int] = {}
-    scaled = []
-    for event in found:
-        if event.size > 0:
-            sizes[event.address] = event.size * (times if event.grows else 1)
-        is_allocated = event.size > 0
-        scaled.append(Event(is_allocated, event.address, sizes[event.address] if is_allocated else -event.size))
+    scaled = [event.size * (times if event.grows else 1) for event in found if event.size > 0]
     larger = recorded(step.tensors, times)
-    assert [event.size for event in scaled if event.is_allocated] == [one.size for one in larger if one.is_allocated]
+    assert scaled == [event.size for event in larger if event.is_allocated]
     now = highest = 0
     for event in larger:
         now += event.size if event.is_allocated else -event.size
@@ -76,7 +70,7 @@ def test_a_step_at_one_size_tells_what_it_is_at_another(step: Step, times: int) 
 
 
 def test_copies_of_weights_do_not_grow_with_the_batch() -> None:
-    """Of two tensors with the size of a copy one is the copy, and one in backward its gradient."""
+    """Take one of two tensors with the size of a copy for the copy, and one in backward for its gradient."""
     events = [Event(True, i, 1000) for i in range(4)] + [Event(False, i, 1000) for i in range(4)]
     found = found_in(events, Allocated(0, 2, 4, 4), copies=Counter({1000: 1}))
     assert [event.grows for event in found[:4]] == [False, True, False, True]
@@ -91,7 +85,7 @@ def test_gradients_that_are_added_to_older_ones_do_not_grow() -> None:
 
 
 def test_blocks_of_a_fixed_size_do_not_grow() -> None:
-    """If they stay: an output of the same size does not."""
+    """Count only those that stay: an output of the same size does not."""
     events = [Event(True, 1, 1000), Event(True, 2, 1001), Event(True, 3, 1000), Event(False, 3, 1000)]
     found = found_in(events, Allocated(0, 3, 3, 3), fixed={1000})  # type: ignore[arg-type]
     assert [event.grows for event in found[:3]] == [False, True, True]

@@ -1,4 +1,4 @@
-"""What of a backward is waiting for other ranks, with real autograd and a clock that moves by hand."""
+"""Waits for other ranks within backward, with real autograd and a clock that moves by hand."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 from trainings import HandClock, burn
 
-from lightning_gpu_tools.training.phases import EPOCH_START, TRAINER, TRAINING_STEP, VALIDATION
+from lightning_gpu_tools.training.phases import TRAINER, TRAINING_STEP, VALIDATION
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 
 
@@ -94,13 +94,6 @@ def test_steady_steps_leave_out_warm_up_and_first_batches(loop: Loop) -> None:
     # 100 steps less 20 of warm-up, less the first of the second epoch, less the one that nothing comes after.
     assert sum(block.steps for block in blocks) == (100 - WARM_UP_STEPS - 1 - 1) // 10 * 10
     assert {(block.step_s, block.data_loading_s) for block in blocks} == {(3.0, 10.0)}
-
-
-def test_a_batch_fetched_at_epoch_start_is_part_of_it(loop: Loop) -> None:
-    """As Lightning does with a loader of unknown length, which it is one batch ahead of."""
-    loop.clock.timed(EPOCH_START, loop.fetch)(7.0)
-    assert loop.clock.seconds == {"epoch_start": 7.0}
-    assert loop.clock.steps == 0
 
 
 def test_validation_inside_a_step_is_a_pause_of_it(loop: Loop) -> None:

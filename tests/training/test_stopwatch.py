@@ -1,4 +1,4 @@
-"""Every instant is booked once, whatever happens; the timeline of phases loses nothing, and it stays small."""
+"""Instants that are each booked once, whatever happens, and a timeline of phases that stays small."""
 
 import contextlib
 from typing import Any

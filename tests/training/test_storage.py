@@ -1,4 +1,4 @@
-"""Where a dataset is: by its attributes, and by the files that real workers have open."""
+"""Storage of a dataset, by its attributes and by the files that real workers have open."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from lightning_gpu_tools.host import parse_mounts
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training import compat, storage
 from lightning_gpu_tools.training.storage import StorageWatch, named_paths, path_of_data
-
-pytestmark = pytest.mark.skipif(not Path("/proc/self/mountinfo").exists(), reason="needs Linux")
 
 MOUNTS = parse_mounts(
     """1 0 8:1 / / rw - ext4 /dev/sda rw
@@ -114,9 +112,7 @@ def test_a_file_that_a_worker_reads_names_the_storage(tmp_path: Path) -> None:
         watch.poll()
     dataset.gate.set()
     assert len(list(iterator)) == 4  # which also ends the workers
-    assert watch.data is not None
     assert watch.data.path == str(tmp_path / "data")
-    assert watch.checkpoints is not None
     assert watch.checkpoints.path == str(tmp_path / "new" / "logs")
     assert {watch.data.file_system, watch.checkpoints.file_system} == {file_system_of(tmp_path)}
 
@@ -165,7 +161,6 @@ def test_a_better_place_has_room_and_is_here(
     finally:
         worker.kill()
         worker.wait()
-    assert watch.data is not None
     assert (watch.data.path, watch.data.file_system) == (str(file), of_data)
     place = watch.data.elsewhere
     assert (place and place.path) == (elsewhere and str(tmp_path / elsewhere))  # an absolute path stays
@@ -188,7 +183,6 @@ class UntilLooked(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         recorder = self.session.recorder
-        assert recorder is not None
         while trainer.global_step == 1 and recorder.measurements().storage is None and not recorder.facts.unread:
             time.sleep(0.001)
 
@@ -197,7 +191,6 @@ def test_the_diagnosis_of_a_training_names_the_file_system_of_its_data(tmp_path:
     advisor = GPUUtilizationAdvisor(min_seconds=0.01)
     with pytest.warns(LowGPUUtilizationWarning):
         quiet_trainer(tmp_path, callbacks=[advisor, UntilLooked()]).fit(Model(), loader(Burning(root=tmp_path)))
-    assert advisor.diagnosis is not None
     (evidence,) = [one.evidence for one in advisor.diagnosis.findings if one.cause == "data_loading"]
     assert evidence["storage_path"] == os.path.realpath(tmp_path)
     assert evidence["file_system"] == file_system_of(tmp_path)

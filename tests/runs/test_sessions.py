@@ -1,4 +1,4 @@
-"""However a run of a Trainer ends, nothing of this package's measuring is left afterwards."""
+"""Nothing of this package's measuring is left after a run of a Trainer, however the run ends."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, call
 
 import pytest
 import torch
-from trainings import Boom, Samples, background_threads, loader
+from trainings import Boom, Samples, background_threads, loader, quiet_options
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report, watch
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING
-from lightning_gpu_tools.trainer.wrappers import Wrappers, _StandIn
+from lightning_gpu_tools.trainer.wrappers import _StandIn
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 FAILS_AT = 3
+
+Act = Callable[..., Any]
+
+
+def nothing() -> None:
+    """Act in no way."""
 
 
 def fail(*args: Any, **kwargs: Any) -> None:
     raise Boom("at the end")
 
 
-def interrupt(*args: Any, **kwargs: Any) -> None:
+def interrupt() -> None:
     raise KeyboardInterrupt
-
-
-def leave(*args: Any, **kwargs: Any) -> None:
-    sys.exit(3)
 
 
 class Acting(Samples):
     """Samples of which one does something before it is loaded."""
 
-    def __init__(self, act: Callable[[], Any] = lambda: None) -> None:
+    def __init__(self, act: Act = nothing) -> None:
         super().__init__(6)
         self.act = act
 
@@ -64,7 +65,7 @@ class Runs:
         self.folder = folder
         self.is_measured = is_measured
 
-    def model(self, act: Callable[[], Any] = lambda: None, validate: Callable[[], Any] = lambda: None) -> Any:
+    def model(self, step: Act = nothing, validate: Act = nothing) -> Any:
         class Model(self.pl.LightningModule):  # type: ignore[misc, name-defined]
             def __init__(self) -> None:
                 super().__init__()
@@ -73,7 +74,7 @@ class Runs:
 
             def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
                 if batch_idx == FAILS_AT:
-                    act()
+                    step()
                 loss: torch.Tensor = self.layer(batch).square().mean()
                 return loss
 
@@ -91,7 +92,9 @@ class Runs:
 
         return Model()
 
-    def acting(self, **hooks: Callable[..., Any]) -> Any:
+    def acting(self, **hooks: Act) -> Any:
+        """Return a callback with these hooks."""
+
         class Callback(self.pl.Callback):  # type: ignore[misc, name-defined]
             state_key = str(sorted(hooks))
 
@@ -101,62 +104,12 @@ class Runs:
         return callback
 
     def trainer(self, *before: Any, after: Any = (), **options: Any) -> Any:
+        """Return a Trainer with callbacks before and after those of this package."""
         ours = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(), NumWorkersFinder()] if self.is_measured else []
-        defaults: dict[str, Any] = {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": self.folder,
-        }
-        return self.pl.Trainer(**{**defaults, **options}, callbacks=[*before, *ours, *after])
+        return self.pl.Trainer(**{**quiet_options(self.folder), **options}, callbacks=[*before, *ours, *after])
 
-
-def completes(runs: Runs) -> None:
-    runs.trainer().fit(runs.model(), loader(Samples(6)), loader(Samples(1)))
-
-
-def fails_in_the_step(runs: Runs) -> None:
-    runs.trainer().fit(runs.model(fail))
-
-
-def fails_in_the_dataset(runs: Runs) -> None:
-    runs.trainer().fit(runs.model(), loader(Acting(fail)))
-
-
-def fails_in_validation(runs: Runs) -> None:
-    runs.trainer(num_sanity_val_steps=0).fit(runs.model(validate=fail), loader(Samples(6)), loader(Samples(1)))
-
-
-def fails_in_the_sanity_check(runs: Runs) -> None:
-    runs.trainer().fit(runs.model(validate=fail), loader(Samples(6)), loader(Samples(1)))
-
-
-def is_interrupted(runs: Runs) -> None:
-    runs.trainer().fit(runs.model(interrupt))
-
-
-def leaves(runs: Runs) -> None:
-    runs.trainer().fit(runs.model(leave))
-
-
-def fails_in_setup_before_ours(runs: Runs) -> None:
-    runs.trainer(runs.acting(setup=fail)).fit(runs.model())
-
-
-def fails_in_setup_after_ours(runs: Runs) -> None:
-    runs.trainer(after=[runs.acting(setup=fail)]).fit(runs.model())
-
-
-def fails_in_teardown_before_ours(runs: Runs) -> None:
-    runs.trainer(runs.acting(teardown=fail)).fit(runs.model())
-
-
-def fails_in_on_exception_before_ours(runs: Runs) -> None:
-    runs.trainer(runs.acting(on_exception=fail)).fit(runs.model(leave))
+    def fit(self, *before: Any, after: Any = (), step: Act = nothing, validate: Act = nothing, **options: Any) -> None:
+        self.trainer(*before, after=after, **options).fit(self.model(step, validate))
 
 
 def lr_find_fails(runs: Runs) -> None:
@@ -180,23 +133,22 @@ def tuner_finds(runs: Runs) -> None:
 
 
 def loses_its_callbacks(runs: Runs) -> None:
-    take_out = runs.acting(on_train_batch_end=lambda trainer, *args: trainer.callbacks.clear())
-    runs.trainer(take_out).fit(runs.model())
+    runs.fit(runs.acting(on_train_batch_end=lambda trainer, *args: trainer.callbacks.clear()))
 
 
 def begins_another_trainer(runs: Runs) -> None:
     def train(*args: Any) -> None:
         with suppress(Boom):
-            fails_in_the_step(runs)
+            runs.fit(step=fail)
 
-    runs.trainer(runs.acting(on_train_epoch_start=train)).fit(runs.model())
+    runs.fit(runs.acting(on_train_epoch_start=train))
 
 
 def evaluates_within(runs: Runs) -> None:
     def evaluate(trainer: Any, model: Any) -> None:
         trainer.validate(model, loader(Samples(1)), verbose=False)
 
-    runs.trainer(runs.acting(on_train_epoch_end=evaluate)).fit(runs.model())
+    runs.fit(runs.acting(on_train_epoch_end=evaluate))
 
 
 def trains_again(runs: Runs) -> None:
@@ -217,7 +169,7 @@ def forks(runs: Runs) -> None:
 
     home = os.getpid()
     try:
-        runs.trainer().fit(runs.model(fork))
+        runs.fit(step=fork)
     finally:
         if os.getpid() != home:
             os._exit(3 if says_that_it_runs(runs.folder) else 4)
@@ -227,36 +179,38 @@ def says_that_it_runs(folder: Path) -> bool:
     return not (folder / FILE_NAME).exists() or load_report(folder).outcome.startswith(RUNNING)
 
 
-ENDINGS: dict[Callable[[Runs], None], type[BaseException] | None] = {
-    completes: None,
-    fails_in_the_step: Boom,
-    fails_in_the_dataset: Boom,
-    fails_in_validation: Boom,
-    fails_in_the_sanity_check: Boom,
-    is_interrupted: SystemExit,
-    leaves: SystemExit,
-    fails_in_setup_before_ours: Boom,
-    fails_in_setup_after_ours: Boom,
-    fails_in_teardown_before_ours: Boom,
-    fails_in_on_exception_before_ours: Boom,
-    lr_find_fails: Boom,
-    learning_rate_finder_fails: Boom,
-    scale_batch_size_fails: Boom,
-    tuner_finds: None,
-    loses_its_callbacks: None,
-    begins_another_trainer: None,
-    evaluates_within: AssertionError,  # of Lightning
-    trains_again: None,
-    forks: None,
+# What a run does, and the error with which it ends.
+ENDINGS: dict[str, tuple[Callable[[Runs], None], type[BaseException] | None]] = {
+    "completes": (lambda runs: runs.fit(), None),
+    "fails in the step": (lambda runs: runs.fit(step=fail), Boom),
+    "fails in the dataset": (lambda runs: runs.trainer().fit(runs.model(), loader(Acting(fail))), Boom),
+    "fails in validation": (lambda runs: runs.fit(validate=fail, num_sanity_val_steps=0), Boom),
+    "fails in the sanity check": (lambda runs: runs.fit(validate=fail), Boom),
+    "is interrupted": (lambda runs: runs.fit(step=interrupt), SystemExit),
+    "leaves": (lambda runs: runs.fit(step=sys.exit), SystemExit),
+    "fails in setup before ours": (lambda runs: runs.fit(runs.acting(setup=fail)), Boom),
+    "fails in setup after ours": (lambda runs: runs.fit(after=[runs.acting(setup=fail)]), Boom),
+    "fails in teardown before ours": (lambda runs: runs.fit(runs.acting(teardown=fail)), Boom),
+    "fails in on_exception before ours": (lambda runs: runs.fit(runs.acting(on_exception=fail), step=sys.exit), Boom),
+    "lr_find fails": (lr_find_fails, Boom),
+    "LearningRateFinder fails": (learning_rate_finder_fails, Boom),
+    "scale_batch_size fails": (scale_batch_size_fails, Boom),
+    "a tuner finds": (tuner_finds, None),
+    "loses its callbacks": (loses_its_callbacks, None),
+    "begins another Trainer": (begins_another_trainer, None),
+    "evaluates within": (evaluates_within, AssertionError),  # of Lightning
+    "trains again": (trains_again, None),
+    "forks": (forks, None),
 }
 
 
-def global_state() -> dict[str, Any]:
+def global_state(threads_before: list[threading.Thread]) -> dict[str, Any]:
     """Return what a training may have changed in this process."""
     calls = [importlib.import_module(f"{package}.trainer.call") for package in PACKAGES]
     names = ("_interrupt", "_call_teardown_hook", "_call_and_handle_interrupt")
+    new = (one for one in threading.enumerate() if one not in threads_before)  # earlier ones may end meanwhile
     return {
-        "threads": sorted(one.name for one in threading.enumerate() if type(one).__name__ != "TMonitor"),  # of tqdm
+        "threads": sorted(one.name for one in new if type(one).__name__ != "TMonitor"),  # of tqdm
         "calls": [getattr(module, name) for module in calls for name in names],
         "fetch": torch.utils.data._utils.fetch._MapDatasetFetcher.fetch,
         "backward": torch.autograd.backward,
@@ -275,31 +229,33 @@ def _name(handler: Any) -> str:
 
 def stand_ins() -> list[str]:
     """Return the methods of any object that still have a stand-in."""
-    found = [one for one in gc.get_objects() if isinstance(one, _StandIn)]
+    # Not isinstance, which asks weak proxies for the class of what they stand for.
+    found = [one for one in gc.get_objects() if issubclass(type(one), _StandIn)]
     return [f"{type(one.owner).__name__}.{one.name}" for one in found if vars(one.owner).get(one.name) is one]
 
 
-def run(ending: Callable[[Runs], None], runs: Runs) -> tuple[type[BaseException] | None, dict[str, Any]]:
+def run(act: Callable[[Runs], None], runs: Runs) -> tuple[type[BaseException] | None, dict[str, Any]]:
     """Return how a run ends and what it leaves; Lightning itself ignores Ctrl-C after it."""
-    before = signal.getsignal(signal.SIGINT)
+    before, threads_before = signal.getsignal(signal.SIGINT), threading.enumerate()
     error = None
     try:
-        ending(runs)
+        act(runs)
     except BaseException as raised:  # noqa: BLE001 - also SystemExit
         error = type(raised)
-    left = global_state()
+    left = global_state(threads_before)
     signal.signal(signal.SIGINT, before)
     return error, left
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.__name__)
+@pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.filterwarnings("ignore")
-def test_nothing_is_left_however_a_run_ends(tmp_path: Path, package: str, ending: Callable[[Runs], None]) -> None:
+def test_nothing_is_left_however_a_run_ends(tmp_path: Path, package: str, ending: str) -> None:
+    act, error = ENDINGS[ending]
     before = stand_ins()  # of trainers that earlier tests keep
-    alone = run(ending, Runs(package, tmp_path / "alone", is_measured=False))
-    measured = run(ending, Runs(package, tmp_path / "measured", is_measured=True))
-    assert alone[0] is ENDINGS[ending]
+    alone = run(act, Runs(package, tmp_path / "alone", is_measured=False))
+    measured = run(act, Runs(package, tmp_path / "measured", is_measured=True))
+    assert alone[0] is error
     assert measured == alone
     assert background_threads() == []
     assert not Counter(stand_ins()) - Counter(before)
@@ -318,11 +274,14 @@ def test_a_trainer_is_collected_after_its_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_whose_callbacks_were_taken_out_has_its_report(tmp_path: Path) -> None:
-    for ending, outcome in ((loses_its_callbacks, "completed"), (lr_find_fails, "stopped by Boom at step 0")):
-        folder = tmp_path / ending.__name__
-        run(ending, Runs(PACKAGES[0], folder, is_measured=True))
-        assert load_report(folder).outcome.startswith(outcome)
+@pytest.mark.parametrize(
+    ("act", "outcome"), [(loses_its_callbacks, "completed"), (lr_find_fails, "stopped by Boom at step 0")]
+)
+def test_a_run_whose_callbacks_were_taken_out_has_its_report(
+    tmp_path: Path, act: Callable[[Runs], None], outcome: str
+) -> None:
+    run(act, Runs(PACKAGES[0], tmp_path, is_measured=True))
+    assert load_report(tmp_path).outcome.startswith(outcome)
 
 
 def test_a_child_that_is_forked_in_a_loop_leaves_it_alone(tmp_path: Path) -> None:
@@ -335,46 +294,3 @@ def test_a_child_that_is_forked_in_a_loop_leaves_it_alone(tmp_path: Path) -> Non
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert load_report(tmp_path).outcome == "completed"
     assert background_threads() == []
-
-
-class Owner:
-    def method(self) -> list[str]:
-        return []
-
-
-def naming(name: str) -> Callable[[Callable[..., list[str]]], Callable[..., list[str]]]:
-    return lambda method: lambda *args: [name, *method(*args)]
-
-
-@pytest.mark.parametrize("is_class", [False, True])
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
-def test_wrappers_come_off_in_any_order(is_class: bool, order: tuple[int, ...]) -> None:
-    owner: Any = type("Own", (Owner,), {"method": Owner.method}) if is_class else Owner()
-    call = (lambda: owner().method()) if is_class else (lambda: owner.method())
-    before = dict(vars(owner))
-    wrappers = [Wrappers() for _ in range(3)]
-    for number, one in enumerate(wrappers):
-        one.put(owner, "method", naming(str(number)))
-    on = ["2", "1", "0"]
-    assert call() == on
-    for number in order:
-        wrappers[number].undo()
-        on.remove(str(number))
-        assert call() == on
-    assert dict(vars(owner)) == before
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_mock_of_the_users_is_as_before(order: tuple[int, ...]) -> None:
-    owner = Mock()
-    owner.method.return_value = []
-    method = owner.method
-    wrappers = [Wrappers() for _ in order]
-    for number, one in enumerate(wrappers):
-        one.put(owner, "method", naming(str(number)))
-    assert owner.method() == ["1", "0"]
-    for number in order:
-        wrappers[number].undo()
-    assert owner.method is method
-    assert owner.method() == []
-    assert owner.mock_calls == [call.method(), call.method()]

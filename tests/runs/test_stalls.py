@@ -1,4 +1,4 @@
-"""Trainings that hang, as real processes: what is said of each while it hangs."""
+"""Trainings that hang, as real processes, and the words on each while it hangs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = STALLS | {BEFORE_TRAINING: Case(evaluation, words="during setup at step 
 
 
 def found(case: Case, folder: Path) -> Stall | str | None:
-    """Return what is said of a case so far: in its report, or on the terminal where it has none yet."""
+    """Return the words on a case so far: in its report, or on the terminal where it has none yet."""
     if case.cause is None:
         file = folder / "stderr0"
         text = file.read_text() if file.exists() else ""
@@ -52,7 +52,7 @@ def found(case: Case, folder: Path) -> Stall | str | None:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Stall | str | None, Path]]:
-    """What is said of each case: all of them hang at the same time, which costs nothing."""
+    """Words on each case; all of them hang at the same time, which costs nothing."""
     folders = {name: tmp_path_factory.mktemp("hangs") for name in CASES}
     started = []
     for name, case in CASES.items():
@@ -272,7 +272,7 @@ def test_a_program_that_only_enables_faulthandler_has_a_free_timer(
 def test_stacks_written_before_the_last_beat_are_no_stall(
     tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """So they are if a process that was stopped goes on with the thread that watches before that of the timer."""
+    """A stopped process may go on with the thread that watches before that of the timer."""
     script = tmp_path / "late.py"
     late = "while path.stat().st_size == size: time.sleep(0.01)\n"
     script.write_text(
@@ -302,6 +302,6 @@ def test_a_lock_that_was_held_is_seen_whatever_the_switch_interval_is_by_then(
 def test_a_forked_process_ends_while_the_timer_runs(
     run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """At its end Python waits for the thread of a timer that was set before the fork, and that is not there."""
+    """Python waits at its end for the thread of a timer that was set before the fork, and that is not there."""
     fork = "import os, sys\nchild = os.fork()\nif not child: sys.exit()\nos.waitpid(child, 0)\nalarm.close()\n"
     assert run_python("-c", ALARM + fork, timeout=20).returncode == 0

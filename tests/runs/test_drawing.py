@@ -1,4 +1,4 @@
-"""Picture and page of a report: drawn in a process of their own, that nobody waits for and nothing is lost by."""
+"""Picture and page of a report: a separate process draws them, nobody waits for it, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ from lightning_gpu_tools.runs.run_report import publish
 
 pytest.importorskip("matplotlib", reason="needs the extra plot")
 pytest.importorskip("bokeh", reason="needs the extra plot")
-pytestmark = pytest.mark.usefixtures("pictures")
 
 TOO_SHORT = replace(REPORT, diagnosis=replace(REPORT.diagnosis, verdict="too_short"))
-FILES = ["gpu_report.html", "gpu_report.json", "gpu_report.png"]
+PAGE, DATA, PICTURE = FILES = ["gpu_report.html", "gpu_report.json", "gpu_report.png"]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures() -> None:
+    """Have reports drawn, unlike in the other tests."""
 
 
 def names(folder: Path) -> list[str]:
@@ -47,72 +51,68 @@ def test_a_fit_is_drawn_and_says_so_before(tmp_path: Path, capsys: pytest.Captur
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), advisor])
     trainer.fit(Model(), loader(Samples(90)))
     folder = tmp_path / "gpu_report"
-    printed = capsys.readouterr().out
-    assert f"Report: {folder / 'gpu_report.json'} (gpu_report.png and gpu_report.html will follow)\n" in printed
+    assert f"Report: {folder / DATA} (gpu_report.png and gpu_report.html will follow)\n" in capsys.readouterr().out
     drawing.wait()
     assert names(folder) == FILES
-    assert (folder / "gpu_report.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "gpu_report.html").read_text().startswith("<!DOCTYPE html>")
+    assert (folder / PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert (folder / PAGE).read_text().startswith("<!DOCTYPE html>")
     assert capsys.readouterr().out == ""
 
 
 def test_a_run_too_short_to_judge_has_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "gpu_report"
     folder.mkdir()
-    for kind in ("png", "html"):
-        (folder / f"gpu_report.{kind}").write_text("of an earlier run")
+    for name in (PICTURE, PAGE):
+        (folder / name).write_text("of an earlier run")
     quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()]).fit(Model(), loader(Samples(3)))
     drawing.wait()
     assert load_report(tmp_path).diagnosis.verdict == "too_short"
-    assert names(folder) == ["gpu_report.json"]
-    assert f"Report: {folder / 'gpu_report.json'}\n" in capsys.readouterr().out
-
-
-WAITS = "import time\nwhile True: time.sleep(0.01)"
+    assert names(folder) == [DATA]
+    assert f"Report: {folder / DATA}\n" in capsys.readouterr().out
 
 
 def test_the_next_fit_does_not_wait_for_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    instead_of("matplotlib", WAITS, tmp_path, monkeypatch)
+    instead_of("matplotlib", "import time\nwhile True: time.sleep(0.01)", tmp_path, monkeypatch)
     publish(REPORT, ReportFile(tmp_path / "one"))
     publish(TOO_SHORT, ReportFile(tmp_path / "two"))
-    assert names(tmp_path / "one") == names(tmp_path / "two") == ["gpu_report.json"]
+    assert names(tmp_path / "one") == names(tmp_path / "two") == [DATA]
     publish(TOO_SHORT, ReportFile(tmp_path / "one"))  # which takes the place of the one that is being drawn
     drawing.wait()
-    assert names(tmp_path / "one") == ["gpu_report.json", "gpu_report.previous.json"]
+    assert names(tmp_path / "one") == [DATA, "gpu_report.previous.json"]
 
 
 @pytest.mark.parametrize(
-    ("package", "code", "says", "files"),
+    ("package", "code", "says", "drawn"),
     [
-        ("matplotlib", "1 / 0", "The picture of the report could not be drawn: ZeroDivisionError: div", FILES[:2]),
-        ("bokeh", "1 / 0", "The page of the report could not be drawn: ZeroDivisionError: division", FILES[1:]),
-        ("bokeh", "import os; os.abort()", "The page of the report could not be drawn: it was killed", FILES[1:]),
+        ("matplotlib", "1 / 0", "The picture of the report could not be drawn: ZeroDivisionError: div", PAGE),
+        ("bokeh", "1 / 0", "The page of the report could not be drawn: ZeroDivisionError: division", PICTURE),
+        ("bokeh", "import os; os.abort()", "The page of the report could not be drawn: it was killed", PICTURE),
     ],
 )
-def test_what_cannot_be_drawn_is_printed_and_costs_only_itself(
+def test_a_file_that_cannot_be_drawn_is_named_and_costs_only_itself(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     package: str,
     code: str,
     says: str,
-    files: list[str],
+    drawn: str,
 ) -> None:
     instead_of(package, code, tmp_path, monkeypatch)
     publish(REPORT, ReportFile(tmp_path / "run"))
     drawing.wait()
     printed = capsys.readouterr().out
-    assert names(tmp_path / "run") == files
+    assert names(tmp_path / "run") == sorted([DATA, drawn])
     assert says in printed
     assert printed.count("could not be") == 1
 
 
-def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     publish(REPORT, ReportFile(tmp_path))
-    (tmp_path / "gpu_report.png").mkdir()
+    (tmp_path / PICTURE).mkdir()
     drawing.wait()
     assert "The picture of the report could not be drawn: IsADirectoryError" in capsys.readouterr().out
-    assert (tmp_path / "gpu_report.html").is_file()
+    assert (tmp_path / PAGE).is_file()
 
 
 def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,6 @@ def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path, capsys: pyte
 
 PUBLISH = """
 import os, signal, sys
-from dataclasses import replace
 sys.path.insert(0, sys.argv[1])
 from sample_report import REPORT
 from lightning_gpu_tools.reports.report_file import ReportFile
@@ -136,18 +135,15 @@ if sys.argv[3] == "killed":
 """
 
 
-@pytest.mark.parametrize("end", ["exits", "killed"])
+@pytest.mark.parametrize(("end", "code", "left"), [("exits", 0, FILES), ("killed", -signal.SIGKILL, [DATA])])
 def test_a_picture_is_not_lost_when_the_program_ends_and_never_half(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, end: str
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, end: str, code: int, left: list[str]
 ) -> None:
-    (tmp_path / "scratch").mkdir()
-    tests, folder = str(Path(__file__).parent.parent), tmp_path / "run"
-    answer = run_python("-c", PUBLISH, tests, str(folder), end, env={"TMPDIR": str(tmp_path / "scratch")})
-    if end == "exits":
-        assert (answer.returncode, names(folder)) == (0, FILES), answer.stderr
-    else:
-        assert (answer.returncode, names(folder)) == (-signal.SIGKILL, ["gpu_report.json"])
+    scratch, folder = tmp_path / "scratch", tmp_path / "run"
+    scratch.mkdir()
+    child = run_python("-c", PUBLISH, str(Path(__file__).parents[1]), str(folder), end, env={"TMPDIR": str(scratch)})
+    assert (child.returncode, names(folder)) == (code, left), child.stderr
     deadline_s = time.monotonic() + 60
-    while os.listdir(tmp_path / "scratch"):  # the process that draws ends a little later
+    while os.listdir(scratch):  # the process that draws ends a little later
         assert time.monotonic() < deadline_s
         time.sleep(0.05)

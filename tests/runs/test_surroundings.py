@@ -1,4 +1,4 @@
-"""After its first step a training is told what would end it later."""
+"""Warnings after the first step about shortages that would end training later."""
 
 from __future__ import annotations
 

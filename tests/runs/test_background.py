@@ -1,4 +1,4 @@
-"""What runs beside a training in a thread changes nothing of it, whatever happens there."""
+"""Faults in the thread beside a training change nothing of the training."""
 
 from __future__ import annotations
 

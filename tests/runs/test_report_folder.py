@@ -1,4 +1,4 @@
-"""Where a report is written: the logger's folder, a folder of its own, or a URL."""
+"""Places of a report: the logger's folder, a folder of its own, or a URL."""
 
 from __future__ import annotations
 

@@ -1,0 +1,175 @@
+"""The reason that ended a training is in words on the error and in the report; a GPU's memory runs out in on_gpu/."""
+
+from __future__ import annotations
+
+import multiprocessing.reduction
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainings import Model, Samples, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
+from lightning_gpu_tools.advice.failures import WorkerExit, failure_of_dataset, failure_of_workers, how_it_ended
+from lightning_gpu_tools.runs import ending
+
+AT = 17
+HAS_NOTES = sys.version_info >= (3, 11)
+OF_SAMPLE = f"The dataset failed at index {AT}. Load this sample alone: dataset[{AT}]."
+# What a worker is doing when it dies decides what is raised in the training process.
+OF_DEAD_WORKER = (RuntimeError, ConnectionResetError, EOFError, FileNotFoundError)
+
+
+class Failing(Samples):
+    """Samples of which one does something else."""
+
+    def __init__(self, act: Callable[[], Any] = lambda: None) -> None:
+        super().__init__(40)
+        self.act = act
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == AT:
+            self.act()
+        return super().__getitem__(index)
+
+
+def fail() -> None:
+    raise ValueError("no such sample")
+
+
+def fill_shared_memory() -> None:
+    """Raise what torch does where ``/dev/shm`` is full, since 2.13."""
+    raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+def receive_from_the_dead() -> None:
+    """Fail as receiving a tensor from a worker does if the worker has died meanwhile."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours:
+        multiprocessing.reduction.recvfds(ours, 1)
+
+
+def fit(folder: Path, act: Callable[[], Any], model: Model | None = None, **options: Any) -> None:
+    trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor()])
+    trainer.fit(model or Model(), loader(Failing(act), **options))
+
+
+@pytest.mark.parametrize(
+    ("act", "what"),
+    [
+        (partial(signal.raise_signal, signal.SIGTERM), "was terminated by SIGTERM"),
+        (partial(signal.raise_signal, signal.SIGBUS), "was killed by SIGBUS: most likely /dev/shm is full (it has "),
+        (partial(signal.raise_signal, signal.SIGSEGV), "crashed (SIGSEGV) in native code"),
+        (partial(os._exit, 3), "exited with exit code 3"),
+        (fill_shared_memory, "could not write to /dev/shm of "),
+    ],
+    ids=["SIGTERM", "SIGBUS", "SIGSEGV", "exit", "shm"],
+)
+def test_the_end_of_a_worker_is_told_with_what_to_do(tmp_path: Path, act: Callable[[], Any], what: str) -> None:
+    with pytest.raises(OF_DEAD_WORKER) as raised:
+        fit(tmp_path, act, num_workers=2)
+    report = load_report(tmp_path)
+    assert what in report.failure
+    assert f": {report.failure[0].lower()}{report.failure[1:].partition('. ')[0]}" in report.outcome
+    assert report.failure.endswith(report.diagnosis.next_step)
+    assert re.match(r"Worker 1 of the DataLoader (\(PID \d+\) )?", report.failure)
+    if HAS_NOTES:
+        assert raised.value.__notes__ == [report.failure]
+
+
+@pytest.mark.parametrize("by_the_kernel", [True, False])
+def test_a_worker_that_the_kernel_killed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_the_kernel: bool
+) -> None:
+    counted = iter([3, 3 + by_the_kernel])
+    monkeypatch.setattr(ending, "oom_kills", lambda: next(counted))
+    with pytest.raises(OF_DEAD_WORKER):
+        fit(tmp_path, partial(signal.raise_signal, signal.SIGKILL), num_workers=1)
+    report = load_report(tmp_path)
+    if by_the_kernel:
+        assert report.outcome.startswith("out of memory in ")
+        assert "The kernel killed worker " in report.diagnosis.why
+    else:
+        killed = r"worker 0 of the DataLoader \(PID \d+\) was killed by SIGKILL from outside .*"
+        assert re.fullmatch(rf"stopped by \w+ at step \d+: {killed}", report.outcome)
+
+
+def test_the_hosts_allocator_is_told_with_the_size_of_the_request(tmp_path: Path) -> None:
+    class TakesTooMuch(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return torch.empty(2**50)
+
+    with pytest.raises(RuntimeError, match="allocate"):
+        fit(tmp_path, lambda: None, TakesTooMuch())
+    report = load_report(tmp_path)
+    assert report.outcome == "out of memory in forward at step 0"
+    assert "4096 TiB were requested at once" in report.diagnosis.why
+
+
+def test_an_error_of_the_dataset_has_its_index(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such sample"):
+        fit(tmp_path, fail, batch_size=2)
+    assert load_report(tmp_path).failure == OF_SAMPLE
+
+
+def test_an_error_of_the_dataset_in_a_worker_has_its_index(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such sample"):
+        fit(tmp_path, fail, batch_size=2, num_workers=2)
+    if HAS_NOTES:
+        words = f"The dataset raised ValueError at index {AT} in worker 0. Load this sample alone: dataset[{AT}]."
+    else:
+        words = "The dataset raised ValueError in worker 0. The error includes its traceback."
+    assert load_report(tmp_path).failure == words
+
+
+def test_a_loop_of_ones_own_is_told_the_same(tmp_path: Path) -> None:
+    fetch = torch.utils.data._utils.fetch._MapDatasetFetcher.fetch
+    with pytest.raises(ValueError, match="no such sample"), watch(folder=str(tmp_path)) as run:
+        list(run.batches(loader(Failing(fail))))
+    assert f"at index {AT}" in load_report(tmp_path).outcome
+    assert torch.utils.data._utils.fetch._MapDatasetFetcher.fetch is fetch
+
+
+def test_a_dataset_that_cannot_be_pickled_for_a_worker_is_told(tmp_path: Path) -> None:
+    with pytest.raises((AttributeError, RuntimeError)) as raised:  # Lightning fails again where it ends the fit
+        fit(tmp_path, lambda: None, num_workers=1, multiprocessing_context="spawn")
+    report = load_report(tmp_path)
+    assert "the DataLoader's workers could not be started: " in report.outcome
+    if HAS_NOTES:
+        assert report.failure in (raised.value.__context__ or raised.value).__notes__
+
+
+def test_a_lost_connection_is_not_taken_for_a_failed_pickle(tmp_path: Path) -> None:
+    with pytest.raises(EOFError):
+        fit(tmp_path, receive_from_the_dead, batch_size=2)
+    assert load_report(tmp_path).failure == OF_SAMPLE
+
+
+def test_errors_of_other_kinds_are_left_alone(tmp_path: Path) -> None:
+    class Wrong(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            raise ValueError("a mistake")
+
+    with pytest.raises(ValueError, match="a mistake") as raised:
+        fit(tmp_path, lambda: None, Wrong(), num_workers=1)
+    report = load_report(tmp_path)
+    assert (report.outcome, report.failure) == ("stopped by ValueError at step 0", None)
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_of_several_dead_workers_the_first_cause_is_told() -> None:
+    exits = [WorkerExit(0, 100, -signal.SIGTERM), WorkerExit(1, 101, -signal.SIGKILL), WorkerExit(2, 102, 1)]
+    failure = failure_of_workers(exits, oom_kills=1, shm_bytes=None)
+    assert failure.what == "worker 1 of the DataLoader (PID 101) was killed by the kernel, because memory ran out"
+    assert failure_of_workers([], oom_kills=1, shm_bytes=None) is None
+    assert how_it_ended(-64).what == "crashed (SIGRTMAX) in native code"
+    assert failure_of_dataset("At index 3 of a list", None, None) is None
