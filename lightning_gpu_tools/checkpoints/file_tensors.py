@@ -6,7 +6,6 @@ import copy
 import functools
 import io
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
@@ -20,25 +19,17 @@ from lightning_gpu_tools.checkpoints.structure import Structure
 from lightning_gpu_tools.units import printable
 
 
-def name_of_open_file(file: BinaryIO) -> str | None:
-    """Return a path for mapping an open file, even if another file is now at its old path."""
-    if isinstance(file, io.BytesIO):
-        return None
-    if sys.platform == "win32":  # where an open file cannot be replaced
-        return file.name
-    name = f"/proc/self/fd/{file.fileno()}"
-    return name if os.path.exists(name) else None
+def path_of(file: BinaryIO) -> str:
+    """Return a path of an open file, even if another file is now at its old path."""
+    return f"/proc/self/fd/{file.fileno()}"
 
 
 def mapped_bytes(file: BinaryIO) -> torch.Tensor:
-    """Return all bytes of an open file: mapped where possible, else read."""
+    """Return all bytes of an open file, mapped."""
+    if isinstance(file, io.BytesIO):
+        return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
     size_bytes = file.seek(0, os.SEEK_END)
-    source = name_of_open_file(file)
-    if source is not None:
-        return torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
-    file.seek(0)
-    data = bytearray(file.read())
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.from_file(path_of(file), shared=False, size=size_bytes, dtype=torch.uint8)
 
 
 def moved(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
-from lightning_gpu_tools.checkpoints.describing import describe
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
 from lightning_gpu_tools.checkpoints.formats import FolderFormat, deepspeed, shard_index, torch_distributed
-from lightning_gpu_tools.checkpoints.opening import Folder, opened
+from lightning_gpu_tools.checkpoints.opening import Folder, describe, opened
 from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
     Progress,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import io
 import pickle
 import re
 import warnings
@@ -16,7 +17,7 @@ import torch
 
 from lightning_gpu_tools.checkpoints.content import Opaque, StorageInfo, TensorInfo, put_weights
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
-from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, name_of_open_file
+from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, path_of
 from lightning_gpu_tools.checkpoints.structure import Structure
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
@@ -39,11 +40,12 @@ def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *
             with contextlib.suppress(NotPlainError):
                 return _Builder(structure).build(structure.content)
     file = structure.file
-    name = name_of_open_file(file) if can_be_mapped else None
+    mapped = can_be_mapped and not isinstance(file, io.BytesIO)
     file.seek(0)
     try:
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # off by default in torch
-            return torch.load(name or file, map_location=map_location, weights_only=weights_only, mmap=name is not None)
+            source = path_of(file) if mapped else file
+            return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped)
     except Exception as error:  # damaged or hostile bytes can cause any error in torch
         explained = refused or _explained(structure, error, weights_only, map_location)
         if explained is None:

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, MODEL_STATES, is_lightning_checkpoint
-from lightning_gpu_tools.checkpoints.copying import check_before_copying
+from lightning_gpu_tools.checkpoints.copying import check_before_copying, own_what_modules_keep
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_groups
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
@@ -27,7 +27,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     wrapper_paths,
 )
 from lightning_gpu_tools.checkpoints.structure import check_contents, is_named
-from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, own_what_modules_keep
+from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError

@@ -19,9 +19,9 @@ from lightning_gpu_tools.checkpoints.content import (
     TensorInfo,
     are_sizes,
 )
-from lightning_gpu_tools.checkpoints.describing import describe as describe_file
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
 from lightning_gpu_tools.checkpoints.opening import Folder
+from lightning_gpu_tools.checkpoints.opening import describe as describe_file
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
 from lightning_gpu_tools.checkpoints.zip_records import Record
