@@ -7,7 +7,6 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -79,7 +78,7 @@ def describe(file: BinaryIO, path: str) -> Structure:
         for form in _FORMATS:
             if form.recognizes(head):
                 with collector_paused(), any_error_is(damaged("its description and its contents do not match")):
-                    return replace(form.describe(file, path, size_bytes), form=form)
+                    return form.describe(file, path, size_bytes)
         raise _something_else(head, size_bytes)
 
 

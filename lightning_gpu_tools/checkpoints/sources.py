@@ -79,15 +79,15 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
             place = form.find(local, names)
             if place is not None:
                 found = form.describe(Folder(place, stack), set(os.listdir(place)), to_load=to_load)
-                return _assembled(path, found, form)
+                return _assembled(path, found)
     elif (part := _part(path)) and torch_distributed.PART.fullmatch(name):  # cannot be described alone
         raise part
     elif is_index and os.path.isfile(local):
-        return _assembled(path, shard_index.describe_index(Folder(folder, stack), name), shard_index)
+        return _assembled(path, shard_index.describe_index(Folder(folder, stack), name))
     return None
 
 
-def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:
+def _assembled(path: str, assembly: Assembly) -> Structure:
     shards = assembly.shards
     with any_error_is(damaged("its files do not belong together")):
         content = assembly.assemble({name: shards[name].content for name in assembly.loaded})
@@ -100,7 +100,6 @@ def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:
         set().union(*(shards[name].globals for name in assembly.loaded)),
         set().union(*(shard.devices for shard in shards.values())),
         assembly=assembly,
-        form=form,
     )
 
 

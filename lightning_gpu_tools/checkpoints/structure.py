@@ -85,7 +85,6 @@ class Structure:
     filled: set[str] = field(default_factory=set)  # as in StructureReader
     part: Fault | None = None  # set if it is one shard of a checkpoint
     assembly: Assembly | None = None  # of a folder
-    form: Any = None  # the module of ``formats`` that described it, and loads it
 
     @property
     def name(self) -> str:
@@ -116,13 +115,6 @@ class Assembly:
     shards: Mapping[str, Structure]
     loaded: tuple[str, ...]  # from the other shards, only numbers are read
     assemble: Callable[[Mapping[str, Any]], Any]  # takes the contents of these, described or loaded
-
-    def load(self, load_file: LoadFile) -> Any:
-        """Return the whole content, loaded."""
-        return self.assemble({name: load_file(self.shards[name]) for name in self.loaded})
-
-
-LoadFile = Callable[[Structure], Any]  # loads one of several files
 
 
 @contextlib.contextmanager

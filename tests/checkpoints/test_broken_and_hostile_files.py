@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import struct
-import tarfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -44,20 +43,12 @@ from lightning_gpu_tools.errors import (
     BrokenCheckpointError,
     CheckpointError,
     CheckpointMismatchError,
-    CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
 
 CONTENT = {"epoch": 3, "state_dict": OrderedDict(a=torch.arange(600.0).view(30, 20), b=torch.ones(5))}
 GOOD = saved(CONTENT)
 LEGACY = saved(CONTENT, _use_new_zipfile_serialization=False)
-
-
-def tar() -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("a"))
-    return buffer.getvalue()
 
 
 CONTRADICTION = "its description and its contents do not match"
@@ -68,7 +59,6 @@ FAULTS = {
     "web page": (b"\n <HTML><head>Sign in", "web page.*login.*Download"),
     "json": (b'{"error": "not found"}', "JSON file"),
     "gzip": (b"\x1f\x8b\x08\x00" + bytes(100), "is compressed .gzip.*Unpack"),
-    "tar": (tar(), "tar archive.*Unpack"),
     "plain pickle": (pickle.dumps({"a": 1}), "pickle that torch.save did not write"),
     "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "is not a checkpoint.*begin with b'GGUF"),
     "photos in a zip": (zipped([("photos/cat.txt", b"meow")]), "zip archive but not a checkpoint.*photos/cat"),
@@ -118,8 +108,6 @@ def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) 
 def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="Its folder does not exist either"):
         read_checkpoint(tmp_path / "no" / "last.ckpt")
-    error = pickle.loads(pickle.dumps(CheckpointNotFoundError("Checkpoint file not found: x.")))
-    assert str(error) == "Checkpoint file not found: x."
 
 
 @pytest.mark.parametrize(
@@ -159,13 +147,6 @@ def test_a_weight_that_is_an_object_is_named_where_it_is_missing(tmp_path: Path)
         words = rf"not opened, because this would run code: bias \({EXPLOIT}\)$"
         with pytest.raises(CheckpointMismatchError, match=words):
             load_weights(net, path)
-
-
-def test_an_object_among_the_names_of_weights_is_not_opened(tmp_path: Path) -> None:
-    weights = {Exploit(tmp_path / "it ran"): torch.ones(1), **torch.nn.Linear(2, 2).state_dict()}
-    torch.save({"state_dict": weights, "pytorch-lightning_version": "2.6.6"}, tmp_path / "a.ckpt")
-    with pytest.raises(BrokenCheckpointError, match=rf"has an invalid key for a weight: an object of {EXPLOIT}"):
-        load_weights(torch.nn.Linear(2, 2), tmp_path / "a.ckpt")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import re
 import struct
 import subprocess
 import sys
-import tarfile
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from checkpoint_files import (
 )
 
 from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, TensorInfo
-from lightning_gpu_tools.checkpoints.formats.safetensors import restore_metadata
+from lightning_gpu_tools.checkpoints.file_tensors import restore_metadata
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
@@ -368,15 +367,6 @@ def test_every_pickle_of_an_old_file_is_checked(tmp_path: Path) -> None:
     path.write_bytes(empty[:start] + b"\x80\x02" + CALLS["torch.FloatTensor"] + b"." + empty[contents:])
     with pytest.raises(UnsafeCheckpointError, match="can run code when opened"):
         read_checkpoint(path)
-
-
-def test_a_tar_archive_that_begins_like_an_old_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    begin = old_file(path, {})[:15]
-    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as archive:
-        archive.addfile(tarfile.TarInfo(begin.decode("latin-1")))
-    assert path.read_bytes().startswith(begin)
-    refuse_everywhere(path, "is a tar archive")
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
-"""One module per checkpoint format, which recognizes, describes and loads it without running any of its code."""
+"""One module per checkpoint format, which recognizes and describes it without torch and without running its code."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.checkpoints.opening import Folder
-    from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
+    from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 
 
 class FileFormat(Protocol):
@@ -18,9 +18,6 @@ class FileFormat(Protocol):
 
     def describe(self, file: BinaryIO, path: str, size_bytes: int) -> Structure:
         """Read the description in an open file and check it against the file's contents."""
-
-    def load(self, structure: Structure, map_location: Any, weights_only: bool) -> Any:
-        """Load a described file; its numbers are mapped where possible."""
 
 
 class FolderFormat(Protocol):
@@ -33,6 +30,3 @@ class FolderFormat(Protocol):
 
     def describe(self, folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         """Describe the files, with the places of all numbers if that costs no time or ``to_load`` is true."""
-
-    def load(self, assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-        """Load a described folder; its tensors are mapped, or joined when they are used."""
