@@ -156,7 +156,7 @@ def _put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, An
 def _joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
     """Return a mapped tensor if its numbers are in one place; otherwise one that is rebuilt for each use."""
     dtype, shape = dtype_of(info.dtype), info.shape or ()
-    if len(info.parts) == 1 and info.parts[0].start % dtype.itemsize == 0:
+    if len(info.parts) == 1:
         return _block(info.parts[0], dtype, numbers).reshape(shape)
     return LazyTensor(shape, dtype, functools.partial(_join, info, dtype, numbers))
 
@@ -165,11 +165,7 @@ def _join(info: SplitTensorInfo, dtype: torch.dtype, numbers: Mapping[str, torch
     whole = torch.empty(info.laid_out, dtype=dtype, device="cpu")
     for part in info.parts:
         place = whole[tuple(slice(at, at + size) for at, size in zip(part.offsets, part.shape, strict=True))]
-        if place.is_contiguous() and place.stride() == part.strides and place.numel():  # saves one copy
-            block = numbers[part.file][part.start : part.start + place.nbytes]
-            place.view(-1).view(torch.uint8).copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(block))
-        else:
-            place.copy_(_block(part, dtype, numbers))
+        place.copy_(_block(part, dtype, numbers))
     return whole.view(info.shape or ())
 
 
@@ -178,6 +174,4 @@ def _block(part: Part, dtype: torch.dtype, numbers: Mapping[str, torch.UntypedSt
         return torch.empty(part.shape, dtype=dtype, device="cpu")
     last = sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
     block = numbers[part.file][part.start : part.start + (last + 1) * dtype.itemsize]
-    if part.start % dtype.itemsize:  # torch reads only aligned numbers
-        block = block.clone()
     return torch.empty(0, dtype=dtype, device="cpu").set_(block, 0, part.shape, part.strides)

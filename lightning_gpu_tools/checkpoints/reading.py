@@ -122,7 +122,8 @@ def _read(
             if not isinstance(leaf, Place):
                 return leaf
             shard = assembly.shards[leaf.file]
-            return load(describe(io.BytesIO(leaf.read_from(shard.file)), shard.path))
+            shard.file.seek(leaf.start)
+            return load(describe(io.BytesIO(shard.file.read(leaf.size_bytes)), shard.path))
 
         content = assembly.assemble({name: load(assembly.shards[name]) for name in assembly.loaded})
         return with_numbers(content, assembly.shards, map_location, load_object)

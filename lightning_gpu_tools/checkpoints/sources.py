@@ -74,12 +74,11 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         if is_index:
             raise Fault("lists shards at a URL", "Download the whole folder, and use the local copy.")
     elif os.path.isdir(local):
-        names = set(os.listdir(local))
+        place = deepspeed.folder_in(local)
+        names = set(os.listdir(place))
         for form in _FORMATS:
-            place = form.find(local, names)
-            if place is not None:
-                found = form.describe(Folder(place, stack), set(os.listdir(place)), to_load=to_load)
-                return _assembled(path, found)
+            if any(map(form.FILES.fullmatch, names)):
+                return _assembled(path, form.describe(Folder(place, stack), names, to_load=to_load))
     elif (part := _part(path)) and torch_distributed.PART.fullmatch(name):  # cannot be described alone
         raise part
     elif is_index and os.path.isfile(local):

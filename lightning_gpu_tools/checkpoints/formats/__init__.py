@@ -23,10 +23,8 @@ class FileFormat(Protocol):
 class FolderFormat(Protocol):
     """The functions of a module for a format with several files."""
 
+    FILES: re.Pattern[str]  # names of which a folder of this format has at least one
     PART: re.Pattern[str]  # names of files that are not a checkpoint without the others
-
-    def find(self, path: str, names: set[str]) -> str | None:
-        """Return the folder with the checkpoint's files, based on ``names``; ``None`` if it has another format."""
 
     def describe(self, folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         """Describe the files, with the places of all numbers if that costs no time or ``to_load`` is true."""

@@ -21,12 +21,8 @@ _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
 # torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)
 _PART_BY_DCP = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 PART = re.compile(rf".+-\d{{5}}-of-(?!00001\.)\d{{5}}\.\w+|{_PART_BY_DCP.pattern}")
+FILES = re.compile(rf"{INDEX.pattern}|{PART.pattern}")
 _MAX_INDEX_BYTES = 128 << 20  # a million weights
-
-
-def find(path: str, names: set[str]) -> str | None:
-    """Return the folder if it has an index, or shards without one."""
-    return path if any(INDEX.fullmatch(name) or PART.fullmatch(name) for name in names) else None
 
 
 def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:

@@ -27,7 +27,7 @@ from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
 
-PART = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
+FILES = PART = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
 _METADATA = ".metadata"
 _EXTRA = "meta.pt"
 _DAMAGE = "its .metadata does not describe a checkpoint"
@@ -40,11 +40,6 @@ class Place:
     file: str
     start: int
     size_bytes: int
-
-    def read_from(self, file: BinaryIO) -> bytes:
-        """Return the bytes at this place."""
-        file.seek(self.start)
-        return file.read(self.size_bytes)
 
 
 class _Slice(io.RawIOBase):
@@ -65,11 +60,6 @@ class _Slice(io.RawIOBase):
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
-
-
-def find(path: str, names: set[str]) -> str | None:
-    """Return the folder if it has files of this format."""
-    return path if any(map(PART.fullmatch, names)) else None
 
 
 def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
