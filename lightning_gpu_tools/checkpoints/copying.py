@@ -20,13 +20,12 @@ from torch import nn
 
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, is_average, quoted
 from lightning_gpu_tools.checkpoints.key_tree import is_copied_into, is_inside, shortened, without_private_segments
+from lightning_gpu_tools.checkpoints.model_keys import has_own_hooks, loads_itself
 from lightning_gpu_tools.checkpoints.state_dicts import (
     FROM_META,
     fault_of_parts,
-    has_own_hooks,
     is_packed,
     is_sharded,
-    loads_itself,
     name_of,
     part_of,
     shape_of,

@@ -10,12 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_gpu_tools.checkpoints.content import (
-    MANIFEST,
-    MAX_DEPTH,
-    all_state_dicts,
-    describe_content,
-)
+from lightning_gpu_tools.checkpoints.content import MANIFEST, MAX_DEPTH, all_state_dicts, describe_content
 from lightning_gpu_tools.checkpoints.faults import Fault, faults_of
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.errors import BrokenCheckpointError

@@ -16,11 +16,11 @@ from lightning_gpu_tools.checkpoints.content import likely
 from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, Root, is_average, plan_renaming, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import counted, list_groups, shortened
+from lightning_gpu_tools.checkpoints.model_keys import read_model
 from lightning_gpu_tools.checkpoints.reading import Unread, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     others_of_this_model,
-    read_model,
     same_tensors,
     shape_of,
     shapes_of,

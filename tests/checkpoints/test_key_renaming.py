@@ -16,7 +16,8 @@ from wrapped_models import compiled, contents, fill
 
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, clean_names, plan_renaming
 from lightning_gpu_tools.checkpoints.key_tree import group_keys, list_groups
-from lightning_gpu_tools.checkpoints.state_dicts import read_model, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import read_model
+from lightning_gpu_tools.checkpoints.state_dicts import shape_of
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,
