@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.content import Opaque, shown_shape
+from lightning_gpu_tools.checkpoints.content import shown_shape
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, plan_renaming
 from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, counted, group_keys, list_groups
 from lightning_gpu_tools.checkpoints.reading import read_weights
@@ -25,7 +25,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     shape_of,
     weights_in,
 )
-from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
+from lightning_gpu_tools.checkpoints.structure import Opaque, Progress, no_progress
 from lightning_gpu_tools.checkpoints.summary import prose, table
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.errors import CheckpointMismatchError

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lightning_gpu_tools.checkpoints.content import Part, SplitTensorInfo
+from lightning_gpu_tools.checkpoints.content import are_versions
 from lightning_gpu_tools.checkpoints.faults import Fault
-from lightning_gpu_tools.checkpoints.structure import Structure, are_versions, collector_paused
+from lightning_gpu_tools.checkpoints.structure import Part, SplitTensorInfo, Structure, collector_paused
 from lightning_gpu_tools.units import printable
 
 

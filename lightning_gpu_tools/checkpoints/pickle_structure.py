@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import IO, Any, ClassVar
 
-from lightning_gpu_tools.checkpoints.content import (
+from lightning_gpu_tools.checkpoints.faults import Fault, damaged
+from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
     DTYPE_OF_STORAGE,
     Opaque,
@@ -19,7 +20,6 @@ from lightning_gpu_tools.checkpoints.content import (
     TensorInfo,
     are_sizes,
 )
-from lightning_gpu_tools.checkpoints.faults import Fault, damaged
 
 _ELEMENTS_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
 # Number of arguments: a storage, an offset in it, a shape, strides and more.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.content import check_contents, is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
 from lightning_gpu_tools.checkpoints.formats import FolderFormat, deepspeed, shard_index, torch_distributed
 from lightning_gpu_tools.checkpoints.opening import Folder, describe, opened
@@ -16,7 +16,6 @@ from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
     Progress,
     Structure,
-    check_contents,
     collector_paused,
     compare_with_checksums,
     no_progress,

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_gpu_tools.checkpoints.content import (
     MODEL_STATES,
     all_state_dicts,
+    check_contents,
     describe_content,
     is_state_dict,
     likely,
@@ -24,7 +25,6 @@ from lightning_gpu_tools.checkpoints.content import (
 from lightning_gpu_tools.checkpoints.file_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, is_average, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import Shape, list_groups, shortened, without_wrappers
-from lightning_gpu_tools.checkpoints.structure import check_contents
 from lightning_gpu_tools.checkpoints.unsafe_globals import explain_blocked
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,

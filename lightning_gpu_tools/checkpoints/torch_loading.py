@@ -10,15 +10,15 @@ import pickle
 import re
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.content import Opaque, StorageInfo, TensorInfo, put_weights
+from lightning_gpu_tools.checkpoints.content import put_weights
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, path_of, safetensors_weights
-from lightning_gpu_tools.checkpoints.structure import Structure
+from lightning_gpu_tools.checkpoints.structure import Opaque, StorageInfo, Structure, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable
@@ -66,12 +66,14 @@ def _warn_of_old_torch() -> None:
         )
 
 
-def described_weights(structure: Structure) -> tuple[Any, dict[str, dict[str, str]]]:
+def described_weights(
+    structure: Structure, entries: Mapping[str, Mapping[str, Any]]
+) -> tuple[Any, dict[str, dict[str, str]]]:
     """Return the content with tensors as weights, and entry -> key -> kind of the omitted values."""
     build = _Builder(structure, weights_alone=True).build
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for entry, weights in structure.entries.items():
+    for entry, weights in entries.items():
         sets[entry] = OrderedDict()
         for key, value in weights.items():
             try:

@@ -15,12 +15,11 @@ from typing import IO, Any, BinaryIO
 
 import torch
 
-from lightning_gpu_tools.checkpoints.content import DTYPE_OF_STORAGE
 from lightning_gpu_tools.checkpoints.file_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.formats.safetensors import DTYPE_OF_SAFETENSORS, TWO_IN_A_BYTE
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.state_dicts import is_dense, same_tensors
-from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
+from lightning_gpu_tools.checkpoints.structure import DTYPE_OF_STORAGE, Progress, no_progress
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.files import writing
 from lightning_gpu_tools.units import printable_path

@@ -12,7 +12,14 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, MODEL_STATES, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.content import (
+    LIGHTNING_VERSION,
+    MANIFEST,
+    MODEL_STATES,
+    check_contents,
+    is_lightning_checkpoint,
+    is_named,
+)
 from lightning_gpu_tools.checkpoints.copying import check_before_copying, own_what_modules_keep
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_groups
@@ -20,7 +27,6 @@ from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_mod
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, rename_optimizers, weights_in
-from lightning_gpu_tools.checkpoints.structure import check_contents, is_named
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.environment import is_disabled

@@ -9,17 +9,18 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_gpu_tools.checkpoints.content import (
+from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
+from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged
+from lightning_gpu_tools.checkpoints.opening import Folder, is_plain_name
+from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
-    LIGHTNING_VERSION,
+    Assembly,
     Part,
     SplitTensorInfo,
+    Structure,
     TensorInfo,
     are_sizes,
 )
-from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.opening import Folder, is_plain_name
-from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 from lightning_gpu_tools.units import printable
 
 # DeepSpeedEngine._get_ckpt_name and _get_rank_zero_ckpt_name, if only ZeRO splits the model.

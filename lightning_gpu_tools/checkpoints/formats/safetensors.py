@@ -7,9 +7,8 @@ import math
 import struct
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, StorageInfo, TensorInfo, are_sizes
 from lightning_gpu_tools.checkpoints.faults import Fault
-from lightning_gpu_tools.checkpoints.structure import Structure
+from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, StorageInfo, Structure, TensorInfo, are_sizes
 from lightning_gpu_tools.units import printable
 
 _MAX_HEADER_BYTES = 100_000_000  # as in the format's own library

@@ -9,21 +9,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, NamedTuple
 
-from lightning_gpu_tools.checkpoints.content import (
-    BYTES_OF_DTYPE,
-    LIGHTNING_VERSION,
-    MAX_DEPTH,
-    Opaque,
-    Part,
-    SplitTensorInfo,
-    TensorInfo,
-    are_sizes,
-)
+from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
 from lightning_gpu_tools.checkpoints.opening import Folder
 from lightning_gpu_tools.checkpoints.opening import describe as describe_file
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
-from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
+from lightning_gpu_tools.checkpoints.structure import (
+    BYTES_OF_DTYPE,
+    MAX_DEPTH,
+    Assembly,
+    Opaque,
+    Part,
+    SplitTensorInfo,
+    Structure,
+    TensorInfo,
+    are_sizes,
+)
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
 

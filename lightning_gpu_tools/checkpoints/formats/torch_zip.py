@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import BinaryIO
 
-from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, StorageInfo
 from lightning_gpu_tools.checkpoints.faults import Fault
 from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
-from lightning_gpu_tools.checkpoints.structure import Structure
+from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, StorageInfo, Structure
 from lightning_gpu_tools.checkpoints.zip_records import Record, read_records
 
 
