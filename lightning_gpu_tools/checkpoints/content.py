@@ -25,7 +25,10 @@ _MAX_PARTS = 1_000_000
 _QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
 
 
-def likely(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+Entries = Mapping[str, Mapping[str, Any]]  # sets of weights by the name of their entry
+
+
+def likely(entries: Entries) -> dict[str, Mapping[str, Any]]:
     """Return the entries to search if none is named: only ``state_dict`` if it exists, otherwise all."""
     return {"state_dict": entries["state_dict"]} if "state_dict" in entries else dict(entries)
 
@@ -114,9 +117,7 @@ def is_lightning_checkpoint(content: Any) -> bool:
     )
 
 
-def put_weights(
-    content: Any, entries: Mapping[str, Mapping[str, Any]], name: str = "", depth: int = _MAX_LEVELS
-) -> Any:
+def put_weights(content: Any, entries: Entries, name: str = "", depth: int = _MAX_LEVELS) -> Any:
     """Return the content with its sets of weights replaced by those in ``entries``."""
     mapping = _as_mapping(content)
     if name in entries or depth == 0 or not mapping:

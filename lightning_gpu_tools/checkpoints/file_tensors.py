@@ -88,12 +88,7 @@ def _json_object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def with_numbers(
-    content: Any,
-    shards: Mapping[str, Structure],
-    map_location: Any,
-    made: Callable[[Any], Any],
-) -> Any:
+def with_numbers(content: Any, shards: Mapping[str, Structure], map_location: Any, made: Callable[[Any], Any]) -> Any:
     """Return the content of a folder with descriptions replaced by tensors, and other leaves by ``made(leaf)``."""
     numbers: dict[str, torch.UntypedStorage] = {}
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpu_tools.checkpoints.content import (
     MODEL_STATES,
+    Entries,
     all_state_dicts,
     check_contents,
     describe_content,
@@ -110,7 +111,7 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     )
 
 
-def others_of_this_model(entry: str, entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def others_of_this_model(entry: str, entries: Entries) -> list[str]:
     """Return the other entries of the same model: averages, and entries with most of its keys."""
     weights = entries[entry]
 
@@ -120,9 +121,7 @@ def others_of_this_model(entry: str, entries: Mapping[str, Mapping[str, Any]]) -
     return [name for name in entries if name != entry and (is_average(name) or are_alike(entries[name]))]
 
 
-def choose_weights(
-    path: str, entries: Mapping[str, Mapping[str, Any]], entry: str | None
-) -> tuple[str, Mapping[str, Any]]:
+def choose_weights(path: str, entries: Entries, entry: str | None) -> tuple[str, Mapping[str, Any]]:
     """Return the name and weights of an entry, or of the default one."""
     names = ", ".join(map(printable, entries)) or "only one set"
     if entry is None:

@@ -60,7 +60,6 @@ class TensorInfo:
     dtype: str  # "?" if unknown
     shape: tuple[int, ...] | None  # None if unknown
     storage: StorageInfo | None  # None if the numbers are not one block
-    attributes: Any = field(default=None, compare=False)  # attached by a program
     offset: int = 0  # of the first number in the storage
     strides: tuple[int, ...] | None = None  # None if it is contiguous
     kind: str = ""  # "sparse", "quantized", the name of a subclass, ...; "" for plain numbers

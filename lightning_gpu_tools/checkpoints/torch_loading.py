@@ -10,12 +10,11 @@ import pickle
 import re
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.content import put_weights
+from lightning_gpu_tools.checkpoints.content import Entries, put_weights
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, path_of, safetensors_weights
 from lightning_gpu_tools.checkpoints.structure import Opaque, StorageInfo, Structure, TensorInfo
@@ -66,9 +65,7 @@ def _warn_of_old_torch() -> None:
         )
 
 
-def described_weights(
-    structure: Structure, entries: Mapping[str, Mapping[str, Any]]
-) -> tuple[Any, dict[str, dict[str, str]]]:
+def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict[str, dict[str, str]]]:
     """Return the content with tensors as weights, and entry -> key -> kind of the omitted values."""
     build = _Builder(structure, weights_alone=True).build
     sets: dict[str, OrderedDict[str, Any]] = {}
@@ -92,7 +89,9 @@ class _Builder:
     """
 
     def __init__(self, structure: Structure, *, weights_alone: bool = False) -> None:
-        self._storage = _storages(structure)
+        self._file: Any = mapped_bytes(structure.file).untyped_storage()
+        self._places = structure.places
+        self._storages: dict[str, Any] = {}
         self._weights_alone = weights_alone
         self._made: dict[int, Any] = {}  # so that shared objects stay shared
 
@@ -120,6 +119,14 @@ class _Builder:
             raise NotPlainError(value.kind if isinstance(value, Opaque) else kind.__name__)
         self._made[id(value)] = built
         return built
+
+    def _storage(self, described: Any) -> Any:
+        """Return the numbers of a storage as a part of the mapped file."""
+        key = described.key
+        if key not in self._storages:
+            start = self._places[key]
+            self._storages[key] = self._file[start : start + described.size_bytes]
+        return self._storages[key]
 
 
 _ATOMS = frozenset({str, int, float, bool, bytes, bytearray, type(None)})
@@ -150,18 +157,6 @@ def is_plain(tensor: Any) -> bool:
     if not isinstance(tensor, TensorInfo) or tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
         return False
     return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
-
-
-def _storages(structure: Structure) -> Callable[[Any], Any]:
-    """Return a function that returns the numbers of a storage as a part of the mapped file."""
-    whole: Any = mapped_bytes(structure.file).untyped_storage()
-
-    @functools.cache
-    def numbers(storage: StorageInfo) -> Any:
-        start = structure.places[storage.key]
-        return whole[start : start + storage.size_bytes]
-
-    return numbers
 
 
 # torch treats these as plain data only after the module on the right is imported.

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gpu_tools.checkpoints.content import likely
+from lightning_gpu_tools.checkpoints.content import Entries, likely
 from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, Root, is_average, plan_renaming, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import counted, list_groups, shortened
@@ -160,7 +160,7 @@ def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fi
         )
 
 
-def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root: Root, strict: bool) -> Fit:
+def fit_weights(model: nn.Module, entries: Entries, root: Root, strict: bool) -> Fit:
     """Return the match for the only entry of a checkpoint that fits the model."""
     dropped = (root if isinstance(root, str) else root[0] if root else "").rstrip(".")
     named = [entry for entry in entries if entry and f"{dropped}.".startswith(f"{entry}.")]
