@@ -40,7 +40,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, plan_renaming
-from lightning_gpu_tools.checkpoints.state_dicts import read_model, shapes_of
+from lightning_gpu_tools.checkpoints.model_keys import read_model
+from lightning_gpu_tools.checkpoints.state_dicts import shapes_of
 
 Weights = dict[str, Any]
 

@@ -32,7 +32,7 @@ TENSORS = st.builds(
 
 
 def saved(content: object, **options: Any) -> bytes:
-    """What torch.save writes."""
+    """Return what torch.save writes."""
     buffer = io.BytesIO()
     torch.save(content, buffer, **options)
     return buffer.getvalue()
@@ -90,6 +90,18 @@ def tensor(block: bytes, offset: int = 0, shape: bytes = sizes(4), strides: byte
 def safetensors(header: object, data: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
+
+
+# Places, as fractions of a file's length, and the bytes that are written over what is there.
+EDITS = st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=4)), max_size=4)
+
+
+def overwritten(data: bytes, edits: list[tuple[float, bytes]]) -> bytes:
+    changed = bytearray(data)
+    for place, patch in edits:
+        start = int(place * (len(data) - 1))
+        changed[start : start + len(patch)] = patch
+    return bytes(changed)
 
 
 def refuse_everywhere(path: Path, match: str) -> None:

@@ -19,7 +19,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def write_index(folder: Path, weights: Weights, shards: int, *, suffix: str = "safetensors") -> Path:
-    """As huggingface_hub.save_torch_state_dict, transformers and accelerate write it; return the index."""
+    """Write shards like huggingface_hub.save_torch_state_dict, transformers and accelerate; return the index."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def divided(value: torch.Tensor, *cuts: Sequence[int]) -> torch.Tensor:
 
 
 def write_distributed(folder: Path, content: dict[str, Any], *, files: int = 1) -> Path:
-    """As torch.distributed.checkpoint writes it, which FSDP's and ModelParallel's sharded checkpoints are."""
+    """Write a folder with torch.distributed.checkpoint, like FSDP's and ModelParallel's sharded checkpoints."""
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=files, sync_files=False)
     dcp.save(content, storage_writer=writer)
     return folder
@@ -85,7 +85,7 @@ def write_deepspeed(
     folder: Path, groups: Sequence[Weights], ranks: int, stage: int, *, more: Mapping[str, Any] | None = None,
     kept: Mapping[str, torch.Tensor] | None = None, tied: Mapping[str, str] | None = None, padding: int = 0,
 ) -> Path:  # fmt: skip
-    """As DeepSpeedEngine.save_checkpoint writes it: groups of trained weights, buffers (``kept``), tied names."""
+    """Write like DeepSpeedEngine.save_checkpoint: groups of trained weights, buffers (``kept``), tied names."""
     (folder / "tag").mkdir(parents=True)
     (folder / "latest").write_text("tag")
     kept, tied = kept or {}, tied or {}
@@ -96,9 +96,7 @@ def write_deepspeed(
     whole_model = OrderedDict({**trained, **kept})
     for rank in range(ranks):
         model = {
-            "module": OrderedDict(
-                (key, empty if stage == 3 and key in trained else whole_model[key]) for key in whole_model
-            ),
+            "module": OrderedDict(whole_model, **dict.fromkeys(trained, empty)) if stage == 3 else whole_model,
             "buffer_names": [*kept],
             "param_shapes": shapes if stage else None,
             "frozen_param_shapes": None,
@@ -116,7 +114,7 @@ def write_deepspeed(
             torch.save(model, folder / "tag" / "mp_rank_00_model_states.pt")
         if stage:
             flat = [_partition(group, rank, ranks, stage, padding) for group in groups]
-            name = {3: "fp32_flat_groups"}.get(stage, "single_partition_of_fp32_groups")
+            name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
             state = {"zero_stage": stage, "partition_count": ranks if stage == 3 else [ranks] * len(groups), name: flat}
             if padding:
                 state["param_alignment_paddings"] = [[padding] * len(group) for group in groups]

@@ -25,7 +25,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     shape_of,
     weights_in,
 )
-from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
+from lightning_gpu_tools.checkpoints.structure import Opaque, Progress, no_progress
 from lightning_gpu_tools.checkpoints.summary import prose, table
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.errors import CheckpointMismatchError
@@ -88,7 +88,7 @@ def compare(
     advance = progress(sum(sizes.values()))
     not_compared: list[str] = []
     for old, new in plan.renames.items():
-        if isinstance(one[old], _Unopened) and isinstance(two[new], _Unopened):
+        if isinstance(one[old], Opaque) and isinstance(two[new], Opaque):
             not_compared.append(new)
         else:
             differences += _differences(new, one[old], two[new])
@@ -105,27 +105,20 @@ def compare(
     )
 
 
-@dataclass(frozen=True)
-class _Unopened:
-    """A placeholder for an object among the weights that only running code could open."""
-
-    kind: str
-
-
 def _weights(path: str, entry: str | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Return the weights of a file, and the classes and functions that were left unread."""
     content, unread = read_weights(path)
     entries = weights_in(content, path)
     name, weights = choose_weights(path, entries, None if len(entries) == 1 else entry)
     check_numbers(path, weights)
-    unopened = {key: _Unopened(kind) for key, kind in unread.values.get(name, {}).items()}
+    unopened = {key: Opaque(kind=kind) for key, kind in unread.values.get(name, {}).items()}
     return {**weights, **unopened}, unread.classes
 
 
 def _differences(key: str, one: Any, two: Any) -> Iterable[Difference]:
     if not (_has_own_numbers(one) and _has_own_numbers(two)):
         sides = zip((one, two), ("first", "second"), strict=True)
-        unopened = [f"{printable(side.kind)} in the {which}" for side, which in sides if isinstance(side, _Unopened)]
+        unopened = [f"{printable(side.kind)} in the {which}" for side, which in sides if isinstance(side, Opaque)]
         if unopened:
             yield Difference(key, "values", f"not opened: {unopened[0]}")
         elif not _same(one, two):

@@ -1,128 +1,16 @@
-"""The description of a checkpoint before loading: tensors, objects, and the location of the weights."""
+"""The content of a checkpoint, described or loaded: its sets of weights, and what else it is."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from lightning_gpu_tools.checkpoints.faults import Fault
+from lightning_gpu_tools.checkpoints.faults import Fault, faults_of
 from lightning_gpu_tools.checkpoints.key_tree import listed
-from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
-from lightning_gpu_tools.units import printable
-
-BYTES_OF_DTYPE = {
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32", "bcomplex32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
-    **dict.fromkeys(("int8", "uint8", "bool", "qint8", "quint8", "quint4x2", "quint2x4", "float4_e2m1fn_x2"), 1),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
-    **dict.fromkeys(("bit", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
-    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
-    "complex128": 16,
-}
-DTYPE_OF_STORAGE = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-    "QInt8Storage": "qint8",
-    "QUInt8Storage": "quint8",
-    "QInt32Storage": "qint32",
-    "QUInt4x2Storage": "quint4x2",
-    "QUInt2x4Storage": "quint2x4",
-    "UntypedStorage": "uint8",
-}
-# Python's recursion limit is 1,000, and copying takes three calls per level.
-MAX_DEPTH = 200
-
-
-# Not frozen: that takes three times as long, and a file may describe 300,000 of them.
-@dataclass(slots=True, unsafe_hash=True)
-class StorageInfo:
-    """A block of numbers in the file."""
-
-    key: str
-    dtype: str  # as torch prints it, without "torch."
-    location: str  # device it was saved from: "cuda:2"
-    numel: int
-
-    @property
-    def size_bytes(self) -> int:
-        """The size, according to the description."""
-        return self.numel * BYTES_OF_DTYPE[self.dtype]
-
-
-@dataclass(slots=True, unsafe_hash=True)
-class TensorInfo:
-    """A tensor as described in the file."""
-
-    dtype: str  # "?" if unknown
-    shape: tuple[int, ...] | None  # None if unknown
-    storage: StorageInfo | None  # None if the numbers are not one block
-    attributes: Any = field(default=None, compare=False)  # attached by a program
-    offset: int = 0  # of the first number in the storage
-    strides: tuple[int, ...] | None = None  # None if it is contiguous
-    kind: str = ""  # "sparse", "quantized", the name of a subclass, ...; "" for plain numbers
-    is_parameter: bool = field(default=False, compare=False)  # or requires gradients, or has attributes
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A block of a tensor, stored in one of the files."""
-
-    file: str
-    start: int  # offset of the first number in the file, in bytes
-    offsets: tuple[int, ...]  # in the tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in the file, in elements
-
-
-@dataclass(slots=True, unsafe_hash=True)
-class SplitTensorInfo(TensorInfo):
-    """A tensor whose numbers are stored in several places."""
-
-    laid_out: tuple[int, ...] = ()  # the shape that the parts fill: the tensor's own, or a flat one
-    parts: tuple[Part, ...] = ()  # empty until they are looked up
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class Opaque:
-    """An inert placeholder for an object that only running code could build."""
-
-    is_plain: bool = False  # whether weights_only=True would build it
-    kind: str = ""  # class or function that would build it, "module.name"; "" if unknown
-    state: Any = ()  # state that it would get, or arguments of the call that would build it
-    items: dict[Any, Any] | None = None  # items that it would get
-
-
-class StandIn:
-    """A placeholder for a class, a function or a constant; ``str()`` returns the name."""
-
-    __slots__ = ("is_plain", "module", "name")
-
-    def __init__(self, module: str, name: str) -> None:
-        self.module = module
-        self.name = name
-        self.is_plain = not beyond_plain_data([f"{module}.{name}"])
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
-
-def are_sizes(numbers: Sequence[Any]) -> bool:
-    """Return whether these are valid sizes, offsets or strides: non-negative integers below 2 ** 63."""
-    return not numbers or ({*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**63)
-
+from lightning_gpu_tools.checkpoints.structure import MAX_DEPTH, Opaque, StandIn, TensorInfo
+from lightning_gpu_tools.errors import BrokenCheckpointError
+from lightning_gpu_tools.units import printable, printable_path
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
 # The entry that PortableCheckpointIO adds to a Lightning checkpoint: primitives only, for weights_only=True.
@@ -137,7 +25,10 @@ _MAX_PARTS = 1_000_000
 _QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
 
 
-def likely(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+Entries = Mapping[str, Mapping[str, Any]]  # sets of weights by the name of their entry
+
+
+def likely(entries: Entries) -> dict[str, Mapping[str, Any]]:
     """Return the entries to search if none is named: only ``state_dict`` if it exists, otherwise all."""
     return {"state_dict": entries["state_dict"]} if "state_dict" in entries else dict(entries)
 
@@ -157,6 +48,49 @@ def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
     return {"state_dict": content["state_dict"]} | {
         name: weights for name, weights in found if any(getattr(item, "shape", ()) != () for item in weights.values())
     }
+
+
+def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
+    """Return the result of ``all_state_dicts``; raise if keys or versions have a wrong type."""
+    with faults_of(path):
+        entries = all_state_dicts(content)
+    for entry, weights in entries.items():
+        where = f'"{printable(entry)}" of {printable_path(path)}' if entry else printable_path(path)
+        odd = [key for key in weights if not isinstance(key, str) or key.count(".") > MAX_DEPTH]
+        if odd:
+            raise BrokenCheckpointError(
+                f"{where} has an invalid key for a weight: {describe_content(odd[0])}. Save the state_dict of a module."
+            )
+        if not are_versions(getattr(weights, "_metadata", None)):
+            raise BrokenCheckpointError(
+                f"{where} has invalid _metadata, which must map each module to an integer version. Delete this "
+                "attribute of the state_dict, and save it again."
+            )
+    return entries
+
+
+def manifest_of(content: Any) -> dict[str, Any]:
+    """Return the facts that this package has recorded in a checkpoint."""
+    manifest = content.get(MANIFEST) if isinstance(content, Mapping) else None
+    if not isinstance(manifest, Mapping):
+        return {}
+    kinds = {"wrappers": dict, "devices": list, "torch": str, "lightning": str}
+    return {name: manifest[name] for name, kind in kinds.items() if isinstance(manifest.get(name), kind)}
+
+
+def are_versions(metadata: Any) -> bool:
+    """Return whether this is valid ``_metadata`` of a state dict: the version of each module."""
+    return metadata is None or (
+        isinstance(metadata, dict)
+        and is_named(metadata)
+        and all(isinstance(entry, dict) for entry in metadata.values())
+        and all(isinstance(entry.get("version"), (int, type(None))) for entry in metadata.values())
+    )
+
+
+def is_named(value: Any) -> bool:
+    """Return whether this is a dictionary with string keys."""
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
 def is_state_dict(value: Any) -> bool:
@@ -183,9 +117,7 @@ def is_lightning_checkpoint(content: Any) -> bool:
     )
 
 
-def put_weights(
-    content: Any, entries: Mapping[str, Mapping[str, Any]], name: str = "", depth: int = _MAX_LEVELS
-) -> Any:
+def put_weights(content: Any, entries: Entries, name: str = "", depth: int = _MAX_LEVELS) -> Any:
     """Return the content with its sets of weights replaced by those in ``entries``."""
     mapping = _as_mapping(content)
     if name in entries or depth == 0 or not mapping:

@@ -15,6 +15,7 @@ from lightning_gpu_tools.checkpoints.content import (
     MANIFEST,
     MODEL_STATES,
     is_lightning_checkpoint,
+    manifest_of,
     put_weights,
 )
 from lightning_gpu_tools.checkpoints.copying import changed_number
@@ -35,7 +36,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     weights_in,
     whole_weights,
 )
-from lightning_gpu_tools.checkpoints.structure import Progress, manifest_of, no_progress
+from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.checkpoints.writing import write_content, write_safetensors
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError

@@ -7,24 +7,25 @@ model's own parameters replace each weight that fits, and everything is restored
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import gc
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, is_average, quoted
-from lightning_gpu_tools.checkpoints.key_tree import is_copied_into, shortened
+from lightning_gpu_tools.checkpoints.key_tree import is_copied_into, is_inside, shortened, without_private_segments
+from lightning_gpu_tools.checkpoints.model_keys import has_own_hooks, loads_itself
 from lightning_gpu_tools.checkpoints.state_dicts import (
     FROM_META,
     fault_of_parts,
-    has_own_hooks,
     is_packed,
     is_sharded,
-    loads_itself,
     name_of,
     part_of,
     shape_of,
@@ -56,6 +57,90 @@ class Fit(NamedTuple):
         roots = " or ".join(f"root={quoted(name)}" for name in self.others)
         others = "the average" if all(map(is_average, self.others)) else "other weights of this model"
         return f"loaded {quoted(taken)}; to load {others}, call load_weights with {roots}"
+
+
+def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...]]:
+    """Load all or nothing; return the actual plan, and the model keys that got a weight."""
+    check_before_copying(model, fit, leave_out_misfits=not fit.strict)
+    renamed = fit.renamed(fit.weights)
+    own_what_modules_keep(renamed, fit.keys)
+    left_out: list[str] = []
+
+    def prepare(module: nn.Module, name: str, key: str, target: torch.Tensor, state_dict: dict[str, Any]) -> None:
+        value = state_dict[key]
+        if not fit.strict and not is_copied_into(shape_of(value), shape_of(target)):
+            left_out.append(key)
+            del state_dict[key]
+            return
+        value = state_dict[key] = _sharded_like(value, target)
+        if target.is_meta and not value.is_meta:  # the target has no memory to copy into
+            if id(target) not in made:
+                empty = torch.empty_like(target, device=value.device, requires_grad=False)
+                made[id(target)] = nn.Parameter(empty, target.requires_grad) if name in module._parameters else empty
+            setattr(module, name, made[id(target)])
+
+    made: dict[int, torch.Tensor] = {}
+    with _renewing_deepspeeds_copies(model), _before_each_copy(model, prepare):
+        found = _load_state(model, renamed, fit.strict, "The model may be partly loaded. Create it again.")
+    if fit.strict:  # then the model's own code has handled keys without a match
+        plan = dataclasses.replace(fit.plan, missing=(), unexpected=(), clashes={})
+        return plan, tuple(key for key in fit.state if key not in plan.kept)
+    if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not report them
+        return fit.plan, (*fit.plan.renames.values(), *fit.plan.tied)
+    return _outcome_of(model, fit, found, left_out)
+
+
+def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
+    """Copy weights out of the mapped file if loading does not copy them into the model.
+
+    An ``_extra_state`` may hold tensors, and a module with its own loading code may keep them, like torchmetrics.
+    """
+    for key, value in weights.items():
+        if not isinstance(value, torch.Tensor):
+            weights[key] = copy.deepcopy(value)
+        elif is_inside(key, model.self_loading):  # a deep copy of a plain tensor copies its whole storage
+            weights[key] = value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
+
+
+def _sharded_like(value: Any, target: Any) -> Any:
+    if is_sharded(value) and not part_of(value):  # each process has all of it
+        value = value.to_local()
+    if is_sharded(value) == is_sharded(target):
+        return value
+    if is_sharded(value):
+        return value.full_tensor()
+    from torch.distributed.tensor import DTensor, Replicate
+
+    # Every process has read the file, so each takes its part without communication.
+    mesh = target.device_mesh
+    whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=target.placements)
+
+
+def _outcome_of(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:
+    plan, offered = fit.plan, fit.plan.left_over(strict=False)
+    # Torch's names include modules that the model's hooks leave out of its keys.
+    bare = without_private_segments
+    shown = {bare(key): key for key in fit.state}
+    places = {key: bare(name) for key, name in offered.items()}
+    misfits, homeless = {*map(bare, left_out)}, {*map(bare, found.unexpected_keys)}
+    clashes = {key: name for key, name in plan.clashes.items() if key not in places or places[key] in misfits}
+    missing = {*map(bare, found.missing_keys)} - {places.get(key) for key in clashes}
+    invented = homeless - {*places.values()}  # added by hooks
+    outcome = dataclasses.replace(
+        plan,
+        missing=tuple(shown.get(name, name) for name in map(bare, found.missing_keys) if name in missing),
+        unexpected=(
+            *(key for key in plan.unexpected if key not in places or places[key] in homeless),
+            *(name for name in found.unexpected_keys if bare(name) in invented),
+        ),
+        clashes=clashes,
+    )
+    without = {*missing, *misfits, *homeless, *map(bare, plan.kept)}
+    # The model's own state_dict may omit keys that torch loads anyway.
+    live = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} if offered else set()
+    names = dict.fromkeys((*fit.state, *(name for name in offered.values() if name in live)))
+    return outcome, tuple(name for name in names if bare(name) not in without)
 
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
@@ -100,8 +185,8 @@ def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, 
         elif leave_out_misfits:
             del state_dict[key]
 
-    with _undoing(model), before_each_copy(model, check):
-        load_state(model, fit.renamed(fit.weights), fit.strict, "Nothing was changed.")
+    with _undoing(model), _before_each_copy(model, check):
+        _load_state(model, fit.renamed(fit.weights), fit.strict, "Nothing was changed.")
     return refused
 
 
@@ -139,7 +224,7 @@ def _copied(tensor: Any) -> torch.Tensor:
     return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 
-def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outcome: str) -> Any:
+def _load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outcome: str) -> Any:
     """Call ``load_state_dict``. If it fails, append ``outcome``, the state of the model, to the error."""
     try:
         return model.load_state_dict(renamed, strict=strict)
@@ -159,7 +244,7 @@ def load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outco
 
 
 @contextlib.contextmanager
-def before_each_copy(
+def _before_each_copy(
     model: nn.Module, prepare: Callable[[nn.Module, str, str, torch.Tensor, dict[str, Any]], None]
 ) -> Iterator[None]:
     """Call ``prepare`` for each loaded weight, after the module's own hooks and before the copy.
@@ -182,7 +267,7 @@ def before_each_copy(
 
 
 @contextlib.contextmanager
-def renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
+def _renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
     """Gather ZeRO-3's partitioned parameters while a state dict is loaded, then refresh DeepSpeed's copies.
 
     DeepSpeed's optimizers keep a float32 copy of every weight, which the next step would restore. All processes must

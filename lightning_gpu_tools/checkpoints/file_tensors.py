@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
+import json
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
@@ -14,31 +15,23 @@ from typing import Any, BinaryIO
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lightning_gpu_tools.checkpoints.content import Part, SplitTensorInfo
+from lightning_gpu_tools.checkpoints.content import are_versions
 from lightning_gpu_tools.checkpoints.faults import Fault
-from lightning_gpu_tools.checkpoints.structure import Structure
+from lightning_gpu_tools.checkpoints.structure import Part, SplitTensorInfo, Structure, collector_paused
 from lightning_gpu_tools.units import printable
 
 
-def name_of_open_file(file: BinaryIO) -> str | None:
-    """Return a path for mapping an open file, even if another file is now at its old path."""
-    if isinstance(file, io.BytesIO):
-        return None
-    if sys.platform == "win32":  # where an open file cannot be replaced
-        return file.name
-    name = f"/proc/self/fd/{file.fileno()}"
-    return name if os.path.exists(name) else None
+def path_of(file: BinaryIO) -> str:
+    """Return a path of an open file, even if another file is now at its old path."""
+    return f"/proc/self/fd/{file.fileno()}"
 
 
 def mapped_bytes(file: BinaryIO) -> torch.Tensor:
-    """Return all bytes of an open file: mapped where possible, else read."""
+    """Return all bytes of an open file, mapped."""
+    if isinstance(file, io.BytesIO):
+        return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
     size_bytes = file.seek(0, os.SEEK_END)
-    source = name_of_open_file(file)
-    if source is not None:
-        return torch.from_file(source, shared=False, size=size_bytes, dtype=torch.uint8)
-    file.seek(0)
-    data = bytearray(file.read())
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.from_file(path_of(file), shared=False, size=size_bytes, dtype=torch.uint8)
 
 
 def moved(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
@@ -56,12 +49,46 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def with_numbers(
-    content: Any,
-    shards: Mapping[str, Structure],
-    map_location: Any,
-    made: Callable[[Any], Any] = lambda leaf: leaf,
-) -> Any:
+def safetensors_weights(structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
+    """Return the weights of a safetensors file, which holds nothing else."""
+    numbers = mapped_bytes(structure.file)
+    weights: OrderedDict[str, Any] = OrderedDict()
+    with collector_paused():
+        for dtype_name, run in itertools.groupby(structure.content.items(), key=lambda item: item[1].dtype):
+            dtype, named = dtype_of(dtype_name), list(run)
+            start = structure.places[named[0][0]]
+            sizes = [info.storage.numel for _, info in named]
+            part = numbers[start : start + sum(sizes) * dtype.itemsize]
+            if start % dtype.itemsize:  # torch reads aligned numbers only
+                part = part.clone()
+            parts = torch.unsafe_split_with_sizes(part.view(dtype), sizes)
+            for (name, info), value in zip(named, parts, strict=True):
+                weights[name] = value if len(info.shape) == 1 else value.view(info.shape)
+        if map_location != "cpu":
+            weights.update((name, moved(value, map_location)) for name, value in weights.items())
+    restore_metadata(weights, structure.metadata)
+    return weights
+
+
+def restore_metadata(weights: OrderedDict[str, Any], texts: Mapping[str, str]) -> None:
+    """Restore the module versions and the second names of tied weights, if ``convert`` wrote these texts."""
+    versions = _json_object(texts.get("module_versions", ""))
+    if versions and are_versions(versions):
+        weights._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    for key, other in _json_object(texts.get("tied", "")).items():
+        if isinstance(other, str) and other in weights:
+            weights.setdefault(key, weights[other])
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def with_numbers(content: Any, shards: Mapping[str, Structure], map_location: Any, made: Callable[[Any], Any]) -> Any:
     """Return the content of a folder with descriptions replaced by tensors, and other leaves by ``made(leaf)``."""
     numbers: dict[str, torch.UntypedStorage] = {}
 
@@ -124,7 +151,7 @@ def _put_in_place(content: Any, made: Callable[[Any], Any], copies: dict[int, An
 def _joined(info: SplitTensorInfo, numbers: Mapping[str, torch.UntypedStorage]) -> torch.Tensor:
     """Return a mapped tensor if its numbers are in one place; otherwise one that is rebuilt for each use."""
     dtype, shape = dtype_of(info.dtype), info.shape or ()
-    if len(info.parts) == 1 and info.parts[0].start % dtype.itemsize == 0:
+    if len(info.parts) == 1:
         return _block(info.parts[0], dtype, numbers).reshape(shape)
     return LazyTensor(shape, dtype, functools.partial(_join, info, dtype, numbers))
 
@@ -133,11 +160,7 @@ def _join(info: SplitTensorInfo, dtype: torch.dtype, numbers: Mapping[str, torch
     whole = torch.empty(info.laid_out, dtype=dtype, device="cpu")
     for part in info.parts:
         place = whole[tuple(slice(at, at + size) for at, size in zip(part.offsets, part.shape, strict=True))]
-        if place.is_contiguous() and place.stride() == part.strides and place.numel():  # saves one copy
-            block = numbers[part.file][part.start : part.start + place.nbytes]
-            place.view(-1).view(torch.uint8).copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(block))
-        else:
-            place.copy_(_block(part, dtype, numbers))
+        place.copy_(_block(part, dtype, numbers))
     return whole.view(info.shape or ())
 
 
@@ -146,6 +169,4 @@ def _block(part: Part, dtype: torch.dtype, numbers: Mapping[str, torch.UntypedSt
         return torch.empty(part.shape, dtype=dtype, device="cpu")
     last = sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
     block = numbers[part.file][part.start : part.start + (last + 1) * dtype.itemsize]
-    if part.start % dtype.itemsize:  # torch reads only aligned numbers
-        block = block.clone()
     return torch.empty(0, dtype=dtype, device="cpu").set_(block, 0, part.shape, part.strides)

@@ -201,9 +201,9 @@ def group_keys(keys: Iterable[str]) -> list[str]:
     return [_line(texts, indices) for texts, indices in groups.items()]
 
 
-def list_groups(keys: Iterable[str], limit: int = 6) -> str:
-    """Return the groups on one line. Groups beyond ``limit`` are only counted."""
-    return shortened(group_keys(keys), limit)
+def list_groups(keys: Iterable[str]) -> str:
+    """Return the groups on one line. Groups beyond the sixth are only counted."""
+    return shortened(group_keys(keys), 6)
 
 
 def listed(names: Sequence[object], limit: int = 40) -> str:

@@ -1,4 +1,4 @@
-"""Functions that open a checkpoint file, or a folder of files, once for all uses."""
+"""Functions that open and describe a checkpoint file, or one file of a folder, without torch and without its code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,35 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.describing import describe
-from lightning_gpu_tools.checkpoints.faults import Fault, faults_of
+from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged, faults_of
+from lightning_gpu_tools.checkpoints.formats import FileFormat, safetensors, torch_legacy, torch_zip
 from lightning_gpu_tools.checkpoints.key_tree import listed
-from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Structure
+from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Structure, collector_paused
 from lightning_gpu_tools.errors import CheckpointNotFoundError
 from lightning_gpu_tools.files import local_copy
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
+
+_FORMATS: tuple[FileFormat, ...] = (torch_zip, torch_legacy, safetensors)
+# First bytes of a file (in any case, after any whitespace), what the file is, and what to do.
+_OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
+    ((b"version https://git-lfs",), "is a git-lfs pointer, not the file itself", "To fetch the file: git lfs pull"),
+    (
+        (b"<!doctype html", b"<html", b"<?xml", b"<head"),
+        "is a web page: the download returned a login or error page",
+        "Download the file itself.",
+    ),
+    ((b"{", b"["), "is a JSON file", "Use the file with the weights."),
+    (
+        (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"),
+        "is compressed (gzip, bzip2, xz or zstd)",
+        "Unpack it first.",
+    ),
+    (
+        (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"),
+        "is a Python pickle that torch.save did not write",
+        "Save it with torch.save or as safetensors.",
+    ),
+)
 
 
 @contextlib.contextmanager
@@ -39,13 +61,35 @@ def _open(path: str) -> BinaryIO:
         if inside:
             raise Fault("is a folder", f"Use a file in it: {listed(inside, 5)}.")
         raise Fault("is a folder without shards of a checkpoint", "Use a file, or the folder with all shards.")
-    # Otherwise, opening a pipe blocks until something writes to it.
-    without_waiting = getattr(os, "O_NONBLOCK", 0)
-    file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | without_waiting))  # noqa: SIM115
+    # Without O_NONBLOCK, opening a pipe blocks until something writes to it.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
     raise Fault("is a pipe or a device, not a file")
+
+
+def describe(file: BinaryIO, path: str) -> Structure:
+    """Read the description in an open file, and check it against the file's contents."""
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    head = file.read(1024)
+    with faults_of(path):
+        for form in _FORMATS:
+            if form.recognizes(head):
+                with collector_paused(), any_error_is(damaged("its description and its contents do not match")):
+                    return form.describe(file, path, size_bytes)
+        raise _something_else(head, size_bytes)
+
+
+def _something_else(head: bytes, size_bytes: int) -> Fault:
+    if not head:
+        return Fault("is empty", "Probably the disk was full, or a save was interrupted.")
+    text = head.lstrip()[:200].lower()
+    for starts, what, advice in _OTHER_FILES:
+        if head.startswith(starts) or text.startswith(starts):
+            return Fault(what, advice)
+    return Fault(f"is not a checkpoint: {format_bytes(size_bytes)} that begin with {head[:8]!r}", RESTORE)
 
 
 class Folder:
@@ -64,9 +108,8 @@ class Folder:
         missing = [name for name in unique if not os.path.exists(os.path.join(self.path, name))]
         if missing:
             absent = f"{len(missing)} of {len(unique)} files are missing, {listed(missing, 3)}"
-            raise Fault(
-                f"is not complete: {absent}", "Probably a save or a copy was interrupted. Copy all files again."
-            )
+            advice = "Probably a save or a copy was interrupted. Copy all files again."
+            raise Fault(f"is not complete: {absent}", advice)
         return unique
 
     def open(self, name: str) -> BinaryIO:

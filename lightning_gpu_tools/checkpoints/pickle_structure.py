@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import IO, Any, ClassVar
 
-from lightning_gpu_tools.checkpoints.content import (
+from lightning_gpu_tools.checkpoints.faults import Fault, damaged
+from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
     DTYPE_OF_STORAGE,
     Opaque,
@@ -19,7 +20,6 @@ from lightning_gpu_tools.checkpoints.content import (
     TensorInfo,
     are_sizes,
 )
-from lightning_gpu_tools.checkpoints.faults import Fault, damaged
 
 _ELEMENTS_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
 # Number of arguments: a storage, an offset in it, a shape, strides and more.
@@ -244,11 +244,11 @@ class StructureReader(pickle._Unpickler):
             if function.name in _MAKERS_OF_OTHERS:
                 return self._other_tensor(function, arguments)
             if function.name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and arguments:
-                return _changed(arguments[0], attributes=arguments[3:], is_parameter=True)
+                return _changed(arguments[0], is_parameter=True)
         name = str(function)
         if name == "torch._tensor._rebuild_from_type_v2" and len(arguments) >= 3:
-            build, kind, inner, *attributes = arguments
-            made = _changed(self._call(build, inner), attributes=attributes, is_parameter=True)
+            build, kind, inner, *_ = arguments
+            made = _changed(self._call(build, inner), is_parameter=True)
             return made if str(kind) in _PLAIN_TENSORS else _changed(made, kind=str(kind))
         if name == "torch.nn.parameter.Parameter" and arguments:
             return _changed(arguments[0], is_parameter=True)
@@ -315,7 +315,7 @@ def _view(maker: str, storage: Any, offset: Any, shape: Any, strides: Any, *rest
     elif 4 + len(rest) == max(counts) > 4 and rest[-1]:
         kind = "conjugated"
     has_more = any(rest[:2])  # requires gradients, has hooks
-    return TensorInfo(dtype, tuple(shape), storage, None, offset, tuple(strides), kind, has_more)
+    return TensorInfo(dtype, tuple(shape), storage, offset, tuple(strides), kind, has_more)
 
 
 def _not_by_torch() -> Fault:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from lightning_gpu_tools.checkpoints.content import Opaque, all_state_dicts, put_weights
+from lightning_gpu_tools.checkpoints.content import all_state_dicts, check_contents, put_weights
 from lightning_gpu_tools.checkpoints.faults import faults_of
+from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
+from lightning_gpu_tools.checkpoints.formats.torch_distributed import Place
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
+from lightning_gpu_tools.checkpoints.opening import describe
 from lightning_gpu_tools.checkpoints.sources import opened_source
-from lightning_gpu_tools.checkpoints.structure import Structure, compare_with_checksums
-from lightning_gpu_tools.checkpoints.torch_loading import described_weights, holds_tensors, is_plain, refusal
+from lightning_gpu_tools.checkpoints.structure import Opaque, Structure, compare_with_checksums
+from lightning_gpu_tools.checkpoints.torch_loading import described_weights, holds_tensors, is_plain, load_file, refusal
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable_path
@@ -33,9 +37,10 @@ def read_checkpoint(
 
     def load(structure: Structure) -> Any:
         try:
-            return structure.form.load(structure, map_location, weights_only)
+            return load_file(structure, map_location, weights_only)
         except UnsafeCheckpointError as error:
-            values = [value for weights in structure.entries.values() for value in weights.values()]
+            entries = check_contents(structure.content, structure.path)
+            values = [value for weights in entries.values() for value in weights.values()]
             is_shard = structure.path != os.fspath(path)  # the weights are elsewhere
             if is_shard or (values and all(is_plain(value) or not holds_tensors(value) for value in values)):
                 shown = printable_path(path)
@@ -67,19 +72,20 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
 
     def load(structure: Structure) -> Any:
         if not weights_only or structure.format == "safetensors":
-            return structure.form.load(structure, "cpu", weights_only)
-        content, left_out = described_weights(structure)
+            return load_file(structure, "cpu", weights_only)
+        entries = check_contents(structure.content, structure.path)
+        content, left_out = described_weights(structure, entries)
         refused = refusal(structure)
         if left_out and refused is None:
             try:
-                return structure.form.load(structure, "cpu", weights_only)
+                return load_file(structure, "cpu", weights_only)
             except UnsafeCheckpointError as error:
                 refused = error
         weights = {
             key: kind
             for entry, kinds in left_out.items()
             for key, kind in kinds.items()
-            if holds_tensors(structure.entries[entry][key]) and not key.endswith("_extra_state")
+            if holds_tensors(entries[entry][key]) and not key.endswith("_extra_state")
         }
         if weights:
             kinds = ", ".join(sorted({*weights.values()}))
@@ -110,6 +116,16 @@ def _read(
             raise structure.part
         for file in structure.files if verify else ():
             compare_with_checksums(file)
-        if structure.assembly is None:
+        assembly = structure.assembly
+        if assembly is None:
             return load(structure)
-        return structure.form.load(structure.assembly, load, map_location)
+
+        def load_object(leaf: Any) -> Any:
+            if not isinstance(leaf, Place):
+                return leaf
+            shard = assembly.shards[leaf.file]
+            shard.file.seek(leaf.start)
+            return load(describe(io.BytesIO(shard.file.read(leaf.size_bytes)), shard.path))
+
+        content = assembly.assemble({name: load(assembly.shards[name]) for name in assembly.loaded})
+        return with_numbers(content, assembly.shards, map_location, load_object)

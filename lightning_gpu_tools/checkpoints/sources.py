@@ -8,16 +8,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
-from lightning_gpu_tools.checkpoints.describing import describe
+from lightning_gpu_tools.checkpoints.content import check_contents, is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
 from lightning_gpu_tools.checkpoints.formats import FolderFormat, deepspeed, shard_index, torch_distributed
-from lightning_gpu_tools.checkpoints.opening import Folder, opened
+from lightning_gpu_tools.checkpoints.opening import Folder, describe, opened
 from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
     Progress,
     Structure,
-    check_contents,
     collector_paused,
     compare_with_checksums,
     no_progress,
@@ -75,20 +73,19 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         if is_index:
             raise Fault("lists shards at a URL", "Download the whole folder, and use the local copy.")
     elif os.path.isdir(local):
-        names = set(os.listdir(local))
+        place = deepspeed.folder_in(local)
+        names = set(os.listdir(place))
         for form in _FORMATS:
-            place = form.find(local, names)
-            if place is not None:
-                found = form.describe(Folder(place, stack), set(os.listdir(place)), to_load=to_load)
-                return _assembled(path, found, form)
+            if any(map(form.FILES.fullmatch, names)):
+                return _assembled(path, form.describe(Folder(place, stack), names, to_load=to_load))
     elif (part := _part(path)) and torch_distributed.PART.fullmatch(name):  # cannot be described alone
         raise part
     elif is_index and os.path.isfile(local):
-        return _assembled(path, shard_index.describe_index(Folder(folder, stack), name), shard_index)
+        return _assembled(path, shard_index.describe_index(Folder(folder, stack), name))
     return None
 
 
-def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:
+def _assembled(path: str, assembly: Assembly) -> Structure:
     shards = assembly.shards
     with any_error_is(damaged("its files do not belong together")):
         content = assembly.assemble({name: shards[name].content for name in assembly.loaded})
@@ -101,7 +98,6 @@ def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:
         set().union(*(shards[name].globals for name in assembly.loaded)),
         set().union(*(shard.devices for shard in shards.values())),
         assembly=assembly,
-        form=form,
     )
 
 

@@ -1,71 +1,117 @@
-"""The description of a checkpoint: its contents, and its sets of weights."""
+"""The description of a checkpoint file before loading: tensors, objects, and the location of the weights."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_gpu_tools.checkpoints.content import (
-    MANIFEST,
-    MAX_DEPTH,
-    all_state_dicts,
-    describe_content,
-)
 from lightning_gpu_tools.checkpoints.faults import Fault, faults_of
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.checkpoints.zip_records import Record
-from lightning_gpu_tools.errors import BrokenCheckpointError
-from lightning_gpu_tools.units import printable, printable_path
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last two are folders
+BYTES_OF_DTYPE = {
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32", "bcomplex32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "qint8", "quint8", "quint4x2", "quint2x4", "float4_e2m1fn_x2"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("bit", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
+    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
+    "complex128": 16,
+}
+DTYPE_OF_STORAGE = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "UntypedStorage": "uint8",
+    "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
+    "QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
+}  # fmt: skip
+# Python's recursion limit is 1,000, and copying takes three calls per level.
+MAX_DEPTH = 200
 
 
-def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
-    """Return the result of ``all_state_dicts``; raise if keys or versions have a wrong type."""
-    with faults_of(path):
-        entries = all_state_dicts(content)
-    for entry, weights in entries.items():
-        where = f'"{printable(entry)}" of {printable_path(path)}' if entry else printable_path(path)
-        odd = [key for key in weights if not isinstance(key, str) or key.count(".") > MAX_DEPTH]
-        if odd:
-            raise BrokenCheckpointError(
-                f"{where} has an invalid key for a weight: {describe_content(odd[0])}. Save the state_dict of a module."
-            )
-        if not are_versions(getattr(weights, "_metadata", None)):
-            raise BrokenCheckpointError(
-                f"{where} has invalid _metadata, which must map each module to an integer version. Delete this "
-                "attribute of the state_dict, and save it again."
-            )
-    return entries
+# Not frozen: that takes three times as long, and a file may describe 300,000 of them.
+@dataclass(slots=True, unsafe_hash=True)
+class StorageInfo:
+    """A block of numbers in the file."""
+
+    key: str
+    dtype: str  # as torch prints it, without "torch."
+    location: str  # device it was saved from: "cuda:2"
+    numel: int
+
+    @property
+    def size_bytes(self) -> int:
+        """The size, according to the description."""
+        return self.numel * BYTES_OF_DTYPE[self.dtype]
 
 
-def manifest_of(content: Any) -> dict[str, Any]:
-    """Return the facts that this package has recorded in a checkpoint."""
-    manifest = content.get(MANIFEST) if isinstance(content, Mapping) else None
-    if not isinstance(manifest, Mapping):
-        return {}
-    kinds = {"wrappers": dict, "devices": list, "torch": str, "lightning": str}
-    return {name: manifest[name] for name, kind in kinds.items() if isinstance(manifest.get(name), kind)}
+@dataclass(slots=True, unsafe_hash=True)
+class TensorInfo:
+    """A tensor as described in the file."""
+
+    dtype: str  # "?" if unknown
+    shape: tuple[int, ...] | None  # None if unknown
+    storage: StorageInfo | None  # None if the numbers are not one block
+    offset: int = 0  # of the first number in the storage
+    strides: tuple[int, ...] | None = None  # None if it is contiguous
+    kind: str = ""  # "sparse", "quantized", the name of a subclass, ...; "" for plain numbers
+    is_parameter: bool = field(default=False, compare=False)  # or requires gradients, or has attributes
 
 
-def are_versions(metadata: Any) -> bool:
-    """Return whether this is valid ``_metadata`` of a state dict: the version of each module."""
-    return metadata is None or (
-        isinstance(metadata, dict)
-        and is_named(metadata)
-        and all(isinstance(entry, dict) for entry in metadata.values())
-        and all(isinstance(entry.get("version"), (int, type(None))) for entry in metadata.values())
-    )
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block of a tensor, stored in one of the files."""
+
+    file: str
+    start: int  # offset of the first number in the file, in bytes
+    offsets: tuple[int, ...]  # in the tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in the file, in elements
 
 
-def is_named(value: Any) -> bool:
-    """Return whether this is a dictionary with string keys."""
-    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+@dataclass(slots=True, unsafe_hash=True)
+class SplitTensorInfo(TensorInfo):
+    """A tensor whose numbers are stored in several places."""
+
+    laid_out: tuple[int, ...] = ()  # the shape that the parts fill: the tensor's own, or a flat one
+    parts: tuple[Part, ...] = ()  # empty until they are looked up
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Opaque:
+    """An inert placeholder for an object that only running code could build."""
+
+    is_plain: bool = False  # whether weights_only=True would build it
+    kind: str = ""  # class or function that would build it, "module.name"; "" if unknown
+    state: Any = ()  # state that it would get, or arguments of the call that would build it
+    items: dict[Any, Any] | None = None  # items that it would get
+
+
+class StandIn:
+    """A placeholder for a class, a function or a constant; ``str()`` returns the name."""
+
+    __slots__ = ("is_plain", "module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.is_plain = not beyond_plain_data([f"{module}.{name}"])
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+def are_sizes(numbers: Sequence[Any]) -> bool:
+    """Return whether these are valid sizes, offsets or strides: non-negative integers below 2 ** 63."""
+    return not numbers or ({*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**63)
 
 
 @dataclass(frozen=True)
@@ -85,17 +131,11 @@ class Structure:
     filled: set[str] = field(default_factory=set)  # as in StructureReader
     part: Fault | None = None  # set if it is one shard of a checkpoint
     assembly: Assembly | None = None  # of a folder
-    form: Any = None  # the module of ``formats`` that described it, and loads it
 
     @property
     def name(self) -> str:
         """The name of the file in its folder."""
         return os.path.basename(self.path)
-
-    @functools.cached_property
-    def entries(self) -> dict[str, Mapping[str, Any]]:
-        """All sets of weights by entry name; the name is ``""`` if there is nothing else."""
-        return check_contents(self.content, self.path)
 
     @property
     def files(self) -> Iterable[Structure]:
@@ -116,13 +156,6 @@ class Assembly:
     shards: Mapping[str, Structure]
     loaded: tuple[str, ...]  # from the other shards, only numbers are read
     assemble: Callable[[Mapping[str, Any]], Any]  # takes the contents of these, described or loaded
-
-    def load(self, load_file: LoadFile) -> Any:
-        """Return the whole content, loaded."""
-        return self.assemble({name: load_file(self.shards[name]) for name in self.loaded})
-
-
-LoadFile = Callable[[Structure], Any]  # loads one of several files
 
 
 @contextlib.contextmanager

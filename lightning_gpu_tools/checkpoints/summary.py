@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import (
-    BYTES_OF_DTYPE,
     LIGHTNING_VERSION,
     MANIFEST,
-    Opaque,
-    TensorInfo,
+    check_contents,
     describe_content,
     is_lightning_checkpoint,
+    manifest_of,
     shown_shape,
 )
 from lightning_gpu_tools.checkpoints.key_tree import (
@@ -29,7 +28,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     is_wrapper,
     keys_below,
 )
-from lightning_gpu_tools.checkpoints.structure import Structure, manifest_of
+from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, Opaque, Structure, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
@@ -48,7 +47,7 @@ def summarize(structure: Structure) -> dict[str, Any]:
     content = structure.content
     top = content if isinstance(content, Mapping) else {}
     manifest = _manifest(structure)
-    entries = structure.entries
+    entries = check_contents(content, structure.path)
     version, states = top.get(LIGHTNING_VERSION), top.get("optimizer_states")
     kind = _kind_of(content, entries)
     return {

@@ -5,31 +5,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import io
 import pickle
 import re
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.content import Opaque, StorageInfo, TensorInfo, put_weights
+from lightning_gpu_tools.checkpoints.content import Entries, put_weights
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
-from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, name_of_open_file
-from lightning_gpu_tools.checkpoints.structure import Structure
+from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, path_of, safetensors_weights
+from lightning_gpu_tools.checkpoints.structure import Opaque, StorageInfo, Structure, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable
 
 
-def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *, can_be_mapped: bool) -> Any:
-    """Return the contents of an open file. ``can_be_mapped`` is whether ``torch.load`` can map it.
+def load_file(structure: Structure, map_location: Any, weights_only: bool) -> Any:
+    """Return the contents of an open file; its numbers are mapped where possible.
 
     Raises:
         UnsafeCheckpointError: The file holds more than plain data, and ``weights_only`` is true.
         BrokenCheckpointError: Torch cannot rebuild the contents.
     """
+    if structure.format == "safetensors":
+        return safetensors_weights(structure, map_location)
     refused = refusal(structure) if weights_only else None
     if refused is not None and any(name.endswith("(...)") for name in structure.globals):  # torch would allow it
         raise refused
@@ -39,11 +41,12 @@ def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *
             with contextlib.suppress(NotPlainError):
                 return _Builder(structure).build(structure.content)
     file = structure.file
-    name = name_of_open_file(file) if can_be_mapped else None
+    mapped = structure.format == "zip" and not isinstance(file, io.BytesIO)  # torch.load can map no other file
     file.seek(0)
     try:
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # off by default in torch
-            return torch.load(name or file, map_location=map_location, weights_only=weights_only, mmap=name is not None)
+            source = path_of(file) if mapped else file
+            return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped)
     except Exception as error:  # damaged or hostile bytes can cause any error in torch
         explained = refused or _explained(structure, error, weights_only, map_location)
         if explained is None:
@@ -62,12 +65,12 @@ def _warn_of_old_torch() -> None:
         )
 
 
-def described_weights(structure: Structure) -> tuple[Any, dict[str, dict[str, str]]]:
+def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict[str, dict[str, str]]]:
     """Return the content with tensors as weights, and entry -> key -> kind of the omitted values."""
     build = _Builder(structure, weights_alone=True).build
     sets: dict[str, OrderedDict[str, Any]] = {}
     left_out: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for entry, weights in structure.entries.items():
+    for entry, weights in entries.items():
         sets[entry] = OrderedDict()
         for key, value in weights.items():
             try:
@@ -86,7 +89,9 @@ class _Builder:
     """
 
     def __init__(self, structure: Structure, *, weights_alone: bool = False) -> None:
-        self._storage = _storages(structure)
+        self._file: Any = mapped_bytes(structure.file).untyped_storage()
+        self._places = structure.places
+        self._storages: dict[str, Any] = {}
         self._weights_alone = weights_alone
         self._made: dict[int, Any] = {}  # so that shared objects stay shared
 
@@ -114,6 +119,14 @@ class _Builder:
             raise NotPlainError(value.kind if isinstance(value, Opaque) else kind.__name__)
         self._made[id(value)] = built
         return built
+
+    def _storage(self, described: Any) -> Any:
+        """Return the numbers of a storage as a part of the mapped file."""
+        key = described.key
+        if key not in self._storages:
+            start = self._places[key]
+            self._storages[key] = self._file[start : start + described.size_bytes]
+        return self._storages[key]
 
 
 _ATOMS = frozenset({str, int, float, bool, bytes, bytearray, type(None)})
@@ -144,18 +157,6 @@ def is_plain(tensor: Any) -> bool:
     if not isinstance(tensor, TensorInfo) or tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
         return False
     return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
-
-
-def _storages(structure: Structure) -> Callable[[Any], Any]:
-    """Return a function that returns the numbers of a storage as a part of the mapped file."""
-    whole: Any = mapped_bytes(structure.file).untyped_storage()
-
-    @functools.cache
-    def numbers(storage: StorageInfo) -> Any:
-        start = structure.places[storage.key]
-        return whole[start : start + storage.size_bytes]
-
-    return numbers
 
 
 # torch treats these as plain data only after the module on the right is imported.

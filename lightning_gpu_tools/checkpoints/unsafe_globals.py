@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -41,12 +40,12 @@ _HARMLESS = re.compile(
     r"|omegaconf\.\w+\.\w+|typing\.Any"
 )
 # Where this Python finds the names in a file: torch.optim deletes submodules, Python 3.13 and NumPy 2 moved some names,
-# and other systems have other path classes.
+# and Linux cannot create the paths of Windows.
 _FOUND_AT = (
     (re.compile(r"^builtins\.|(?<=^torch\.optim\.)(?!lr_scheduler|swa_utils)\w+\."), ""),
     (re.compile(r"^pathlib\._local\."), "pathlib."),
     (re.compile(r"^numpy\.core\."), "numpy._core."),
-    (re.compile(rf"^pathlib\.({'Posix' if os.name == 'nt' else 'Windows'}Path)"), r"pathlib.Pure\1"),
+    (re.compile(r"^pathlib\.(WindowsPath)"), r"pathlib.Pure\1"),
 )
 # Modules of the standard library that can run code: all except these, which only hold values.
 _CODE_MODULES = sys.stdlib_module_names - {"array", "collections", "datetime", "decimal", "enum", "ipaddress", "random"}

@@ -3,50 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_gpu_tools.checkpoints.content import likely
-from lightning_gpu_tools.checkpoints.copying import (
-    Fit,
-    before_each_copy,
-    check_before_copying,
-    load_state,
-    renewing_deepspeeds_copies,
-)
-from lightning_gpu_tools.checkpoints.key_renaming import (
-    ModelKeys,
-    RenamePlan,
-    Root,
-    is_average,
-    plan_renaming,
-    preferred,
-    quoted,
-)
-from lightning_gpu_tools.checkpoints.key_tree import (
-    counted,
-    is_copied_into,
-    is_inside,
-    list_groups,
-    shortened,
-    without_private_segments,
-)
+from lightning_gpu_tools.checkpoints.content import Entries, likely
+from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights
+from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, Root, is_average, plan_renaming, preferred, quoted
+from lightning_gpu_tools.checkpoints.key_tree import counted, list_groups, shortened
+from lightning_gpu_tools.checkpoints.model_keys import read_model
 from lightning_gpu_tools.checkpoints.reading import Unread, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
-    is_sharded,
     others_of_this_model,
-    part_of,
-    read_model,
     same_tensors,
     shape_of,
     shapes_of,
@@ -186,7 +160,7 @@ def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fi
         )
 
 
-def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root: Root, strict: bool) -> Fit:
+def fit_weights(model: nn.Module, entries: Entries, root: Root, strict: bool) -> Fit:
     """Return the match for the only entry of a checkpoint that fits the model."""
     dropped = (root if isinstance(root, str) else root[0] if root else "").rstrip(".")
     named = [entry for entry in entries if entry and f"{dropped}.".startswith(f"{entry}.")]
@@ -197,7 +171,7 @@ def fit_weights(model: nn.Module, entries: Mapping[str, Mapping[str, Any]], root
         return _fit(model, entry, entries[entry], rest, strict)
     fits: list[Fit] = []
     refusals = []
-    for entry, weights in likely(dict(entries)).items():
+    for entry, weights in likely(entries).items():
         try:
             fits.append(_fit(model, entry, weights, root, strict))
         except (CheckpointMismatchError, KeyCollisionError) as error:  # noqa: PERF203 - a handful of entries
@@ -231,90 +205,6 @@ def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: Root, s
     keys, state = read_model(model, weights)
     plan = plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=lambda: same_tensors(weights))
     return Fit(entry, weights, plan, keys, state, strict)
-
-
-def copy_weights(model: nn.Module, fit: Fit) -> tuple[RenamePlan, tuple[str, ...]]:
-    """Load all or nothing; return the actual plan, and the model keys that got a weight."""
-    check_before_copying(model, fit, leave_out_misfits=not fit.strict)
-    renamed = fit.renamed(fit.weights)
-    own_what_modules_keep(renamed, fit.keys)
-    left_out: list[str] = []
-
-    def prepare(module: nn.Module, name: str, key: str, target: torch.Tensor, state_dict: dict[str, Any]) -> None:
-        value = state_dict[key]
-        if not fit.strict and not is_copied_into(shape_of(value), shape_of(target)):
-            left_out.append(key)
-            del state_dict[key]
-            return
-        value = state_dict[key] = _sharded_like(value, target)
-        if target.is_meta and not value.is_meta:  # the target has no memory to copy into
-            if id(target) not in made:
-                empty = torch.empty_like(target, device=value.device, requires_grad=False)
-                made[id(target)] = nn.Parameter(empty, target.requires_grad) if name in module._parameters else empty
-            setattr(module, name, made[id(target)])
-
-    made: dict[int, torch.Tensor] = {}
-    with renewing_deepspeeds_copies(model), before_each_copy(model, prepare):
-        found = load_state(model, renamed, fit.strict, "The model may be partly loaded. Create it again.")
-    if fit.strict:  # then the model's own code has handled keys without a match
-        plan = dataclasses.replace(fit.plan, missing=(), unexpected=(), clashes={})
-        return plan, tuple(key for key in fit.state if key not in plan.kept)
-    if not hasattr(found, "missing_keys"):  # the model's own load_state_dict does not report them
-        return fit.plan, (*fit.plan.renames.values(), *fit.plan.tied)
-    return _came_out(model, fit, found, left_out)
-
-
-def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
-    """Copy weights out of the mapped file if loading does not copy them into the model.
-
-    An ``_extra_state`` may hold tensors, and a module with its own loading code may keep them, like torchmetrics.
-    """
-    for key, value in weights.items():
-        if not isinstance(value, torch.Tensor):
-            weights[key] = copy.deepcopy(value)
-        elif is_inside(key, model.self_loading):  # a deep copy of a plain tensor copies its whole storage
-            weights[key] = value.detach().clone() if type(value) is torch.Tensor else copy.deepcopy(value)
-
-
-def _sharded_like(value: Any, target: Any) -> Any:
-    if is_sharded(value) and not part_of(value):  # each process has all of it
-        value = value.to_local()
-    if is_sharded(value) == is_sharded(target):
-        return value
-    if is_sharded(value):
-        return value.full_tensor()
-    from torch.distributed.tensor import DTensor, Replicate
-
-    # Every process has read the file, so each takes its part without communication.
-    mesh = target.device_mesh
-    whole = DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=target.placements)
-
-
-def _came_out(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:
-    plan, offered = fit.plan, fit.plan.left_over(strict=False)
-    # Torch's names include modules that the model's hooks leave out of its keys.
-    bare = without_private_segments
-    shown = {bare(key): key for key in fit.state}
-    places = {key: bare(name) for key, name in offered.items()}
-    misfits, homeless = {*map(bare, left_out)}, {*map(bare, found.unexpected_keys)}
-    clashes = {key: name for key, name in plan.clashes.items() if key not in places or places[key] in misfits}
-    missing = {*map(bare, found.missing_keys)} - {places.get(key) for key in clashes}
-    invented = homeless - {*places.values()}  # added by hooks
-    outcome = dataclasses.replace(
-        plan,
-        missing=tuple(shown.get(name, name) for name in map(bare, found.missing_keys) if name in missing),
-        unexpected=(
-            *(key for key in plan.unexpected if key not in places or places[key] in homeless),
-            *(name for name in found.unexpected_keys if bare(name) in invented),
-        ),
-        clashes=clashes,
-    )
-    without = {*missing, *misfits, *homeless, *map(bare, plan.kept)}
-    # The model's own state_dict may omit keys that torch loads anyway.
-    live = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} if offered else set()
-    names = dict.fromkeys((*fit.state, *(name for name in offered.values() if name in live)))
-    return outcome, tuple(name for name in names if bare(name) not in without)
 
 
 def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unread: tuple[str, ...]) -> LoadReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
@@ -16,12 +15,11 @@ from typing import IO, Any, BinaryIO
 
 import torch
 
-from lightning_gpu_tools.checkpoints.content import DTYPE_OF_STORAGE
 from lightning_gpu_tools.checkpoints.file_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.formats.safetensors import DTYPE_OF_SAFETENSORS, TWO_IN_A_BYTE
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.state_dicts import is_dense, same_tensors
-from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
+from lightning_gpu_tools.checkpoints.structure import DTYPE_OF_STORAGE, Progress, no_progress
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.files import writing
 from lightning_gpu_tools.units import printable_path
@@ -43,8 +41,8 @@ _BATCH = 1 << 10
 
 def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
     """Write a checkpoint with ``torch.save``, replacing the file in one step."""
-    with writing(path) as file, _watched(file) as watched_file:
-        torch.save(content, watched_file)
+    with writing(path) as file, _Watched(file) as watched:
+        torch.save(content, watched)
 
 
 def write_content(content: Any, path: str, progress: Progress = no_progress) -> None:
@@ -57,8 +55,8 @@ def write_content(content: Any, path: str, progress: Progress = no_progress) -> 
         write_checkpoint(content, path)
         return
     advance = progress(sum(block.nbytes for block in pickler.blocks))
-    with writing(path) as file, _watched(file) as watched_file:
-        archive: Any = torch._C.PyTorchFileWriter(watched_file)  # as in torch.save
+    with writing(path) as file, _Watched(file) as watched:
+        archive: Any = torch._C.PyTorchFileWriter(watched)  # as in torch.save
         try:
             archive.write_record("data.pkl", description.getvalue(), description.tell())
             archive.write_record("byteorder", sys.byteorder, len(sys.byteorder))
@@ -187,34 +185,26 @@ def _fits_safetensors(key: str, value: Any) -> bool:
     return is_dense(value) and value.dtype in _SAFETENSORS_DTYPES
 
 
-@contextlib.contextmanager
-def _watched(file: BinaryIO) -> Iterator[Any]:
-    """Yield a file for torch to write to. If writing fails, raise the cause, which torch does not report."""
-    watched_file = _WatchedFile(file)
-    try:
-        buffered = io.BufferedWriter(watched_file, _BUFFER_BYTES)
-        yield buffered
-        buffered.flush()
-    except Exception:  # torch raises an error of its own instead of the disk's
-        if watched_file.error is not None:
-            raise watched_file.error from None
-        raise
+class _Watched:
+    """A file for torch to write to. If that fails, the block ends with the disk's error instead of torch's own."""
 
-
-_BUFFER_BYTES = 1 << 20  # torch writes a few bytes at a time
-
-
-class _WatchedFile(io.RawIOBase):
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.error: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
+        self._error: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
             return self._file.write(data)
         except OSError as error:
-            self.error = self.error or error
+            self._error = self._error or error
             raise
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed once, after the block."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._error is not None:
+            raise self._error from None

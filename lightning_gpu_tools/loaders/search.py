@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -147,7 +148,7 @@ class Trials:
         began_s = time.perf_counter()
         # The worker gets all indices at once, so that it never waits for this process.
         one = LoaderSettings(num_workers=1, prefetch_factor=_MAX_PROBED + 2, persistent_workers=False, pin_memory=False)
-        with self._open(one, collate_fn=_ReadyAt(self._loader.collate_fn)) as batches:
+        with self._open(one, collate_fn=functools.partial(_when_ready, self._loader.collate_fn)) as batches:
             next(batches)  # includes one-time work in a process; the queue fills behind it
             start_s = time.perf_counter() - began_s
             ready, began_probe_s = [next(batches)], time.perf_counter()
@@ -225,15 +226,10 @@ class Trials:
         return count >= _MIN_BATCHES and seconds >= _MIN_SECONDS and error_s <= _PRECISION * mean_s
 
 
-class _ReadyAt:
-    """A collate function that replaces the batch with its completion time, the worker's CPU seconds, and its size."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: Any) -> tuple[float, float, int]:
-        size = batch_bytes(self._collate(samples))
-        return time.perf_counter(), time.process_time(), size
+def _when_ready(collate: Callable[[Any], Any], samples: Any) -> tuple[float, float, int]:
+    """Return, instead of a batch, its completion time, the worker's CPU seconds, and its size."""
+    size = batch_bytes(collate(samples))
+    return time.perf_counter(), time.process_time(), size
 
 
 def in_one_line(error: Exception) -> str:

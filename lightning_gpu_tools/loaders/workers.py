@@ -147,7 +147,7 @@ def is_of_dead_worker(error: BaseException) -> bool:
 @contextmanager
 def deaths_ignored() -> Iterator[None]:
     """Keep torch from raising an error when a worker dies."""
-    if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -168,8 +168,7 @@ class _Deaths:
         self._oom_kills = oom_kills()
         self._fetching = False
         self._before: Any = None
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._installed = bool(workers) and hasattr(signal, "SIGCHLD") and in_main_thread
+        self._installed = bool(workers) and threading.current_thread() is threading.main_thread()
         if self._installed:
             self._before = signal.signal(signal.SIGCHLD, self)
 

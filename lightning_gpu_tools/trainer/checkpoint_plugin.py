@@ -12,22 +12,22 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, MANIFEST, MODEL_STATES, is_lightning_checkpoint
-from lightning_gpu_tools.checkpoints.copying import check_before_copying
+from lightning_gpu_tools.checkpoints.content import (
+    LIGHTNING_VERSION,
+    MANIFEST,
+    MODEL_STATES,
+    check_contents,
+    is_lightning_checkpoint,
+    is_named,
+)
+from lightning_gpu_tools.checkpoints.copying import check_before_copying, own_what_modules_keep
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, is_average
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_groups
+from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
-from lightning_gpu_tools.checkpoints.state_dicts import (
-    module_versions,
-    own_all_but_weights,
-    read_model,
-    rename_optimizers,
-    weights_in,
-    wrapper_paths,
-)
-from lightning_gpu_tools.checkpoints.structure import check_contents, is_named
-from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, own_what_modules_keep
+from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, rename_optimizers, weights_in
+from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError

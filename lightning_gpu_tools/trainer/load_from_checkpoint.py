@@ -15,12 +15,18 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION, describe_content, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.content import (
+    LIGHTNING_VERSION,
+    check_contents,
+    describe_content,
+    is_lightning_checkpoint,
+    is_named,
+)
+from lightning_gpu_tools.checkpoints.copying import copy_weights
 from lightning_gpu_tools.checkpoints.key_renaming import Root
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, weights_in
-from lightning_gpu_tools.checkpoints.structure import check_contents, is_named
-from lightning_gpu_tools.checkpoints.weights import copy_weights, fit_weights, naming_file, warn_of_what_is_left
+from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, warn_of_what_is_left
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.trainer.families import LightningModule, is_lightnings, lookup, version_of
 from lightning_gpu_tools.units import printable, printable_path

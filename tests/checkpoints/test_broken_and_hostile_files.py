@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import struct
-import tarfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from checkpoint_files import (
+    EDITS,
     EXPLOIT,
     Exploit,
     described_by,
     lightning_checkpoint,
+    overwritten,
     records_of,
     safetensors,
     saved,
@@ -42,7 +43,6 @@ from lightning_gpu_tools.errors import (
     BrokenCheckpointError,
     CheckpointError,
     CheckpointMismatchError,
-    CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
 
@@ -51,61 +51,25 @@ GOOD = saved(CONTENT)
 LEGACY = saved(CONTENT, _use_new_zipfile_serialization=False)
 
 
-def tar() -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("a"))
-    return buffer.getvalue()
-
-
-HEADER = {
-    "a": {"dtype": "F32", "shape": [30, 20], "data_offsets": [0, 2400]},
-    "b": {"dtype": "F32", "shape": [5], "data_offsets": [2400, 2420]},
-}
 CONTRADICTION = "its description and its contents do not match"
 FAULTS = {
     "empty": (b"", "is empty.*disk was full"),
     "cut in the middle": (GOOD[: len(GOOD) // 2], "is cut short: .*index.*is missing.*interrupted"),
-    "cut by 100 bytes": (GOOD[:-100], "is cut short"),
-    "zeros at the end": (GOOD[:2000] + bytes(len(GOOD) - 2000), "is cut short"),
     "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer.*git lfs pull"),
-    "web page": (b"<!DOCTYPE html><html>Sign in</html>", "web page.*login.*Download"),
-    "web page in capitals": (b"\n <HTML><head>", "web page"),
-    "random bytes": (bytes(range(7, 250)) * 20, "is not a checkpoint"),
+    "web page": (b"\n <HTML><head>Sign in", "web page.*login.*Download"),
     "json": (b'{"error": "not found"}', "JSON file"),
     "gzip": (b"\x1f\x8b\x08\x00" + bytes(100), "is compressed .gzip.*Unpack"),
-    "tar": (tar(), "tar archive.*Unpack"),
-    "zip that is not a checkpoint": (
-        zipped([("photos/cat.txt", b"meow")]),
-        "zip archive but not a checkpoint.*photos/cat",
-    ),
-    "torchscript": (
-        zipped([(f"model/{name}", b"") for name in ("data.pkl", "constants.pkl", "version")]),
-        "TorchScript archive.*torch.jit.load",
-    ),
-    "damaged zip index": (
-        GOOD.replace(b"PK\x01\x02", b"pk\x01\x02", 1),
-        "is damaged: its records and the index at its end",
-    ),
-    "missing record": (
-        zipped([r for r in records_of(GOOD) if "data/1" not in r[0]]),
-        CONTRADICTION,
-    ),
     "plain pickle": (pickle.dumps({"a": 1}), "pickle that torch.save did not write"),
-    "cut legacy file": (LEGACY[: len(LEGACY) // 2], CONTRADICTION),
-    "safetensors cut in its header": (
-        struct.pack("<Q", 5000) + b'{"a":',
-        CONTRADICTION,
-    ),
-    "safetensors of another type": (
-        safetensors({**HEADER, "a": {**HEADER["a"], "dtype": "F6_E2M3"}}),
-        "has a of type F6_E2M3, which",
-    ),
     "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "is not a checkpoint.*begin with b'GGUF"),
-    "safetensors of nonsense": (safetensors(b'{"a": 1}'), CONTRADICTION),
-    "safetensors cut in its weights": (
-        safetensors(HEADER) + bytes(8),
-        CONTRADICTION,
+    "photos in a zip": (zipped([("photos/cat.txt", b"meow")]), "zip archive but not a checkpoint.*photos/cat"),
+    "torchscript": (zipped([("a/data.pkl", b""), ("a/constants.pkl", b"")]), "TorchScript archive.*torch.jit.load"),
+    "damaged zip index": (GOOD.replace(b"PK\x01\x02", b"pk\x01\x02", 1), "is damaged: its records and the index at"),
+    "missing record": (zipped([record for record in records_of(GOOD) if "data/1" not in record[0]]), CONTRADICTION),
+    "cut legacy file": (LEGACY[: len(LEGACY) // 2], CONTRADICTION),
+    "safetensors cut in its header": (struct.pack("<Q", 5000) + b'{"a":', CONTRADICTION),
+    "safetensors of another type": (
+        safetensors({"a": {"dtype": "F6_E2M3", "shape": [1], "data_offsets": [0, 1]}}),
+        "has a of type F6_E2M3, which",
     ),
 }
 
@@ -144,18 +108,15 @@ def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) 
 def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="Its folder does not exist either"):
         read_checkpoint(tmp_path / "no" / "last.ckpt")
-    error = pickle.loads(pickle.dumps(CheckpointNotFoundError("Checkpoint file not found: x.")))
-    assert str(error) == "Checkpoint file not found: x."
 
 
 @pytest.mark.parametrize(
     "content",
     [
         lambda it: {"state_dict": it, "pytorch-lightning_version": "2.6.6", "epoch": 1},
-        lambda it: {"state_dict": os.mkdir},
         lambda it: {"model": {"weights": it}, "epoch": 1},
+        lambda it: {"state_dict": os.mkdir},
         lambda it: it,
-        lambda it: [1, it],
         lambda it: {it: torch.ones(2)},
     ],
 )
@@ -183,17 +144,9 @@ def test_a_weight_that_is_an_object_is_named_where_it_is_missing(tmp_path: Path)
     torch.save(weights, tmp_path / "a.pt")
     torch.distributed.checkpoint.save({"state_dict": weights}, checkpoint_id=tmp_path / "folder", no_dist=True)
     for path in (tmp_path / "a.pt", tmp_path / "folder"):
-        with pytest.raises(
-            CheckpointMismatchError, match=rf"not opened, because this would run code: bias \({EXPLOIT}\)$"
-        ):
+        words = rf"not opened, because this would run code: bias \({EXPLOIT}\)$"
+        with pytest.raises(CheckpointMismatchError, match=words):
             load_weights(net, path)
-
-
-def test_an_object_among_the_names_of_weights_is_not_opened(tmp_path: Path) -> None:
-    weights = {Exploit(tmp_path / "it ran"): torch.ones(1), **torch.nn.Linear(2, 2).state_dict()}
-    torch.save({"state_dict": weights, "pytorch-lightning_version": "2.6.6"}, tmp_path / "a.ckpt")
-    with pytest.raises(BrokenCheckpointError, match=rf"has an invalid key for a weight: an object of {EXPLOIT}"):
-        load_weights(torch.nn.Linear(2, 2), tmp_path / "a.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -216,9 +169,8 @@ def test_a_folder_without_shards_says_what_it_holds(inside: str, message: str, t
 @pytest.mark.parametrize("new_format", [True, False])
 def test_a_malicious_file_is_refused_and_has_not_run(new_format: bool, tmp_path: Path) -> None:
     path, witness = tmp_path / "gift.ckpt", tmp_path / "it ran"
-    torch.save(
-        {"state_dict": {"w": torch.ones(2)}, "x": Exploit(witness)}, path, _use_new_zipfile_serialization=new_format
-    )
+    content = {"state_dict": {"w": torch.ones(2)}, "x": Exploit(witness)}
+    torch.save(content, path, _use_new_zipfile_serialization=new_format)
     with pytest.raises(UnsafeCheckpointError) as caught:
         read_checkpoint(path)
     text = str(caught.value)
@@ -243,56 +195,45 @@ class Settings:
     speed: Speed = Speed.FAST
 
 
-VALUES = {
-    "enum": Speed.FAST,
-    "dataclass": Settings(),
-    "lazy parameter": torch.nn.LazyLinear(2).weight,
-    "module": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()),
-    "bytes": io.BytesIO(b"abc"),
-    "path": Path("a"),
-    "loss": torch.nn.MSELoss(),
-    "number": np.float64(0.1),
-    "array": np.ones(3, dtype=np.int16),
-    "builtins": [frozenset([1]), slice(1, 2), range(3), str, list],
-    "defaultdict": collections.defaultdict(list),
-    "partial": functools.partial(torch.optim.Adam, lr=1),
-    "scheduler": torch.optim.lr_scheduler.StepLR,
-}
-
-
 def shown(value: object) -> str:
     return repr(value.getvalue() if isinstance(value, io.BytesIO) else value)
 
 
-@pytest.mark.parametrize("name", VALUES)
+def written(value: object) -> tuple[bytes, str]:
+    return saved(value), shown(value)
+
+
+# A file, and what is read from it.
+HARMLESS = {
+    "enum": written(Speed.FAST),
+    "dataclass": written(Settings()),
+    "lazy parameter": written(torch.nn.LazyLinear(2).weight),
+    "module": written(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())),
+    "bytes": written(io.BytesIO(b"abc")),
+    "path": written(Path("a")),
+    "loss": written(torch.nn.MSELoss()),
+    "number": written(np.float64(0.1)),
+    "array": written(np.ones(3, dtype=np.int16)),
+    "builtins": written([frozenset([1]), slice(1, 2), range(3), str, list]),
+    "defaultdict": written(collections.defaultdict(list)),
+    "partial": written(functools.partial(torch.optim.Adam, lr=1)),
+    "scheduler": written(torch.optim.lr_scheduler.StepLR),
+    "path of Windows": (described_by(b"cpathlib\nWindowsPath\n(" + text("a") + b"tR"), "PureWindowsPath('a')"),
+    "path by Python 3.13": (described_by(b"cpathlib._local\nPosixPath\n(" + text("a") + b"tR"), "PosixPath('a')"),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
 def test_the_suggested_line_allows_what_only_holds_values(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    torch.save({"hyper_parameters": VALUES[name]}, path)
+    data, value = HARMLESS[name]
+    (tmp_path / "a.pt").write_bytes(data)
     with pytest.raises(UnsafeCheckpointError) as caught:
-        read_checkpoint(path)
+        read_checkpoint(tmp_path / "a.pt")
     line = re.search(r"To allow these classes, if you trust them: (.*)", str(caught.value))[1]  # type: ignore[index]
     before = torch.serialization.get_safe_globals()
     try:
         exec(line, {})  # as a user would paste it
-        assert shown(read_checkpoint(path)["hyper_parameters"]) == shown(VALUES[name])
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
-
-
-@pytest.mark.parametrize(
-    ("written", "value"),
-    [(b"pathlib\nWindowsPath", "PureWindowsPath('a')"), (b"pathlib._local\nPosixPath", "PosixPath('a')")],
-)
-def test_the_suggested_line_finds_what_has_moved(written: bytes, value: str, tmp_path: Path) -> None:
-    program = b"c" + written + b"\n(" + text("a") + b"tR"
-    (tmp_path / "a.pt").write_bytes(described_by(program))
-    with pytest.raises(UnsafeCheckpointError) as caught:
-        read_checkpoint(tmp_path / "a.pt")
-    before = torch.serialization.get_safe_globals()
-    try:
-        exec(str(caught.value).rpartition("trust them: ")[2], {})
-        assert repr(read_checkpoint(tmp_path / "a.pt")) == value
+        assert shown(read_checkpoint(tmp_path / "a.pt")) == value
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
@@ -301,9 +242,8 @@ def test_the_suggested_line_finds_what_has_moved(written: bytes, value: str, tmp
 @pytest.mark.parametrize("value", [collections.defaultdict(list, a=[1]), collections.deque([1])])
 def test_no_line_is_suggested_for_what_torch_never_fills(value: object, tmp_path: Path) -> None:
     torch.save({"hyper_parameters": value}, tmp_path / "a.pt")
-    with pytest.raises(
-        UnsafeCheckpointError, match=r"fills only plain lists and dictionaries: collections\.de"
-    ) as caught:
+    words = r"fills only plain lists and dictionaries: collections\.de"
+    with pytest.raises(UnsafeCheckpointError, match=words) as caught:
         read_checkpoint(tmp_path / "a.pt")
     assert "add_safe_globals" not in str(caught.value)
 
@@ -326,10 +266,10 @@ class Outer:
         def method(self) -> None: ...
 
 
-@pytest.mark.parametrize("value", [Outer.Mode.FAST, Outer.Config(), Outer.Config().method, Outer.Config])
-def test_what_lies_inside_a_class_is_foreign_and_not_damaged(value: object, tmp_path: Path) -> None:
+def test_what_lies_inside_a_class_is_foreign_and_not_damaged(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    torch.save({"state_dict": {"w": torch.ones(2)}, "hyper_parameters": {"mode": value}}, path)
+    inside = [Outer.Mode.FAST, Outer.Config(), Outer.Config().method, Outer.Config]
+    torch.save({"state_dict": {"w": torch.ones(2)}, "hyper_parameters": inside}, path)
     assert read_structure(path).content["state_dict"]["w"].shape == (2,)
     with pytest.raises(UnsafeCheckpointError, match=r"can run code when opened.*: builtins\.getattr"):
         read_checkpoint(path)
@@ -344,7 +284,7 @@ def test_our_list_of_plain_data_is_torchs() -> None:
     assert beyond_plain_data(tempting) == sorted(tempting)
 
 
-@pytest.mark.parametrize("location", ["cuda:0", "cuda:7", "mps", "xla:0", "hpu:0"])
+@pytest.mark.parametrize("location", ["cuda:7", "mps", "hpu:0"])
 def test_files_from_any_device_come_to_the_cpu(location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gpu.ckpt"
     for new_format in (True, False):
@@ -363,42 +303,27 @@ def test_files_from_any_device_come_to_the_cpu(location: str, tmp_path: Path, mo
 
 
 def open_in_every_way(path: Path) -> None:
-    """Either it opens, or it is refused in words; nothing else may come out, and never torch's dangerous advice."""
+    """Open a file, or see it refused in words; nothing else may come out, and never torch's dangerous advice."""
     for read in (read_checkpoint, read_weights, read_structure, verify_checkpoint):
-        message = refusal(functools.partial(read, path))  # type: ignore[arg-type]
-        assert not message or str(path) in message
-        assert "weights_only" not in message
-
-
-def refusal(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except CheckpointError as error:
-        return str(error)
-    return ""
+        message = ""
+        try:
+            read(path)  # type: ignore[operator]
+        except CheckpointError as error:
+            message = str(error)
+        assert not message or (str(path) in message and "weights_only" not in message)
 
 
 @given(
     source=st.sampled_from([GOOD, LEGACY]),
-    edits=st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=4)), max_size=4),
-    cut=st.one_of(st.none(), st.floats(0, 1)),
+    edits=EDITS,
+    kept=st.just(1.0) | st.floats(0, 1),
     tail=st.binary(max_size=20),
 )
 def test_no_damage_surprises(
-    tmp_path_factory: pytest.TempPathFactory,
-    source: bytes,
-    edits: list[tuple[float, bytes]],
-    cut: float | None,
-    tail: bytes,
+    tmp_path_factory: pytest.TempPathFactory, source: bytes, edits: list[tuple[float, bytes]], kept: float, tail: bytes
 ) -> None:
-    data = bytearray(source)
-    for place, patch in edits:
-        start = int(place * (len(data) - 1))
-        data[start : start + len(patch)] = patch
-    if cut is not None:
-        data = data[: int(cut * len(data))]
     path = tmp_path_factory.getbasetemp() / "fuzzed.ckpt"
-    path.write_bytes(bytes(data) + tail)
+    path.write_bytes(overwritten(source, edits)[: int(kept * len(source))] + tail)
     open_in_every_way(path)
 
 

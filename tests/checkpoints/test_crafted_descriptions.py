@@ -1,4 +1,4 @@
-"""What a pickle or a safetensors header declares is checked against the file, and costs memory in proportion to it."""
+"""Checks of what a pickle or a safetensors header declares against the file; its memory is in proportion to it."""
 
 import collections
 import enum
@@ -8,7 +8,6 @@ import re
 import struct
 import subprocess
 import sys
-import tarfile
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -31,10 +30,10 @@ from checkpoint_files import (
     text,
 )
 
-from lightning_gpu_tools.checkpoints.content import BYTES_OF_DTYPE, TensorInfo
-from lightning_gpu_tools.checkpoints.formats.safetensors import restore_metadata
+from lightning_gpu_tools.checkpoints.file_tensors import restore_metadata
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 
@@ -90,7 +89,7 @@ NOT_IN_THE_OLD_FORMAT = {"a storage", "nested", "every type"}
 
 
 def check_description(described: Any, loaded: Any) -> None:
-    """Whether a description has the structure, shapes and types of what torch loads."""
+    """Assert that a description has the structure, shapes and types of what torch loads."""
     if isinstance(described, TensorInfo):
         assert described.shape is None or described.shape == tuple(loaded.shape)
         is_of_parts = loaded.is_nested or loaded.layout is not torch.strided
@@ -168,22 +167,18 @@ def test_objects_of_any_class_load_from_trusted_files(protocol: int, new_format:
     for _ in range(50):
         chain = Custom({"next": chain})
     shared = {1, 2, 3}
-    content = {
-        "custom": chain,
-        "sets": [shared, shared, frozenset(shared), [{number} for number in range(1000)]],
-        "classes": [Pair(1, 2), Mode.FAST, collections.defaultdict(list, a=[1]), collections.deque([1], 3), Custom.get],
-        "numpy": [np.ones((2, 3)), np.float32(1), np.random.default_rng(0)],
-    }
-    options = {"pickle_protocol": protocol, "_use_new_zipfile_serialization": new_format}
+    plain = [
+        *(shared, shared, frozenset(shared), [{number} for number in range(1000)]),
+        *(Pair(1, 2), Mode.FAST, collections.defaultdict(list, a=[1]), collections.deque([1], 3), Custom.get),
+    ]
+    content = {"custom": chain, "plain": plain, "numpy": [np.ones(3), np.float32(1), np.random.default_rng(0)]}
     if protocol:  # torch writes no tensors in protocol 0
-        content["model"] = torch.nn.Linear(2, 2)
-        content["keys"] = {torch.ones(1): 1}
-    torch.save(content, path, **options)
+        content |= {"model": torch.nn.Linear(2, 2), "keys": {torch.ones(1): 1}}
+    torch.save(content, path, pickle_protocol=protocol, _use_new_zipfile_serialization=new_format)
     verify_checkpoint(str(path))
     loaded = read_checkpoint(path, weights_only=False)
     assert loaded["custom"]["next"].inner[0] is loaded["custom"]["next"]
-    assert repr(loaded["sets"]) == repr(content["sets"])
-    assert repr(loaded["classes"]) == repr(content["classes"])
+    assert repr(loaded["plain"]) == repr(plain)
     with pytest.raises(UnsafeCheckpointError):
         read_checkpoint(path)
 
@@ -211,65 +206,60 @@ def test_a_crafted_description_that_is_sound_loads(tmp_path: Path) -> None:
 
 
 DEEP = 100_000
-# What the error says, and the descriptions that it is about.
+ITEM = number(0) + number(9)
+ENDLESS_KEY = b")" + b"2\x86" * 60
+PAIR = b"(" + tensor(storage()) * 2 + b"t"
+# Descriptions that contradict the file, and those that torch.save does not write.
 CONTRADICTIONS = {
-    "its description and its contents do not match": {
-        "more numbers than the record has": tensor(storage(5)),
-        "another dtype": tensor(storage(4, kind="DoubleStorage")),
-        "fewer numbers than the record has": tensor(storage(3), 0, sizes(3)),
-    },
-    "was not written by torch.save": {
-        "an unknown dtype": tensor(storage(4, kind="FancyStorage")),
-        "a negative number of elements": storage(-4),
-        "a huge number of elements": storage(2**63),
-        "a key that is a number": storage(4, number(0)),
-        "one storage of two types": b"(" + storage(4) + storage(4, kind="IntStorage") + b"t",
-        "one storage of two lengths": b"(" + storage(4) + storage(2) + b"t",
-        "a storage with a part": storage(4, view=b"N"),
-        "a sparse tensor of five parts": call(
-            "torch._utils._rebuild_sparse_tensor", b"N", b"(" + tensor(storage()) * 5 + b"t"
-        ),
-        "a shape beyond the storage": tensor(storage(), 0, sizes(5)),
-        "an offset beyond the storage": tensor(storage(), 1),
-        "strides beyond the storage": tensor(storage(), 0, sizes(2, 2), sizes(3, 1)),
-        "more elements than 64 bits": tensor(storage(), 0, sizes(2**40, 2**40), sizes(0, 0)),
-        "a negative offset": tensor(storage(), -1),
-        "a negative size": tensor(storage(), 0, sizes(-1)),
-        "a negative stride": tensor(storage(), 3, sizes(4), sizes(-1)),
-        "fewer strides than sizes": tensor(storage(), 0, sizes(2, 2), sizes(1)),
-        "a negative size on meta": call(
-            "torch._utils._rebuild_meta_tensor_no_storage", b"ctorch\nfloat32\n", sizes(-1), sizes(1), b"\x89"
-        ),
-        "fewer scales than channels": call(
-            "torch._utils._rebuild_qtensor",
-            *(storage(4, text("1"), "QInt8Storage"), number(0), sizes(2, 2), sizes(2, 1)),
-            b"(ctorch\nper_channel_affine\n" + tensor(storage(), 0, sizes(1)) * 2 + number(0) + b"t",
-            HOOKS,
-        ),
-        "an item put into a tensor": tensor(storage()) + number(0) + number(9) + b"s",
-        "items put into a tensor": tensor(storage()) + b"(" + number(0) + number(9) + b"u",
-        "an item put into a list": b"]" + number(0) + b"a" + number(0) + number(9) + b"s",
-        "an item put into bytes": call("builtins.bytearray", call("_codecs.encode", text("abc"), text("latin1")))
-        + (number(0) + number(9) + b"s"),
-        "a key nested so deep that hashing ends the process": b"})" + b"\x85" * DEEP + number(1) + b"s",
-        "a key that takes for ever to hash": b"})" + b"2\x86" * 60 + number(1) + b"s",
-        "a set of the same": call("builtins.set", b"](" + b")" + b"2\x86" * 60 + b"e"),
-        "copies of copies": b"]("
-        + number(7) * 5000
-        + b"eq\0("
-        + b"c__builtin__\nset\nq\1"
-        + b"h\1h\0\x85R" * 1000
-        + b"t",
-        "a call of a number": number(1) + b")R",
-    },
+    "more numbers than the record has": tensor(storage(5)),
+    "another dtype": tensor(storage(4, kind="DoubleStorage")),
+    "fewer numbers than the record has": tensor(storage(3), 0, sizes(3)),
 }
+FOREIGN = {
+    "an unknown dtype": tensor(storage(4, kind="FancyStorage")),
+    "a negative number of elements": storage(-4),
+    "a huge number of elements": storage(2**63),
+    "a key that is a number": storage(4, number(0)),
+    "one storage of two types": b"(" + storage(4) + storage(4, kind="IntStorage") + b"t",
+    "one storage of two lengths": b"(" + storage(4) + storage(2) + b"t",
+    "a storage with a part": storage(4, view=b"N"),
+    "a sparse tensor of two parts": call("torch._utils._rebuild_sparse_tensor", b"N", PAIR),
+    "a shape beyond the storage": tensor(storage(), 0, sizes(5)),
+    "an offset beyond the storage": tensor(storage(), 1),
+    "strides beyond the storage": tensor(storage(), 0, sizes(2, 2), sizes(3, 1)),
+    "more elements than 64 bits": tensor(storage(), 0, sizes(2**40, 2**40), sizes(0, 0)),
+    "a negative offset": tensor(storage(), -1),
+    "a negative size": tensor(storage(), 0, sizes(-1)),
+    "a negative stride": tensor(storage(), 3, sizes(4), sizes(-1)),
+    "fewer strides than sizes": tensor(storage(), 0, sizes(2, 2), sizes(1)),
+    "a negative size on meta": call(
+        "torch._utils._rebuild_meta_tensor_no_storage", b"ctorch\nfloat32\n", sizes(-1), sizes(1), b"\x89"
+    ),
+    "fewer scales than channels": call(
+        "torch._utils._rebuild_qtensor",
+        *(storage(4, text("1"), "QInt8Storage"), number(0), sizes(2, 2), sizes(2, 1)),
+        b"(ctorch\nper_channel_affine\n" + tensor(storage(), 0, sizes(1)) * 2 + number(0) + b"t",
+        HOOKS,
+    ),
+    "an item put into a tensor": tensor(storage()) + ITEM + b"s",
+    "items put into a tensor": tensor(storage()) + b"(" + ITEM + b"u",
+    "a key nested so deep that hashing ends the process": b"})" + b"\x85" * DEEP + number(1) + b"s",
+    "a key that takes for ever to hash": b"}" + ENDLESS_KEY + number(1) + b"s",
+    "a set of the same": call("builtins.set", b"](" + ENDLESS_KEY + b"e"),
+    "copies of copies": b"](" + number(7) * 5000 + b"eq\0(c__builtin__\nset\nq\1" + b"h\1h\0\x85R" * 1000 + b"t",
+    "a call of a number": number(1) + b")R",
+}
+MISMATCH = "its description and its contents do not match"
 
 
-@pytest.mark.parametrize(
-    ("match", "case"), [(match, case) for match, cases in CONTRADICTIONS.items() for case in cases]
-)
-def test_a_description_that_contradicts_the_file_is_refused(match: str, case: str, tmp_path: Path) -> None:
-    refuse_everywhere(write(tmp_path / "last.ckpt", CONTRADICTIONS[match][case]), match)
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_description_that_contradicts_the_file_is_refused(case: str, tmp_path: Path) -> None:
+    refuse_everywhere(write(tmp_path / "last.ckpt", CONTRADICTIONS[case]), MISMATCH)
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_description_that_torch_never_writes_is_refused(case: str, tmp_path: Path) -> None:
+    refuse_everywhere(write(tmp_path / "last.ckpt", FOREIGN[case]), "was not written by torch.save")
 
 
 # A call that torch would follow to memory that is not the file's, or to much more than the file is long.
@@ -331,7 +321,6 @@ WASTEFUL = {
 }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
 def test_memory_is_in_proportion_to_the_pickle(tmp_path: Path) -> None:
     paths = [str(write(tmp_path / f"{case}.ckpt", program)) for case, program in WASTEFUL.items()]
     done = subprocess.run([sys.executable, "-c", PEAK, *paths], capture_output=True, text=True, check=True)
@@ -352,22 +341,21 @@ def test_an_old_file_holds_the_storages_that_it_describes(tmp_path: Path) -> Non
     data = old_file(path, {"w": torch.ones(4)})
     keys = data.index(b"]q", data.index(b"OrderedDict"))
     path.write_bytes(data[:keys] + b"]." + data[data.rindex(b"\x04" + bytes(7)) :])
-    refuse_everywhere(path, "its description and its contents do not match")  # torch leaves the memory as it is
+    refuse_everywhere(path, MISMATCH)  # torch leaves the memory as it is
     path.write_bytes(data.replace(struct.pack("<q4f", 4, 1, 1, 1, 1), struct.pack("<q4f", 3, 1, 1, 1, 1)))
-    refuse_everywhere(path, "its description and its contents do not match")
+    refuse_everywhere(path, MISMATCH)
 
 
 def test_shared_storages_from_before_torch_04_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     empty = old_file(path, {})
     start = empty[: empty.index(b"}q\x00.") - 2]  # up to the description
-    part = storage(view=b"(" + text("1") + number(2) + number(2) + b"t")
-    keys = pickle.dumps(["0"], 2)
-    for block, match in ((part, "was not written by torch.save"), (storage(view=b"N"), "")):
-        path.write_bytes(start + b"\x80\x02" + tensor(block) + b"." + keys + struct.pack("<q4f", 4, 1, 2, 3, 4))
-        if match:
-            refuse_everywhere(path, match)
+    rest = pickle.dumps(["0"], 2) + struct.pack("<q4f", 4, 1, 2, 3, 4)
+    path.write_bytes(start + b"\x80\x02" + tensor(storage(view=b"N")) + b"." + rest)
     assert read_checkpoint(path).tolist() == [1, 2, 3, 4]
+    part = storage(view=b"(" + text("1") + number(2) + number(2) + b"t")
+    path.write_bytes(start + b"\x80\x02" + tensor(part) + b"." + rest)
+    refuse_everywhere(path, "was not written by torch.save")
 
 
 def test_every_pickle_of_an_old_file_is_checked(tmp_path: Path) -> None:
@@ -379,15 +367,6 @@ def test_every_pickle_of_an_old_file_is_checked(tmp_path: Path) -> None:
     path.write_bytes(empty[:start] + b"\x80\x02" + CALLS["torch.FloatTensor"] + b"." + empty[contents:])
     with pytest.raises(UnsafeCheckpointError, match="can run code when opened"):
         read_checkpoint(path)
-
-
-def test_a_tar_archive_that_begins_like_an_old_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    begin = old_file(path, {})[:15]
-    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as archive:
-        archive.addfile(tarfile.TarInfo(begin.decode("latin-1")))
-    assert path.read_bytes().startswith(begin)
-    refuse_everywhere(path, "is a tar archive")
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------
@@ -418,7 +397,7 @@ HEADERS = {
 def test_a_safetensors_header_that_contradicts_the_file_is_refused(case: str, tmp_path: Path) -> None:
     path = tmp_path / "last.safetensors"
     path.write_bytes(HEADERS[case])
-    refuse_everywhere(path, "its description and its contents do not match")
+    refuse_everywhere(path, MISMATCH)
 
 
 def test_safetensors_files_load_wherever_their_numbers_begin(tmp_path: Path) -> None:
@@ -439,14 +418,11 @@ def test_safetensors_files_load_wherever_their_numbers_begin(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "texts",
     [
-        {"tied": '["b"]'},
-        {"tied": '{"b": ["a"]}'},
-        {"tied": '{"a": "c", "b": 1}'},
+        {"tied": '["b"]', "module_versions": "7"},
+        {"tied": '{"a": "c", "b": 1, "d": ["a"]}'},
         {"tied": "[" * DEEP},
-        {"module_versions": "[" * DEEP},
         {"module_versions": '{"": {"version": [2]}}'},
         {"module_versions": '{"": 2}'},
-        {"tied": "null", "module_versions": "7"},
     ],
 )
 def test_texts_of_another_program_do_not_change_the_weights(texts: dict[str, str]) -> None:

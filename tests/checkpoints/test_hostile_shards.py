@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import Exploit, records_of, refuse_everywhere, zipped
+from checkpoint_files import EDITS, Exploit, overwritten, records_of, refuse_everywhere, zipped
 from hypothesis import given
-from hypothesis import strategies as st
 from sharded_checkpoints import divided, write_deepspeed, write_distributed, write_index
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -50,10 +49,6 @@ def test_an_index_names_files_of_its_own_folder_only(name: str, tmp_path: Path) 
         (lambda weight_map: weight_map.update(d=SECOND), f"{SECOND} does not hold d"),
         (lambda weight_map: weight_map.pop("b"), "model-00001-of-00002.safetensors also holds b"),
         (lambda weight_map: weight_map.pop("c"), "lists only 1 of 2 shards"),
-        (
-            lambda weight_map: weight_map.update(b=SECOND),
-            f"-00001-.* also holds b|{SECOND} does not hold b",
-        ),
         (lambda weight_map: weight_map.update(a=3), "is not an index of shards"),
         (lambda weight_map: weight_map.clear(), "is not an index of shards"),
     ],
@@ -71,18 +66,13 @@ def test_numbers_of_a_newer_torch_are_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delattr(torch, "float8_e5m2")  # as torch 2.6 lacks float8_e8m0fnu
     for path in (index, folder):
         assert read_structure(path).content["w"].dtype == "float8_e5m2"
-        with pytest.raises(
-            BrokenCheckpointError, match=r"torch.float8_e5m2, which torch \S+ does not have. Update torch"
-        ):
+        words = r"torch.float8_e5m2, which torch \S+ does not have. Update torch"
+        with pytest.raises(BrokenCheckpointError, match=words):
             read_checkpoint(path)
 
 
-def test_a_weight_in_two_shards_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
+def test_an_index_that_names_a_weight_twice_is_refused(tmp_path: Path) -> None:
     index = write_index(tmp_path, WEIGHTS, 2)
-    save_file({"c": WEIGHTS["c"], "a": torch.zeros(1)}, tmp_path / SECOND)
-    refuse_everywhere(index, f"{SECOND} also holds a")
     index.write_text('{"weight_map": {"a": "x", "a": "y"}}')
     refuse_everywhere(index, "is not an index of shards")
 
@@ -124,16 +114,12 @@ def test_nothing_in_a_folder_runs(tmp_path: Path) -> None:
     [
         (lambda m: setattr(place(m, "a"), "relative_path", "../secret.pt"), "a file outside its own folder"),
         (lambda m: setattr(place(m, "a"), "offset", place(m, "b").offset), "does not describe a checkpoint"),
-        (lambda m: setattr(place(m, "a"), "length", 1 << 40), "does not describe a checkpoint|ends before"),
+        (lambda m: setattr(place(m, "b"), "length", 1 << 40), "cut short|does not describe a checkpoint"),
         (lambda m: setattr(place(m, "a"), "offset", -5), "does not describe a checkpoint"),
         (lambda m: setattr(place(m, "a"), "transform_descriptors", ["zstd"]), "is compressed by an extension"),
         (lambda m: m.storage_data.pop(MetadataIndex("a", torch.Size([0, 0]))), "does not describe a checkpoint"),
         (lambda m: m.state_dict_metadata["a"].chunks.pop(), "parts of a do not make up its shape"),
         (lambda m: setattr(m.state_dict_metadata["b"], "size", torch.Size([9])), "parts of b do not make up"),
-        (
-            lambda m: setattr(m.state_dict_metadata["b"].chunks[0], "sizes", torch.Size([4])),
-            "parts of b do not make up",
-        ),
         (lambda m: setattr(m, "planner_data", {"a": ("x",), "b": ("x",)}), "does not describe a checkpoint"),
         (lambda m: setattr(m, "planner_data", {"a": ("x",) * 5000}), "does not describe a checkpoint"),
         (lambda m: setattr(m, "planner_data", {"a": (0,), "b": (1,)}), "do not belong together"),
@@ -152,13 +138,12 @@ def test_metadata_that_contradicts_the_files_is_refused_before_loading(tmp_path:
     shutil.copy(other / ".metadata", folder / ".metadata")
     read_structure(folder)  # tells what it is said to hold
     for act in (verify_checkpoint, read_checkpoint):
-        with pytest.raises(
-            BrokenCheckpointError, match=r"__0_0.distcp does not hold the part of a that .metadata describes"
-        ):
+        words = r"__0_0.distcp does not hold the part of a that .metadata describes"
+        with pytest.raises(BrokenCheckpointError, match=words):
             act(folder)
 
 
-@given(edits=st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=4)), min_size=1, max_size=4))
+@given(edits=EDITS)
 def test_no_damage_of_metadata_surprises(
     tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[float, bytes]]
 ) -> None:
@@ -166,11 +151,7 @@ def test_no_damage_of_metadata_surprises(
     if not folder.exists():
         write_distributed(folder, {"net": {"a": divided(WEIGHTS["a"].clone(), [1]), "list": [WEIGHTS["b"], 3]}})
         shutil.copy(folder / ".metadata", folder / "good")
-    data = bytearray((folder / "good").read_bytes())
-    for at, patch in edits:
-        start = int(at * (len(data) - 1))
-        data[start : start + len(patch)] = patch
-    (folder / ".metadata").write_bytes(data)
+    (folder / ".metadata").write_bytes(overwritten((folder / "good").read_bytes(), edits))
     try:
         content = read_checkpoint(folder)
     except CheckpointError as error:
@@ -193,9 +174,7 @@ def edit_file(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
         (3, "*_0_*_m*", lambda c: c["module"].update(new=torch.zeros(0)), "no file has the numbers of new"),
         (3, "*_1_*_o*", lambda c: c["optimizer_state_dict"]["fp32_flat_groups"].pop(), "do not describe"),
         (2, "*_1_*", lambda c: c["optimizer_state_dict"].update(partition_count=4), "is from 4 ranks, but it has 2"),
-        (2, "mp*", lambda c: c.update(module=None), "do not belong together"),
         (3, "*_0_*_m*", lambda c: c.update(module=[3]), "do not belong together"),
-        (2, "*_1_*", lambda c: c["optimizer_state_dict"].update(partition_count=1 << 62), "but it has 2"),
         (1, "*_0_*", lambda c: c["optimizer_state_dict"].pop("zero_stage"), "zero_to_fp32.py does not read"),
     ],
 )
@@ -214,9 +193,8 @@ def test_verify_finds_a_flipped_bit_in_any_place(key: str, tmp_path: Path) -> No
     data = bytearray((folder / "__0_0.distcp").read_bytes())
     data[data.rindex(struct.pack("<4f", 7, 7, 7, 7)) if key == "a" else data.rindex(b"M\x00\x01M\x01\x01") + 1] ^= 1
     (folder / "__0_0.distcp").write_bytes(data)
-    with pytest.raises(
-        BrokenCheckpointError, match=r"__0_0\.distcp is damaged: the checksum of the record .* is wrong"
-    ):
+    words = r"__0_0\.distcp is damaged: the checksum of the record .* is wrong"
+    with pytest.raises(BrokenCheckpointError, match=words):
         verify_checkpoint(folder)
 
 

@@ -16,7 +16,8 @@ from wrapped_models import compiled, contents, fill
 
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, clean_names, plan_renaming
 from lightning_gpu_tools.checkpoints.key_tree import group_keys, list_groups
-from lightning_gpu_tools.checkpoints.state_dicts import read_model, shape_of
+from lightning_gpu_tools.checkpoints.model_keys import read_model
+from lightning_gpu_tools.checkpoints.state_dicts import shape_of
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,
@@ -183,7 +184,7 @@ def test_keys_that_differ_in_numbers_share_a_line() -> None:
     assert group_keys(names) == ["layers.{0…11}.attn.bias", "head.w"]
     assert group_keys(["a.0.0.w", "a.0.1.w", "a.1.0.w"]) == ["a.{0…1}.{0…1}.w (3 keys)"]
     assert group_keys(["a.0.w", "a.2.w", "a.7.w"]) == ["a.{0,2,7}.w"]
-    assert list_groups("abc", limit=2) == "a, b, … and 1 more"
+    assert list_groups("abcdefgh") == "a, b, c, d, e, f, … and 2 more"
 
 
 # -- real modules --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Whatever is refused is refused before the first number is copied, and no number silently becomes another one."""
+"""Refusals come before the first number is copied, and no number silently becomes another one."""
 
 import math
 from collections.abc import Callable
@@ -107,14 +107,8 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any], Net], object], str]] = {
     "sparse": (stores("weight", torch.eye(3).to_sparse()), r"a sparse_coo tensor instead of a strided tensor"),
     "quantized": (stores("weight", quantized()), "a quantized strided tensor instead of"),
     "no tensor": (stores("weight", 1.5), r"weight \(a float instead of a strided tensor\)|received <class 'float'>"),
-    "no numbers": (
-        stores("weight", torch.ones(3, 3, device="meta")),
-        r"weight \(no numbers: it was saved from",
-    ),
+    "no numbers": (stores("weight", torch.ones(3, 3, device="meta")), r"weight \(no numbers: it was saved from"),
     "beyond the range": (stores("fine", torch.tensor([1, 1e6, 2])), r"fine \(1e\+06 would become inf as float16\)"),
-    "a fraction": (stores("count", torch.tensor([1, 1.5, 2])), r"count \(1\.5 would become 1 as int8\)"),
-    "a large number": (stores("count", torch.tensor([1, 1000, 2])), r"1000 would become -24 as int8"),
-    "no number": (stores("count", torch.tensor([1, math.nan, 2])), "nan would become 0 as int8"),
     "complex": (stores("bias", torch.tensor([1, 1j, 2])), "complex number cannot become float32"),
     "inference tensor": (has(inference), "has an inference tensor"),
     "expanded tensor": (has(lambda: torch.zeros(1).expand(3)), "has an expanded tensor"),

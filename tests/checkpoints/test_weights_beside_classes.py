@@ -21,7 +21,6 @@ from wrapped_models import ARCHITECTURES, TiedTransformer, contents, normed, qua
 
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
-from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError, UnsafeCheckpointError
 
@@ -224,14 +223,6 @@ def test_what_is_changed_after_it_was_described_is_refused(tmp_path: Path) -> No
     (tmp_path / "a.pt").write_bytes(described_by(program))
     with pytest.raises(UnsafeCheckpointError, match=r"not plain tensors, .* \(changed\): w"):
         read_weights(tmp_path / "a.pt")
-
-
-def test_the_structure_keeps_what_objects_would_be_made_of(tmp_path: Path) -> None:
-    torch.save({"config": Config(loss=[1]), "more": Config2(a=1)}, tmp_path / "a.pt")
-    content = read_structure(tmp_path / "a.pt").content
-    assert content["config"].state == {"width": 4, "loss": [1]}
-    assert content["config"].kind.endswith(".Config")
-    assert content["more"].items == {"a": 1}
 
 
 def test_versions_that_take_code_are_left_out_of_what_is_written(tmp_path: Path) -> None:

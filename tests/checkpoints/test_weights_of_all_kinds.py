@@ -146,14 +146,10 @@ def test_each_process_loads_its_own_part_and_no_other(
     load_weights(copies, tmp_path / "copies.pt")
     plain = torch.load(tmp_path / "plain.pt")
     assert all(torch.equal(value, plain[key]) for key, value in copies.state_dict().items())
-    for action, code, words in (
-        ("convert", 1, "0.pt: It holds one part of a sharded checkpoint"),
-        ("diff", 3, "0.pt: It holds one part"),
-    ):
-        for name, expected in (("0.pt", code), ("copies.pt", 0)):
-            target = tmp_path / ("plain.pt" if action == "diff" else f"{name}.safetensors")
-            assert main(["checkpoint", action, str(tmp_path / name), str(target)]) == expected
-        assert words in capsys.readouterr().err
+    for action, target, code in (("convert", "a.safetensors", 1), ("diff", "plain.pt", 3)):
+        assert main(["checkpoint", action, str(tmp_path / "0.pt"), str(tmp_path / target)]) == code
+        assert "0.pt: It holds one part of a sharded checkpoint" in capsys.readouterr().err
+        assert main(["checkpoint", action, str(tmp_path / "copies.pt"), str(tmp_path / target)]) == 0
 
 
 DEEPSPEED = """
@@ -333,17 +329,10 @@ def url(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_url_may_be_longer_than_a_file_name(url: str, tmp_path: Path) -> None:
-    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
-    torch.save(source.state_dict(), tmp_path / "a.pt")
-    load_weights(target, f"{url}/a.pt?X-Amz-Signature={'a' * 300}")
-    assert torch.equal(target.weight, source.weight)
-
-
 def test_weights_from_a_url_are_only_weights(url: str, tmp_path: Path) -> None:
     source, target = nn.DataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)
     torch.save(source.state_dict(), tmp_path / "good.pt")
-    load_weights(target, f"{url}/good.pt")
+    load_weights(target, f"{url}/good.pt?X-Amz-Signature={'a' * 300}")  # longer than a name of a file can be
     assert torch.equal(target.weight, source.module.weight)
     torch.save({"state_dict": source.state_dict(), "x": Exploit(tmp_path / "it ran")}, tmp_path / "bad.pt")
     assert load_weights(target, f"{url}/bad.pt").unread == ("posix.mkdir",)

@@ -1,4 +1,4 @@
-"""What a dataset holds: whether workers can have copies of it, and whether it has changed."""
+"""Contents of a dataset: whether workers can have copies of them, and whether they have changed."""
 
 from __future__ import annotations
 
@@ -96,14 +96,10 @@ def test_an_open_file_is_found(kind: type[Holding]) -> None:
         fingerprint(kind(file))
 
 
-def change_tensor(own: Own) -> None:
-    own.tensor[0] = 2.0
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        change_tensor,
+        lambda own: own.tensor.fill_(2.0),
         lambda own: own.names["a"].append("c"),
         lambda own: setattr(own.local, "values", (1, 3)),
         lambda own: own.array.fill(1.0),

@@ -1,4 +1,4 @@
-"""However a training ends, nothing is left: no process, no open file, no iterator; and it ends in bounded time."""
+"""Endings of trainings: nothing is left, no process, no open file, no iterator; and they take bounded time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_switching import CHANGES, LOADERS, SwitchAt, arguments, settings, train
+from loader_switching import CHANGES, LOADERS, Hanging, SwitchAt, arguments, settings, train
 from rank_processes import run_ranks
 from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Raise, Samples, quiet_trainer
@@ -39,11 +39,7 @@ def stalls_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_files() -> set[tuple[str, str]]:
     """Return the descriptors, without the shared memory of a last batch, which the frames of an exception keep."""
-    links = {
-        fd: os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.islink(f"/proc/self/fd/{fd}")
-    }
+    links = {link.name: os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
     return {(fd, name) for fd, name in links.items() if "/dev/shm/" not in name and "/proc/" not in name}
 
 
@@ -90,19 +86,9 @@ def test_a_reference_cycle_around_an_iterator_costs_no_time() -> None:
     assert not multiprocessing.active_children()
 
 
-class Stuck(Samples):
-    """Hangs in a worker at the second sample, and does not hear that it is to end."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            time.sleep(1000)
-        return super().__getitem__(index)
-
-
 @pytest.mark.usefixtures("stalls_are_long")
 def test_workers_that_hang_are_killed_all_at_once() -> None:
-    batches = Batches(DataLoader(Stuck(10), num_workers=3))
+    batches = Batches(DataLoader(Hanging(10, begins_at=1), num_workers=3))
     next(batches)
     workers = list(batches.workers)
     began_s = time.monotonic()

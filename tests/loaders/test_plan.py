@@ -1,4 +1,4 @@
-"""Which settings are tried and which are taken: decided from what was measured."""
+"""Choices of the settings to try and to take, decided from what was measured."""
 
 from __future__ import annotations
 

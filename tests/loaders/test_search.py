@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_switching import frozen_states
+from loader_switching import Hanging, frozen_states
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 from trainings import Samples, Stream
 
@@ -116,15 +116,6 @@ def test_what_cannot_be_tried_keeps_its_settings_with_the_reason(loader: Any, wh
     assert why in result.reason
     assert result.settings == result.original
     assert not result.trials
-
-
-class Hanging(Samples):
-    """Hangs in a worker, and does not hear that it is to end."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(1000)
-        return super().__getitem__(index)
 
 
 def test_items_that_hang_end_the_search_within_its_budget() -> None:

@@ -9,24 +9,25 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_gpu_tools.checkpoints.content import (
+from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
+from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged
+from lightning_gpu_tools.checkpoints.opening import Folder, is_plain_name
+from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
-    LIGHTNING_VERSION,
+    Assembly,
     Part,
     SplitTensorInfo,
+    Structure,
     TensorInfo,
     are_sizes,
 )
-from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.opening import Folder, is_plain_name
-from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
 from lightning_gpu_tools.units import printable
 
 # DeepSpeedEngine._get_ckpt_name and _get_rank_zero_ckpt_name, if only ZeRO splits the model.
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
 _OPTIMIZER_OF_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_ANY = re.compile(r".*(model|optim)_states\.pt")
+FILES = re.compile(r".*(model|optim)_states\.pt")
 PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
 # DeepSpeedEngine._common_checkpoint_state; all else is Lightning's.
 _OWN_ENTRIES = frozenset(
@@ -45,24 +46,22 @@ Shapes = Mapping[str, tuple[int, ...]]
 Piece = tuple[str, int, int]  # file, offset in bytes, number of elements
 
 
-def find(path: str, names: set[str]) -> str | None:
-    """Return the folder with DeepSpeed's files: this folder, or the one named in its ``latest``."""
-    if any(map(_ANY.fullmatch, names)):
-        return path
+def folder_in(path: str) -> str:
+    """Return the folder with DeepSpeed's files that ``latest`` in this folder names, or this folder itself."""
     latest = os.path.join(path, "latest")
     if not os.path.isfile(latest):
-        return None
+        return path
     with open(latest, encoding="utf-8", errors="replace") as file:
         tag = file.read(1000).strip()
     folder = os.path.join(path, tag)
-    is_there = is_plain_name(tag) and os.path.isdir(folder) and any(map(_ANY.fullmatch, os.listdir(folder)))
-    return folder if is_there else None
+    is_there = is_plain_name(tag) and os.path.isdir(folder) and any(map(FILES.fullmatch, os.listdir(folder)))
+    return folder if is_there else path
 
 
 def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     """Describe the checkpoint in a folder."""
     model_names, optimizer_names = (_by_rank(pattern, names) for pattern in (_MODEL_OF_RANK, _OPTIMIZER_OF_RANK))
-    others = {name for name in names if _ANY.fullmatch(name)} - {_WHOLE_MODEL, *model_names, *optimizer_names}
+    others = {name for name in names if FILES.fullmatch(name)} - {_WHOLE_MODEL, *model_names, *optimizer_names}
     if others:
         raise Fault(
             f"is a DeepSpeed checkpoint with other parallelism than ZeRO ({printable(min(others))})",
@@ -103,13 +102,6 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         return {**{name: entry for name, entry in content.items() if name not in _OWN_ENTRIES}, "state_dict": weights}
 
     return Assembly("deepspeed", {shard.name: shard for shard in (*models, *optimizers)}, (loaded,), assemble)
-
-
-def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-    """Load the file of the first rank, and insert the weights of all ranks."""
-    from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
-
-    return with_numbers(assembly.load(load_file), assembly.shards, map_location)
 
 
 def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:

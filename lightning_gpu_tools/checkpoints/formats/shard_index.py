@@ -12,7 +12,7 @@ from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is,
 from lightning_gpu_tools.checkpoints.formats.safetensors import without_repeats
 from lightning_gpu_tools.checkpoints.key_tree import list_groups, listed
 from lightning_gpu_tools.checkpoints.opening import Folder
-from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile
+from lightning_gpu_tools.checkpoints.structure import Assembly
 from lightning_gpu_tools.units import printable
 
 # Names by Hugging Face's tools: model.safetensors.index.json or .index.fp16.json, and model-00001-of-00002.safetensors.
@@ -21,12 +21,8 @@ _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
 # torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)
 _PART_BY_DCP = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 PART = re.compile(rf".+-\d{{5}}-of-(?!00001\.)\d{{5}}\.\w+|{_PART_BY_DCP.pattern}")
+FILES = re.compile(rf"{INDEX.pattern}|{PART.pattern}")
 _MAX_INDEX_BYTES = 128 << 20  # a million weights
-
-
-def find(path: str, names: set[str]) -> str | None:
-    """Return the folder if it has an index, or shards without one."""
-    return path if any(INDEX.fullmatch(name) or PART.fullmatch(name) for name in names) else None
 
 
 def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
@@ -53,11 +49,6 @@ def describe_index(folder: Folder, name: str) -> Assembly:
     return Assembly(
         next(iter(shards.values())).format, shards, tuple(names), lambda contents: _merged(file_of, contents)
     )
-
-
-def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-    """Load each shard, and return the weights of all."""
-    return assembly.load(load_file)
 
 
 def _read_index(file: BinaryIO) -> dict[str, str]:

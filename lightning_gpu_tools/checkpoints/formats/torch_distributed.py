@@ -5,29 +5,30 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from lightning_gpu_tools.checkpoints.content import (
+from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
+from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
+from lightning_gpu_tools.checkpoints.opening import Folder
+from lightning_gpu_tools.checkpoints.opening import describe as describe_file
+from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
+from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
-    LIGHTNING_VERSION,
     MAX_DEPTH,
+    Assembly,
     Opaque,
     Part,
     SplitTensorInfo,
+    Structure,
     TensorInfo,
     are_sizes,
 )
-from lightning_gpu_tools.checkpoints.describing import describe as describe_file
-from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
-from lightning_gpu_tools.checkpoints.opening import Folder
-from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
-from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
 
-PART = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
+FILES = PART = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
 _METADATA = ".metadata"
 _EXTRA = "meta.pt"
 _DAMAGE = "its .metadata does not describe a checkpoint"
@@ -40,11 +41,6 @@ class Place:
     file: str
     start: int
     size_bytes: int
-
-    def read_from(self, file: BinaryIO) -> bytes:
-        """Return the bytes at this place."""
-        file.seek(self.start)
-        return file.read(self.size_bytes)
 
 
 class _Slice(io.RawIOBase):
@@ -67,11 +63,6 @@ class _Slice(io.RawIOBase):
         return len(data)
 
 
-def find(path: str, names: set[str]) -> str | None:
-    """Return the folder if it has files of this format."""
-    return path if any(map(PART.fullmatch, names)) else None
-
-
 def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     """Describe the checkpoint in a folder, with the places of all numbers only if ``to_load``."""
     if _METADATA not in names:
@@ -79,16 +70,16 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         raise Fault(fault, "Probably the save was interrupted. Use an earlier checkpoint.")
     with any_error_is(damaged(_DAMAGE)):
         objects, paths = _read_metadata(folder.open(_METADATA))
-        places = [place for _, found in objects.values() for _, _, place in found]
+        places = [block.place for _, blocks in objects.values() for block in blocks]
         shards = _files_of(places, folder)
         tree: dict[str, Any] = {}
-        for key, (info, found) in objects.items():
+        for key, (info, blocks) in objects.items():
             value: Any = info
             if info is None:
-                described = _described(shards, found[0][2]).content
-                value = found[0][2] if to_load else described
+                described = _described(shards, blocks[0].place).content
+                value = blocks[0].place if to_load else described
             elif to_load:
-                value = replace(info, parts=tuple(_part(shards, key, info, *block) for block in found))
+                value = replace(info, parts=tuple(_part(shards, key, info.dtype, block) for block in blocks))
             _put(tree, paths.get(key, (key,)), value)
         content = _with_lists(tree)
     loaded = (_EXTRA,) if _EXTRA in names else ()
@@ -96,23 +87,18 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     return Assembly("dcp", shards, loaded, lambda contents: _with_extra(content, contents.get(_EXTRA, {})))
 
 
-def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-    """Join the tensors, and load each other object like a file."""
-    from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
+class _Block(NamedTuple):
+    """A block of a tensor, or another object."""
 
-    def load_object(leaf: Any) -> Any:
-        if not isinstance(leaf, Place):
-            return leaf
-        shard = assembly.shards[leaf.file]
-        return load_file(describe_file(io.BytesIO(leaf.read_from(shard.file)), shard.path))
-
-    return with_numbers(assembly.load(load_file), assembly.shards, map_location, load_object)
+    offsets: tuple[int, ...]  # in the tensor
+    shape: tuple[int, ...]
+    place: Place
 
 
-Blocks = list[tuple[tuple[int, ...], tuple[int, ...], Place]]
+_Objects = dict[str, tuple[SplitTensorInfo | None, list[_Block]]]
 
 
-def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | None, Blocks]], Mapping[str, Any]]:
+def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
     """Return every tensor (``None`` for another object) with its blocks, and the path of each in the content."""
     size_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -124,33 +110,29 @@ def _read_metadata(file: BinaryIO) -> tuple[dict[str, tuple[SplitTensorInfo | No
             raise Fault("is compressed by an extension", "Load it with torch.distributed.checkpoint and save it again.")
         of = _state(index, "MetadataIndex")
         place_of[of["fqn"], of.get("offset")] = Place(where["relative_path"], where["offset"], where["length"])
-    objects: dict[str, tuple[SplitTensorInfo | None, Blocks]] = {}
+    objects: _Objects = {}
     for key, described in metadata["state_dict_metadata"].items():
         if isinstance(described, Opaque) and described.kind.endswith(".BytesStorageMetadata"):
-            objects[key] = None, [((), (), place_of[key, None])]
+            objects[key] = None, [_Block((), (), place_of[key, None])]
             continue
         of = _state(described, "TensorStorageMetadata")
         shape = of["size"]
         dtype = str(_state(of["properties"], "TensorProperties")[0]).removeprefix("torch.")
         chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in of["chunks"]]
-        blocks = [(chunk["offsets"], chunk["sizes"], place_of[key, chunk["offsets"]]) for chunk in chunks]
-        numbers = [shape, *(part for offsets, sizes, _ in blocks for part in (offsets, sizes))]
+        blocks = [_Block(chunk["offsets"], chunk["sizes"], place_of[key, chunk["offsets"]]) for chunk in chunks]
+        numbers = [shape, *(part for block in blocks for part in (block.offsets, block.shape))]
         if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and are_sizes(part) for part in numbers):
             raise damaged(_DAMAGE)
-        _check_cover(key, shape, [block[:2] for block in blocks])
-        filled = [block for block in blocks if 0 not in block[1]] or blocks[:1]
-        objects[key] = SplitTensorInfo(dtype, shape, None, laid_out=shape), filled
+        filled = [block for block in blocks if 0 not in block.shape]
+        if not _make_up(shape, [tuple(zip(block.offsets, block.shape, strict=True)) for block in filled]):
+            raise damaged(f"the parts of {printable(key)} do not make up its shape {printable(shape)}")
+        objects[key] = SplitTensorInfo(dtype, shape, None, laid_out=shape), filled or blocks[:1]
     paths = metadata.get("planner_data")
     return objects, paths if isinstance(paths, Mapping) else {}
 
 
-def _check_cover(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Raise unless blocks, given by their offsets and sizes, fill a shape without gaps or overlaps."""
-    if not _is_filled(shape, [(*zip(*block, strict=True),) for block in blocks if 0 not in block[1]]):
-        raise damaged(f"the parts of {printable(name)} do not make up its shape {printable(shape)}")
-
-
-def _is_filled(shape: tuple[int, ...], blocks: list[tuple[tuple[int, int], ...]]) -> bool:
+def _make_up(shape: tuple[int, ...], blocks: list[tuple[tuple[int, int], ...]]) -> bool:
+    """Return whether blocks, with offset and size by dimension, fill a shape without gaps or overlaps."""
     if 0 in shape or not shape:
         return len(blocks) == (0 not in shape)
     rows: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = {}
@@ -161,7 +143,7 @@ def _is_filled(shape: tuple[int, ...], blocks: list[tuple[tuple[int, int], ...]]
         if offset != end:
             return False
         end += size
-    return end == shape[0] and all(_is_filled(shape[1:], below) for below in rows.values())
+    return end == shape[0] and all(_make_up(shape[1:], below) for below in rows.values())
 
 
 def _state(described: Any, kind: str) -> Any:
@@ -200,21 +182,15 @@ def _described(shards: Mapping[str, Structure], place: Place) -> Structure:
     return found
 
 
-def _part(
-    shards: Mapping[str, Structure],
-    key: str,
-    info: TensorInfo,
-    offsets: tuple[int, ...],
-    sizes: tuple[int, ...],
-    place: Place,
-) -> Part:
+def _part(shards: Mapping[str, Structure], key: str, dtype: str, block: _Block) -> Part:
+    place = block.place
     found = _described(shards, place)
-    block = found.content
-    is_plain = isinstance(block, TensorInfo) and block.storage is not None and not block.kind
-    if not is_plain or (block.dtype, block.shape) != (info.dtype, sizes):
+    tensor = found.content
+    is_plain = isinstance(tensor, TensorInfo) and tensor.storage is not None and not tensor.kind
+    if not is_plain or (tensor.dtype, tensor.shape) != (dtype, block.shape):
         raise damaged(f"{printable(place.file)} does not hold the part of {printable(key)} that .metadata describes")
-    start = place.start + found.places[block.storage.key] + block.offset * BYTES_OF_DTYPE[block.dtype]
-    return Part(place.file, start, offsets, sizes, block.strides)
+    start = place.start + found.places[tensor.storage.key] + tensor.offset * BYTES_OF_DTYPE[dtype]
+    return Part(place.file, start, block.offsets, block.shape, tensor.strides)
 
 
 def _put(tree: dict[Any, Any], path: Any, value: Any) -> None:

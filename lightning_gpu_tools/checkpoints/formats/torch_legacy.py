@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import struct
-import tarfile
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from lightning_gpu_tools.checkpoints.faults import Fault
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.structure import Structure
 
@@ -19,10 +16,7 @@ _LEGACY_START = re.compile(
 
 
 def recognizes(head: bytes) -> bool:
-    """Return whether a file begins with torch's magic number; raise for tar archives, which may begin with it, too."""
-    with contextlib.suppress(tarfile.HeaderError):  # torch.load also checks this before its own formats
-        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
-        raise Fault("is a tar archive", "Unpack it first.")
+    """Return whether a file begins with torch's magic number."""
     return _LEGACY_START.match(head) is not None
 
 
@@ -49,10 +43,3 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
             raise ValueError("cut short, or a storage of another length")
     devices = {storage.location for storage in storages.values()}
     return Structure(file, path, size_bytes, "legacy", content, named, devices, places=places, filled=readers[3].filled)
-
-
-def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
-    """Build the described content, mapped, or let torch load it, which reads it into memory."""
-    from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
-
-    return load_by_torch(structure, map_location, weights_only, can_be_mapped=False)
