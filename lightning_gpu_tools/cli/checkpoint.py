@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Progress, collector_paused, no_progress
 from lightning_gpu_tools.errors import CheckpointError
+from lightning_gpu_tools.files import exists
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
 _MIN_PROGRESS_BYTES = 256 << 20  # our default: smaller files take no noticeable time
@@ -135,8 +137,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 @collector_paused()
 def _convert(args: argparse.Namespace) -> int:
-    from lightning_gpu_tools.files import exists
-
     with _errors_reported():
         if exists(args.target) and not args.force:
             raise CheckpointError(f"{printable_path(args.target)} exists. Use --force to replace it.")
@@ -191,8 +191,6 @@ def _target(path: str) -> str:
 
 
 def _print(result: object) -> None:
-    import json
-
     print(result if isinstance(result, str) else json.dumps(result))
 
 
