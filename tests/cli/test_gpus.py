@@ -117,11 +117,17 @@ def left_process() -> Iterator[int]:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture
+def visible_pids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's PIDs name this machine's processes, also if this test runs in a container."""
+    for module in (nvml, nvml_driver):
+        monkeypatch.setattr(module, "pids_are_ours", lambda: True)
+
+
+@pytest.mark.usefixtures("visible_pids")
 def test_who_only_holds_memory_is_marked(
     driver: Driver, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, left_process: int
 ) -> None:
-    monkeypatch.setattr(nvml, "pids_are_ours", lambda: True)
-    monkeypatch.setattr(nvml_driver, "pids_are_ours", lambda: True)
     driver.gpus = [
         gpu(processes=[process(left_process, "3GiB"), process(memory="1GiB"), process(1, "1GiB", sm=40)]),
         gpu(processes=[]),
@@ -144,11 +150,10 @@ def test_who_only_holds_memory_is_marked(
     assert f"(pid {os.getpid()}), idle, started" in text
 
 
+@pytest.mark.usefixtures("visible_pids")
 def test_a_claim_whose_owner_runs_nothing_there_is_unused(
     driver: Driver, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvml, "pids_are_ours", lambda: True)
-    monkeypatch.setattr(nvml_driver, "pids_are_ours", lambda: True)
     monkeypatch.setattr(gpus_command, "_MIN_AGE_S", -1.0)
     driver.gpus = [gpu(), gpu()]
     select_gpus(2)

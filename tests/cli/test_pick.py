@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_driver import Driver, gpu, process
+from fake_driver import Driver, gpu
 from sample_report import TRAINED
 
 from lightning_gpu_tools import select_gpus
@@ -163,24 +163,6 @@ def test_waiting_says_for_what_on_stderr_only(driver: Driver, run_cli: RunCli) -
     assert (answer.returncode, answer.stdout) == (3, "")
     assert "Waiting for up to" in answer.stderr
     assert "Waited" in answer.stderr
-
-
-def loaded_by(run_python: RunCli, *arguments: str, **options: object) -> set[str]:
-    answer = run_python("-X", "importtime", "-m", "lightning_gpu_tools", *arguments, **options)
-    assert answer.returncode == 0, answer.stderr
-    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in answer.stderr.splitlines()}
-    assert "lightning_gpu_tools" in loaded
-    assert not loaded & {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
-    return loaded
-
-
-def test_it_loads_no_heavy_package(driver: Driver, run_python: RunCli, tmp_path: Path) -> None:
-    driver.gpus = [gpu(processes=[process()])]
-    loaded = loaded_by(run_python, "pick")
-    assert not loaded & {"psutil", "traceback"}
-    assert "inspect" not in loaded or sys.version_info >= (3, 14)  # where argparse imports it
-    ReportFile(tmp_path).save(TRAINED)
-    loaded_by(run_python, "pick", "--min-free", "last", cwd=tmp_path)
 
 
 def test_dataclasses_has_inspect_when_it_needs_it(run_python: RunCli) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -125,11 +126,25 @@ def test_where_there_is_no_report_the_path_is_named(
 
 
 @pytest.mark.parametrize(
-    "options", [["--max-slowdown", "5%"], ["--against", "old", "--max-slowdown", "-5%"], ["--format", "xml"]]
+    ("options", "says"),
+    [
+        (["--max-slowdown", "5%"], "--max-slowdown needs --against OLD"),
+        (["--against", "old", "--max-slowdown=-5%"], "--max-slowdown must be at least 0%, got -5%"),
+        (["--format", "xml"], "invalid choice"),
+        (["--full", "--format", "json"], "--full works only for one report, as text or markdown"),
+        (["--full", "--against", "old"], "--full works only for one report, as text or markdown"),
+        (["--lines", "--format", "markdown"], "--lines works only for one report, as text"),
+        (["--lines", "--against", "old"], "--lines works only for one report, as text"),
+        (["--format", "html"], "pip install 'lightning-gpu-tools[plot]'"),
+    ],
 )
-def test_wrong_options_are_wrong_usage(options: list[str]) -> None:
+def test_wrong_options_are_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "bokeh", None)
     with pytest.raises(SystemExit, match="2"):
         main(["report", "new", *options])
+    assert says in capfd.readouterr().err
 
 
 def test_a_reader_that_goes_away_gets_no_traceback(run_python: RunCli, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The source lines of a report: as JSON, as a table on the terminal, and on the page."""
+"""The source lines of a report as a table on the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from sample_report import REPORT
 
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report_file import ReportFile
-from lightning_gpu_tools.reports.schema import from_json, to_json
 from lightning_gpu_tools.reports.text import line_rows
 from lightning_gpu_tools.training.run_measurements import SourceLine
 
@@ -46,12 +45,6 @@ def test_lines_come_by_phase_and_share_and_rare_ones_only_in_full() -> None:
     ]
 
 
-def test_lines_come_back_from_json_and_old_reports_have_none() -> None:
-    assert from_json(to_json(SEEN)).lines == SEEN.lines
-    without = [text for text in to_json(SEEN).splitlines() if not text.startswith('"lines"')]
-    assert from_json("\n".join(without)).lines == ()
-
-
 def test_the_command_prints_a_table_that_fits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     far = line("data_loading", 1, 10**6, file="/very/" * 40 + "\x1b[2J[red]data.py")
     ReportFile(tmp_path).save(replace(SEEN, lines=(far, *SEEN.lines)))
@@ -61,23 +54,3 @@ def test_the_command_prints_a_table_that_fits(tmp_path: Path, capfd: pytest.Capt
     assert "\x1b" not in shown
     assert "[red]data.py" in shown.replace("\n", "").replace(" ", "")
     assert [text.split()[-1] for text in shown.splitlines() if "data.py:41" in text] == ["620"]
-
-
-@pytest.mark.parametrize("options", [["--against", "."], ["--format", "json"], ["--format", "markdown"]])
-def test_lines_are_of_one_run_as_text(options: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["report", ".", "--lines", *options])
-    assert ended.value.code == 2
-    assert "--lines works only for one report, as text" in capfd.readouterr().err
-
-
-def test_the_page_has_the_table() -> None:
-    pytest.importorskip("bokeh", reason="needs the extra plot")
-    from lightning_gpu_tools.reports.page import render_page
-
-    evil = replace(SEEN, lines=(*SEEN.lines, line("worker", 1, 900, file="<script>alert(1)</script>")))
-    page = render_page(evil)
-    assert "<h3>Source lines</h3>" in page
-    assert "data.py:41 in decode" in page
-    assert "<script>alert" not in page
-    assert "<h3>Source lines</h3>" not in render_page(REPORT)

@@ -231,13 +231,6 @@ def test_a_phase_is_a_line_from_one_percent_on() -> None:
     assert "GPU time of a step: backward 25 ms, forward 12 ms, optimizer 3 ms." in text
 
 
-def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
-    path = Path(ReportFile(tmp_path / "new" / "folder").save(REPORT))
-    assert path == tmp_path / "new" / "folder" / "gpu_report.json"
-    assert load_report(path) == load_report(path.parent) == REPORT
-    assert [file.name for file in path.parent.iterdir()] == ["gpu_report.json"]
-
-
 def test_a_failed_write_leaves_only_the_old_report(tmp_path: Path) -> None:
     ReportFile(tmp_path).save(REPORT)
     code = (

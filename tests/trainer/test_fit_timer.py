@@ -26,8 +26,6 @@ from trainings import (
 )
 
 from lightning_gpu_tools.trainer import compat, fit_timer
-from lightning_gpu_tools.trainer.measuring_callback import FitSession
-from lightning_gpu_tools.training.step_clock import StepClock
 
 
 def watched_fit(
@@ -69,7 +67,6 @@ def test_every_second_is_booked_where_it_was_spent(
         "logging/SpendingLogger": 10 * 0.5 + 0.5,  # and once for the validation's metrics
     }
     assert clock.wall_s == sum(clock.seconds.values())
-    assert wrapped(trainer, watch) == []
 
 
 @pytest.mark.parametrize("profiler", [None, SimpleProfiler])
@@ -92,21 +89,6 @@ def test_an_action_may_be_given_by_its_parameters_name(
         profiler=None if profiler is None else profiler(),
     )
     assert watch.clock.seconds == {"training_step/forward": 6.0}
-
-
-def test_a_callback_by_duck_typing_is_timed(time: HandClock, tmp_path: Path) -> None:
-    class Proxy:
-        def __init__(self, callback: Callback) -> None:
-            self.callback = callback
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.callback, name)
-
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch])
-    trainer.callbacks += [Proxy(Slow(time))]  # type: ignore[attr-defined]
-    trainer.fit(Model(time.spend, step_s=1.0), loader(Samples(6)))
-    assert watch.clock.seconds == {"training_step/forward": 6.0, "callback/Proxy": 6 * 0.125}
 
 
 def test_an_action_that_raises_when_classified_is_not_timed(
@@ -244,87 +226,6 @@ def test_a_failed_run_is_booked_up_to_the_failure(time: HandClock, tmp_path: Pat
     assert watch.clock.steps == 5
     assert watch.clock.seconds["training_step/forward"] == 5.0
     assert watch.clock.wall_s == sum(watch.clock.seconds.values())
-    assert wrapped(trainer, watch) == []
-
-
-def wrapped(trainer: Trainer, *callbacks: Callback) -> list[str]:
-    """Return the methods that are still replaced on instances."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    owners = [
-        trainer,
-        trainer.strategy,
-        trainer.strategy.precision_plugin,
-        trainer._logger_connector,
-        trainer.profiler,
-        trainer.fit_loop,
-        epoch_loop,
-        epoch_loop.val_loop,
-        *callbacks,
-    ]  # type: ignore[attr-defined]
-    owners += [epoch_loop.automatic_optimization, epoch_loop.manual_optimization]
-    return [
-        name
-        for owner in owners
-        for name, value in vars(owner).items()
-        if callable(value) and hasattr(type(owner), name)
-    ]
-
-
-def test_every_wrapper_comes_off_and_another_ones_wrapper_stays(time: HandClock, tmp_path: Path) -> None:
-    calls = []
-    watch, slow = Watch(time), Slow(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch, slow])
-    to_device = trainer.strategy.batch_to_device
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return to_device(*args, **kwargs)
-
-    trainer.strategy.batch_to_device = counted  # type: ignore[method-assign]
-    trainer.fit(Model(), loader(Samples(3)))
-    assert len(calls) == 3
-    assert vars(trainer.strategy).pop("batch_to_device") is counted
-    assert wrapped(trainer, watch, slow) == []
-
-
-def test_callbacks_share_the_clock_of_each_fit(tmp_path: Path) -> None:
-    clocks: list[StepClock] = []
-
-    class Attached(Callback):
-        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.session = FitSession.of(trainer, self)
-            clocks.append(self.session.clock)
-
-        def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.session.release(self)
-
-    trainer = quiet_trainer(tmp_path, callbacks=[Attached(), Attached()])
-    trainer.fit(Model(), loader(Samples(3)))
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(Model(), loader(Samples(4)))
-    first, also_first, second, also_second = clocks
-    assert first is also_first
-    assert second is also_second
-    assert (first.steps, second.steps) == (3, 4)
-
-
-def test_a_fit_that_never_ended_leaves_nothing_behind(tmp_path: Path) -> None:
-    class Attached(Callback):
-        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.clock = FitSession.of(trainer, self).clock
-
-    attached = Attached()
-    trainer = quiet_trainer(tmp_path, callbacks=[attached, Raise(at_step=5)])
-    with pytest.raises(Boom):
-        trainer.fit(Model(), loader(Samples(9)))
-    first = attached.clock
-    trainer.callbacks.pop()  # type: ignore[attr-defined]
-    trainer.fit(Model(), loader(Samples(9)))
-    assert first.steps == 5
-    assert attached.clock is not first
-    assert attached.clock.steps == 9
-    assert attached.clock.wall_s == pytest.approx(sum(attached.clock.seconds.values()))
-    assert wrapped(trainer, attached) == []
 
 
 def test_a_fetch_of_another_name_is_named_as_unseen(

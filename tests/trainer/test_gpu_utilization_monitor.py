@@ -180,21 +180,6 @@ def test_an_impossible_log_dir_is_reported_before_training(tmp_path: Path, capfd
     assert "Verdict: TOO SHORT" in capfd.readouterr().out
 
 
-def test_a_removed_monitor_still_reports_at_the_end(
-    driver: Driver, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    class TakeOut(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            if trainer.global_step == 10:
-                trainer.callbacks.remove(monitor)  # type: ignore[attr-defined]
-
-    driver.gpus = [gpu()]
-    monitor = GPUUtilizationMonitor(devices="all")
-    train(tmp_path, monitor, TakeOut())
-    assert "; 40 steps in " in capfd.readouterr().out
-    assert background_threads() == []
-
-
 class Collating(LightningDataModule):
     """Its loader refers to it, and so to the Trainer."""
 
