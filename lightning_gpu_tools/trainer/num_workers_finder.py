@@ -165,7 +165,6 @@ class _Fit:
     def __init__(self, trainer: Trainer, session: FitSession, finder: NumWorkersFinder) -> None:
         self._trainer = trainer
         self._session = session
-        self._released = False
         self._finder = finder
         self._adopted: dict[int, _Adopted] = {}  # by place
         self._place: int | None = None  # of the next training loader, while loaders are created
@@ -440,9 +439,7 @@ class _Fit:
         self._revert("An error occurred")
 
     def release(self) -> None:
-        if not self._released:
-            self._released = True
-            self._session.release(self._finder)
+        self._session.release(self._finder)
 
     def end(self) -> None:
         # Before the report is created.

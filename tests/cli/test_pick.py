@@ -117,12 +117,9 @@ def test_without_a_usable_driver_the_exit_code_is_4(driver: Driver, pick: Pick) 
     ("arguments", "words"),
     [
         (["-n", "0"], "count must be an integer of at least 1, got 0"),
-        (["-n", "-1"], "count must be an integer of at least 1, got -1"),
         (["-n", "two"], "invalid int value: 'two'"),
         (["--min-free", "9" * 400], "got '9999"),
-        (["--wait", "last"], "got 'last'"),
         (["--min-free", "8 bananas"], '"8GiB" or "500MB", got \'8 bananas\''),
-        (["--max-utilization", "101"], "between 0 and 100, got 101.0"),
         (["--max-utilization", "nan"], "between 0 and 100, got nan"),
         (["--wait", "soon"], "got 'soon'"),
         (["--format", "xml"], "invalid choice"),

@@ -122,13 +122,9 @@ def test_gpus_that_were_selected_before_are_used(driver: Driver, claims_dir: Pat
     assert live_claims(claims_dir) == [("exclusive", 2)]
 
 
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [({}, "whole"), ({"min_free": "8GiB"}, "memory"), ({"exclusive": True}, "exclusive"), ({"claim": False}, None)],
-)
-def test_what_is_claimed(options: dict[str, object], kind: str | None, claims_dir: Path) -> None:
-    trainer(1, **options)
-    assert live_claims(claims_dir) == ([(kind, 1)] if kind else [])
+def test_without_a_claim_none_is_taken(claims_dir: Path) -> None:
+    trainer(1, claim=False)
+    assert live_claims(claims_dir) == []
 
 
 def test_after_cuda_has_started_gpus_are_picked_by_number(driver: Driver) -> None:

@@ -40,19 +40,16 @@ def watched_fit(
 def test_every_second_is_booked_where_it_was_spent(
     time: HandClock, tmp_path: Path, profiler: type[Profiler] | None
 ) -> None:
-    watch = Watch(time)
-    trainer = quiet_trainer(
+    watch = watched_fit(
+        time,
         tmp_path,
-        logger=SpendingLogger(tmp_path, time.spend, 0.5),
-        log_every_n_steps=1,
-        limit_train_batches=10,
-        callbacks=[Spending(time.spend, "on_train_batch_start", 0.25), watch, Slow(time)],
-        profiler=None if profiler is None else profiler(),
-    )
-    trainer.fit(
         Model(time.spend, step_s=2.0, validation_s=4.0),
         loader(Samples(10, time.spend, 3.0)),
         loader(Samples(2, time.spend, 1.0)),
+        logger=SpendingLogger(tmp_path, time.spend, 0.5),
+        log_every_n_steps=1,
+        callbacks=[Spending(time.spend, "on_train_batch_start", 0.25), Slow(time)],
+        profiler=profiler and profiler(),
     )
     clock = watch.clock
     assert watch.timer.unseen == []
@@ -81,13 +78,8 @@ def test_an_action_may_be_given_by_its_parameters_name(
             with profiler.profile(action_name="mine"):
                 return super().training_step(batch, batch_idx)
 
-    watch = watched_fit(
-        time,
-        tmp_path,
-        Named(time.spend, step_s=1.0),
-        loader(Samples(6)),
-        profiler=None if profiler is None else profiler(),
-    )
+    model, made = Named(time.spend, step_s=1.0), profiler and profiler()
+    watch = watched_fit(time, tmp_path, model, loader(Samples(6)), profiler=made)
     assert watch.clock.seconds == {"training_step/forward": 6.0}
 
 
@@ -168,15 +160,9 @@ def test_a_checkpoint_written_during_validation_is_a_checkpoint(time: HandClock,
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             time.spend(7.0)
 
-    watch = Watch(time)
-    trainer = quiet_trainer(
-        tmp_path,
-        callbacks=[watch, ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)],
-        enable_checkpointing=True,
-        num_sanity_val_steps=0,
-        max_epochs=2,
-    )
-    trainer.fit(SlowModel(), loader(Samples(2)), loader(Samples(2)))
+    saving = {"callbacks": [ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)], "enable_checkpointing": True}
+    data = loader(Samples(2)), loader(Samples(2))
+    watch = watched_fit(time, tmp_path, SlowModel(), *data, num_sanity_val_steps=0, max_epochs=2, **saving)
     assert watch.clock.seconds["checkpoint"] == 2 * 7.0
     assert "validation" not in watch.clock.seconds
 
@@ -200,12 +186,9 @@ def test_all_that_a_checkpoint_callback_does_is_checkpointing(time: HandClock, t
         def on_train_end(self, trainer: Trainer, *args: Any) -> None:
             trainer.strategy.remove_checkpoint(trainer.checkpoint_callback.best_model_path)
 
-    watch = Watch(time)
-    every_step = SlowNames(tmp_path, every_n_train_steps=1)
-    trainer = quiet_trainer(
-        tmp_path, callbacks=[watch, Cleaner(), every_step], plugins=[SlowDisk()], enable_checkpointing=True
-    )
-    trainer.fit(Model(), loader(Samples(6)))
+    callbacks = [Cleaner(), SlowNames(tmp_path, every_n_train_steps=1)]
+    saving = {"callbacks": callbacks, "plugins": [SlowDisk()], "enable_checkpointing": True}
+    watch = watched_fit(time, tmp_path, Model(), loader(Samples(6)), **saving)
     assert watch.clock.seconds == {"checkpoint": 6 * (0.5 + 1.0) + (5 + 1) * 3.0}
 
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a callback of this package, a training ends as it does without it."""
+"""Faults in callbacks of this package: a training ends as it does without them."""
 
 from __future__ import annotations
 
