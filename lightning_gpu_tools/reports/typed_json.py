@@ -52,7 +52,8 @@ def read(kind: Any, value: Any, kinds: Mapping[str, Any], place: str = "") -> An
         raise _refused(place, f"must be {' or '.join(_in_json(one)[1] for one in options)}", value)
     if get_origin(option) is Literal and value not in get_args(option):
         raise _refused(place, f"must be one of {', '.join(get_args(option))}", value)
-    _check_ranges(value, place, _MAX_DEPTH if option is Any else None)
+    if not _is_in_range(value, place, _MAX_DEPTH if option is Any else None):
+        raise _refused(place, "is out of range", value)
     if option is Any or not isinstance(value, (list, dict)):
         return value
     if isinstance(option, type) and get_origin(option) is None:
@@ -76,20 +77,16 @@ def _read_fields(kind: type, value: Any, kinds: Mapping[str, Any], place: str) -
     return kind(**found)
 
 
-def _check_ranges(value: Any, place: str, depth: int | None) -> None:
-    """Reject out-of-range values; ``depth``: levels allowed in a value of any type, ``None`` for a typed value."""
+def _is_in_range(value: Any, place: str, depth: int | None) -> bool:
+    """Return whether a value has a size that reports have; ``depth``: levels allowed in a value of any type."""
     if isinstance(value, (list, dict)):
-        if depth == 0:
-            raise _refused(place, f"is nested deeper than {_MAX_DEPTH} levels")
-        if len(value) > _MAX_ITEMS:
-            raise _refused(place, f"has {len(value):,} items; at most {_MAX_ITEMS:,} are allowed")
-        for one in (value if isinstance(value, list) else value.values()) if depth else ():
-            _check_ranges(one, place, depth - 1 if depth else None)
-    elif isinstance(value, (int, float)):
-        if not abs(value) <= _MAX_NUMBER:  # also true for NaN
-            raise _refused(place, "must be a finite number of at most 2^64", value)
-        if value < 0 and depth is None and (isinstance(value, int) or _OF_TIMES.search(place)):
-            raise _refused(place, "must not be negative", value)
+        items = value.values() if isinstance(value, dict) else value
+        is_shallow = depth is None or (depth > 0 and all(_is_in_range(one, place, depth - 1) for one in items))
+        return len(value) <= _MAX_ITEMS and is_shallow
+    if isinstance(value, (int, float)):
+        is_signed = depth is not None or (isinstance(value, float) and not _OF_TIMES.search(place))
+        return abs(value) <= _MAX_NUMBER and (value >= 0 or is_signed)  # false for NaN
+    return True
 
 
 @functools.cache

@@ -5,20 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger
 from sample_report import FINDING, REPORT
-from trainings import Model, Samples, loader, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.reports.report_file import ReportFile, load_report
+from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 SETTINGS: dict[str, Any] = {
@@ -178,28 +173,3 @@ def test_the_previous_run_is_in_the_folder_or_newest_version(tmp_path: Path) -> 
     assert earlier_report(tmp_path / "version_2") == found
     (tmp_path / "gpu_report.json").write_text("something else")
     assert earlier_report(tmp_path) is None
-
-
-class SlowCallback(Callback):
-    def on_train_batch_end(self, *args: Any) -> None:
-        time.sleep(0.03)  # far more than what a busy machine adds to a step
-
-
-@pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
-def test_the_next_run_reports_the_result_of_the_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = []
-    for callbacks in ([SlowCallback()], []):
-        logger = CSVLogger(tmp_path)
-        watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0.1)]
-        quiet_trainer(tmp_path, callbacks=[*callbacks, *watching], logger=logger).fit(
-            Model(time.sleep, step_s=0.002), loader(Samples(110))
-        )
-        folders.append(Path(logger.log_dir))
-    assert load_report(folders[0]).confirmation is None
-    result = load_report(folders[1]).confirmation
-    assert result is not None
-    assert result.startswith("SlowCallback ")
-    assert " % faster (95 % interval +" in result  # "confirmed", if the machine was equally fast in both
-    printed = capsys.readouterr().out
-    assert "Result:  SlowCallback" in printed
-    assert f"lightning-gpu-tools report {folders[0].parent} --against {folders[0]}" in printed
