@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_report import FINDING, REPORT
+from sample_report import REPORT, with_finding
 
 from lightning_gpu_tools.advice.findings import median_interval
 from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
@@ -84,9 +84,7 @@ def test_a_change_that_was_advised_is_what_the_runs_test(
 
 def advised(cause: Any, *, seed: int = 1, **settings: object) -> Report:
     """A run with another finding."""
-    run = a_run(0.05, seed=seed, **settings)
-    finding = replace(FINDING, cause=cause)
-    return replace(run, diagnosis=replace(run.diagnosis, findings=(finding,)))
+    return with_finding(a_run(0.05, seed=seed, **settings), cause=cause)
 
 
 def test_a_change_that_was_not_advised_cannot_be_compared() -> None:
