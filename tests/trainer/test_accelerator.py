@@ -175,7 +175,7 @@ def test_two_mig_instances_are_no_grant_of_two(driver: Driver, monkeypatch: pyte
 def test_the_instance_that_cuda_shows_already_is_used(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, claims_dir: Path, mask: str | None
 ) -> None:
-    """Also in a container that has one instance of a GPU, and may not read the GPU."""
+    """A container that has one instance of a GPU may not read the GPU."""
     driver.gpus = [gpu(closed=True, mig=[mig(memory_free="4GiB"), mig(memory_free="9GiB")])]
     first, second = (instance.uuid for instance in driver.gpus[0].mig or ())
     if mask:

@@ -200,7 +200,7 @@ def test_a_function_that_is_compiled_once_is_no_finding(tmp_path: Path) -> None:
 
 
 def test_compiled_code_that_is_no_longer_used_is_said_with_the_step(tmp_path: Path) -> None:
-    """However little time compiling took."""
+    """Compiling took little time here."""
     report = varying(tmp_path, [8, *[9] * 5 * STEPS, *range(1, 8), *[9] * 5 * STEPS], limit=2)
     (found,) = recompilations(report)
     assert found.evidence["recompilations"] == 1

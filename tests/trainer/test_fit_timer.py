@@ -1,4 +1,4 @@
-"""Where the time of real trainings is booked, by a clock that moves only when the test's code spends time."""
+"""The phases of the time of real trainings, by a clock that moves only when the test's code spends time."""
 
 import threading
 from collections.abc import Sequence

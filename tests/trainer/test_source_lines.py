@@ -1,4 +1,4 @@
-"""Which source lines a real training names, however long they take."""
+"""Source lines that a real training names, however long they take."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_STEPS = 5_000
 
 
 class Checked(Samples):
-    """Of another loader."""
+    """Samples of another loader."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         burn(0.005)
