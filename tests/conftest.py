@@ -20,6 +20,7 @@ import quiet_kernel
 from slurm_cluster import slurm_cluster
 
 if TYPE_CHECKING:
+    from fsspec.implementations.memory import MemoryFileSystem
     from trainings import HandClock
 
 # Before torch is imported, here or in a child: on the tests' tiny tensors its threads only spin until the others are
@@ -122,6 +123,16 @@ def claims_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, "")  # so that it is put back, whatever a selection does with it
         monkeypatch.delenv(name)
     return directory
+
+
+@pytest.fixture
+def memory_files() -> Iterator[type[MemoryFileSystem]]:
+    """The files behind ``memory://``, of which none is there before or after the test."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    yield MemoryFileSystem
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A report for the tests that need one, and the same of a job of any size."""
 
 from dataclasses import replace
+from typing import Any
 
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, OtherProcess
@@ -79,6 +80,12 @@ REPORT = Report(
         "lightning": "2.6.6",
     },
 )
+
+
+def with_finding(report: Report = REPORT, **changed: Any) -> Report:
+    """The report with one finding, which is that of the sample but for some fields."""
+    return replace(report, diagnosis=replace(report.diagnosis, findings=(replace(FINDING, **changed),)))
+
 
 # The same on a GPU alone: 39 GiB in the allocator and 1 of CUDA's own.
 TRAINED = replace(

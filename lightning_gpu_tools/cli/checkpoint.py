@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 
+from lightning_gpu_tools.checkpoints import sources, summary
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Progress, collector_paused, no_progress
 from lightning_gpu_tools.errors import CheckpointError
+from lightning_gpu_tools.files import exists
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
 _MIN_PROGRESS_BYTES = 256 << 20  # our default: smaller files take no noticeable time
@@ -105,22 +108,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @collector_paused()
 def _inspect(args: argparse.Namespace) -> int:
-    from lightning_gpu_tools.checkpoints.sources import read_structure
-    from lightning_gpu_tools.checkpoints.summary import render, summarize
-
     with _errors_reported():
-        summary = summarize(read_structure(args.file))
-    _print(summary if args.json else render(summary, all_keys=args.all))
+        found = summary.summarize(sources.read_structure(args.file))
+    _print(found if args.json else summary.render(found, all_keys=args.all))
     return 0
 
 
 @collector_paused()
 def _verify(args: argparse.Namespace) -> int:
-    from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
-
     start = time.monotonic()
     with _errors_reported(), _progress("verifying") as progress:
-        structure = verify_checkpoint(args.file, progress)
+        structure = sources.verify_checkpoint(args.file, progress)
     if args.json:
         _print({"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": structure.size_bytes})
     else:
@@ -135,8 +133,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 @collector_paused()
 def _convert(args: argparse.Namespace) -> int:
-    from lightning_gpu_tools.files import exists
-
     with _errors_reported():
         if exists(args.target) and not args.force:
             raise CheckpointError(f"{printable_path(args.target)} exists. Use --force to replace it.")
@@ -156,8 +152,8 @@ def _convert(args: argparse.Namespace) -> int:
         weights_only=args.weights,
     )
     with _errors_reported(), _progress("converting") as progress:
-        summary = convert(args.source, args.target, changes, progress)
-    _print(summary)
+        result = convert(args.source, args.target, changes, progress)
+    _print(result)
     return 0
 
 
@@ -191,8 +187,6 @@ def _target(path: str) -> str:
 
 
 def _print(result: object) -> None:
-    import json
-
     print(result if isinstance(result, str) else json.dumps(result))
 
 

@@ -7,13 +7,26 @@ import dataclasses
 import json
 import shlex
 import subprocess
-from typing import TYPE_CHECKING
 
 from lightning_gpu_tools.cli.options import say
+from lightning_gpu_tools.dry_run import launch
+from lightning_gpu_tools.dry_run.records import Plan
+from lightning_gpu_tools.dry_run.result import (
+    EXIT_CODES,
+    NCCL_BYTES,
+    DryRun,
+    Judgment,
+    context_bytes,
+    judge,
+    next_trial,
+    result,
+    usable_bytes,
+)
+from lightning_gpu_tools.dry_run.text import render
+from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools.simulated import SimulatedCudaError
+from lightning_gpu_tools.simulated.build import libraries
 from lightning_gpu_tools.simulated.models import MODELS
-
-if TYPE_CHECKING:
-    from lightning_gpu_tools.dry_run.result import DryRun, Judgment
 
 _MORE_MEMORY = 16  # our default: factor for the second run, which measures a command that does not fit
 
@@ -55,11 +68,6 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"-n must be from 1 to 16, got {args.count}")
     if args.vary is not None and "{}" not in args.vary:
         args.parser.error(f"--vary needs {{}} in place of the number, got {args.vary!r}")
-    from lightning_gpu_tools.dry_run.result import EXIT_CODES, Judgment, result
-    from lightning_gpu_tools.dry_run.text import render
-    from lightning_gpu_tools.simulated import SimulatedCudaError
-    from lightning_gpu_tools.simulated.build import libraries
-
     try:
         libraries()  # its error says what is missing
         found = _dry_run(args)
@@ -73,8 +81,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _dry_run(args: argparse.Namespace) -> DryRun:
-    from lightning_gpu_tools.dry_run.result import result
-
     judgment = _trial(args, args.command, stdout=2 if args.format == "json" else None)
     needs = None
     if judgment.verdict == "does_not_fit":
@@ -90,8 +96,6 @@ def _dry_run(args: argparse.Namespace) -> DryRun:
 
 
 def _vary(args: argparse.Namespace, found: DryRun) -> dict[int, bool]:
-    from lightning_gpu_tools.dry_run.result import next_trial
-
     tried: dict[int, bool] = {}
     batches: set[int | None] = set()
     while (number := next_trial(tried, found.largest_batch or found.batch_size or 1)) is not None:
@@ -118,10 +122,6 @@ def _trial(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> Judgment:
-    from lightning_gpu_tools.dry_run import launch
-    from lightning_gpu_tools.dry_run.records import Plan
-    from lightning_gpu_tools.dry_run.result import NCCL_BYTES, context_bytes, judge, usable_bytes
-
     plan = Plan(args.steps, usable_bytes(args.gpu) - context_bytes(args.gpu, args.count))
     ended = launch.run(
         command,
@@ -142,8 +142,7 @@ def _quiet_trial(args: argparse.Namespace, command: list[str], *, times_memory: 
 
 def _free_here(needed_bytes: int) -> tuple[int, ...] | None:
     """Return the indices of this machine's GPUs with enough free memory; ``None`` without a driver."""
-    from lightning_gpu_tools.errors import NvmlUnavailableError
-    from lightning_gpu_tools.gpus import nvml
+    from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
     try:
         return tuple(one.index for one in nvml.read_gpus() if (one.memory_free_bytes or 0) >= needed_bytes)

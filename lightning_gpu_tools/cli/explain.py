@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from itertools import groupby
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from lightning_gpu_tools.advice.explained import Explained, Threshold
+from lightning_gpu_tools.advice.explained import Explained, Threshold, explained
 
 _WIDTH = 100  # like the report
 _VERIFIED_ON = {
@@ -40,10 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the causes with the given name, or list all causes."""
-    import json
-
-    from lightning_gpu_tools.advice.explained import explained
-
     every = list(explained())
     found = [one for one in every if args.cause in (None, *_names(one))]
     if not found:
@@ -62,8 +60,6 @@ def _names(one: Explained) -> set[str]:
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
-    from difflib import get_close_matches
-
     near = get_close_matches(name, sorted(set(known)))
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     return f'no cause is named "{name}".{meant} Run explain without an argument to list all causes.'
@@ -75,8 +71,6 @@ def _as_json(one: Explained) -> dict[str, Any]:
 
 
 def _list(causes: Sequence[Explained]) -> str:
-    from itertools import groupby
-
     parts = []
     for (group, place), some in groupby(causes, key=lambda one: (one.group, one.place)):
         lines = (_filled(one.meaning, f"  {one.name:24}", " " * 26) for one in some)
@@ -108,8 +102,6 @@ def _lines(one: Explained) -> Iterator[str]:
 
 
 def _table(thresholds: Sequence[Threshold]) -> Iterator[str]:
-    from itertools import groupby
-
     for about, some in groupby(thresholds, key=lambda one: one.about):
         if about:
             yield _filled(about, "  ")
@@ -120,8 +112,6 @@ def _table(thresholds: Sequence[Threshold]) -> Iterator[str]:
 
 
 def _filled(text: str, first: str = "", others: str | None = None) -> str:
-    import textwrap
-
     wrapper = textwrap.TextWrapper(_WIDTH, break_long_words=False, break_on_hyphens=False)
     wrapper.initial_indent, wrapper.subsequent_indent = first, first if others is None else others
     return wrapper.fill(text)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
+
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpus.readings import folded_claims
+from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, folded_claims
 from lightning_gpu_tools.processes import INIT
+from lightning_gpu_tools.selection import claims as all_claims
+from lightning_gpu_tools.selection.ranking import effective_free_bytes
 from lightning_gpu_tools.units import format_bytes, format_duration, number_ranges, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from rich.console import Console
     from rich.table import Table
-
-    from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading
 
 _REFRESH_EVERY_S = 2.0
 _MIN_UUID = len("MIG-5e6f7a8b")
@@ -66,8 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table or the JSON."""
     if args.json:
-        import json
-
         gpus, claims = _read()
         print(json.dumps([_as_json(gpu, claims) for gpu in gpus]))
         return 0
@@ -99,25 +100,20 @@ def _watch(console: Any) -> int:
 
 def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
     """Return the GPUs and the claims; ``None`` if the claims cannot be read."""
-    from lightning_gpu_tools.gpus import nvml
-    from lightning_gpu_tools.selection import claims
+    from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
     gpus = nvml.read_gpus(with_loads=True)
     process_ids = {process.pid for gpu in gpus for process in gpu.processes or ()}
-    claims.warn_if_private()
+    all_claims.warn_if_private()
     try:
-        with claims.read_ledger(claims.directory()) as ledger:
+        with all_claims.read_ledger(all_claims.directory()) as ledger:
             return gpus, ledger.claims(process_ids)
     except ClaimsError as error:
-        claims.warn_once(f"{error} The claims of other jobs are unknown.")
+        all_claims.warn_once(f"{error} The claims of other jobs are unknown.")
         return gpus, None
 
 
 def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> dict[str, Any]:
-    import dataclasses
-
-    from lightning_gpu_tools.selection.ranking import effective_free_bytes
-
     found = dataclasses.asdict(gpu)
     for process, fields in zip(gpu.processes or (), found["processes"] or (), strict=True):
         fields.update(_state(process))
@@ -245,8 +241,6 @@ def _use(gpu: GpuReading) -> str:
 
 def _state(process: GpuProcess) -> dict[str, Any]:
     """Return facts that the driver does not report; ``None`` if the process is not visible from here."""
-    import psutil
-
     state: dict[str, Any] = {"started_s": None, "is_idle": None, "is_left_over": None}
     if process.user is not None:  # otherwise the PID is from another namespace
         with contextlib.suppress(psutil.Error):

@@ -8,12 +8,16 @@ import math
 import os
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_gpu_tools.cli import options
-
-if TYPE_CHECKING:
-    from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, confirm, render_comparison
+from lightning_gpu_tools.reports.report import FILE_NAME, Report
+from lightning_gpu_tools.reports.report_file import find_report, load_report
+from lightning_gpu_tools.reports.schema import as_json, to_json
+from lightning_gpu_tools.reports.text import LINE_COLUMNS, line_rows, render_markdown, render_text
+from lightning_gpu_tools.units import printable_path
 
 _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
 
@@ -66,13 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report or the comparison."""
-    from lightning_gpu_tools.errors import ReportError
-    from lightning_gpu_tools.reports.report import FILE_NAME
-    from lightning_gpu_tools.reports.report_file import load_report
-    from lightning_gpu_tools.reports.schema import to_json
-    from lightning_gpu_tools.reports.text import render_markdown, render_text
-    from lightning_gpu_tools.units import printable_path
-
     if args.full and (args.against is not None or args.format not in ("text", "markdown")):
         args.usage_error("--full works only for one report, as text or markdown")
     if args.lines and (args.against is not None or args.format != "text"):
@@ -110,10 +107,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _found(path: str) -> str:
-    from lightning_gpu_tools.reports.report import FILE_NAME
-    from lightning_gpu_tools.reports.report_file import find_report
-    from lightning_gpu_tools.units import printable_path
-
     file = find_report(path)
     if file not in (path, os.path.join(path, FILE_NAME)):
         shown = printable_path(file.removeprefix("./"))
@@ -126,8 +119,6 @@ def _print_lines(report: Report, *, full: bool) -> int:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-    from lightning_gpu_tools.reports.text import LINE_COLUMNS, line_rows
 
     rows = line_rows(report, full=full)
     if not rows:
@@ -157,9 +148,6 @@ def _page(*runs: Any) -> str:
 
 
 def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:
-    from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, confirm, render_comparison
-    from lightning_gpu_tools.reports.schema import as_json
-
     comparison = compare(new, old, max_slowdown)
     confirmation = confirm(new, old)
     if form == "json":

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Claim GPUs and execute the command. Return only on Windows, or if the command cannot be started."""
+    """Claim GPUs and execute the command. Return only if it cannot be started."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         args.parser.error("no command given: put it last, after --")
@@ -90,10 +90,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _execute(command: list[str]) -> int:
     try:
-        if os.name == "nt":  # exec would start a second process and end this one
-            import subprocess
-
-            return subprocess.call(command)
         for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the command would inherit that
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         os.execvp(command[0], command)

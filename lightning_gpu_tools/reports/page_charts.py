@@ -13,17 +13,7 @@ from bokeh.plotting import figure
 
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.charts import (
-    LINES,
-    Row,
-    label_every,
-    mean,
-    phase_bands,
-    rows_title,
-    span_edges_s,
-    time_unit,
-    torch_bands,
-)
+from lightning_gpu_tools.reports import charts
 from lightning_gpu_tools.reports.markup import escaped, folded, table
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.text import gpu_label, phase_groups
@@ -49,15 +39,15 @@ class Charts:
         self._prefix = prefix
         runs = [report] if other is None else [report, other]
         longest_s = max(1e-9, *(run.wall_s for run in runs))
-        self._unit = time_unit(longest_s)
+        self._unit = charts.time_unit(longest_s)
         self._length = max(report.wall_s, 1e-9) / self._unit.seconds
         self._time = f", at $x{{0.00}} {self._unit.name}"  # of a tooltip
         # Shared, so that all charts show the same part of the run.
         self._range = Range1d(start=0, end=longest_s / self._unit.seconds)
         phases = dict.fromkeys(phase for run in runs for phase in run.phase_s)
         together = {phase: sum(run.phase_s.get(phase, 0.0) for run in runs) for phase in phases}
-        self._bands = phase_bands(report, phase_groups(together))
-        self._edges = np.array(span_edges_s(report), np.float32) / self._unit.seconds
+        self._bands = charts.phase_bands(report, phase_groups(together))
+        self._edges = np.array(charts.span_edges_s(report), np.float32) / self._unit.seconds
         steps = {"x": self._edges, "zero": np.zeros_like(self._edges)}
         for number, band in enumerate(self._bands):
             steps[f"top{number}"] = np.array([*band.top, *band.top[-1:]], np.float32)  # from each edge on
@@ -80,12 +70,12 @@ class Charts:
         legend = _legend([(band.color, f"{band.label} {band.amount}") for _, band in shown])
         return self._figure("phases", plot, "Time by phase, over the run", legend)
 
-    def rows(self, metric: str, shown: Sequence[Row]) -> str:
+    def rows(self, metric: str, shown: Sequence[charts.Row]) -> str:
         """Return a chart with rows of colors."""
         parts = [strip for row in shown for strip in row.strips]
         pixels = min(_ROW_PIXELS * len(shown), _ROWS_PIXELS)
         plot = self._plot("", pixels + 70, y_range=(len(shown), 0))
-        every = label_every(len(shown), _ROWS_PIXELS / _ROW_PIXELS)
+        every = charts.label_every(len(shown), _ROWS_PIXELS / _ROW_PIXELS)
         plot.yaxis.ticker = FixedTicker(ticks=[place + 0.5 for place in range(0, len(shown), every)])
         plot.yaxis.major_label_overrides = {place + 0.5: row.label for place, row in enumerate(shown)}
         plot.grid.visible = False
@@ -101,11 +91,11 @@ class Charts:
         drawn = plot.image("image", 0, "y", self._length, "dh", source=source, color_mapper=colors)
         plot.add_tools(HoverTool(renderers=[drawn], tooltips="@label: @image{0} %" + self._time, visible=False))
         values = self._table_of_parts("In percent", [(strip.label, _in_parts(strip.percent)) for strip in parts])
-        return self._figure(f"rows of {metric}", plot, rows_title(shown, metric), _SCALE, values)
+        return self._figure(f"rows of {metric}", plot, charts.rows_title(shown, metric), _SCALE, values)
 
     def lines(self, metric: str, gpus: Sequence[GpuSummary], *, chosen: bool = False) -> str:
         """Return a chart with a line for each of at most four GPUs, or for the chosen one."""
-        label, divisor, height = LINES[metric]
+        label, divisor, height = charts.LINES[metric]
         is_percent = metric == "utilization_percent"
         plot = self._plot(label, height, **({"y_range": (0, 103)} if is_percent else {}))
         if is_percent:
@@ -134,9 +124,10 @@ class Charts:
     def choice(self, gpus: Sequence[GpuSummary]) -> str:
         """Return a selector of the GPU to show as lines, with the values of each GPU."""
         max_points = max(100, _MAX_POINTS // len(gpus))
-        series = [
-            {f"{self._prefix}-{metric}": self._values(gpu, metric, max_points) for metric in LINES} for gpu in gpus
-        ]
+        series = []
+        for gpu in gpus:
+            lines = {f"{self._prefix}-{metric}": self._values(gpu, metric, max_points) for metric in charts.LINES}
+            series.append(lines)
         name = f"{self._prefix}-gpu"
         options = "".join(f'<option value="{place}">{gpu_label(gpu)}</option>' for place, gpu in enumerate(gpus))
         data = json.dumps(series, separators=(",", ":")).replace("<", "\\u003c")
@@ -147,9 +138,9 @@ class Charts:
 
     def torch_memory(self, account: MemoryAccount) -> str:
         """Return a chart of torch's use of a GPU's memory."""
-        plot = self._plot(LINES["memory_used_bytes"].label, 240)
+        plot = self._plot(charts.LINES["memory_used_bytes"].label, 240)
         x = np.array([point.time_s / self._unit.seconds for point in account.timeline], np.float32)
-        bands = torch_bands(account)
+        bands = charts.torch_bands(account)
         for band in bands:
             bottom, top = (np.array(side, np.float32) for side in (band.bottom, band.top))
             plot.varea(x, bottom, top, color=band.color, alpha=0.8)
@@ -201,7 +192,7 @@ class Charts:
         if series is None:
             return 0.0, 1.0, []
         series = series if max_points is None else series.at_most(max_points)
-        values = [None if value is None else round(value / LINES[metric].divisor, 2) for value in series.values]
+        values = [None if value is None else round(value / charts.LINES[metric].divisor, 2) for value in series.values]
         return series.begin_s / self._unit.seconds, series.interval_s / self._unit.seconds, values
 
     def _table_of_parts(self, what: str, lines: Sequence[tuple[str, Sequence[float | None]]]) -> str:
@@ -214,7 +205,7 @@ class Charts:
 
 def _in_parts(percent: Sequence[float | None]) -> list[float | None]:
     columns = len(percent) // _PARTS
-    return [mean(percent[part * columns : (part + 1) * columns]) for part in range(_PARTS)]
+    return [charts.mean(percent[part * columns : (part + 1) * columns]) for part in range(_PARTS)]
 
 
 def _legend(colors: Sequence[tuple[str, str]]) -> str:

@@ -15,21 +15,7 @@ from matplotlib.patches import Patch
 
 from lightning_gpu_tools.files import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.charts import (
-    LINES,
-    MAX_LINES,
-    MAX_ROWS,
-    ROW_METRICS,
-    Row,
-    label_every,
-    phase_bands,
-    rows,
-    rows_title,
-    span_edges_s,
-    time_unit,
-    torch_account,
-    torch_bands,
-)
+from lightning_gpu_tools.reports import charts
 from lightning_gpu_tools.reports.report import PLOT_NAME, Report
 from lightning_gpu_tools.reports.text import gpu_label, verdict_label
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
@@ -79,7 +65,7 @@ def _draw(report: Report) -> Figure:
     for axis, (_, draw, *arguments) in zip(axes, panels, strict=True):
         draw(axis, report, *arguments)
         axis.spines[["top", "right"]].set_visible(False)
-    unit = time_unit(report.wall_s)
+    unit = charts.time_unit(report.wall_s)
     axes[-1].set_xlabel(f"time since training started ({unit.name})")
     axes[-1].set_xlim(0, max(report.wall_s, 1e-9) / unit.seconds)
     return figure
@@ -87,50 +73,49 @@ def _draw(report: Report) -> Figure:
 
 def _panels(report: Report) -> Iterator[tuple[Any, ...]]:
     """Yield the panels from top to bottom: height in inches, drawing function, and its arguments."""
-    labels = sum(band.is_visible for band in phase_bands(report))
+    labels = sum(band.is_visible for band in charts.phase_bands(report))
     yield max(1.4, _TEXT * labels), _draw_where_time_went
     gpus = [gpu for gpu in report.gpus if gpu.timelines]
-    metrics = list(LINES)
-    if len(gpus) > MAX_LINES:
-        for metric in ROW_METRICS:
-            if shown := rows(report, metric):
+    metrics = list(charts.LINES)
+    if len(gpus) > charts.MAX_LINES:
+        for metric in charts.ROW_METRICS:
+            if shown := charts.rows(report, metric):
                 yield min(_ROW * len(shown), _ROWS) + _TEXT, _draw_rows, metric, shown
-        account = torch_account(report)
+        account = charts.torch_account(report)
         gpus = [gpu for gpu in gpus if account is not None and gpu.uuid == account.uuid]
         metrics = ["memory_used_bytes"]
     for metric in metrics:
         if drawn := [gpu for gpu in gpus if metric in gpu.timelines]:
-            yield LINES[metric].height / 100, _draw_lines, metric, drawn
+            yield charts.LINES[metric].height / 100, _draw_lines, metric, drawn
 
 
 def _draw_where_time_went(axis: Axes, report: Report) -> None:
     _draw_phases(axis, report)
-    handles = [
-        Patch(color=band.color, label=f"{band.label} {band.amount}") for band in phase_bands(report) if band.is_visible
-    ]
-    axis.legend(handles=handles[::-1], **_LEGEND)  # in the order of the stack
+    bands = [band for band in charts.phase_bands(report) if band.is_visible]
+    handles = [Patch(color=band.color, label=f"{band.label} {band.amount}") for band in reversed(bands)]
+    axis.legend(handles=handles, **_LEGEND)  # in the order of the stack
     axis.set_ylabel("time (%)")
     axis.set_title(f"Where the {format_duration(report.wall_s)} went", loc="left", fontsize="medium")
 
 
 def _draw_phases(axis: Axes, report: Report, alpha: float = 1.0) -> None:
-    unit = time_unit(report.wall_s)
-    edges = [edge_s / unit.seconds for edge_s in span_edges_s(report)]
-    for band in phase_bands(report):
+    unit = charts.time_unit(report.wall_s)
+    edges = [edge_s / unit.seconds for edge_s in charts.span_edges_s(report)]
+    for band in charts.phase_bands(report):
         bottom, top = ([*side, *side[-1:]] for side in (band.bottom, band.top))
         axis.fill_between(edges, bottom, top, step="post", color=band.color, alpha=alpha, linewidth=0)
     axis.set_ylim(0, 100)
 
 
 def _draw_lines(axis: Axes, report: Report, metric: str, gpus: Sequence[GpuSummary]) -> None:
-    unit = time_unit(report.wall_s)
-    label, divisor, _ = LINES[metric]
+    unit = charts.time_unit(report.wall_s)
+    label, divisor, _ = charts.LINES[metric]
     if metric == "utilization_percent":
         _draw_phases(axis, report, alpha=0.2)
-    account = torch_account(report)
+    account = charts.torch_account(report)
     if metric == "memory_used_bytes" and account is not None:  # the driver's values are drawn over it
         times = [point.time_s / unit.seconds for point in account.timeline]
-        for band in torch_bands(account):
+        for band in charts.torch_bands(account):
             axis.fill_between(times, band.bottom, band.top, color=band.color, alpha=0.6, linewidth=0, label=band.label)
         axis.set_title(f"Torch on GPU {account.index}", loc="left", fontsize="small")
     for (color, dashes), gpu in zip(_LINE_STYLES, gpus, strict=False):
@@ -152,8 +137,8 @@ def _draw_lines(axis: Axes, report: Report, metric: str, gpus: Sequence[GpuSumma
     axis.legend(**_LEGEND)
 
 
-def _draw_rows(axis: Axes, report: Report, metric: str, shown: Sequence[Row]) -> None:
-    length = report.wall_s / time_unit(report.wall_s).seconds
+def _draw_rows(axis: Axes, report: Report, metric: str, shown: Sequence[charts.Row]) -> None:
+    length = report.wall_s / charts.time_unit(report.wall_s).seconds
     parts = [strip for row in shown for strip in row.strips]
     columns = len(parts[0].percent)
     colors = axis.pcolormesh(
@@ -164,11 +149,11 @@ def _draw_rows(axis: Axes, report: Report, metric: str, shown: Sequence[Row]) ->
         vmin=0,
         vmax=100,
     )
-    if len(shown) <= MAX_ROWS:
+    if len(shown) <= charts.MAX_ROWS:
         axis.hlines(range(1, len(shown)), 0, length, color="white", linewidth=0.5)
     axis.set_ylim(len(shown), 0)  # the first one at the top
-    every = label_every(len(shown), _ROWS / _ROW)
+    every = charts.label_every(len(shown), _ROWS / _ROW)
     axis.set_yticks([place + 0.5 for place in range(0, len(shown), every)], [row.label for row in shown[::every]])
     axis.tick_params(axis="y", labelsize="small", length=0)
-    axis.set_title(rows_title(shown, metric), loc="left", fontsize="medium")
+    axis.set_title(charts.rows_title(shown, metric), loc="left", fontsize="medium")
     axis.figure.colorbar(colors, cax=axis.inset_axes((1.01, 0.0, 0.012, 1.0)), label="%")

@@ -7,6 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping
+from inspect import signature
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -42,8 +43,8 @@ def read(kind: Any, value: Any, kinds: Mapping[str, Any], place: str = "") -> An
         place: The path of the value, for error messages.
 
     Raises:
-        ValueError: The value has another type or too many items, or a number is not finite, too large, a negative
-            integer or a negative time.
+        ValueError: The value has another type or too many items, a field is missing, or a number is not finite, too
+            large, a negative integer or a negative time.
     """
     options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     option = next((one for one in options if _fits(one, value)), None)
@@ -51,46 +52,48 @@ def read(kind: Any, value: Any, kinds: Mapping[str, Any], place: str = "") -> An
         raise _refused(place, f"must be {' or '.join(_in_json(one)[1] for one in options)}", value)
     if get_origin(option) is Literal and value not in get_args(option):
         raise _refused(place, f"must be one of {', '.join(get_args(option))}", value)
-    _check_ranges(value, place, _MAX_DEPTH if option is Any else None)
-    if option is Any or isinstance(value, (str, int, float, NoneType)):
+    if not _is_in_range(value, place, _MAX_DEPTH if option is Any else None):
+        raise _refused(place, "is out of range", value)
+    if option is Any or not isinstance(value, (list, dict)):
         return value
-    if hasattr(option, "_fields"):
-        fields = option._fields
-        if not len(fields) - len(option._field_defaults) <= len(value) <= len(fields):
-            raise _refused(place, f"must be a list of {', '.join(fields)}, got {len(value)} items")
-        value = dict(zip(fields, value, strict=False))
-    is_dataclass: bool = dataclasses.is_dataclass(option)
-    for field in dataclasses.fields(option) if is_dataclass else ():
-        if field.name not in value and field.default is field.default_factory is dataclasses.MISSING:
-            raise _refused(place, f"has no {field.name!r}")
-    if is_dataclass or hasattr(option, "_fields"):
-        types = {name: kinds.get(name, inner) for name, inner in _hints(option).items() if name in value}
-        return option(**{name: read(inner, value[name], kinds, _inside(place, name)) for name, inner in types.items()})
+    if isinstance(option, type) and get_origin(option) is None:
+        return _read_fields(option, value, kinds, place)
     if isinstance(value, dict):
         return {key: read(get_args(option)[1], one, kinds, _inside(place, key)) for key, one in value.items()}
     items = [read(get_args(option)[0], one, kinds, _inside(place, i)) for i, one in enumerate(value)]
     return tuple(items) if get_origin(option) is tuple else items
 
 
-def _check_ranges(value: Any, place: str, depth: int | None) -> None:
-    """Reject out-of-range values; ``depth``: levels allowed in a value of any type, ``None`` for a typed value."""
+def _read_fields(kind: type, value: Any, kinds: Mapping[str, Any], place: str) -> Any:
+    """Return an object as a dataclass, or a list as a named tuple."""
+    fields = _fields(kind)
+    given = dict(zip(fields, value, strict=False)) if isinstance(value, list) else value
+    found = {}
+    for name, (inner, is_required) in fields.items():
+        if name in given:
+            found[name] = read(kinds.get(name, inner), given[name], kinds, _inside(place, name))
+        elif is_required:
+            raise _refused(place, f"has no {name!r}")
+    return kind(**found)
+
+
+def _is_in_range(value: Any, place: str, depth: int | None) -> bool:
+    """Return whether a value has a size that reports have; ``depth``: levels allowed in a value of any type."""
     if isinstance(value, (list, dict)):
-        if depth == 0:
-            raise _refused(place, f"is nested deeper than {_MAX_DEPTH} levels")
-        if len(value) > _MAX_ITEMS:
-            raise _refused(place, f"has {len(value):,} items; at most {_MAX_ITEMS:,} are allowed")
-        for one in (value if isinstance(value, list) else value.values()) if depth else ():
-            _check_ranges(one, place, depth - 1 if depth else None)
-    elif isinstance(value, (int, float)):
-        if not abs(value) <= _MAX_NUMBER:  # also true for NaN
-            raise _refused(place, "must be a finite number of at most 2^64", value)
-        if value < 0 and depth is None and (isinstance(value, int) or _OF_TIMES.search(place)):
-            raise _refused(place, "must not be negative", value)
+        items = value.values() if isinstance(value, dict) else value
+        is_shallow = depth is None or (depth > 0 and all(_is_in_range(one, place, depth - 1) for one in items))
+        return len(value) <= _MAX_ITEMS and is_shallow
+    if isinstance(value, (int, float)):
+        is_signed = depth is not None or (isinstance(value, float) and not _OF_TIMES.search(place))
+        return abs(value) <= _MAX_NUMBER and (value >= 0 or is_signed)  # false for NaN
+    return True
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
+    """Return the type of each field of a class, and whether it is required."""
+    hints = get_type_hints(kind)
+    return {name: (hints[name], one.default is one.empty) for name, one in signature(kind).parameters.items()}
 
 
 def _fits(kind: Any, value: Any) -> bool:

@@ -46,38 +46,28 @@ def callbacks_factory() -> list[Callback]:
 
 def fabric_callbacks_factory() -> list[Any]:
     """Return no callbacks; warn once if any are requested."""
-    if _advises() and not is_disabled():
-        _warn_of_fabric()
+    if _advises() and not is_disabled() and "Fabric" not in _warned:
+        _warned.add("Fabric")
+        only_warn(
+            "LIGHTNING_GPU_TOOLS=advise has no effect on Fabric, which does not run the training loop. Wrap the loop "
+            "in `with lightning_gpu_tools.watch(fabric) as run:`."
+        )
     return []
 
 
 def _advises() -> bool:
     value = os.environ.get("LIGHTNING_GPU_TOOLS", "")
     if value not in ("", "0", "advise", *_warned):
+        from lightning_utilities.core.rank_zero import rank_zero_only
+
+        from lightning_gpu_tools.units import printable
+
         _warned.add(value)
-        _warn_of_value(value)
+        rank_zero_only(only_warn)(
+            f"LIGHTNING_GPU_TOOLS={printable(value)!r} has no effect. Set LIGHTNING_GPU_TOOLS=advise for a report on "
+            "every Trainer, or unset it."
+        )
     return value == "advise"
-
-
-def _warn_of_value(value: str) -> None:
-    from lightning_utilities.core.rank_zero import rank_zero_only
-
-    from lightning_gpu_tools.units import printable
-
-    rank_zero_only(only_warn)(
-        f"LIGHTNING_GPU_TOOLS={printable(value)!r} has no effect. Set LIGHTNING_GPU_TOOLS=advise for a report on every "
-        "Trainer, or unset it."
-    )
-
-
-def _warn_of_fabric() -> None:
-    if "Fabric" in _warned:
-        return
-    _warned.add("Fabric")
-    only_warn(
-        "LIGHTNING_GPU_TOOLS=advise has no effect on Fabric, which does not run the training loop. Wrap the loop in "
-        "`with lightning_gpu_tools.watch(fabric) as run:`."
-    )
 
 
 def register_strategies() -> None:

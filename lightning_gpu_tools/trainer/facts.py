@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,22 @@ def trainer_settings(trainer: Any) -> Mapping[str, Any]:
     return {"accelerator": type(trainer.accelerator).__name__, package: version}
 
 
+def _trainers(path: str) -> Any:
+    """Return a property with the present value of an attribute of the Trainer."""
+    return property(attrgetter(f"_trainer.{path}"))
+
+
 class TrainerRun(Run):
     """The ``Run`` of a Trainer's fit."""
 
     has_trainer = True
+    device = _trainers("strategy.root_device")
+    module = _trainers("lightning_module")
+    optimizers = _trainers("optimizers")
+    optimizer_steps = _trainers("global_step")
+    accumulate_grad_batches = _trainers("accumulate_grad_batches")
+    loggers = _trainers("loggers")
+    log_every_n_steps = _trainers("log_every_n_steps")
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -66,11 +79,6 @@ class TrainerRun(Run):
     @override
     def place(self) -> RankPlace:
         return place_of(self._trainer)
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self._trainer.strategy.root_device
 
     @property
     @override
@@ -93,35 +101,10 @@ class TrainerRun(Run):
     def iterator(self) -> object | None:
         return compat.train_iterator(self._trainer)
 
-    @property
-    @override
-    def module(self) -> torch.nn.Module | None:
-        return self._trainer.lightning_module
-
-    @property
-    @override
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        return self._trainer.optimizers
-
-    @property
-    @override
-    def optimizer_steps(self) -> int:
-        return self._trainer.global_step
-
     @cached_property  # at the end, Lightning unwraps the model
     @override
     def is_plain_ddp(self) -> bool:
         return isinstance(self._trainer.strategy.model, DistributedDataParallel)
-
-    @property
-    @override
-    def loggers(self) -> Sequence[Any]:
-        return self._trainer.loggers
-
-    @property
-    @override
-    def log_every_n_steps(self) -> int:
-        return self._trainer.log_every_n_steps  # type: ignore[attr-defined, no-any-return]
 
     @property
     @override
@@ -132,11 +115,6 @@ class TrainerRun(Run):
     @override
     def precision(self) -> str:
         return str(self._trainer.precision)
-
-    @property
-    @override
-    def accumulate_grad_batches(self) -> int:
-        return self._trainer.accumulate_grad_batches
 
     @property
     @override

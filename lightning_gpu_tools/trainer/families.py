@@ -49,8 +49,8 @@ def is_lightnings(*definitions: Any) -> bool:
 
 def overrides(thing: object, base: str, method: str) -> bool:
     """Return whether ``thing`` overrides a method of Lightning's class ``base``."""
-    lightnings, own = base_of(thing, base), getattr(thing, method, None)
-    return lightnings is None or getattr(own, "__func__", own) is not getattr(lightnings, method, None)
+    own = getattr(thing, method, None)
+    return getattr(own, "__func__", own) is not getattr(base_of(thing, base), method, None)
 
 
 def lookup(thing: object, path: str) -> Any:

@@ -21,30 +21,12 @@ from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, overrides
 from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
+from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.compat import keep_from_compiler
 from lightning_gpu_tools.training.drift import GraphSizes
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
-from lightning_gpu_tools.training.phases import (
-    BACKWARD,
-    CALLBACK,
-    CHECKPOINT,
-    EPOCH_START,
-    FORWARD,
-    GRADIENT_CLIPPING,
-    GRADIENT_SCALER,
-    HOST_TO_DEVICE_COPY,
-    LOGGING,
-    MONITORING,
-    OPTIMIZER,
-    RANK_WAIT,
-    SELF_LOG,
-    TRAINER,
-    TRAINING_STEP,
-    VALIDATION,
-    ZERO_GRAD,
-)
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 
@@ -68,11 +50,11 @@ _TRANSFER_HOOKS = frozenset({"on_before_batch_transfer", "on_after_batch_transfe
 # Hooks of the strategy, and of a model that does not override them.
 _BATCH_HOOKS = frozenset({"on_after_batch_transfer", "on_train_batch_start"})  # may have kernels of their own
 _STEP_PARTS = {
-    "training_step": FORWARD,
-    "backward": BACKWARD,
-    "optimizer_step": OPTIMIZER,
-    "optimizer_zero_grad": ZERO_GRAD,
-    "configure_gradient_clipping": GRADIENT_CLIPPING,
+    "training_step": phases.FORWARD,
+    "backward": phases.BACKWARD,
+    "optimizer_step": phases.OPTIMIZER,
+    "optimizer_zero_grad": phases.ZERO_GRAD,
+    "configure_gradient_clipping": phases.GRADIENT_CLIPPING,
 }
 _USERS_HOOKS = (_TIMED_HOOKS - {"on_validation_end"}) | _TRANSFER_HOOKS | _STEP_PARTS.keys() | {"lr_scheduler_step"}
 _MAX_CONTEXTS = 1000  # our default: a user's own actions may have numbers in their names
@@ -140,34 +122,35 @@ class FitTimer(Timer):
             return
         trainer, clock = self._trainer, self.clock
         keep_from_compiler()
-        self._time("fit_loop.on_advance_start", EPOCH_START)
-        self._time("fit_loop.epoch_loop.on_run_start", EPOCH_START)
+        self._time("fit_loop.on_advance_start", phases.EPOCH_START)
+        self._time("fit_loop.epoch_loop.on_run_start", phases.EPOCH_START)
         self._wrap("fit_loop.epoch_loop.on_run_start", partial(before, clock.begin_epoch))
         self._wrap(compat.BEFORE_FETCH, partial(before, clock.begin_fetch))
         self._wrap(compat.AFTER_FETCH, partial(after, clock.end_fetch))
-        self._time("fit_loop.advance", TRAINER)
-        self._time("fit_loop.on_advance_end", TRAINER)
+        self._time("fit_loop.advance", phases.TRAINER)
+        self._time("fit_loop.on_advance_end", phases.TRAINER)
         if trainer.world_size > 1:
             self._book_rank_waits()
         self._time_step()
         self._wrap("strategy.backward", self.graph.around)
         for method in compat.METRICS:
-            self._time(method, f"{LOGGING}/{SELF_LOG}", except_in=VALIDATION)
-        self._time("fit_loop.epoch_loop.val_loop.run", VALIDATION)
+            self._time(method, f"{phases.LOGGING}/{phases.SELF_LOG}", except_in=phases.VALIDATION)
+        self._time("fit_loop.epoch_loop.val_loop.run", phases.VALIDATION)
         self._wrap("fit_loop.epoch_loop.val_loop.run", partial(before, partial(self._enter, "validation")))
         self._wrap("fit_loop.epoch_loop.val_loop.run", partial(after, partial(self._enter, "training")))
-        self._time("save_checkpoint", CHECKPOINT)
-        self._time("strategy.remove_checkpoint", CHECKPOINT)
+        self._time("save_checkpoint", phases.CHECKPOINT)
+        self._time("strategy.remove_checkpoint", phases.CHECKPOINT)
         self._time_actions()
         for logger in trainer.loggers:
+            timed = partial(clock.timed_here, f"{phases.LOGGING}/{type(logger).__name__}")
             for method in ("log_metrics", "save"):  # which no action covers
-                self._wrappers.put(logger, method, partial(clock.timed_here, f"{LOGGING}/{type(logger).__name__}"))
+                self._wrappers.put(logger, method, timed)
         clock.start()
 
     def _book_rank_waits(self) -> None:
         self._wrappers.put(torch.distributed, "Work.wait", self.rank_waits.timed)
         if compat.asks_for_signals(self._trainer):
-            self._time(compat.SIGNAL_CHECK, f"{RANK_WAIT}/signal check")
+            self._time(compat.SIGNAL_CHECK, f"{phases.RANK_WAIT}/signal check")
         self._wrap("strategy.backward", self.rank_waits.around_backward)
         if self._run.is_plain_ddp:
             self._wrap("strategy.model._sync_buffers", self.rank_waits.around_buffers)
@@ -181,18 +164,18 @@ class FitTimer(Timer):
         if self._run.gpu is not None:
             self._measure_gpu(self._run.gpu, is_automatic=is_automatic)
         if not is_automatic:
-            self._time("strategy.backward", BACKWARD)
+            self._time("strategy.backward", phases.BACKWARD)
             self._wrap("strategy.optimizer_step", clock.timed_optimizer_step)
-            self._time("strategy.precision_plugin.clip_gradients", GRADIENT_CLIPPING)
+            self._time("strategy.precision_plugin.clip_gradients", phases.GRADIENT_CLIPPING)
         if overrides(model, "LightningModule", "optimizer_step"):
-            self._time("strategy.optimizer_step", OPTIMIZER)
+            self._time("strategy.optimizer_step", phases.OPTIMIZER)
         if overrides(model, "LightningModule", "configure_gradient_clipping"):
-            self._time("strategy.precision_plugin.clip_gradients", GRADIENT_CLIPPING)
+            self._time("strategy.precision_plugin.clip_gradients", phases.GRADIENT_CLIPPING)
         if overrides(model, "LightningModule", "backward"):
-            self._time("strategy.precision_plugin.backward", f"{TRAINING_STEP}/{type(model).__name__}.backward")
+            self._time("strategy.precision_plugin.backward", f"{phases.TRAINING_STEP}/{type(model).__name__}.backward")
         if getattr(self._trainer.precision_plugin, "scaler", None) is not None:
             for method in ("scale", "unscale_", "update"):
-                self._time(f"strategy.precision_plugin.scaler.{method}", GRADIENT_SCALER)
+                self._time(f"strategy.precision_plugin.scaler.{method}", phases.GRADIENT_SCALER)
 
     def _measure_gpu(self, device: torch.device, *, is_automatic: bool) -> None:
         gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
@@ -220,7 +203,7 @@ class FitTimer(Timer):
 
     def _timed_in_fit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # Not in a trial.
-        booked = self.clock.booked(TRAINER)
+        booked = self.clock.booked(phases.TRAINER)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with booked if self.clock.running else nullcontext():
@@ -317,11 +300,11 @@ def _around(profile: Callable[[str], _Context], context: Callable[[str], _Contex
 def action_context(action: str, trainer: Trainer, clock: StepClock) -> _Context:
     """Return the context that books an action such as ``"[Callback]EarlyStopping.on_train_batch_end"``, if any."""
     if action == compat.RUN_STEP:
-        return clock.booked(TRAINING_STEP, action)
+        return clock.booked(phases.TRAINING_STEP, action)
     owner, _, name = action.removeprefix("[").partition("]")
     hook, phase = name.rpartition(".")[2], None
     if owner == "Strategy" and hook == "batch_to_device":
-        return clock.booked(HOST_TO_DEVICE_COPY, action, except_in=VALIDATION)
+        return clock.booked(phases.HOST_TO_DEVICE_COPY, action, except_in=phases.VALIDATION)
     if owner == "Callback":
         phase = _callback_phase(action, hook, trainer.callbacks)  # type: ignore[attr-defined]
     elif owner == "LightningModule":
@@ -332,7 +315,7 @@ def action_context(action: str, trainer: Trainer, clock: StepClock) -> _Context:
         phase = _STEP_PARTS.get(hook) or _users_phase(trainer.strategy, owner, hook)
     if phase is None:
         return _Untimed(action)
-    return clock.booked(phase, action, except_in=VALIDATION if hook in _TRANSFER_HOOKS else "")
+    return clock.booked(phase, action, except_in=phases.VALIDATION if hook in _TRANSFER_HOOKS else "")
 
 
 def _is_ours(callback: Callback) -> bool:
@@ -343,23 +326,23 @@ def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> st
     for callback in callbacks if hook in _TIMED_HOOKS else ():
         if overrides(callback, "Callback", hook) and action == f"[Callback]{callback.state_key}.{hook}":
             if base_of(callback, "Checkpoint"):
-                return CHECKPOINT  # also for removing files and finding their names
+                return phases.CHECKPOINT  # also for removing files and finding their names
             if not _is_ours(callback):
-                return f"{CALLBACK}/{type(callback).__name__}"
+                return f"{phases.CALLBACK}/{type(callback).__name__}"
             # Occasional work of our callbacks there is booked by `StepClock.as_own_work`.
-            return None if hook in ("on_train_batch_start", "on_train_batch_end") else MONITORING
+            return None if hook in ("on_train_batch_start", "on_train_batch_end") else phases.MONITORING
     return None
 
 
 def _users_phase(owner: object, base: str, hook: str) -> str | None:
     is_timed = hook in _USERS_HOOKS and overrides(owner, base, hook)
-    return f"{CALLBACK}/{type(owner).__name__}.{hook}" if is_timed else None
+    return f"{phases.CALLBACK}/{type(owner).__name__}.{hook}" if is_timed else None
 
 
 def _default_phase(trainer: Trainer, hook: str) -> str | None:
     if hook == "lr_scheduler_step":
         names = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
-        return f"{CALLBACK}/{' and '.join(names)}.step"
+        return f"{phases.CALLBACK}/{' and '.join(names)}.step"
     if hook == "configure_gradient_clipping" and not trainer.gradient_clip_val:
         return None
     return _STEP_PARTS.get(hook)

@@ -20,33 +20,15 @@ from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer.facts import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.trainer.wrappers import Wrappers
-from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training import compat, phases
 from lightning_gpu_tools.training.drift import GraphSizes
 from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
-from lightning_gpu_tools.training.phases import (
-    BACKWARD,
-    CALLBACK,
-    CAPTURED,
-    CHECKPOINT,
-    DATA_LOADING,
-    EPOCH_START,
-    FORWARD,
-    GRADIENT_CLIPPING,
-    HOST_TO_DEVICE_COPY,
-    LOGGING,
-    OPTIMIZER,
-    OUTSIDE_LOOP,
-    PAUSES,
-    PHASES,
-    TRAINING_STEP,
-    VALIDATION,
-)
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.stopwatch import Account
 
-AFTER_OPTIMIZER = f"{CALLBACK}/code after optimizer.step()"
+AFTER_OPTIMIZER = f"{phases.CALLBACK}/code after optimizer.step()"
 
 _Function = Callable[..., Any]
 
@@ -96,12 +78,12 @@ class LoopTimer(Timer):
         self._thread = threading.get_ident()
         self._wrappers, self._on_loader = Wrappers(), Wrappers()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._forward, self._backward, self._optimizer = map(clock.account, (FORWARD, BACKWARD, OPTIMIZER))
-        self._rest, self._after = clock.account(TRAINING_STEP), clock.account(AFTER_OPTIMIZER)
-        self._captured = clock.account(CAPTURED)
+        self._forward, self._backward = clock.account(phases.FORWARD), clock.account(phases.BACKWARD)
+        self._optimizer, self._captured = clock.account(phases.OPTIMIZER), clock.account(phases.CAPTURED)
+        self._rest, self._after = clock.account(phases.TRAINING_STEP), clock.account(AFTER_OPTIMIZER)
         self._in_step = {self._forward, self._captured, self._backward, self._optimizer, self._rest, self._after}
-        self._outside, self._data_loading = clock.account(OUTSIDE_LOOP), clock.account(DATA_LOADING)
-        self._epoch_start, self._validation = clock.account(EPOCH_START), clock.account(VALIDATION)
+        self._outside, self._data_loading = clock.account(phases.OUTSIDE_LOOP), clock.account(phases.DATA_LOADING)
+        self._epoch_start, self._validation = clock.account(phases.EPOCH_START), clock.account(phases.VALIDATION)
         self._gpu = self.rank_waits.gpu = None if run.gpu is None else clock.measure_gpu(run.gpu)
         self.memory = MemoryCounters(run, clock) if run.gpus else None
         self._counting: Loop | None = None
@@ -136,15 +118,16 @@ class LoopTimer(Timer):
         if self._gpu is not None:
             put(torch.cuda, "CUDAGraph.replay", self._gpu.counted)
         if self._fabric is not None:
-            copy = partial(clock.timed_here, HOST_TO_DEVICE_COPY, except_in=VALIDATION)
+            copy = partial(clock.timed_here, phases.HOST_TO_DEVICE_COPY, except_in=phases.VALIDATION)
             put(sys.modules[f"{family_of(self._fabric)}.wrappers"], MOVE_BATCH, copy)
             put(self._fabric, "to_device", copy)
             put(self._fabric, "backward", self._timed_backward)
-            put(self._fabric, "clip_gradients", partial(clock.timed_here, GRADIENT_CLIPPING))
-            put(self._fabric, "save", partial(clock.timed_here, CHECKPOINT))
+            put(self._fabric, "clip_gradients", partial(clock.timed_here, phases.GRADIENT_CLIPPING))
+            put(self._fabric, "save", partial(clock.timed_here, phases.CHECKPOINT))
         for logger in self._run.loggers:
+            timed = partial(clock.timed_here, f"{phases.LOGGING}/{type(logger).__name__}")
             for method in ("log_metrics", "save"):
-                put(logger, method, partial(clock.timed_here, f"{LOGGING}/{type(logger).__name__}"))
+                put(logger, method, timed)
         clock.start()
         clock.switch(self._outside)
 
@@ -274,12 +257,12 @@ class LoopTimer(Timer):
         if self._is_elsewhere(even_aside=True):
             yield
             return
-        phase = name if name in PHASES else f"{CALLBACK}/{name}"
+        phase = name if name in phases.PHASES else f"{phases.CALLBACK}/{name}"
         self._asides += 1
-        if phase == VALIDATION:
+        if phase == phases.VALIDATION:
             self._enter("validation")
         try:
-            with self._clock.span_of_its_own() if phase in PAUSES else nullcontext():
+            with self._clock.span_of_its_own() if phase in phases.PAUSES else nullcontext():
                 around = self._clock.switch(self._clock.account(phase))
                 try:
                     yield
@@ -287,7 +270,7 @@ class LoopTimer(Timer):
                     self._clock.switch(around)
         finally:
             self._asides -= 1
-            if phase == VALIDATION:
+            if phase == phases.VALIDATION:
                 self._enter("training")
 
     def _is_elsewhere(self, *, even_aside: bool = False) -> bool:

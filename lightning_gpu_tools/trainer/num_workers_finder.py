@@ -17,20 +17,8 @@ from typing_extensions import override
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, combined
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.host import read_host_budget
+from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.loaders.handover import Switch, restore, switchable
-from lightning_gpu_tools.loaders.plan import (
-    STUDY_STEPS,
-    Step,
-    StepCost,
-    confirm_steps,
-    step_cost,
-    step_to_step_s,
-    steps_between,
-    wait_share,
-    why_no_search,
-    why_slower,
-    without_first_steps,
-)
 from lightning_gpu_tools.loaders.search import SilentRankError, search
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.trainer.facts import trains_on_gpu
@@ -165,16 +153,15 @@ class _Fit:
     def __init__(self, trainer: Trainer, session: FitSession, finder: NumWorkersFinder) -> None:
         self._trainer = trainer
         self._session = session
-        self._released = False
         self._finder = finder
         self._adopted: dict[int, _Adopted] = {}  # by place
         self._place: int | None = None  # of the next training loader, while loaders are created
         self._tuned: int | None = None  # the place of the loader to tune
-        self._study: list[Step] = []
-        self._tried: list[Step] = []  # with the best settings
+        self._study: list[plan.Step] = []
+        self._tried: list[plan.Step] = []  # with the best settings
         self._steps = 0
         self._next: Callable[[], None] | None = None
-        self._due = STUDY_STEPS
+        self._due = plan.STUDY_STEPS
         self._round = self._ramp_up = 0
         self._published: dict[str, Any] | None = None
         self._board: Board | None = None
@@ -293,11 +280,11 @@ class _Fit:
         begun = (place for place, one in self._adopted.items() if one.switch is not None and one.switch.begun)
         self._tuned = min(begun, default=None)
         switch = self._switch
-        self._study = [] if switch is None else list(without_first_steps(steps_between(switch.fetches or [])))
+        self._study = [] if switch is None else list(plan.without_first_steps(plan.steps_between(switch.fetches or [])))
         for one in self._switches:
             one.fetches = None
         obstacle, nothing = self._obstacle(switch)
-        cost = None if obstacle else dataclasses.asdict(step_cost(self._study, torch.get_num_threads()))
+        cost = None if obstacle else dataclasses.asdict(plan.step_cost(self._study, torch.get_num_threads()))
         all_facts = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
         obstacle = next((facts["obstacle"] for facts in all_facts if facts["obstacle"]), None)
         if obstacle or switch is None or self._tuned is None:
@@ -312,7 +299,7 @@ class _Fit:
         found = search(
             given,
             # Ranks wait for each other inside the step, so the shortest time is that of the step itself.
-            step=StepCost(**min((facts["step"] for facts in all_facts), key=lambda cost: float(cost["wall_s"]))),
+            step=plan.StepCost(**min((facts["step"] for facts in all_facts), key=lambda cost: float(cost["wall_s"]))),
             host=read_host_budget(local_ranks=run.place.local_ranks),
             cuda=trains_on_gpu(trainer),
             budget_s=self._finder.budget_s,
@@ -335,7 +322,7 @@ class _Fit:
             return one.fixed or f"a {type(one.made).__qualname__} has its own iteration", None
         if not self._study:
             return "its epochs are too short to measure a step", None
-        return switch.obstacle(), why_no_search(self._study)
+        return switch.obstacle(), plan.why_no_search(self._study)
 
     def _use(self, switch: Switch, found: LoaderResult) -> None:
         chosen = found.settings
@@ -358,11 +345,11 @@ class _Fit:
         switch.fetches = []
         both = (switch.original, chosen)  # the loader in use still delivers the batches that it has begun
         self._ramp_up = max(one.num_workers * (1 + (one.prefetch_factor or 0)) for one in both) + 2
-        self._due = self._steps + self._ramp_up + confirm_steps(*both)
+        self._due = self._steps + self._ramp_up + plan.confirm_steps(*both)
         self._next = then
 
-    def _steps_in_use(self, switch: Switch) -> list[Step]:
-        steps, switch.fetches = steps_between(switch.fetches or [])[self._ramp_up :], None
+    def _steps_in_use(self, switch: Switch) -> list[plan.Step]:
+        steps, switch.fetches = plan.steps_between(switch.fetches or [])[self._ramp_up :], None
         return steps
 
     def _confirm(self) -> None:
@@ -371,7 +358,7 @@ class _Fit:
         if switch is None or result is None or result.settings is None:
             return
         steps = self._tried = self._steps_in_use(switch)
-        slower = bool(steps) and step_to_step_s(steps) > step_to_step_s(self._study)
+        slower = bool(steps) and plan.step_to_step_s(steps) > plan.step_to_step_s(self._study)
         all_facts = self._gather({"fault": switch.fault, "slower": slower})
         fault = next((facts["fault"] for facts in all_facts if facts["fault"]), None)
         if fault:
@@ -380,14 +367,14 @@ class _Fit:
             # Other programs may have slowed the machine down, so try the original settings for as many steps.
             self._try_in_use(switch, switch.original, result.settings, self._compare)
         elif steps:
-            self.result = dataclasses.replace(result, confirmed=True, wait_share=wait_share(steps))
+            self.result = dataclasses.replace(result, confirmed=True, wait_share=plan.wait_share(steps))
 
     def _compare(self) -> None:
         """Keep the original settings only if their steps are now faster by more than noise explains."""
         switch, result = self._switch, self.result
         if switch is None or result is None or result.settings is None:
             return
-        slower = why_slower(self._tried, self._steps_in_use(switch), switch.original, result.settings)
+        slower = plan.why_slower(self._tried, self._steps_in_use(switch), switch.original, result.settings)
         all_facts = self._gather({"fault": switch.fault, "slower": slower})
         fault, why = (next((one[name] for one in all_facts if one[name]), None) for name in ("fault", "slower"))
         if fault:
@@ -396,7 +383,7 @@ class _Fit:
             self._revert(f"The new settings were slower in use: {why}")
         else:
             switch.use(result.settings)
-            self.result = dataclasses.replace(result, confirmed=True, wait_share=wait_share(self._tried))
+            self.result = dataclasses.replace(result, confirmed=True, wait_share=plan.wait_share(self._tried))
 
     def _revert(self, why: str) -> None:
         for switch in self._switches:
@@ -414,7 +401,7 @@ class _Fit:
     def _leave(self, reason: str) -> None:
         given = next((one.given for one in self._adopted.values()), None)
         original = settings_of(given) if isinstance(given, DataLoader) else None
-        share = wait_share(self._study) if self._study else None
+        share = plan.wait_share(self._study) if self._study else None
         self.result = LoaderResult(original=original, settings=original, reason=reason, wait_share=share)
         _say(reason)
 
@@ -440,9 +427,7 @@ class _Fit:
         self._revert("An error occurred")
 
     def release(self) -> None:
-        if not self._released:
-            self._released = True
-            self._session.release(self._finder)
+        self._session.release(self._finder)
 
     def end(self) -> None:
         # Before the report is created.
@@ -453,7 +438,7 @@ class _Fit:
         if result is not None and result.applied and tuned is not None and tuned.in_use == tuned.original:
             self.result = dataclasses.replace(result, applied=False)  # training ended during the comparison
         if self.result is None:
-            self._leave(f"Training ended after {self._steps} steps, but a search needs {STUDY_STEPS}.")
+            self._leave(f"Training ended after {self._steps} steps, but a search needs {plan.STUDY_STEPS}.")
 
     def close(self) -> None:
         # May be called again after Ctrl-C, for the parts that the first call did not reach.

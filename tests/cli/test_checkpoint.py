@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,6 @@ from lightning_gpu_tools.errors import CheckpointMismatchError
 
 PATH_CLASS = f"{type(Path()).__module__}.{type(Path()).__name__}"  # its module varies with Python's version
 Run = Callable[..., tuple[int, str, str]]
-
-
-def test_inspect_imports_no_torch(last: str, run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    program = (
-        f"import sys; from lightning_gpu_tools.cli import main; code = main(['checkpoint', 'inspect', {last!r}]); "
-        "print([code, 'torch' in sys.modules, 'lightning' in sys.modules, 'rich' in sys.modules])"
-    )
-    answer = run_python("-c", program)
-    assert answer.stdout.splitlines()[-1] == "[0, False, False, False]", answer.stderr
 
 
 def test_inspect_shows_what_is_inside(last: str, run: Run) -> None:
@@ -111,13 +102,6 @@ def test_verify_says_where_there_are_no_checksums(net: Tied, tmp_path: Path, run
     code, out, _ = run("verify", str(tmp_path / "old.pt"))
     assert code == 0
     assert "no checksums" in out
-
-
-@pytest.fixture
-def memory_files() -> Iterator[None]:
-    yield
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.mark.usefixtures("memory_files")

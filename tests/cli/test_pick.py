@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_driver import Driver, gpu, process
+from fake_driver import Driver, gpu
 from sample_report import TRAINED
 
 from lightning_gpu_tools import select_gpus
@@ -117,12 +117,9 @@ def test_without_a_usable_driver_the_exit_code_is_4(driver: Driver, pick: Pick) 
     ("arguments", "words"),
     [
         (["-n", "0"], "count must be an integer of at least 1, got 0"),
-        (["-n", "-1"], "count must be an integer of at least 1, got -1"),
         (["-n", "two"], "invalid int value: 'two'"),
         (["--min-free", "9" * 400], "got '9999"),
-        (["--wait", "last"], "got 'last'"),
         (["--min-free", "8 bananas"], '"8GiB" or "500MB", got \'8 bananas\''),
-        (["--max-utilization", "101"], "between 0 and 100, got 101.0"),
         (["--max-utilization", "nan"], "between 0 and 100, got nan"),
         (["--wait", "soon"], "got 'soon'"),
         (["--format", "xml"], "invalid choice"),
@@ -163,24 +160,6 @@ def test_waiting_says_for_what_on_stderr_only(driver: Driver, run_cli: RunCli) -
     assert (answer.returncode, answer.stdout) == (3, "")
     assert "Waiting for up to" in answer.stderr
     assert "Waited" in answer.stderr
-
-
-def loaded_by(run_python: RunCli, *arguments: str, **options: object) -> set[str]:
-    answer = run_python("-X", "importtime", "-m", "lightning_gpu_tools", *arguments, **options)
-    assert answer.returncode == 0, answer.stderr
-    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in answer.stderr.splitlines()}
-    assert "lightning_gpu_tools" in loaded
-    assert not loaded & {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
-    return loaded
-
-
-def test_it_loads_no_heavy_package(driver: Driver, run_python: RunCli, tmp_path: Path) -> None:
-    driver.gpus = [gpu(processes=[process()])]
-    loaded = loaded_by(run_python, "pick")
-    assert not loaded & {"psutil", "traceback"}
-    assert "inspect" not in loaded or sys.version_info >= (3, 14)  # where argparse imports it
-    ReportFile(tmp_path).save(TRAINED)
-    loaded_by(run_python, "pick", "--min-free", "last", cwd=tmp_path)
 
 
 def test_dataclasses_has_inspect_when_it_needs_it(run_python: RunCli) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from sample_report import REPORT
 
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report_file import ReportFile, load_report
-from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.reports.text import line_rows, render_text
+from lightning_gpu_tools.training.run_measurements import SourceLine
 
 RunCli = Callable[..., "CompletedProcess[str]"]
 
@@ -125,11 +127,25 @@ def test_where_there_is_no_report_the_path_is_named(
 
 
 @pytest.mark.parametrize(
-    "options", [["--max-slowdown", "5%"], ["--against", "old", "--max-slowdown", "-5%"], ["--format", "xml"]]
+    ("options", "says"),
+    [
+        (["--max-slowdown", "5%"], "--max-slowdown needs --against OLD"),
+        (["--against", "old", "--max-slowdown=-5%"], "--max-slowdown must be at least 0%, got -5%"),
+        (["--format", "xml"], "invalid choice"),
+        (["--full", "--format", "json"], "--full works only for one report, as text or markdown"),
+        (["--full", "--against", "old"], "--full works only for one report, as text or markdown"),
+        (["--lines", "--format", "markdown"], "--lines works only for one report, as text"),
+        (["--lines", "--against", "old"], "--lines works only for one report, as text"),
+        (["--format", "html"], "pip install 'lightning-gpu-tools[plot]'"),
+    ],
 )
-def test_wrong_options_are_wrong_usage(options: list[str]) -> None:
+def test_wrong_options_are_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "bokeh", None)
     with pytest.raises(SystemExit, match="2"):
         main(["report", "new", *options])
+    assert says in capfd.readouterr().err
 
 
 def test_a_reader_that_goes_away_gets_no_traceback(run_python: RunCli, tmp_path: Path) -> None:
@@ -149,3 +165,45 @@ def test_a_terminal_without_unicode_gets_the_rest(run_cli: RunCli, tmp_path: Pat
     result = run_cli("report", str(tmp_path), env={"PYTHONIOENCODING": "ascii"})
     assert (result.returncode, result.stderr) == (0, "")
     assert "LOW" in result.stdout
+
+
+def line(phase: str, number: int, samples: int, file: str = "data.py") -> SourceLine:
+    return SourceLine(phase=phase, file=file, line=number, function="decode", samples=samples)
+
+
+SEEN = replace(
+    REPORT,
+    lines=(
+        line("worker", 41, 620),
+        line("callback/EarlyStopping", 7, 30),
+        line("worker", 57, 370),
+        line("data_loading", 9, 50),
+        line("worker", 3, 10),
+    ),
+)
+
+
+def test_lines_come_by_phase_and_share_and_rare_ones_only_in_full() -> None:
+    rows = [
+        ("loading in a worker", "62 %", "data.py:41 in decode", "620"),
+        ("loading in a worker", "37 %", "data.py:57 in decode", "370"),
+        ("waiting for data", "100 %", "data.py:9 in decode", "50"),
+        ("callbacks and hooks: EarlyStopping", "100 %", "data.py:7 in decode", "30"),
+    ]
+    assert line_rows(SEEN) == rows
+    assert line_rows(SEEN, full=True) == [
+        *rows[:2],
+        ("loading in a worker", "1 %", "data.py:3 in decode", "10"),
+        *rows[2:],
+    ]
+
+
+def test_lines_are_printed_as_a_table_that_fits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    far = line("data_loading", 1, 10**6, file="/very/" * 40 + "\x1b[2J[red]data.py")
+    ReportFile(tmp_path).save(replace(SEEN, lines=(far, *SEEN.lines)))
+    assert main(["report", str(tmp_path), "--lines"]) == 0
+    shown = capfd.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "\x1b" not in shown
+    assert "[red]data.py" in shown.replace("\n", "").replace(" ", "")
+    assert [text.split()[-1] for text in shown.splitlines() if "data.py:41" in text] == ["620"]

@@ -108,10 +108,6 @@ def test_last_claims_what_the_last_run_needed(
     first, second = answer.stderr.splitlines()
     assert first.startswith("lightning-gpu-tools: min_free=last: 48.0 GiB (peak 40.0 GiB of LitModel")
     assert second.startswith("lightning-gpu-tools: Picked GPU 1")
-    (tmp_path / "gpu_report" / "gpu_report.json").unlink()
-    answer = run_cli("run", "--min-free", "last", "--", "echo", "started", cwd=tmp_path)
-    assert (answer.returncode, answer.stdout) == (1, "")
-    assert "Run your script once from this folder" in answer.stderr
 
 
 def test_without_a_command_the_usage_is_wrong(driver: Driver, run_cli: RunCli) -> None:
@@ -168,28 +164,6 @@ def test_processes_that_cannot_share_a_choice_are_refused(driver: Driver, run_cl
     assert (answer.returncode, answer.stdout) == (2, "")
     assert "put `lightning-gpu-tools run -n 2 --` before mpiexec" in answer.stderr
     assert run_cli("run", "-n", "1", "--", "echo", "started", env=mpiexec(0)).returncode == 0
-
-
-UNEDITED_SCRIPT = """
-import sys
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-
-trainer = Trainer(
-    accelerator="cpu", max_epochs=1, default_root_dir=sys.argv[1], enable_progress_bar=False, logger=False
-)
-trainer.fit(BoringModel())
-"""
-
-
-def test_an_unedited_script_under_advise_has_its_report(driver: Driver, run_cli: RunCli, tmp_path: Path) -> None:
-    driver.gpus = [gpu(), gpu()]
-    (tmp_path / "train.py").write_text(UNEDITED_SCRIPT)
-    answer = run_cli("run", "--advise", "-n", "1", "--", sys.executable, str(tmp_path / "train.py"), str(tmp_path))
-    assert answer.returncode == 0, answer.stderr
-    assert "Verdict" in answer.stdout
-    report = json.loads((tmp_path / "gpu_report" / "gpu_report.json").read_text())
-    assert (report["outcome"], report["steps"]) == ("completed", 64)
 
 
 def test_ctrl_c_while_waiting_ends_without_a_traceback(driver: Driver, claims_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the picture and the page draw of jobs of every size."""
+"""The contents of the picture and the page, for jobs of every size."""
 
 from __future__ import annotations
 

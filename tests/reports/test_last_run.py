@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from memory_examples import an_error
 from run_examples import gpu_run
-from sample_report import FINDING, GIB, REPORT, TRAINED
+from sample_report import GIB, REPORT, TRAINED, with_finding
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage
@@ -88,8 +88,7 @@ def test_a_host_out_of_memory_says_nothing_of_the_gpu() -> None:
 
 @pytest.mark.parametrize("forged", [-5.0, 0, "8GiB", None, [1]])
 def test_evidence_that_is_no_size_is_none(forged: Any) -> None:
-    finding = replace(FINDING, evidence={"needed_bytes": forged, "total_bytes": "all"})
-    report = replace(TRAINED, diagnosis=replace(REPORT.diagnosis, findings=(finding,)))
+    report = with_finding(TRAINED, evidence={"needed_bytes": forged, "total_bytes": "all"})
     assert needed(report) == needed(TRAINED)
     assert need_of(replace(report, memory=()), "gpu_report.json") is None
 

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +18,7 @@ from simulated_report import DAY_S, simulated_report
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 pytest.importorskip("bokeh", reason="needs the extra plot")
@@ -122,6 +122,7 @@ def test_text_of_a_report_is_never_markup() -> None:
         gpus=tuple(replace(gpu, name=EVIL, uuid=EVIL, errors=(EVIL,)) for gpu in report.gpus),
         memory=tuple(replace(one, uuid=EVIL, parts_bytes={EVIL: 1}) for one in report.memory),
         ranks=tuple(replace(rank, phase_s={EVIL: 1.0}) for rank in report.ranks),
+        lines=(SourceLine(phase=EVIL, file=EVIL, line=1, function=EVIL, samples=900),),
         diagnosis=replace(
             report.diagnosis, why=EVIL, next_step=EVIL, findings=(replace(FINDING, advice=EVIL, evidence={EVIL: EVIL}),)
         ),
@@ -169,16 +170,6 @@ def test_two_runs_have_one_time_axis_and_one_order_of_phases() -> None:
     ]
     shown = " ".join(" ".join(Page(text).texts).split())
     assert "waiting for data 120 ms 20 ms -83 % training step 40 ms 40 ms +0 %" in shown
-
-
-def test_without_bokeh_the_command_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "bokeh", None)
-    with pytest.raises(SystemExit) as stopped:
-        main(["report", str(ReportFile(tmp_path).save(REPORT)), "--format", "html"])
-    assert stopped.value.code == 2
-    assert "pip install 'lightning-gpu-tools[plot]'" in capfd.readouterr().err
 
 
 # Waits until all is drawn, chooses another GPU, and leaves what it saw as text.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_report import FINDING, REPORT
+from sample_report import REPORT, with_finding
 
 from lightning_gpu_tools.advice.findings import Verdict
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, LoaderTrial
@@ -28,7 +28,7 @@ from lightning_gpu_tools.training.run_measurements import HeldContext, LoaderSet
 
 
 def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
-    endless = replace(REPORT, diagnosis=replace(REPORT.diagnosis, findings=(replace(FINDING, ceiling=math.inf),)))
+    endless = with_finding(ceiling=math.inf)
     text = to_json(endless)
     assert json.loads(text, parse_constant=pytest.fail)["diagnosis"]["findings"][0]["ceiling"] is None
     assert from_json(text) == endless
@@ -115,11 +115,9 @@ def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
 
 @pytest.mark.parametrize(("rank", "marked"), [(1, "waiting for other ranks"), (0, "backward")])
 def test_a_slow_rank_is_marked_where_rank_zero_feels_it(rank: int, marked: str) -> None:
-    finding = replace(FINDING, cause="straggler", evidence={"rank": rank, "phase": "backward"})
     report = replace(
-        REPORT,
+        with_finding(cause="straggler", evidence={"rank": rank, "phase": "backward"}),
         phase_s={"training_step/backward": 21.4, "rank_wait/training step": 20.0},
-        diagnosis=replace(REPORT.diagnosis, findings=(finding,)),
     )
     (line,) = [line for line in render_text(report).splitlines() if line.endswith("◀ cause")]
     assert f"─ {marked} " in line
@@ -219,9 +217,8 @@ def test_a_phase_is_a_line_from_one_percent_on() -> None:
     parts = {"forward": 12.0, "backward": 25.0, "optimizer": 3.0, "zero_grad": 0.3}
     phase_s = {"training_step": 0.5, **{f"training_step/{name}": seconds for name, seconds in parts.items()}}
     ms = {phase: seconds / 1e3 for phase, seconds in phase_s.items()}
-    finding = replace(FINDING, cause="backward", evidence={})
-    diagnosis = replace(REPORT.diagnosis, findings=(finding,))
-    text = render_text(replace(REPORT, phase_s=phase_s, wall_s=41.2, gpu_step_s=ms, diagnosis=diagnosis))
+    report = with_finding(cause="backward", evidence={})
+    text = render_text(replace(report, phase_s=phase_s, wall_s=41.2, gpu_step_s=ms))
     assert re.findall(r"─ (\S.*\S)  +\S+ m?s +([0-9.]+) %.*?(◀ cause)?$", text, re.MULTILINE) == [
         ("training step", "99.0", ""),
         ("backward", "60.7", "◀ cause"),
@@ -229,13 +226,6 @@ def test_a_phase_is_a_line_from_one_percent_on() -> None:
         ("optimizer", "7.3", ""),
     ]
     assert "GPU time of a step: backward 25 ms, forward 12 ms, optimizer 3 ms." in text
-
-
-def test_a_folder_stands_for_the_report_in_it(tmp_path: Path) -> None:
-    path = Path(ReportFile(tmp_path / "new" / "folder").save(REPORT))
-    assert path == tmp_path / "new" / "folder" / "gpu_report.json"
-    assert load_report(path) == load_report(path.parent) == REPORT
-    assert [file.name for file in path.parent.iterdir()] == ["gpu_report.json"]
 
 
 def test_a_failed_write_leaves_only_the_old_report(tmp_path: Path) -> None:

@@ -83,15 +83,14 @@ def test_the_words_say_how_far_from_linear() -> None:
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"batch_size": 48}, "batch_size differs"), ({"precision": "bf16-mixed"}, "precision differs")],
+    [
+        ({"batch_size": 48}, "batch_size differs"),
+        ({"precision": "bf16-mixed"}, "precision differs"),
+        ({"model": "Other"}, "world_size differs"),
+    ],
 )
 def test_runs_that_differ_in_more_are_not_scaled(change: dict[str, object], says: str) -> None:
     comparison = compare(on(2, 0.060, **change), on(1, 0.050))
     assert comparison.verdict == "not_comparable"
     assert comparison.scaling is None
     assert says in " ".join(comparison.reasons)
-
-
-def test_another_program_is_not_scaled() -> None:
-    assert compare(on(2, 0.060, model="Other"), on(1, 0.050)).verdict == "not_comparable"
-    assert REPORT.settings["model"] != "Other"

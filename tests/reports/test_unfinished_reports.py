@@ -66,7 +66,7 @@ runs = st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_siz
 @settings(max_examples=25, deadline=None)  # each write is flushed to the disk
 @given(runs)
 def test_the_last_run_and_the_last_finished_one_are_kept(runs: list[tuple[int, bool]]) -> None:
-    """Of each run: how often it was written meanwhile, and whether it came to an end."""
+    """A run has the number of reports that it wrote meanwhile, and whether it came to an end."""
     with tempfile.TemporaryDirectory() as folder:
         last = last_finished = None
         for number, (writes, ends) in enumerate(runs, 1):

@@ -122,13 +122,9 @@ def test_gpus_that_were_selected_before_are_used(driver: Driver, claims_dir: Pat
     assert live_claims(claims_dir) == [("exclusive", 2)]
 
 
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [({}, "whole"), ({"min_free": "8GiB"}, "memory"), ({"exclusive": True}, "exclusive"), ({"claim": False}, None)],
-)
-def test_what_is_claimed(options: dict[str, object], kind: str | None, claims_dir: Path) -> None:
-    trainer(1, **options)
-    assert live_claims(claims_dir) == ([(kind, 1)] if kind else [])
+def test_without_a_claim_none_is_taken(claims_dir: Path) -> None:
+    trainer(1, claim=False)
+    assert live_claims(claims_dir) == []
 
 
 def test_after_cuda_has_started_gpus_are_picked_by_number(driver: Driver) -> None:
@@ -179,7 +175,7 @@ def test_two_mig_instances_are_no_grant_of_two(driver: Driver, monkeypatch: pyte
 def test_the_instance_that_cuda_shows_already_is_used(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, claims_dir: Path, mask: str | None
 ) -> None:
-    """Also in a container that has one instance of a GPU, and may not read the GPU."""
+    """A container that has one instance of a GPU may not read the GPU."""
     driver.gpus = [gpu(closed=True, mig=[mig(memory_free="4GiB"), mig(memory_free="9GiB")])]
     first, second = (instance.uuid for instance in driver.gpus[0].mig or ())
     if mask:

@@ -83,16 +83,14 @@ def test_every_entry_point_of_the_trainer_loads_through_the_plugin(tmp_path: Pat
 
 @pytest.mark.parametrize("wrapping", ["plain", "compile(DataParallel)"])
 def test_resuming_is_bitwise_the_same_as_not_having_stopped(wrapping: str, tmp_path: Path) -> None:
-    straight = Lit(wrapping)
-    trainer(tmp_path, epochs=4).fit(straight)
+    straight, whole = Lit(wrapping), trainer(tmp_path, epochs=4)
+    whole.fit(straight)
     _, first = trained(tmp_path, wrapping, epochs=2)
     resumed = Lit(wrapping, seed=9)
     again = trainer(tmp_path, epochs=4)
     again.fit(resumed, ckpt_path=tmp_path / "a.ckpt")
     assert same(straight, resumed)
     assert not same(straight, first)
-    whole = trainer(tmp_path, epochs=4)
-    whole.fit(Lit(wrapping))
     mine, theirs = (run.optimizers[0].state_dict()["state"] for run in (again, whole))
     assert all(torch.equal(mine[i][name], theirs[i][name]) for i in theirs for name in theirs[i])
 

@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,6 @@ from lightning_gpu_tools.errors import (
     UnsafeCheckpointError,
 )
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
-
-
-@pytest.fixture
-def memory_files() -> Iterator[type[MemoryFileSystem]]:
-    yield MemoryFileSystem
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -33,7 +32,7 @@ class Compiled(NamedTuple):
 
 
 def compiled_by(train: Callable[[Backend], object]) -> Compiled:
-    """Return what torch.compile makes of a training that uses the backend it is given."""
+    """Return the graphs that torch.compile makes of a training that uses the backend it is given."""
     torch._dynamo.reset()
     counters.clear()
     before, graphs = get_compilation_metrics()[-1:], []
@@ -82,15 +81,19 @@ def with_compiled_autograd(backend: Backend, batches: Batches) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("train", [of_the_model, with_backward, with_compiled_autograd])
-def test_a_loop_is_compiled_as_without_the_monitor(train: Callable[[Backend, Batches], None], tmp_path: Path) -> None:
-    def watched(backend: Backend) -> None:
-        with watch(folder=tmp_path) as run:
+def watched(train: Callable[[Backend, Batches], None], folder: Path) -> Callable[[Backend], None]:
+    def run(backend: Backend) -> None:
+        with watch(folder=folder) as run:
             train(backend, run.batches(BATCHES))
 
+    return run
+
+
+@pytest.mark.parametrize("train", [of_the_model, with_backward, with_compiled_autograd])
+def test_a_loop_is_compiled_as_without_the_monitor(train: Callable[[Backend, Batches], None], tmp_path: Path) -> None:
     expected = compiled_by(lambda backend: train(backend, BATCHES))
     assert expected.graphs
-    assert compiled_by(watched) == expected
+    assert compiled_by(watched(train, tmp_path)) == expected
     assert {FORWARD, BACKWARD, OPTIMIZER} <= {*load_report(tmp_path).phase_s}
 
 
@@ -109,11 +112,7 @@ def test_the_optimizer_in_a_compiled_step_is_seen_and_adds_no_compilation(tmp_pa
         for batch in batches:
             step(batch)
 
-    def watched(backend: Backend) -> None:
-        with watch(folder=tmp_path) as run:
-            train(backend, run.batches(BATCHES))
-
-    without, found = compiled_by(lambda backend: train(backend, BATCHES)), compiled_by(watched)
+    without, found = compiled_by(lambda backend: train(backend, BATCHES)), compiled_by(watched(train, tmp_path))
     assert found.graphs == without.graphs
     assert found.graph_breaks <= without.graph_breaks
     assert len(found.functions) <= len(without.functions)
@@ -194,7 +193,6 @@ def test_a_function_that_is_compiled_again_is_named_with_the_reason(tmp_path: Pa
         assert "mark_dynamic(batch, 0)" in found.advice
     assert 0.0 < found.evidence["recompile_s"] <= load_report(tmp_path).wall_s  # type: ignore[operator]
     assert found.share == pytest.approx(found.evidence["recompile_s"] / load_report(tmp_path).wall_s)  # type: ignore[operator]
-    assert "recompilation" in {one["cause"] for one in _findings(tmp_path)}
 
 
 def test_a_function_that_is_compiled_once_is_no_finding(tmp_path: Path) -> None:
@@ -202,7 +200,7 @@ def test_a_function_that_is_compiled_once_is_no_finding(tmp_path: Path) -> None:
 
 
 def test_compiled_code_that_is_no_longer_used_is_said_with_the_step(tmp_path: Path) -> None:
-    """However little time compiling took."""
+    """Compiling took little time here."""
     report = varying(tmp_path, [8, *[9] * 5 * STEPS, *range(1, 8), *[9] * 5 * STEPS], limit=2)
     (found,) = recompilations(report)
     assert found.evidence["recompilations"] == 1
@@ -210,8 +208,3 @@ def test_compiled_code_that_is_no_longer_used_is_said_with_the_step(tmp_path: Pa
     text = " ".join(render_text(report).split())
     assert re.search(r"Since about step \d+, new cases run without compiled code", text)
     assert "_limit (now 2)" in text
-
-
-def _findings(folder: Path) -> list[dict[str, Any]]:
-    report: dict[str, Any] = json.loads((folder / "gpu_report.json").read_text())
-    return report["diagnosis"]["findings"]  # type: ignore[no-any-return]

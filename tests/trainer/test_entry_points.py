@@ -1,4 +1,4 @@
-"""What every Trainer of the environment gets, and that nobody pays for it who does not use the package."""
+"""Callbacks for every Trainer of the environment: nobody pays for them who does not use the package."""
 
 import importlib
 import subprocess
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import trainings
 from lightning.pytorch import Callback, Trainer
+from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks, PortableCheckpointIO
 from lightning_gpu_tools.trainer.entry_points import callbacks_factory, register_strategies
@@ -23,19 +23,9 @@ def ours(trainer: Trainer) -> list[str]:
     return [type(c).__name__ for c in trainer.callbacks if type(c).__module__.startswith("lightning_gpu_tools")]
 
 
-def quiet_trainer(
-    *callbacks: Callback, plugin: PortableCheckpointIO | None = None, package: str = PACKAGES[0]
-) -> Trainer:
+def new_trainer(package: str = PACKAGES[0], *plugins: PortableCheckpointIO) -> Trainer:
     trainer: type[Trainer] = importlib.import_module(package).Trainer
-    return trainer(
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        plugins=[plugin] if plugin else [],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        max_epochs=1,
-    )
+    return trainer(accelerator="cpu", plugins=[*plugins], logger=False, enable_progress_bar=False)
 
 
 TRAIN = """
@@ -93,7 +83,7 @@ for name, advise in (
 
 
 def trained(answer: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str, str]]:
-    """What was broken -> steps trained, number of warnings of ours, their text."""
+    """Return, for each thing that was broken, the steps trained, the number of our warnings, and their text."""
     lines = [line.split(" ", 4) for line in answer.stdout.splitlines() if line.startswith("TRAINED")]
     return {name: (steps, warnings, " ".join(text)) for _, name, steps, warnings, *text in lines}
 
@@ -135,16 +125,16 @@ def test_a_plugin_is_introduced_to_its_trainer(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("LIGHTNING_GPU_TOOLS", raising=False)
     plugin = PortableCheckpointIO()
     assert [type(callback) for callback in callbacks_factory()] == [PortableCheckpointHooks]
-    assert ours(quiet_trainer(plugin=plugin, package=package)) == ["PortableCheckpointHooks"]
+    assert ours(new_trainer(package, plugin)) == ["PortableCheckpointHooks"]
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
     assert callbacks_factory() == []
-    assert ours(quiet_trainer(plugin=plugin, package=package)) == []
+    assert ours(new_trainer(package, plugin)) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_zero_code_mode_adds_the_monitor_and_the_advisor(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
-    names = ours(quiet_trainer(package=package))
+    names = ours(new_trainer(package))
     assert names.count("GPUUtilizationMonitor") == names.count("GPUUtilizationAdvisor") == 1
 
 
@@ -176,7 +166,7 @@ def test_switched_off_it_says_nothing(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, value: str
 ) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS", value)
-    assert "GPUUtilizationMonitor" not in ours(quiet_trainer())
+    assert "GPUUtilizationMonitor" not in ours(new_trainer())
     assert "LIGHTNING_GPU_TOOLS" not in str([str(one.message) for one in recwarn])
 
 
@@ -185,7 +175,7 @@ def test_zero_code_mode_yields_to_what_the_user_has(
 ) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
     mine = GPUUtilizationMonitor(report=False)
-    trainings.quiet_trainer(tmp_path, callbacks=[mine]).fit(trainings.Model(), trainings.loader(trainings.Samples(3)))
+    quiet_trainer(tmp_path, callbacks=[mine]).fit(Model(), loader(Samples(3)))
     assert not list(tmp_path.rglob("gpu_report.json"))
     assert "Verdict" not in capfd.readouterr().out
 
@@ -208,7 +198,7 @@ def test_two_trainers_with_one_list_of_callbacks_report_once_each(
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
     callbacks = [Callback()]  # to which Lightning adds
     for fit in (1, 2):
-        trainer = trainings.quiet_trainer(tmp_path, callbacks=callbacks)
-        trainer.fit(trainings.Model(), trainings.loader(trainings.Samples(3)))
+        trainer = quiet_trainer(tmp_path, callbacks=callbacks)
+        trainer.fit(Model(), loader(Samples(3)))
         assert ours(trainer).count("GPUUtilizationMonitor") == fit
         assert capfd.readouterr().out.count("Verdict") == 1

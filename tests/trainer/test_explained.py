@@ -18,13 +18,11 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
-    OnExceptionCheckpoint,
     RichProgressBar,
     StochasticWeightAveraging,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities import CombinedLoader
 from trainings import Boom, Model, Raise, Samples, Stream, Tunable, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
@@ -66,19 +64,13 @@ class Fetching(Model):
 
 class TwoLoaders(Model):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        batches = batch.values() if isinstance(batch, dict) else batch
-        return super().training_step(torch.cat([one for one in batches if one is not None]), batch_idx)
+        return super().training_step(torch.cat([*batch.values()]), batch_idx)
 
 
 class Scheduled(Model):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
-
-
-class Bf16(Model):
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch.bfloat16(), batch_idx)
 
 
 class Skipping(Model):
@@ -115,12 +107,6 @@ class FineTune(LearningRateFinder):
 
 
 AT_STEP = 100  # a fit that ends with an exception; what Lightning does then is short in comparison
-
-
-class Interrupt(Callback):
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.global_step == AT_STEP:
-            raise KeyboardInterrupt
 
 
 class Stop(Callback):
@@ -163,23 +149,18 @@ def every_step(**options: Any) -> Callable[[], Callback]:
 BARE = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 KINDS = {
     "plain": fit(),
-    "three epochs": fit(max_epochs=3),
     "validation": fit(val=4),
     "validation in mid-epoch": fit(val=4, val_check_interval=10, num_sanity_val_steps=0),
-    "validation every second epoch": fit(val=4, max_epochs=4, check_val_every_n_epoch=2, limit_train_batches=10),
     "barebones": fit(barebones=True, **dict.fromkeys(BARE)),
     "fast_dev_run": fit(val=4, fast_dev_run=True),
     "overfit_batches": fit(val=4, overfit_batches=2, max_epochs=10),
     "max_time": fit(max_epochs=-1, max_time={"seconds": 0.3}),
     "accumulated gradients": fit(accumulate_grad_batches=4),
     "clipped gradients": fit(gradient_clip_val=0.5),
-    "bf16": fit(Bf16, precision="bf16-true"),
     "detect_anomaly": fit(detect_anomaly=True),
     "profiler": fit(profiler="simple"),
     "reloading": fit(Model, lambda: {"datamodule": Data()}, max_epochs=3, reload_dataloaders_every_n_epochs=1),
-    "datamodule": fit(Model, lambda: {"datamodule": Data()}),
     "logger": fit(log=True, log_every_n_steps=1),
-    "logger now and then": fit(log=True, log_every_n_steps=10, max_epochs=2),
     "progress bar": fit(enable_progress_bar=True, callbacks=[TQDMProgressBar]),
     "rich progress bar": fit(enable_progress_bar=True, callbacks=[RichProgressBar]),
     "model summary": fit(enable_model_summary=True),
@@ -200,16 +181,9 @@ KINDS = {
     "slow loader": fit(data=on(lambda: loader(Samples(STEPS, burn, 0.001)))),
     "unknown length": fit(data=on(lambda: loader(Stream(Samples(STEPS)))), max_epochs=2),
     "a dict of loaders": fit(TwoLoaders, on(lambda: {"a": loader(Samples(STEPS)), "b": loader(Samples(8))})),
-    "combined loaders": fit(
-        TwoLoaders, on(lambda: CombinedLoader([loader(Samples(STEPS)), loader(Samples(8))], "max_size"))
-    ),
     "no torch loader": fit(data=on(lambda: Stream(Samples(STEPS)))),
     "stopped": fit(callbacks=[Stop]),
     "exception": fit(max_epochs=3, callbacks=[lambda: Raise(at_step=AT_STEP)]),
-    "exception with a checkpoint": fit(
-        max_epochs=3, callbacks=[lambda: OnExceptionCheckpoint("."), lambda: Raise(at_step=AT_STEP)]
-    ),
-    "Ctrl-C": fit(max_epochs=3, callbacks=[Interrupt]),
     "learning rate finder": fit(Tunable, dict, callbacks=[lambda: LearningRateFinder(num_training_steps=7)]),
     "learning rate finder in mid-fit": fit(
         Tunable, dict, callbacks=[lambda: FineTune(num_training_steps=4, update_attr=False)], max_epochs=3
@@ -228,7 +202,7 @@ def train(make: Callable[[Path], Fit], folder: Path, **more: Any) -> tuple[StepC
     watch = Watch()
     callbacks = [GPUUtilizationMonitor(report=False), GPUUtilizationAdvisor(min_steps=5, min_seconds=0), watch]
     trainer = quiet_trainer(folder, **{**options, "callbacks": [*callbacks, *options["callbacks"]]})
-    with contextlib.suppress(Boom, KeyboardInterrupt, SystemExit):
+    with contextlib.suppress(Boom):
         trainer.fit(model, **loaders, **more)
     return watch.clock, trainer
 

@@ -1,4 +1,4 @@
-"""Where the time of real trainings is booked, by a clock that moves only when the test's code spends time."""
+"""The phases of the time of real trainings, by a clock that moves only when the test's code spends time."""
 
 import threading
 from collections.abc import Sequence
@@ -26,8 +26,6 @@ from trainings import (
 )
 
 from lightning_gpu_tools.trainer import compat, fit_timer
-from lightning_gpu_tools.trainer.measuring_callback import FitSession
-from lightning_gpu_tools.training.step_clock import StepClock
 
 
 def watched_fit(
@@ -42,19 +40,16 @@ def watched_fit(
 def test_every_second_is_booked_where_it_was_spent(
     time: HandClock, tmp_path: Path, profiler: type[Profiler] | None
 ) -> None:
-    watch = Watch(time)
-    trainer = quiet_trainer(
+    watch = watched_fit(
+        time,
         tmp_path,
-        logger=SpendingLogger(tmp_path, time.spend, 0.5),
-        log_every_n_steps=1,
-        limit_train_batches=10,
-        callbacks=[Spending(time.spend, "on_train_batch_start", 0.25), watch, Slow(time)],
-        profiler=None if profiler is None else profiler(),
-    )
-    trainer.fit(
         Model(time.spend, step_s=2.0, validation_s=4.0),
         loader(Samples(10, time.spend, 3.0)),
         loader(Samples(2, time.spend, 1.0)),
+        logger=SpendingLogger(tmp_path, time.spend, 0.5),
+        log_every_n_steps=1,
+        callbacks=[Spending(time.spend, "on_train_batch_start", 0.25), Slow(time)],
+        profiler=profiler and profiler(),
     )
     clock = watch.clock
     assert watch.timer.unseen == []
@@ -69,7 +64,6 @@ def test_every_second_is_booked_where_it_was_spent(
         "logging/SpendingLogger": 10 * 0.5 + 0.5,  # and once for the validation's metrics
     }
     assert clock.wall_s == sum(clock.seconds.values())
-    assert wrapped(trainer, watch) == []
 
 
 @pytest.mark.parametrize("profiler", [None, SimpleProfiler])
@@ -84,29 +78,9 @@ def test_an_action_may_be_given_by_its_parameters_name(
             with profiler.profile(action_name="mine"):
                 return super().training_step(batch, batch_idx)
 
-    watch = watched_fit(
-        time,
-        tmp_path,
-        Named(time.spend, step_s=1.0),
-        loader(Samples(6)),
-        profiler=None if profiler is None else profiler(),
-    )
+    model, made = Named(time.spend, step_s=1.0), profiler and profiler()
+    watch = watched_fit(time, tmp_path, model, loader(Samples(6)), profiler=made)
     assert watch.clock.seconds == {"training_step/forward": 6.0}
-
-
-def test_a_callback_by_duck_typing_is_timed(time: HandClock, tmp_path: Path) -> None:
-    class Proxy:
-        def __init__(self, callback: Callback) -> None:
-            self.callback = callback
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.callback, name)
-
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch])
-    trainer.callbacks += [Proxy(Slow(time))]  # type: ignore[attr-defined]
-    trainer.fit(Model(time.spend, step_s=1.0), loader(Samples(6)))
-    assert watch.clock.seconds == {"training_step/forward": 6.0, "callback/Proxy": 6 * 0.125}
 
 
 def test_an_action_that_raises_when_classified_is_not_timed(
@@ -186,15 +160,9 @@ def test_a_checkpoint_written_during_validation_is_a_checkpoint(time: HandClock,
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             time.spend(7.0)
 
-    watch = Watch(time)
-    trainer = quiet_trainer(
-        tmp_path,
-        callbacks=[watch, ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)],
-        enable_checkpointing=True,
-        num_sanity_val_steps=0,
-        max_epochs=2,
-    )
-    trainer.fit(SlowModel(), loader(Samples(2)), loader(Samples(2)))
+    saving = {"callbacks": [ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)], "enable_checkpointing": True}
+    data = loader(Samples(2)), loader(Samples(2))
+    watch = watched_fit(time, tmp_path, SlowModel(), *data, num_sanity_val_steps=0, max_epochs=2, **saving)
     assert watch.clock.seconds["checkpoint"] == 2 * 7.0
     assert "validation" not in watch.clock.seconds
 
@@ -218,12 +186,9 @@ def test_all_that_a_checkpoint_callback_does_is_checkpointing(time: HandClock, t
         def on_train_end(self, trainer: Trainer, *args: Any) -> None:
             trainer.strategy.remove_checkpoint(trainer.checkpoint_callback.best_model_path)
 
-    watch = Watch(time)
-    every_step = SlowNames(tmp_path, every_n_train_steps=1)
-    trainer = quiet_trainer(
-        tmp_path, callbacks=[watch, Cleaner(), every_step], plugins=[SlowDisk()], enable_checkpointing=True
-    )
-    trainer.fit(Model(), loader(Samples(6)))
+    callbacks = [Cleaner(), SlowNames(tmp_path, every_n_train_steps=1)]
+    saving = {"callbacks": callbacks, "plugins": [SlowDisk()], "enable_checkpointing": True}
+    watch = watched_fit(time, tmp_path, Model(), loader(Samples(6)), **saving)
     assert watch.clock.seconds == {"checkpoint": 6 * (0.5 + 1.0) + (5 + 1) * 3.0}
 
 
@@ -244,87 +209,6 @@ def test_a_failed_run_is_booked_up_to_the_failure(time: HandClock, tmp_path: Pat
     assert watch.clock.steps == 5
     assert watch.clock.seconds["training_step/forward"] == 5.0
     assert watch.clock.wall_s == sum(watch.clock.seconds.values())
-    assert wrapped(trainer, watch) == []
-
-
-def wrapped(trainer: Trainer, *callbacks: Callback) -> list[str]:
-    """Return the methods that are still replaced on instances."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    owners = [
-        trainer,
-        trainer.strategy,
-        trainer.strategy.precision_plugin,
-        trainer._logger_connector,
-        trainer.profiler,
-        trainer.fit_loop,
-        epoch_loop,
-        epoch_loop.val_loop,
-        *callbacks,
-    ]  # type: ignore[attr-defined]
-    owners += [epoch_loop.automatic_optimization, epoch_loop.manual_optimization]
-    return [
-        name
-        for owner in owners
-        for name, value in vars(owner).items()
-        if callable(value) and hasattr(type(owner), name)
-    ]
-
-
-def test_every_wrapper_comes_off_and_another_ones_wrapper_stays(time: HandClock, tmp_path: Path) -> None:
-    calls = []
-    watch, slow = Watch(time), Slow(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch, slow])
-    to_device = trainer.strategy.batch_to_device
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return to_device(*args, **kwargs)
-
-    trainer.strategy.batch_to_device = counted  # type: ignore[method-assign]
-    trainer.fit(Model(), loader(Samples(3)))
-    assert len(calls) == 3
-    assert vars(trainer.strategy).pop("batch_to_device") is counted
-    assert wrapped(trainer, watch, slow) == []
-
-
-def test_callbacks_share_the_clock_of_each_fit(tmp_path: Path) -> None:
-    clocks: list[StepClock] = []
-
-    class Attached(Callback):
-        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.session = FitSession.of(trainer, self)
-            clocks.append(self.session.clock)
-
-        def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.session.release(self)
-
-    trainer = quiet_trainer(tmp_path, callbacks=[Attached(), Attached()])
-    trainer.fit(Model(), loader(Samples(3)))
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(Model(), loader(Samples(4)))
-    first, also_first, second, also_second = clocks
-    assert first is also_first
-    assert second is also_second
-    assert (first.steps, second.steps) == (3, 4)
-
-
-def test_a_fit_that_never_ended_leaves_nothing_behind(tmp_path: Path) -> None:
-    class Attached(Callback):
-        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.clock = FitSession.of(trainer, self).clock
-
-    attached = Attached()
-    trainer = quiet_trainer(tmp_path, callbacks=[attached, Raise(at_step=5)])
-    with pytest.raises(Boom):
-        trainer.fit(Model(), loader(Samples(9)))
-    first = attached.clock
-    trainer.callbacks.pop()  # type: ignore[attr-defined]
-    trainer.fit(Model(), loader(Samples(9)))
-    assert first.steps == 5
-    assert attached.clock is not first
-    assert attached.clock.steps == 9
-    assert attached.clock.wall_s == pytest.approx(sum(attached.clock.seconds.values()))
-    assert wrapped(trainer, attached) == []
 
 
 def test_a_fetch_of_another_name_is_named_as_unseen(

@@ -24,15 +24,16 @@ from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.training import memory_history
 
 
-def train(folder: Path, monitor: GPUUtilizationMonitor, *others: Callback, **options: Any) -> Path:
-    """Train 40 steps, or as many as the options say, of at least 10 ms and return the log directory."""
+def train(
+    folder: Path, monitor: GPUUtilizationMonitor, *others: Callback, model: Model | None = None, **options: Any
+) -> Path:
+    """Train 40 steps, or as many as the options say, by default of at least 10 ms, and return the log directory."""
     logger = CSVLogger(folder)
     trainer = quiet_trainer(
         folder, **{"logger": logger, "log_every_n_steps": 20, "callbacks": [monitor, *others], **options}
     )
-    trainer.fit(
-        Model(time.sleep, step_s=0.01), loader(Samples(options.get("limit_train_batches", 40))), loader(Samples(1))
-    )
+    data = loader(Samples(options.get("limit_train_batches", 40)))
+    trainer.fit(model or Model(time.sleep, step_s=0.01), data, loader(Samples(1)))
     return Path(logger.log_dir)
 
 
@@ -180,21 +181,6 @@ def test_an_impossible_log_dir_is_reported_before_training(tmp_path: Path, capfd
     assert "Verdict: TOO SHORT" in capfd.readouterr().out
 
 
-def test_a_removed_monitor_still_reports_at_the_end(
-    driver: Driver, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    class TakeOut(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            if trainer.global_step == 10:
-                trainer.callbacks.remove(monitor)  # type: ignore[attr-defined]
-
-    driver.gpus = [gpu()]
-    monitor = GPUUtilizationMonitor(devices="all")
-    train(tmp_path, monitor, TakeOut())
-    assert "; 40 steps in " in capfd.readouterr().out
-    assert background_threads() == []
-
-
 class Collating(LightningDataModule):
     """Its loader refers to it, and so to the Trainer."""
 
@@ -269,20 +255,12 @@ def test_validation_does_not_enter_the_metrics_of_training(driver: Driver, tmp_p
             with driver.change():
                 driver.gpus[0].utilization.append((time.time(), percent))
 
-    logger = CSVLogger(tmp_path)
-    trainer = quiet_trainer(
-        tmp_path,
-        logger=logger,
-        log_every_n_steps=40,
-        val_check_interval=20,
-        num_sanity_val_steps=0,
-        callbacks=[GPUUtilizationMonitor(interval_s=0.05, devices="all"), IdleInValidation()],
-    )
-    model = Model(time.sleep, step_s=0.01, validation_s=0.4)
-    trainer.fit(model, loader(Samples(40)), loader(Samples(1)))
-    (percent,) = logged(Path(logger.log_dir))["gpu/0/utilization_percent/mean"].values()
+    monitor, model = GPUUtilizationMonitor(interval_s=0.05, devices="all"), Model(time.sleep, 0.01, validation_s=0.4)
+    options = {"log_every_n_steps": 40, "val_check_interval": 20, "num_sanity_val_steps": 0}
+    folder = train(tmp_path, monitor, IdleInValidation(), model=model, **options)
+    (percent,) = logged(folder)["gpu/0/utilization_percent/mean"].values()
     assert percent > 80
-    (summary,) = load_report(logger.log_dir).gpus
+    (summary,) = load_report(folder).gpus
     assert summary.validation_utilization_percent_mean is not None
     assert summary.validation_utilization_percent_mean < 30
 
@@ -337,14 +315,11 @@ def test_other_jobs_on_the_gpu_are_reported_where_pids_match(
     monkeypatch.setattr(nvml, "pids_are_ours", lambda: same_namespace)
     expected = {"own_memory_bytes": 3 * 2**30, "others_memory_bytes": 5 * 2**30} if same_namespace else {}
     driver.gpus = [gpu(processes=[process(os.getpid(), "3GiB", sm=60), process(1, "5GiB", sm=20)])]
-    logger = CSVLogger(tmp_path)
-    monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all")
-    trainer = quiet_trainer(tmp_path, logger=logger, log_every_n_steps=20, callbacks=[monitor])
-    trainer.fit(Model(time.sleep, step_s=0.01), loader(Samples(20)))
-    metrics = logged(Path(logger.log_dir))
+    folder = train(tmp_path, GPUUtilizationMonitor(interval_s=0.02, devices="all"), limit_train_batches=20)
+    metrics = logged(folder)
     found = {name: metrics.get(f"gpu/0/{name}", {}).get(19) for name in ("own_memory_bytes", "others_memory_bytes")}
     assert found == {"own_memory_bytes": None, "others_memory_bytes": None, **expected}
-    assert load_report(logger.log_dir).gpus[0].others_memory_bytes_max == expected.get("others_memory_bytes")
+    assert load_report(folder).gpus[0].others_memory_bytes_max == expected.get("others_memory_bytes")
 
 
 def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Path) -> None:
@@ -353,15 +328,14 @@ def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Pa
     xids = [(second / 10, 31) for second in range(1, 3000)]
     driver.gpus = [gpu(gpm={2: 50}, xid_events=xids, field_values={"198": "NO_PERMISSION"})]
     monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all", gpm=False)
-    trainer = quiet_trainer(tmp_path, callbacks=[monitor], log_every_n_steps=10)
     with pytest.warns(UserWarning, match=r"GPU 0 reports an error: Xid 31 \(memory page fault"):
-        trainer.fit(Model(time.sleep, step_s=0.02), loader(Samples(40)))
+        folder = train(tmp_path, monitor, model=Model(time.sleep, step_s=0.02), log_every_n_steps=10)
     calls = driver.calls()
     assert {call.thread for call in calls} == {"lightning-gpu-tools-sampler", "lightning-gpu-tools-driver"}
     assert not [call for call in calls if "Gpm" in call.function]
     functions = [call.function for call in calls]
     assert functions.count("nvmlInitWithFlags") == functions.count("nvmlShutdown") > 0
-    report = load_report(tmp_path)
+    report = load_report(folder)
     assert report.gpus[0].errors
     refused = f"PCIe traffic received of {driver.gpus[0].uuid} (insufficient permissions)"
     assert report.unseen.count(refused) == 1

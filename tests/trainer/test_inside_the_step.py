@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, by a clock that moves only when the test's code spends time."""
+"""The parts of the time of a training step, by a clock that moves only when the test's code spends time."""
 
 from __future__ import annotations
 

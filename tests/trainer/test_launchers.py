@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_driver import Driver, gpu
@@ -23,7 +24,7 @@ from lightning_gpu_tools.reports.report_file import ReportFile
 
 TESTS = Path(__file__).parents[1]
 AGREED = {0: [3, 2], 1: [3, 2]}
-RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+RunJob = Callable[..., "subprocess.CompletedProcess[str]"]
 
 FIT = """
 import os, sys
@@ -61,15 +62,6 @@ def machine(driver: Driver, claims_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]]))
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
-    def write(code: str) -> str:
-        (tmp_path / "train.py").write_text(code)
-        return str(tmp_path / "train.py")
-
-    return write
-
-
 def cores(output: str) -> dict[int, list[int]]:
     lines = [[int(word) for word in line.split()[1:]] for line in output.splitlines() if line.startswith("CORES")]
     return {rank: numbers for rank, *numbers in lines}
@@ -80,25 +72,27 @@ def near(driver: Driver, *positions: int) -> dict[int, list[int]]:
 
 
 @pytest.fixture
-def assert_agreed(driver: Driver, claims_dir: Path) -> Callable[..., None]:
-    """What ``assert_agreed(answer, name={rank: [position, ...]})`` finds after a job: one choice, and no claim left."""
+def run_job(driver: Driver, claims_dir: Path, tmp_path: Path) -> RunJob:
+    """``run_job(code, "torchrun", name={rank: [position, ...]})``: a job made one choice, and left no claim."""
 
-    def check(answer: subprocess.CompletedProcess[str], **expected: dict[int, list[int]]) -> None:
+    def run(code: str, *launcher: str, env: dict[str, str] | None = None, **expected: dict[int, list[int]]) -> Any:
+        (tmp_path / "train.py").write_text(code)
+        command = [*(launcher or [sys.executable]), str(tmp_path / "train.py")]
+        # Where Lightning has imported mpi4py, MPI has put variables of its own beside those that os.environ knows.
+        environment = {**os.environ, **(env or {})}
+        answer = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
         assert answer.returncode == 0, answer.stderr
         assert said(answer.stdout, driver) == expected
         assert answer.stderr.count("Picked GPU") == 1
         assert live_claims(claims_dir) == []
+        return answer
 
-    return check
+    return run
 
 
-def test_ranks_of_ddp_and_a_second_fit_agree(
-    driver: Driver,
-    script: Callable[[str], str],
-    run_python: RunPython,
-    assert_agreed: Callable[..., None],
-    tmp_path: Path,
-) -> None:
+def test_ranks_of_ddp_and_a_second_fit_agree(driver: Driver, run_job: RunJob, tmp_path: Path) -> None:
     code = """
 for name in ("first", "second"):
     fit(name, accelerator=FreeMemoryCUDAAccelerator(min_free="last"), strategy=FreeMemoryDDPStrategy(bind_numa=True))
@@ -106,27 +100,22 @@ end()
 """
     small = replace(TRAINED.memory[0], parts_bytes={"parameters": 20 * 2**30, "context": 2**30})
     ReportFile(tmp_path / "gpu_report").save(replace(TRAINED, memory=(small,)))
-    answer = run_python(script(FIT + code), cwd=tmp_path)
+    answer = run_job(FIT + code, first=AGREED, second=AGREED)
     assert answer.stderr.count("min_free=last: 25.2 GiB (peak 21.0 GiB of LitModel") == 2  # once a Trainer
-    assert_agreed(answer, first=AGREED, second=AGREED)
     assert cores(answer.stdout) == near(driver, 3, 2)
 
 
-def test_forked_and_spawned_ranks_agree(
-    script: Callable[[str], str], run_python: RunPython, assert_agreed: Callable[..., None]
-) -> None:
+def test_forked_and_spawned_ranks_agree(run_job: RunJob) -> None:
     code = """
 if __name__ == "__main__":
     for strategy in ("ddp_fork", "ddp_spawn"):
         fit(strategy, accelerator=FreeMemoryCUDAAccelerator(), strategy=strategy)
 """
     alone = {0: [3, 2]}  # the others run no script
-    assert_agreed(run_python(script(FIT + code)), ddp_fork=alone, ddp_spawn=alone)
+    run_job(FIT + code, ddp_fork=alone, ddp_spawn=alone)
 
 
-def test_ranks_that_torchrun_restarts_choose_again_and_train_with_fsdp(
-    driver: Driver, script: Callable[[str], str], run_python: RunPython, assert_agreed: Callable[..., None]
-) -> None:
+def test_ranks_that_torchrun_restarts_choose_again_and_train_with_fsdp(driver: Driver, run_job: RunJob) -> None:
     # The first start fails before Lightning is imported, which saves seconds.
     fails = f"{PLACE}\nplace_and_say(exclusive=True)\n{MEET}\nsys.exit(os.environ['RANK'] == '1')"
     named = "assert os.environ['TORCHELASTIC_ERROR_FILE'].endswith('/error.json')"
@@ -134,39 +123,32 @@ def test_ranks_that_torchrun_restarts_choose_again_and_train_with_fsdp(
         f"import os\n{named}\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n{textwrap.indent(fails, '    ')}\n"
     )
     fsdp = "fit('trained', strategy=FreeMemoryFSDPStrategy(exclusive=True, bind_numa=True))\nend()\n"
-    options = ["--nproc-per-node=2", "--standalone", "--max-restarts=1", "--monitor-interval=0.1"]
-    answer = run_python("-m", "torch.distributed.run", *options, script(f"{start}{FIT}{fsdp}"))
-    assert_agreed(answer, placed=AGREED, trained=AGREED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    options = ["--max-restarts=1", "--monitor-interval=0.1"]
+    answer = run_job(f"{start}{FIT}{fsdp}", *torchrun, *options, placed=AGREED, trained=AGREED)
     assert cores(answer.stdout) == near(driver, 3, 2)
 
 
 @pytest.mark.skipif(bool(WHY_NO_SLURM), reason=WHY_NO_SLURM)
-def test_tasks_of_slurm_agree(
-    script: Callable[[str], str], slurm: dict[str, str], assert_agreed: Callable[..., None]
-) -> None:
+def test_tasks_of_slurm_agree(slurm: dict[str, str], run_job: RunJob) -> None:
     # Names of nodes mean nothing outside of this SLURM, so Lightning is told where rank 0 is.
-    env = {**os.environ, **slurm, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    env = {**slurm, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     code = f"{FIT}fit('trained', strategy='ddp_free_memory')\nend()\n"
-    command = ["srun", "-N1", "--ntasks-per-node=2", "--job-name=train", sys.executable, script(code)]
-    assert_agreed(subprocess.run(command, env=env, capture_output=True, text=True, timeout=120), trained=AGREED)
+    srun = ["srun", "-N1", "--ntasks-per-node=2", "--job-name=train", sys.executable]
+    run_job(code, *srun, env=env, trained=AGREED)
 
 
 @pytest.mark.skipif(
     shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None,
     reason="Open MPI and mpi4py are not installed (apt-get install openmpi-bin, pip install mpi4py)",
 )
-def test_processes_of_mpirun_agree(script: Callable[[str], str], assert_agreed: Callable[..., None]) -> None:
+def test_processes_of_mpirun_agree(run_job: RunJob) -> None:
     code = f"{FIT}fit('trained', accelerator=FreeMemoryCUDAAccelerator(), strategy='ddp')\nend()\n"
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, script(code)]
-    # Where Lightning has imported mpi4py, MPI has put variables of its own beside those that os.environ knows.
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
-    assert_agreed(answer, trained=AGREED)
+    run_job(code, "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, trained=AGREED)
 
 
 @pytest.mark.skipif(not WHY_NO_SLURM, reason="SLURM is installed, and the test above runs it")
-def test_tasks_as_of_slurm_agree(
-    script: Callable[[str], str], run_python: RunPython, assert_agreed: Callable[..., None]
-) -> None:
+def test_tasks_as_of_slurm_agree(run_job: RunJob) -> None:
     # Forked from one process, which imports Lightning for both.
     code = """
 for task in "01":
@@ -177,4 +159,4 @@ for task in "01":
         os._exit(0)
 sys.exit(any(os.wait()[1] for _ in range(2)))
 """
-    assert_agreed(run_python(script(FIT + code), env=slurm_task(0, MASTER_PORT=free_port())), trained=AGREED)
+    run_job(FIT + code, env=slurm_task(0, MASTER_PORT=free_port()), trained=AGREED)

@@ -1,4 +1,4 @@
-"""What each of Lightning's loggers that is installed keeps of one training: metrics, summary and report."""
+"""Metrics, summary and report of one training, in each of Lightning's loggers that is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a callback of this package, a training ends as it does without it."""
+"""Faults in callbacks of this package: a training ends as it does without them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_gpu_tools import (
     PortableCheckpointIO,
     load_report,
 )
-from lightning_gpu_tools.loaders import settings, workers
+from lightning_gpu_tools.loaders import plan, settings, workers
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, SHUT_DOWN_WORKERS
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer import compat, num_workers_finder, wrappers
@@ -130,7 +130,7 @@ def test_a_fault_in_any_hook_changes_nothing(
     [
         num_workers_finder._Fit._adopt,
         num_workers_finder.switchable,
-        num_workers_finder.step_cost,
+        plan.step_cost,
         num_workers_finder.read_host_budget,
         num_workers_finder.search,
         num_workers_finder.restore,
@@ -151,8 +151,8 @@ def test_a_fault_in_the_middle_of_a_hook_changes_nothing(
     as_usual: dict[int | None, Outcome],
     function: Callable[..., Any],
 ) -> None:
-    monkeypatch.setattr(num_workers_finder, "STUDY_STEPS", 3)
-    monkeypatch.setattr(num_workers_finder, "why_no_search", lambda steps: None)
+    monkeypatch.setattr(plan, "STUDY_STEPS", 3)
+    monkeypatch.setattr(plan, "why_no_search", lambda steps: None)
     for at, alone in as_usual.items():
         with fault_in(function, lambda: RuntimeError("ours")) as raised:
             assert train(tmp_path, [made() for made in CALLBACKS.values()], at) == alone
@@ -185,7 +185,7 @@ def test_a_missing_private_name_changes_nothing(
     at: int | None,
 ) -> None:
     hide(monkeypatch, module, name)
-    monkeypatch.setattr(num_workers_finder, "STUDY_STEPS", 3)
+    monkeypatch.setattr(plan, "STUDY_STEPS", 3)
     assert train(tmp_path, [made() for made in CALLBACKS.values()], at) == as_usual[at]
 
 

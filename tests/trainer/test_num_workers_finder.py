@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -365,12 +366,16 @@ def test_settings_that_fail_in_use_are_taken_back_without_losing_a_batch(tmp_pat
 
 
 class SlowerSteps(Noisy):
-    """Takes much longer for a step once a file is there, as on a machine that other programs slow down."""
+    """Takes twice as long as the first steps once a file is there, as on a machine that other programs slow down."""
 
-    flag: Path
+    def __init__(self, flag: Path) -> None:
+        super().__init__()
+        self.flag, self.began_s = flag, list[float]()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.step_s = 12 * STEP_S if self.flag.exists() else STEP_S
+        self.began_s.append(time.monotonic())
+        if self.flag.exists():
+            self.step_s = 2 * median(after - before for before, after in itertools.pairwise(self.began_s[:25]))
         return super().training_step(batch, batch_idx)
 
 
@@ -380,8 +385,8 @@ def test_only_settings_that_turn_out_slower_than_the_original_ones_are_taken_bac
 ) -> None:
     monkeypatch.setattr(plan, "CONFIRM_GROUP_STEPS", 2)
     monkeypatch.setattr(plan, "_DEEP_PREFETCH", 2)  # more batches under way would need a longer training
-    flag, model = tmp_path / "slow", SlowerSteps()
-    model.flag = flag if slower == "machine" else tmp_path / "never"
+    flag = tmp_path / "slow"
+    model = SlowerSteps(flag if slower == "machine" else tmp_path / "never")
     # Four workers then take 150 ms a batch. The original 28 ms stay below that under any load.
     dataset = Slow(160, lambda: slower == "workers" and flag.exists() and time.sleep(0.6))
     result, watch = find(tmp_path, DataLoader(dataset), WhenApplied(flag.touch), model=model)
@@ -414,10 +419,9 @@ def test_a_training_that_ends_while_settings_are_compared_again_has_not_confirme
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "CONFIRM_GROUP_STEPS", 2)
-    flag, model = tmp_path / "slow", SlowerSteps()
-    model.flag = flag
+    flag = tmp_path / "slow"
     others = WhenApplied(flag.touch), EndsWhenOriginalsAreBack()
-    result, watch = find(tmp_path, DataLoader(Slow(2000)), *others, model=model)
+    result, watch = find(tmp_path, DataLoader(Slow(2000)), *others, model=SlowerSteps(flag))
     assert watch.workers[-1] == 0
     assert (result.applied, result.confirmed) == (False, None)
     assert result.settings != result.original

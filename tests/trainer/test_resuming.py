@@ -67,7 +67,7 @@ def fit(model: LightningModule, folder: Path, path: Any = None, plugin: Any = No
 
 @functools.cache
 def checkpoint(folder: Path, model: Callable[..., LightningModule] = Lit, *choice: Any) -> dict[str, Any]:
-    """What a Trainer saves after one step; do not change it."""
+    """Return the content that a Trainer saves after one step; do not change it."""
     fit(model(*choice), folder, epochs=1).save_checkpoint(folder / "saved.ckpt")
     return torch.load(folder / "saved.ckpt")  # type: ignore[no-any-return]
 

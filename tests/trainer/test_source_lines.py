@@ -1,4 +1,4 @@
-"""Which source lines a real training names, however long they take."""
+"""Source lines that a real training names, however long they take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import decoding
 import pytest
 import torch
 from decoding import Decoded
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from trainings import Boom, Model, Samples, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
@@ -30,7 +30,7 @@ MAX_STEPS = 5_000
 
 
 class Checked(Samples):
-    """Of another loader."""
+    """Samples of another loader."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         burn(0.005)
@@ -112,8 +112,9 @@ def test_a_callbacks_line_is_named(tmp_path: Path) -> None:
     report = train(tmp_path, CALLBACK, loader(Samples(MAX_STEPS)), callbacks=(Slow(),))
     finding = next(one for one in report.diagnosis.findings if one.cause == "callback")
     assert "trainings.py" in str(finding.evidence["source_lines"]).partition(",")[0]
-    phases = {one.phase for one in report.lines if one.function == "burn"}
-    assert {"callback/Slow"} <= phases <= {"callback/Slow", "slow_step/callback/Slow"}  # on a busy machine
+    # A sample on a busy machine may see the line of one phase and the name of the next.
+    phases = {one.phase for one in report.lines if one.function == "burn" and one.samples > 1}
+    assert {"callback/Slow"} <= phases <= {"callback/Slow", "slow_step/callback/Slow"}
 
 
 class NowAndThen(Model):
@@ -184,13 +185,9 @@ def test_a_training_that_fails_leaves_nothing(tmp_path: Path) -> None:
                 raise Boom
             return super().training_step(batch, batch_idx)
 
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
     with pytest.raises(Boom):
-        fit_alone(tmp_path, Failing())
-
-
-def fit_alone(folder: Path, model: LightningModule) -> None:
-    trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor()])
-    trainer.fit(model, loader(Decoded(MAX_STEPS), num_workers=1))
+        trainer.fit(Failing(), loader(Decoded(MAX_STEPS), num_workers=1))
 
 
 def test_a_sampler_that_fails_is_reported_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What monitor and advisor add to a training step, counted in calls of Python functions, which no busy machine changes.
+"""The cost of monitor and advisor in a training step, counted in calls of functions, which no busy machine changes.
 
 How long these take is measured by ``benchmarks/step_overhead.py`` and ``benchmarks/scale.py``.
 """
@@ -112,7 +112,7 @@ def test_a_wrapped_method_leaves_the_others_of_its_object_cached() -> None:
 
 
 def gpus_of_node(node: int) -> list[dict[str, Any]]:
-    """What the first rank of another node publishes of its GPUs."""
+    """Return the GPUs as the first rank of another node publishes them."""
     gpus = [asdict(GpuSummary(index=i, uuid=f"GPU-{node:08x}-{i:04x}", node=node)) for i in range(8)]
     return json.loads(json.dumps(gpus))  # type: ignore[no-any-return]
 

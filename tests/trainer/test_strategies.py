@@ -169,11 +169,6 @@ def test_ddp_warns_once_why_it_trains_on_the_cpu(
     assert re.match(f"FreeMemoryDDPStrategy picks no GPU, and training runs on the CPUAccelerator. {why}", warning)
 
 
-def test_the_strategies_have_a_module_for_programs_to_import() -> None:
-    module = importlib.import_module("lightning_gpu_tools.strategies")
-    assert module.FreeMemoryDDPStrategy is FreeMemoryDDPStrategy
-
-
 def test_names_can_be_registered_again() -> None:
     register_strategies()
     assert type(StrategyRegistry.get("ddp_free_memory")) is FreeMemoryDDPStrategy

@@ -21,7 +21,7 @@ FAMILIES = ["lightning.fabric", "lightning_fabric"]
 
 
 class Batch:
-    """What takes its time to get to a device."""
+    """A batch that takes its time to get to a device."""
 
     def __init__(self, samples: torch.Tensor, clock: HandClock) -> None:
         self.samples, self.clock = samples, clock

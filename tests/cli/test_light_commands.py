@@ -1,0 +1,46 @@
+"""Commands for shell scripts: they load no heavy package, so they start almost as fast as Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_driver import Driver, gpu, process
+from sample_report import TRAINED
+
+from lightning_gpu_tools.reports.report_file import ReportFile
+
+HEAVY = {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
+
+
+@pytest.mark.usefixtures("claims_dir", "last")
+@pytest.mark.parametrize(
+    ("command", "also_not"),
+    [
+        ("pick", {"psutil", "traceback"}),
+        ("pick --min-free last", set()),
+        ("explain", {"pynvml"}),
+        ("explain data_loading", {"pynvml"}),
+        ("explain --format json", {"pynvml"}),
+        ("checkpoint inspect last.ckpt", {"pynvml"}),
+    ],
+)
+def test_a_light_command_loads_no_heavy_package(
+    driver: Driver,
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    command: str,
+    also_not: set[str],
+) -> None:
+    driver.gpus = [gpu(processes=[process()])]
+    ReportFile(tmp_path).save(TRAINED)
+    answer = run_python("-X", "importtime", "-m", "lightning_gpu_tools", *command.split(), cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in answer.stderr.splitlines()}
+    assert "lightning_gpu_tools" in loaded
+    assert not loaded & (HEAVY | also_not)
+    # Where argparse does not import it, see cli._import_dataclasses.
+    assert command != "pick" or "inspect" not in loaded or sys.version_info >= (3, 14)
