@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from fake_driver import Driver
 
@@ -99,3 +106,33 @@ def said(output: str, driver: Driver) -> dict[str, dict[int, list[int]]]:
 def live_claims(claims_dir: os.PathLike[str]) -> list[tuple[str, int]]:
     with read_ledger(str(claims_dir)) as ledger:
         return [(claim.kind, len(claim.uuids)) for claim in ledger.claims()]
+
+
+def until(is_true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not happen within a minute"
+        time.sleep(0.02)
+
+
+WAIT = """
+import sys
+from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.selection import picking
+picking._POLL_AFTER_S, picking._POLL_JITTER_S = 0.1, 0.0
+with select_gpus(exclusive=True, wait=60):
+    print(sys.argv[1], flush=True)
+"""
+
+
+@contextmanager
+def waiting(claims_dir: Path, name: str = "served", **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a job that is in the queue for a GPU of its own; when it gets one, it prints its name and ends."""
+    before = len(list(claims_dir.glob("wait-*.json")))
+    command = [sys.executable, "-c", WAIT, name]
+    with subprocess.Popen(command, **{"stdout": -1, "stderr": -1, "text": True, **options}) as job:
+        try:
+            until(lambda: len(list(claims_dir.glob("wait-*.json"))) > before)
+            yield job
+        finally:
+            job.kill()

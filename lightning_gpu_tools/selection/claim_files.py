@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError
+from lightning_gpu_tools.mounts import mount_of, read_mounts
 from lightning_gpu_tools.processes import read_kernel_file
 from lightning_gpu_tools.units import printable, printable_path, user_name
 
@@ -71,9 +72,6 @@ class Unreadable(NamedTuple):
     reason: str
 
 
-_ended: dict[str, set[Entry]] = {}  # by kind, as of the last read
-
-
 class Held:
     """An entry that this process holds until it ends or releases the entry."""
 
@@ -114,17 +112,14 @@ class Folder:
     def entries(self, kind: str) -> list[Entry]:
         """Return the entries of live processes, earliest first."""
         per_user: Counter[int] = Counter()
-        found, ended = [], set()
+        found = []
         for entry in sorted(self._records(kind), reverse=True):
             per_user[entry.owner_id] += 1
-            if per_user[entry.owner_id] <= _MAX_RECORDS_PER_USER:
-                has_ended = entry in _ended.get(kind, ())  # ended entries stay ended, and checking takes time
-                is_held = not has_ended and self._is_held(entry.name, entry.owner_id)
-                if is_held is False:
-                    ended.add(entry)
-                else:
-                    found.append(entry._replace(is_closed=is_held is None))
-        _ended[kind] = ended
+            if per_user[entry.owner_id] > _MAX_RECORDS_PER_USER:
+                continue
+            is_held = self._is_held(entry.name, entry.owner_id)
+            if is_held is not False:
+                found.append(entry._replace(is_closed=is_held is None))
         return found[::-1]
 
     def without_ended(self, names: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -204,7 +199,8 @@ class Folder:
 
     def _read_mounted(self) -> dict[str, int | None]:
         """Return files that are mount points, whose file systems may fail or hang, with the mounting users."""
-        return mounted_in(os.readlink(self._here), read_kernel_file("/proc/self/mountinfo"))
+        below = f"{os.readlink(self._here)}/"
+        return {point[len(below) :]: mount.user_id for point, mount in read_mounts().items() if point.startswith(below)}
 
     def _files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield the files of entries, each with the name of its entry."""
@@ -349,38 +345,15 @@ def locked_folder(path: str) -> Iterator[Folder]:
 
 def why_private(path: str) -> str | None:
     """Return the reason that other jobs cannot see the folder; ``None`` if none was found."""
-    own_mounts = read_kernel_file("/proc/self/mountinfo")
+    own_mounts = read_mounts()
     mount = mount_of(path, own_mounts)
-    if mount != mount_of(path, read_kernel_file("/proc/1/mountinfo") or own_mounts):  # hidden by hidepid
+    if mount != mount_of(path, read_mounts(1) or own_mounts):  # hidden by hidepid
         return "is on a mount that only this job sees"
     markers = ("/.dockerenv", "/run/.containerenv")  # created by Docker; by Podman
     is_contained = any(map(os.path.exists, markers)) or "KUBERNETES_SERVICE_HOST" in os.environ
     if is_contained and mount == mount_of("/", own_mounts):
         return "is inside this container"
     return None
-
-
-def mounted_in(path: str, mounts: str) -> dict[str, int | None]:
-    """Return the mount points in a folder according to ``/proc/PID/mountinfo``, with the mounting users, if given."""
-    folder = path.translate({ord(char): f"\\{ord(char):03o}" for char in " \t\n\\"})  # as the kernel writes it
-    found = {}
-    for line in mounts.splitlines():
-        parent, _, file = line.split(" ")[4].rpartition("/")
-        if parent == folder:
-            user = re.search(r"\buser_id=(\d+)", line.rpartition(" ")[2])  # FUSE, which any user may mount
-            found[file] = int(user[1]) if user else None
-    return found
-
-
-def mount_of(path: str, mounts: str) -> tuple[str, str] | None:
-    """Return the device and its folder that are mounted at a path according to ``/proc/PID/mountinfo``."""
-    found, longest = None, ""
-    for line in mounts.splitlines():
-        _, _, device, folder, point = line.split(" ")[:5]
-        # A later mount hides an earlier one.
-        if os.path.commonpath([path, point]) == point and len(point) >= len(longest):
-            found, longest = (device, folder), point
-    return found
 
 
 def _create_and_open(path: str) -> int:

@@ -11,17 +11,15 @@ import functools
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuWaiter, folded_claims
 from lightning_gpu_tools.processes import ProcessId, process_stat, read_kernel_file, running_kernel
+from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path, user_name
 
-if sys.platform == "linux":
-    from lightning_gpu_tools.selection import claim_files
 if TYPE_CHECKING:
     from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held, Unreadable
 
@@ -70,7 +68,6 @@ def directory() -> str:
 @contextlib.contextmanager
 def read_ledger(path: str) -> Iterator[Ledger]:
     """Read claims without a lock, while others make and release them. Never waits, and creates nothing."""
-    _check_system()
     with claim_files.open_folder(path) as folder:
         if folder:
             _name_owner(folder)
@@ -80,7 +77,6 @@ def read_ledger(path: str) -> Iterator[Ledger]:
 @contextlib.contextmanager
 def open_ledger(path: str) -> Iterator[Ledger]:
     """Lock the claims, so that no other process can claim at the same time."""
-    _check_system()
     with claim_files.locked_folder(path) as folder:
         _name_owner(folder)
         folder.clean_up()
@@ -408,11 +404,6 @@ def _warn_of_files(path: str, files: Sequence[Unreadable], message: str) -> None
         warn(message.format(file=file, owner=owner, reason=printable(first.reason), more=more))
 
 
-def _check_system() -> None:
-    if sys.platform != "linux":
-        raise ClaimsError("Claims work only on Linux, so the claims of other jobs are unknown.")
-
-
 def _is_foreign(user_id: int) -> bool:
     """Return whether a user is neither this user nor root."""
     if user_id in (0, os.geteuid()):
@@ -435,7 +426,7 @@ def warn_if_private() -> None:
     """Warn once per job if other jobs cannot see the claims that this job's guarantees depend on."""
     path = directory()
     # A folder that was set explicitly is not checked. Children would repeat the first process's warning.
-    if sys.platform != "linux" or path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
+    if path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
         return
     why = claim_files.why_private(path)
     if why:

@@ -22,6 +22,7 @@ from lightning_gpu_tools.selection.ranking import (
     Rejection,
     Request,
     attainable,
+    best_set,
     folded_reasons,
     rank_gpus,
     sharding_hint,
@@ -402,7 +403,6 @@ def _best_set(candidates: Sequence[Candidate], request: Request) -> tuple[Candid
     if request.count in (1, len(candidates)):
         return tuple(candidates[: request.count])
     from lightning_gpu_tools.gpus import nvml
-    from lightning_gpu_tools.selection.ranking import best_set
 
     uuids = [str(one.gpu.uuid) for one in candidates]
     return best_set(

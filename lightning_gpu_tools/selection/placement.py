@@ -199,12 +199,10 @@ def _join(claim: GpuClaim, attempt: Attempt) -> None:
 def bind_to_gpus(uuids: Iterable[str]) -> frozenset[int] | None:
     """Bind this process and its children to the allowed cores near the GPUs, and return these cores.
 
-    Return ``None`` and change nothing if the near cores are unknown (outside Linux, for example) or not allowed.
+    Return ``None`` and change nothing if the near cores are unknown or not allowed.
     """
     from lightning_gpu_tools.gpus import nvml
 
-    if sys.platform != "linux":
-        return None
     with nvml.session(limits.LIMIT_S):
         near = [nvml.read_cpu_affinity(uuid) for uuid in uuids]
     allowed = os.sched_getaffinity(0)

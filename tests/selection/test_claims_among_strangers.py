@@ -1,12 +1,10 @@
-"""What other users, absurd files and unusable folders can do to claims: be named, and no more."""
+"""Limits of what other users, absurd files, and unusable folders can do to claims: be named, and no more."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -65,7 +63,7 @@ with read_ledger(path) as ledger:
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A short path that all users can get to, and the fake driver's files with it; pytest's own is for one user."""
+    """Yield a short path that all users can reach, for the fake driver's files, too; pytest's own is for one user."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o777)
         yield Path(folder)
@@ -73,7 +71,7 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where claims are going to live."""
+    """Return the path of the claims folder, which does not exist yet."""
     warn_once.cache_clear()
     return tmp_path / "claims"
 
@@ -91,7 +89,7 @@ def run_as(user_id: int, path: Path, code: str) -> subprocess.CompletedProcess[s
 
 @contextmanager
 def staying(user_id: int, path: Path, code: str = TAKE) -> Iterator[subprocess.Popen[str]]:
-    """A process of a user's that has done something and is still there."""
+    """Run code as a user in a process that stays afterwards."""
     command = [sys.executable, "-c", AS + code + STAY, str(path), str(user_id)]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout.readline() == "there\n"
@@ -105,14 +103,14 @@ def kinds(path: Path) -> list[str]:
 
 
 def root_owned(path: Path) -> None:
-    """The folder as an administrator makes it."""
+    """Make the folder as an administrator does."""
     path.mkdir()
     path.chmod(0o1777)
 
 
 @contextmanager
 def planted(path: Path, content: bytes, kind: str = "claim") -> Iterator[str]:
-    """A live entry with a record that this package would not write."""
+    """Make a live entry with a record that this package would not write."""
     path.mkdir(exist_ok=True)
     name = f"{kind}-00000000deadbeef"
     (path / f"{name}.json").write_bytes(content)
@@ -244,15 +242,13 @@ for name in os.listdir("."):
 
 
 @needs_root
-@pytest.mark.parametrize("count", [1, 40], ids=["one-gpu", "more-than-a-name-holds"])
-def test_the_names_of_claims_tell_their_gpus(path: Path, count: int) -> None:
-    uuids = [f"GPU-{number:08x}-0000" for number in range(count)]
-    take = TAKE.replace('["GPU-a"]', str(uuids)) + "\nfor name in os.listdir('.'): os.chmod(name, 0)"
-    others = [*uuids, "GPU-ffffffff-0000", "MIG-00000000-0000"]
-    see = f"with read_ledger(path) as ledger: print(*(u for u in {others} if ledger.claims()[0].is_on(u)))"
+def test_a_closed_claim_with_more_gpus_than_its_name_holds_counts_on_all(path: Path) -> None:
+    close = "\nfor name in os.listdir('.'): os.chmod(name, 0)"
+    take = TAKE.replace('["GPU-a"]', str([f"GPU-{number:08x}-0000" for number in range(40)])) + close
+    see = "with read_ledger(path) as ledger: print(ledger.claims()[0].is_on('MIG-ffffffff-0000'))"
     root_owned(path)
     with staying(ALICE, path, take):
-        assert run_as(BOB, path, see).stdout.split() == (uuids if count == 1 else others)
+        assert run_as(BOB, path, see).stdout == "True\n"
 
 
 @needs_root
@@ -553,38 +549,15 @@ def test_an_idle_holder_is_told_who_waits_once_an_hour(path: Path, monkeypatch: 
 
 
 @needs_root
-def test_a_job_ends_for_another_user_as_agreed(driver: Driver, path: Path) -> None:
-    driver.gpus = [gpu(sample_period_s=0.05)]
-    root_owned(path)
-    open_log(path)
-    run = f"""{PICK}
-from lightning_gpu_tools.gpus import sampler
-from lightning_gpu_tools.selection import ranking, yielding
-yielding.LOOK_EVERY_S, yielding.POLL_EVERY_S, ranking.MIN_YIELD_AFTER_S = 0.1, 0.1, 0.0
-main(["run", "--exclusive", "--yield-after", "0.3s", "--", "sh", "-c", "echo there; exec sleep 100"])
-"""
-    with staying(ALICE, path, run) as holder:
-        answer = run_as(BOB, path, f"{PICK}print(*select_gpus(exclusive=True, wait=60).uuids)")
-        assert answer.stdout == f"{driver.gpus[0].uuid}\n", answer.stderr
-        assert f"claimed exclusively by uid {ALICE} (pid {holder.pid})" in answer.stderr
-        assert holder.wait() == -signal.SIGTERM
-
-
-@needs_root
-@pytest.mark.parametrize("operation", ["LOCK_SH", "LOCK_EX"])
 def test_who_locks_the_folder_is_named_and_stops_only_promises(
-    driver: Driver,
-    path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    operation: str,
+    driver: Driver, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver.gpus = [gpu(memory_free="40GiB"), gpu(memory_free="30GiB")]
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", str(path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(claim_files, "TIMEOUT_LOCK_S", 0.1)
     mine = select_gpus(min_free="25GiB")
-    with staying(BOB, path, f"fcntl.flock(os.open(path, os.O_RDONLY), fcntl.{operation})") as process:
+    with staying(BOB, path, "fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_SH)") as process:
         named = rf"python.* of uid {BOB} \(pid {process.pid}\) has locked it for 0 s. End that process"
         for promise in ({"exclusive": True}, {"min_free": "1GiB"}):
             with pytest.raises(ClaimsError, match=named):
@@ -603,46 +576,30 @@ def test_who_locks_the_folder_is_named_and_stops_only_promises(
     mine.release()
 
 
-BAD_RECORDS = [
-    pytest.param(b"", id="empty"),
-    pytest.param(json.dumps(GOOD)[:60].encode(), id="torn"),
-    pytest.param(b"\xff\xfe", id="not-utf-8"),
-    pytest.param(b"null", id="null"),
-    pytest.param(b"[]", id="list"),
-    pytest.param(b'"text"', id="text"),
-    pytest.param(b"{}", id="no-fields"),
-    pytest.param(b"[" * 50_000, id="nested-too-deep"),
-    pytest.param(json.dumps({**GOOD, "pid": 0}).replace("0", "9" * 5000).encode(), id="pid-of-5000-digits"),
-    *(
-        pytest.param(json.dumps({**GOOD, field: value}).encode(), id=f"{field}-{value!s:.9}")
-        for field, value in [
-            ("uuids", "GPU-a"),
-            ("uuids", [1]),
-            ("uuids", ["GPU-\x1b[2J"]),
-            ("uuids", ["GPU-a"] * 5000),
-            ("kind", "mine"),
-            ("kind", []),
-            ("memory_bytes", -1),
-            ("memory_bytes", None),
-            ("memory_bytes", 10**400),
-            ("memory_bytes", True),
-            ("pid", "x"),
-            ("pid", math.inf),
-            ("pid", 10**4000),
-            ("hostname", 1),
-            ("hostname", "h" * 10_000),
-            ("job", None),
-            ("group", 1),
-        ]
-    ),
-]
+BAD_RECORDS = {
+    "torn": json.dumps(GOOD)[:60],
+    "null": "null",
+    "no-fields": "{}",
+    "nested-too-deep": "[" * 50_000,
+    "pid-of-5000-digits": json.dumps({**GOOD, "pid": 0}).replace("0", "9" * 5000),
+    "uuids-as-text": json.dumps({**GOOD, "uuids": "GPU-a"}),
+    "uuid-as-number": json.dumps({**GOOD, "uuids": [1]}),
+    "uuid-with-escapes": json.dumps({**GOOD, "uuids": ["GPU-\x1b[2J"]}),
+    "many-uuids": json.dumps({**GOOD, "uuids": ["GPU-a"] * 5000}),
+    "kind": json.dumps({**GOOD, "kind": "mine"}),
+    "no-memory": json.dumps({**GOOD, "memory_bytes": None}),
+    "negative-memory": json.dumps({**GOOD, "memory_bytes": -1}),
+    "too-much-memory": json.dumps({**GOOD, "memory_bytes": 10**400}),
+    "pid": json.dumps({**GOOD, "pid": 0}),
+    "long-hostname": json.dumps({**GOOD, "hostname": "h" * 10_000}),
+    "job": json.dumps({**GOOD, "job": None}),
+    "group": json.dumps({**GOOD, "group": 1}),
+}
 
 
-@pytest.mark.parametrize("content", BAD_RECORDS)
-def test_an_absurd_claim_is_named_once_and_ignored(
-    path: Path, content: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    with planted(path, content) as name:
+@pytest.mark.parametrize("content", BAD_RECORDS.values(), ids=BAD_RECORDS)
+def test_an_absurd_claim_is_named_once_and_ignored(path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+    with planted(path, content.encode()) as name:
         with open_ledger(str(path)) as ledger:
             mine = ledger.take(["GPU-a"], "whole")
         assert kinds(path) == kinds(path) == ["whole"]
@@ -651,7 +608,7 @@ def test_an_absurd_claim_is_named_once_and_ignored(
     assert caplog.messages[0].isprintable()
 
 
-@pytest.mark.parametrize("requested", [0, -1, 10**12, 1.5, "1", None])
+@pytest.mark.parametrize("requested", [0, 10**12, "1"])
 def test_an_absurd_wish_holds_nobody_up(path: Path, requested: object, caplog: pytest.LogCaptureFixture) -> None:
     record = json.dumps({"uuids": ["GPU-a"], "requested": requested, "pid": 1, "number": 999999999999})
     with planted(path, record.encode(), "wait"), open_ledger(str(path)) as ledger:
@@ -661,12 +618,11 @@ def test_an_absurd_wish_holds_nobody_up(path: Path, requested: object, caplog: p
     place.release()
 
 
-@pytest.mark.parametrize("size", [claim_files.MAX_RECORD_BYTES + 1, 2**40])
-def test_a_huge_record_is_not_read(path: Path, size: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_huge_record_is_not_read(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with planted(path, b"") as name:
-        os.truncate(path / f"{name}.json", size)
+        os.truncate(path / f"{name}.json", claim_files.MAX_RECORD_BYTES + 1)
         assert kinds(path) == []
-    assert f"it has {size} bytes, more than 65536" in caplog.text
+    assert "it has 65537 bytes, more than 65536" in caplog.text
 
 
 def test_no_date_and_no_name_jumps_the_queue(path: Path) -> None:
@@ -734,50 +690,24 @@ def test_files_that_are_not_claims_are_left_alone(path: Path) -> None:
     assert {entry.name for entry in path.iterdir()} == names
 
 
-def symlink(path: Path) -> None:
-    (path.parent / "elsewhere").mkdir()
-    path.symlink_to(path.parent / "elsewhere")
-
-
-def not_sticky(path: Path) -> None:
-    path.mkdir()
-    path.chmod(0o777)
-
-
-def private(path: Path) -> None:
-    path.mkdir(mode=0o700)
-
-
-def listable(path: Path) -> None:
-    path.mkdir(mode=0o700)
-    path.chmod(0o744)
-
-
-def below_a_file(path: Path) -> None:
-    path.write_text("a file")
-
-
-UNUSABLE = [
-    pytest.param(symlink, "it is a symbolic link, which is not followed. Remove it", True, id="symlink"),
-    pytest.param(below_a_file, "it is not a folder. Remove it", True, id="file"),
-    pytest.param(not_sticky, "lets users remove the files of others. Its owner root or .* chmod 1777", True,
-                 id="not-sticky"),
-    pytest.param(private, "you may not read it. Its owner root or an administrator can .*chmod 1777", True,
-                 id="private"),
-    pytest.param(listable, "you may not read its files. Its owner root or an administrator can .*chmod 1777", True,
-                 id="not-searchable"),
-    pytest.param(lambda path: path.mkdir(mode=0o755), "you may not create files in it. Its owner root .*chmod 1777",
-                 False, id="read-only"),
-]  # fmt: skip
+# A shell command that makes the folder $0, the words of the refusal, and whether the claims of others are unknown then.
+UNUSABLE = {
+    "symlink": ("mkdir $0-2 && ln -s $0-2 $0", "it is a symbolic link, which is not followed. Remove it", True),
+    "file": ("touch $0", "it is not a folder. Remove it", True),
+    "not-sticky": ("mkdir -m 777 $0", "lets users remove the files of others. Its owner root or .* chmod 1777", True),
+    "private": ("mkdir -m 700 $0", "you may not read it. Its owner root or an administrator .*chmod 1777", True),
+    "not-searchable": ("mkdir -m 744 $0", "you may not read its files. Its owner root .*chmod 1777", True),
+    "read-only": ("mkdir -m 755 $0", "you may not create files in it. Its owner root .*chmod 1777", False),
+}
 
 
 @needs_root
-@pytest.mark.parametrize(("make", "words", "are_unknown"), UNUSABLE)
+@pytest.mark.parametrize(("make", "words", "are_unknown"), UNUSABLE.values(), ids=UNUSABLE)
 def test_an_unusable_folder_stops_only_promises_and_names_the_remedy(
-    driver: Driver, path: Path, make: Callable[[Path], None], words: str, are_unknown: bool
+    driver: Driver, path: Path, make: str, words: str, are_unknown: bool
 ) -> None:
     driver.gpus = [gpu()]
-    make(path)
+    subprocess.run(["sh", "-c", make, path], check=True)
     command = """
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.cli import main

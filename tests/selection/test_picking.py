@@ -71,23 +71,6 @@ def test_a_selection_is_all_or_nothing(driver: Driver, claims_dir: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "function",
-    [
-        "nvmlDeviceGetMigMode",
-        "nvmlDeviceGetSamples",
-        "nvmlDeviceGetComputeMode",
-        "nvmlDeviceGetComputeRunningProcesses_v3",
-        "nvmlDeviceGetGraphicsRunningProcesses_v3",
-    ],
-)
-def test_an_old_driver_without_a_function_will_do(driver: Driver, function: str) -> None:
-    driver.gpus = [gpu(memory_free="1GiB"), gpu(memory_free="2GiB")]
-    with driver.change():
-        driver.missing_functions = [function]
-    assert indices(select_gpus(min_free="1GiB")) == [1]
-
-
-@pytest.mark.parametrize(
     ("mask", "expected"),
     [("0,3", [3, 0]), ("3", [3]), ("0,9,1", [0]), (None, [3, 2, 1, 0])],
 )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu, mig
 from fake_driver.state import Call
-from launched_jobs import torchrun
+from launched_jobs import torchrun, until, waiting
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.selection import claims, yielding
@@ -38,20 +37,6 @@ from lightning_gpu_tools.selection.placement import place
 from lightning_gpu_tools.selection.ranking import Request
 place(1, Request(yield_after=0.3, exclusive=True), list)
 """
-WAIT = """
-from lightning_gpu_tools import select_gpus
-from lightning_gpu_tools.selection import picking
-picking._POLL_AFTER_S, picking._POLL_JITTER_S = 0.1, 0.0
-with select_gpus(exclusive=True, wait=60):
-    print("served", flush=True)
-"""
-
-
-def until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not happen within a minute"
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -64,17 +49,6 @@ def job(code: str, *arguments: str, env: dict[str, str] | None = None) -> Iterat
             yield holder
         finally:
             holder.kill()
-
-
-@contextmanager
-def waiting(claims_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """A job in the queue for a GPU of its own; with it, it prints a line and ends."""
-    with subprocess.Popen([sys.executable, "-c", WAIT], stdout=-1, text=True) as waiter:
-        try:
-            until(lambda: list(claims_dir.glob("wait-*.json")))
-            yield waiter
-        finally:
-            waiter.kill()
 
 
 def let_look(driver: Driver, looks: int = 6) -> None:

@@ -18,6 +18,7 @@ import pynvml
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import ComputeMode, GpuProcess, GpuReading, UtilizationSample, mean_percent
+from lightning_gpu_tools.processes import pid_namespace
 from lightning_gpu_tools.units import printable, user_name
 
 _T = TypeVar("_T")
@@ -44,15 +45,6 @@ def ask(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except NEVER:
         return None
-
-
-def product_name(handle: Any) -> str | None:
-    """Return the product name, safe to print; ``None`` if the driver does not report it in UTF-8."""
-    try:
-        name = ask(pynvml.nvmlDeviceGetName, handle)
-    except UnicodeDecodeError:
-        return None
-    return None if name is None else printable(name)
 
 
 def call_or_none(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -92,19 +84,32 @@ def process_utilization(handle: Any, last_us: int) -> tuple[dict[int, float], in
     return percents, max((one.timeStamp for one in samples), default=last_us)
 
 
+_WHY_UNREADABLE = {
+    pynvml.NVML_ERROR_GPU_IS_LOST: "it has fallen off the bus (GPU is lost): check `dmesg` for its Xid error, then "
+    "reset the GPU or reboot",
+    pynvml.NVML_ERROR_RESET_REQUIRED: "it needs a reset: run `nvidia-smi --gpu-reset` as root, or reboot",
+    pynvml.NVML_ERROR_NO_PERMISSION: "no permission to read it: check access to /dev/nvidia*, and the GPUs of this "
+    "container or job",
+    pynvml.NVML_ERROR_TIMEOUT: "the driver did not answer in time: try again, then check `dmesg` and reset the GPU",
+    pynvml.NVML_ERROR_NOT_FOUND: "the driver has no GPU with this UUID: check `nvidia-smi -L`",
+}
+_WHY_UNAVAILABLE = {
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1, a part of the NVIDIA driver, was not found. Is the driver "
+    "installed, and does `nvidia-smi` work? Containers need `--gpus all` and `utility` in NVIDIA_DRIVER_CAPABILITIES.",
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "The NVIDIA driver is installed but not loaded. Is there an NVIDIA GPU in "
+    "this machine? Try `sudo modprobe nvidia`, and check `dmesg`.",
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "The loaded NVIDIA driver and its library libnvidia-ml have different "
+    "versions, because the driver was updated. Reboot, or restart the container.",
+    pynvml.NVML_ERROR_NO_PERMISSION: "No permission to use the NVIDIA driver. Check that this user can open "
+    "/dev/nvidiactl and /dev/nvidia0, and that this container has them.",
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: "The NVIDIA driver is too old: it lacks a function that nvidia-ml-py needs. "
+    "Update the driver.",
+}
+
+
 def why_unreadable(error: pynvml.NVMLError) -> str:
     """Explain why one GPU cannot be read, and what to do."""
-    if isinstance(error, pynvml.NVMLError_GpuIsLost):
-        return "it has fallen off the bus (GPU is lost): check `dmesg` for its Xid error, then reset the GPU or reboot"
-    if isinstance(error, pynvml.NVMLError_ResetRequired):
-        return "it needs a reset: run `nvidia-smi --gpu-reset` as root, or reboot"
-    if isinstance(error, pynvml.NVMLError_NoPermission):
-        return "no permission to read it: check access to /dev/nvidia*, and the GPUs of this container or job"
-    if isinstance(error, pynvml.NVMLError_Timeout):
-        return "the driver did not answer in time: try again, then check `dmesg` and reset the GPU"
-    if isinstance(error, pynvml.NVMLError_NotFound):
-        return "the driver has no GPU with this UUID: check `nvidia-smi -L`"
-    return f"the driver answered {str(error)!r}: check `nvidia-smi` and `dmesg`"
+    return _WHY_UNREADABLE.get(error.value, f"the driver answered {str(error)!r}: check `nvidia-smi` and `dmesg`")
 
 
 def why_late(function: str) -> str:
@@ -139,41 +144,16 @@ def _required(function: Callable[[], _T], limit_s: float) -> _T:
     try:
         found, late = limits.answers({name: function}, limit_s)
     except pynvml.NVMLError as error:
-        raise NvmlUnavailableError(why_unavailable(error)) from None  # the cause adds nothing
+        raise NvmlUnavailableError(_why_unavailable(error)) from None  # the cause adds nothing
     if late:
         raise NvmlUnavailableError(f"The NVIDIA driver has not answered {name} within {limit_s:.0f} s. Check `dmesg`.")
     return found[name]
 
 
-def why_unavailable(error: pynvml.NVMLError) -> str:
+def _why_unavailable(error: pynvml.NVMLError) -> str:
     """Explain why the driver cannot be used at all, and what to do."""
-    if isinstance(error, pynvml.NVMLError_LibraryNotFound):
-        if sys.platform == "darwin":
-            return "There is no NVIDIA driver for macOS."
-        if sys.platform == "win32":
-            return "nvml.dll, a part of the NVIDIA driver, was not found. Is the driver installed?"
-        return (
-            "libnvidia-ml.so.1, a part of the NVIDIA driver, was not found. Is the driver installed, and does "
-            "`nvidia-smi` work? Containers need `--gpus all` and `utility` in NVIDIA_DRIVER_CAPABILITIES."
-        )
-    if isinstance(error, pynvml.NVMLError_DriverNotLoaded):
-        return (
-            "The NVIDIA driver is installed but not loaded. Is there an NVIDIA GPU in this machine? Try "
-            "`sudo modprobe nvidia`, and check `dmesg`."
-        )
-    if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
-        return (
-            "The loaded NVIDIA driver and its library libnvidia-ml have different versions, because the driver was "
-            "updated. Reboot, or restart the container."
-        )
-    if isinstance(error, pynvml.NVMLError_NoPermission):
-        return (
-            "No permission to use the NVIDIA driver. Check that this user can open /dev/nvidiactl and /dev/nvidia0, "
-            "and that this container has them."
-        )
-    if isinstance(error, pynvml.NVMLError_FunctionNotFound):
-        return "The NVIDIA driver is too old: it lacks a function that nvidia-ml-py needs. Update the driver."
-    return f"The NVIDIA driver cannot be used: NVML says {str(error)!r}. Does `nvidia-smi` work?"
+    otherwise = f"The NVIDIA driver cannot be used: NVML says {str(error)!r}. Does `nvidia-smi` work?"
+    return _WHY_UNAVAILABLE.get(error.value, otherwise)
 
 
 _COMPUTE_MODES: dict[int, ComputeMode] = {
@@ -264,7 +244,10 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
 
 
 def _identity(handle: Any) -> dict[str, Any]:
-    return {"uuid": pynvml.nvmlDeviceGetUUID(handle), "name": product_name(handle)}
+    uuid, name = pynvml.nvmlDeviceGetUUID(handle), None
+    with contextlib.suppress(UnicodeDecodeError):  # the driver does not report the name in UTF-8
+        name = ask(pynvml.nvmlDeviceGetName, handle)
+    return {"uuid": uuid, "name": None if name is None else printable(name)}
 
 
 def _usage(handle: Any, integrated: bool) -> dict[str, Any]:
@@ -330,10 +313,8 @@ def identified(process: GpuProcess) -> GpuProcess:
 
 def pids_are_ours() -> bool:
     """Return whether this process shares the host's PID namespace, which the driver's PIDs refer to."""
-    try:  # https://github.com/NVIDIA/nvidia-docker/issues/1483; PROC_PID_INIT_INO in include/linux/proc_ns.h
-        return os.readlink("/proc/self/ns/pid") == f"pid:[{0xEFFFFFFC}]"
-    except OSError:  # not Linux, so no PID namespaces
-        return not sys.platform.startswith("linux")
+    # https://github.com/NVIDIA/nvidia-docker/issues/1483; PROC_PID_INIT_INO in include/linux/proc_ns.h
+    return pid_namespace() == f"pid:[{0xEFFFFFFC}]"
 
 
 _SCOPE_NODE = pynvml.NVML_AFFINITY_SCOPE_NODE

@@ -26,11 +26,6 @@ class PerformanceMonitors:
         self._samples: list[Any] = []  # two samples that alternate, so that no time is skipped
         self._since_s: float | None = None  # time of the first sample
 
-    @property
-    def started(self) -> bool:
-        """Whether the monitors have been read."""
-        return bool(self._samples)
-
     def restart(self) -> None:
         """Begin a new interval with the next read, because the GPU was unavailable."""
         self._since_s = None
