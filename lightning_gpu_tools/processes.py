@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +33,19 @@ def process_stat(pid: int) -> ProcessStat | None:
     """Return the kernel's facts about a process; ``None`` if it has ended or is hidden."""
     fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # skip the name, which may contain ")"
     return ProcessStat(fields[0], int(fields[1]), int(fields[19])) if fields else None  # fields 3, 4 and 22
+
+
+def descendants(pids: Collection[int], ancestors: Collection[int]) -> frozenset[int]:
+    """Return those of the processes that are one of the ancestors or descend from one."""
+    found = set()
+    for pid in pids:
+        ancestor = pid
+        while ancestor and ancestor not in ancestors:
+            stat = process_stat(ancestor)
+            ancestor = stat.parent if stat else 0
+        if ancestor:
+            found.add(pid)
+    return frozenset(found)
 
 
 def pid_namespace() -> str | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuWaiter, folded_claims
-from lightning_gpu_tools.processes import ProcessId, process_stat, read_kernel_file, running_kernel
+from lightning_gpu_tools.processes import ProcessId, descendants, read_kernel_file, running_kernel
 from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path, user_name
 
@@ -270,7 +270,7 @@ class Ledger:
             claim = records[0][0]
             if process_ids and claim.kind == "memory":
                 holders = {process.pid for _, process in records if process and process.is_running}
-                claim = claim._replace(process_ids=descendants(holders, process_ids))
+                claim = claim._replace(process_ids=descendants(process_ids, holders))
             found.append(claim)
         return tuple(found)
 
@@ -506,16 +506,3 @@ def _text(record: Any, name: str, max_length: int) -> str:
     if not isinstance(value, str) or len(value) > max_length:
         raise ValueError(f"{name} is {value!r:.80}")
     return value
-
-
-def descendants(holders: Collection[int], process_ids: Collection[int]) -> frozenset[int]:
-    """Return the processes that are holders of a claim or their descendants."""
-    found = set()
-    for pid in process_ids:
-        ancestor = pid
-        while ancestor and ancestor not in holders:
-            stat = process_stat(ancestor)
-            ancestor = stat.parent if stat else 0
-        if ancestor:
-            found.add(pid)
-    return frozenset(found)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_gpu_tools.errors import ClaimsError, NvmlUnavailableError
+from lightning_gpu_tools.processes import descendants
 from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.units import format_duration
 
@@ -180,7 +181,7 @@ class Agreement:
 
 def topmost(pids: Collection[int]) -> set[int]:
     """Return the processes that are not descendants of other processes in the list."""
-    return {pid for pid in pids if not claims.descendants({*pids} - {pid}, {pid})}
+    return {pid for pid in pids if not descendants({pid}, {*pids} - {pid})}
 
 
 def _poll_in_thread(poll: Callable[[], float], say: Callable[[str], None]) -> None:
@@ -214,7 +215,7 @@ def _read(jobs: Collection[str], uuids: Sequence[str]) -> tuple[list[tuple[GpuCl
         return [], None
     own_pids = {os.getpid(), *(process.pid for _, process in records)}
     for waiter in waiters:
-        is_own = waiter.owner_id == os.geteuid() and claims.descendants(own_pids, {waiter.pid})
+        is_own = waiter.owner_id == os.geteuid() and descendants({waiter.pid}, own_pids)
         if not is_own and not {*waiter.uuids}.isdisjoint(uuids):
             return records, waiter
     return records, None

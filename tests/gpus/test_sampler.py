@@ -150,8 +150,7 @@ def test_a_timeline_covers_the_run(clock):
 
 
 def test_without_a_driver_sampling_is_refused(driver):
-    with driver.change():
-        driver.init_error = "DRIVER_NOT_LOADED"
+    driver.init_error = "DRIVER_NOT_LOADED"
     with pytest.raises(NvmlUnavailableError, match="not loaded"):
         Sampler(["GPU-a"])
 
@@ -186,13 +185,11 @@ def test_a_gpu_whose_driver_hangs_is_named_and_holds_no_other_up(clock, monkeypa
         clock.advance(1)
         take(watch, [])
         assert watch.latest_percent == 50
-        with clock.change():
-            clock.gpus[0].hangs, clock.gpus[1].memory_free = "nvmlDeviceGetPowerUsage", 0
+        clock.gpus[0].hangs, clock.gpus[1].memory_free = "nvmlDeviceGetPowerUsage", 0
         metrics = take(watch, [f"{problem}. This GPU is not measured until it answers. Check `dmesg`."])
         assert metrics["gpu/1/memory_used_bytes"] == 80 * GIB
         assert watch.latest_percent == 10
-        with clock.change():
-            clock.gpus[0].hangs, clock.gpus[0].memory_free = None, 0
+        clock.gpus[0].hangs, clock.gpus[0].memory_free = None, 0
         take(watch, [])
         assert watch.whole(wait_s=TIMEOUT_S)[hanging].memory_used_bytes == 80 * GIB
 
@@ -201,13 +198,11 @@ def test_a_driver_that_hangs_at_the_start_holds_no_training_up(driver, monkeypat
     monkeypatch.setattr(limits, "LIMIT_S", 0.05)
     monkeypatch.setattr(limits, "OPENING_LIMIT_S", 0.2)
     driver.gpus = [gpu()]
-    with driver.change():
-        driver.hangs = "nvmlInitWithFlags"
+    driver.hangs = "nvmlInitWithFlags"
     reader = Sampler([driver.gpus[0].uuid])
     threads = sampling_threads()
     assert threads
-    with driver.change():
-        driver.hangs = None
+    driver.hangs = None
     reader.close()
     for thread in threads:
         thread.join(TIMEOUT_S)

@@ -17,12 +17,6 @@ from lightning_gpu_tools.selection.claims import directory, open_ledger, read_le
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Return the path of the claims folder, which does not exist yet."""
-    return tmp_path / "claims"
-
-
 @needs_root
 @pytest.mark.parametrize("inodes", [1, 2], ids=["no-socket", "no-record"])
 def test_a_full_file_system_costs_the_claim_and_nothing_else(driver: Driver, path: Path, inodes: int) -> None:

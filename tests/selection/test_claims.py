@@ -48,16 +48,6 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "claims"
-
-
-def test_reading_creates_nothing(path: Path) -> None:
-    assert holders(path) == []
-    assert not path.exists()
-
-
 def test_a_claim_says_who_holds_what_since_when(path: Path) -> None:
     with holder(path) as process, read_ledger(str(path)) as ledger:
         (claim,) = ledger.claims()
@@ -77,14 +67,6 @@ def test_a_claim_ends_with_its_process_however_that_ends(path: Path, kill: signa
         assert holders(path) == []
         with open_ledger(str(path)):  # who comes to claim removes what is left of it
             assert list(path.iterdir()) == []
-
-
-def test_a_released_claim_leaves_no_file(path: Path) -> None:
-    with open_ledger(str(path)) as ledger:
-        claim = ledger.take(["GPU-a"], "whole")
-    assert holders(path) == [os.getpid()]
-    claim.release()
-    assert list(path.iterdir()) == []
 
 
 @pytest.mark.parametrize("by_child", [True, False])
@@ -239,18 +221,6 @@ for _ in range(20):
     children = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(4)]
     assert [child.wait() for child in children] == [0] * 4
     assert counter.read_text() == "80"
-
-
-@pytest.mark.skipif(not Path("/usr/bin/systemd-tmpfiles").exists(), reason="the cleaner of /tmp is not installed")
-def test_the_cleaner_of_tmp_leaves_old_claims_alone(tmp_path: Path) -> None:
-    path = tmp_path / "clean" / "claims"
-    rules = tmp_path / "rules.conf"
-    rules.write_text(f"d {path.parent} - - - 1us\n")
-    with holder(path) as process:
-        (path / "old").touch()
-        subprocess.run(["/usr/bin/systemd-tmpfiles", "--clean", str(rules)], check=True)
-        assert not (path / "old").exists()
-        assert holders(path) == [process.pid]
 
 
 def test_where_claims_live(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from fake_driver import Driver, gpu
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.selection import claim_files
-from lightning_gpu_tools.selection.claims import open_ledger, read_ledger, warn_once
+from lightning_gpu_tools.selection.claims import open_ledger, read_ledger
 from lightning_gpu_tools.selection.yielding import Reminder
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
@@ -67,13 +67,6 @@ def tmp_path() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o777)
         yield Path(folder)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Return the path of the claims folder, which does not exist yet."""
-    warn_once.cache_clear()
-    return tmp_path / "claims"
 
 
 def open_log(path: Path) -> None:

@@ -169,9 +169,8 @@ def test_ranks_of_ddp_get_the_gpus_that_the_first_applied(
     driver.gpus = [gpu(), gpu(), gpu(memory_free="70GiB")]
     with subprocess.Popen([sys.executable, "-c", RANK, repr(options)], stdin=-1, stdout=-1, text=True) as job:
         first = job.stdout.readline()
-        with driver.change():
-            driver.gpus[1].memory_free = "50GiB"
-            driver.gpus[1].processes = [process(job.pid, memory="30GiB")]
+        driver.gpus[1].memory_free = "50GiB"
+        driver.gpus[1].processes = [process(job.pid, memory="30GiB")]
         assert (first, job.communicate("\n")[0]) == (",".join(uuids(driver, 1, 0)) + "\n", first)
 
 
@@ -274,9 +273,7 @@ int cuDeviceGetUuid(void *uuid, int device) {{ memcpy(uuid, uuids[device], 16); 
 def test_joined_gpus_and_those_on_one_node_are_preferred(driver: Driver) -> None:
     driver.gpus = [gpu(memory_free=f"{gib}GiB", numa_node=node) for gib, node in ((40, 0), (10, 0), (39, 1), (38, 1))]
     assert indices(select_gpus(2, min_free="8GiB", claim=False)) == [2, 3]
-    with driver.change():
-        driver.links = [link(0, 2, nvlink=True)]
+    driver.links = [link(0, 2, nvlink=True)]
     assert indices(select_gpus(2, min_free="8GiB", claim=False)) == [0, 2]
-    with driver.change():
-        driver.gpus[2].utilization = 90
+    driver.gpus[2].utilization = 90
     assert indices(select_gpus(2, claim=False)) == [0, 3]

@@ -40,7 +40,7 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 
 
 def placed(driver: Driver, path: str, environments: list[dict[str, str]], *arguments: str) -> list[list[int]]:
-    """What processes that live at the same time get, one after the other."""
+    """Return the GPUs of processes that live at the same time and pick one after the other."""
     lines, processes = [], []
     for environment in environments:
         command = [sys.executable, path, *arguments]

@@ -146,8 +146,7 @@ def test_a_requeued_job_chooses_again(start: Callable[..., Job], driver: Driver,
     assert job.gpus() == [[3, 2], [3, 2]]
     number = answer("squeue", "-ho", "%A").strip()
     answer("scontrol", "requeue", number)
-    with driver.change():
-        driver.gpus[3].memory_free = 0
+    driver.gpus[3].memory_free = 0
     states = ("squeue", "-ho", "%T"), ("sinfo", "-ho", "%t")
     wait_for(lambda: [answer(*command).strip() for command in states] == ["PENDING", "idle"])
     assert live_claims(claims_dir) == []

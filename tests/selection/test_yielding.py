@@ -221,8 +221,7 @@ def test_a_driver_that_has_gone_is_named(driver: Driver) -> None:
     said: list[str] = []
     with select_gpus() as selection:
         agreement = yielding.Agreement(claims.held_claims()[-1], 60.0, said.append)
-        with driver.change():
-            driver.init_error = "DRIVER_NOT_LOADED"
+        driver.init_error = "DRIVER_NOT_LOADED"
         assert {agreement.look(), agreement.look()} == {yielding.LOOK_EVERY_S}
     assert selection.uuids
     (text,) = said

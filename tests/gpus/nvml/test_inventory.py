@@ -182,8 +182,7 @@ def test_drawing_and_computing_processes_are_told_apart(driver):
 
 
 def test_an_old_driver_that_cannot_list_drawing_processes_lists_the_others(driver):
-    with driver.change():
-        driver.missing_functions = ["nvmlDeviceGetGraphicsRunningProcesses_v3"]
+    driver.missing_functions = ["nvmlDeviceGetGraphicsRunningProcesses_v3"]
     (reading,) = read(driver, gpu(processes=[process(2)]))
     assert [one.pid for one in reading.processes] == [2]
 

@@ -38,8 +38,7 @@ def test_without_a_driver_the_message_names_the_remedy(driver, state, says):
 
 
 def test_a_driver_that_fails_later_is_unavailable_too(driver):
-    with driver.change():
-        driver.errors = {"nvmlDeviceGetCount_v2": "DRIVER_NOT_LOADED"}
+    driver.errors = {"nvmlDeviceGetCount_v2": "DRIVER_NOT_LOADED"}
     with pytest.raises(NvmlUnavailableError, match="not loaded"):
         nvml.read_gpus()
 
