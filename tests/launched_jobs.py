@@ -7,14 +7,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fake_driver import Driver
 
-from lightning_gpu_tools.selection.claims import read_ledger
+from lightning_gpu_tools.gpus.readings import GpuClaim
+from lightning_gpu_tools.selection.claims import HeldClaim, open_ledger, read_ledger
 
 # What the accelerator does underneath, without the seconds that it takes to import Lightning.
 PLACE = """
@@ -103,9 +104,21 @@ def said(output: str, driver: Driver) -> dict[str, dict[int, list[int]]]:
     return found
 
 
-def live_claims(claims_dir: os.PathLike[str]) -> list[tuple[str, int]]:
-    with read_ledger(str(claims_dir)) as ledger:
-        return [(claim.kind, len(claim.uuids)) for claim in ledger.claims()]
+def claims_in(folder: os.PathLike[str], process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
+    """Return the live claims in a folder."""
+    with read_ledger(os.fspath(folder)) as ledger:
+        return ledger.claims(process_ids)
+
+
+def live_claims(folder: os.PathLike[str]) -> list[tuple[str, int]]:
+    """Return the kinds of the live claims in a folder, and their numbers of GPUs."""
+    return [(claim.kind, len(claim.uuids)) for claim in claims_in(folder)]
+
+
+def take(folder: os.PathLike[str], kind: Any = "whole", memory_bytes: int | None = None, **options: Any) -> HeldClaim:
+    """Claim GPU-a in this process."""
+    with open_ledger(os.fspath(folder)) as ledger:
+        return ledger.take(["GPU-a"], kind, memory_bytes, **options)
 
 
 def until(is_true: Callable[[], object]) -> None:

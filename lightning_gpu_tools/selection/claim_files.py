@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import socket
 
 TIMEOUT_LOCK_S = 30.0  # about 300 picks of 0.1 s; after that, the holder hangs or keeps the lock on purpose
-_TIMEOUT_CREATION_S = 2.0  # mkdir to chmod takes microseconds, unless the process loses the CPU
 MAX_RECORD_BYTES = 64 * 1024  # a record of 16 GPUs with 7 MIG instances each has 6 KiB
 _MAX_RECORDS_PER_USER = 1000  # the latest ones; a job has one record per process
 _MAX_ATTEMPTS = 10  # our default: an attacker who races for a new name wins once in fifty attempts
@@ -122,19 +121,14 @@ class Folder:
                 found.append(entry._replace(is_closed=is_held is None))
         return found[::-1]
 
-    def without_ended(self, names: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return the entries, as names and owners, without some ended ones; if most have ended, without all ended ones.
+    def without_ended(self, names: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        """Return the entries, as names and owners, without all ended ones if a random one of them has ended.
 
-        Checks entries until it has found more live than ended ones. If none has ended, this is a single check.
+        The more have ended, the sooner repeated calls notice. If none has ended, this is a single check.
         """
-        start = int.from_bytes(os.urandom(2), "big") % max(1, len(names))
-        unchecked = [*names[start:], *names[:start]][::-1]
-        live: list[tuple[str, int]] = []
-        while unchecked and 2 * len(live) <= len(names) - len(unchecked):
-            one = unchecked.pop()
-            if self._is_held(*one):  # an entry that is closed to this user does not count
-                live.append(one)
-        return live + unchecked
+        if not names or self._is_held(*names[int.from_bytes(os.urandom(2), "big") % len(names)]):
+            return names
+        return [one for one in names if self._is_held(*one)]  # an entry that is closed to this user does not count
 
     def read(self, entry: Entry) -> bytes:
         """Return an entry's record; raise ``OSError`` or ``ValueError`` if it is unreadable or invalid."""
@@ -328,7 +322,10 @@ def locked_folder(path: str) -> Iterator[Folder]:
     """Lock the folder, and create it if it does not exist."""
     give_up_s = time.monotonic() + TIMEOUT_LOCK_S
     while True:
-        descriptor = _create_and_open(path)
+        try:
+            descriptor = _create_and_open(path)
+        except FileNotFoundError:  # removed meanwhile
+            continue
         try:
             # The folder may have been replaced meanwhile, and locks on two folders do not exclude each other.
             if _try_lock(descriptor) and _is_at(descriptor, path):
@@ -357,29 +354,16 @@ def why_private(path: str) -> str | None:
 
 
 def _create_and_open(path: str) -> int:
-    give_up_s = time.monotonic() + _TIMEOUT_CREATION_S
-    while True:
-        made = True
-        try:
-            os.makedirs(path, mode=0o1777)
-        except FileExistsError:
-            made = False
-        except OSError as error:
-            advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
-            raise _unusable(path, f"it cannot be created ({error.strerror})", advice) from error
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            if made or not _is_being_made(path) or time.monotonic() > give_up_s:
-                descriptor = _open(path)
-                if made:
-                    os.fchmod(descriptor, 0o1777)  # regardless of this process's umask
-                return descriptor
-        time.sleep(0.01)
-
-
-def _is_being_made(path: str) -> bool:
-    """Return whether another user may have created the folder just now and not yet opened it to everybody."""
-    found = os.lstat(path)
-    return found.st_uid != os.geteuid() and not found.st_mode & 0o002 and time.time() - found.st_ctime < 1
+    try:
+        os.makedirs(path, mode=0o1777)
+    except FileExistsError:
+        return _open(path)
+    except OSError as error:
+        advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
+        raise _unusable(path, f"it cannot be created ({error.strerror})", advice) from error
+    descriptor = _open(path)
+    os.fchmod(descriptor, 0o1777)  # regardless of this process's umask
+    return descriptor
 
 
 def _open(path: str) -> int:

@@ -84,10 +84,7 @@ def open_ledger(path: str) -> Iterator[Ledger]:
 
 
 def still_waiting(jobs: Sequence[GpuWaiter]) -> list[GpuWaiter]:
-    """Return the waiting jobs without some ended ones; if most have ended, without all ended ones.
-
-    This is far cheaper than reading the queue.
-    """
+    """Return the waiting jobs, without all ended ones if a random one has ended. Far cheaper than reading the queue."""
     waiters = {(job.name, job.owner_id): job for job in jobs}
     try:
         with claim_files.open_folder(directory()) as folder:

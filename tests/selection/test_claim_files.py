@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
+from launched_jobs import live_claims, take
 
 from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.selection.claim_files import why_private
-from lightning_gpu_tools.selection.claims import directory, open_ledger, read_ledger
+from lightning_gpu_tools.selection.claims import directory
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")
 
@@ -60,12 +61,9 @@ def test_a_folder_exchanged_before_it_is_locked_is_not_used(path: Path, monkeypa
         return take_lock(descriptor)
 
     monkeypatch.setattr(claim_files, "_try_lock", exchange_and_take_lock)
-    with open_ledger(str(path)) as ledger:
-        mine = ledger.take(["GPU-a"], "whole")
-    with read_ledger(str(path)) as ledger:
-        assert [claim.kind for claim in ledger.claims()] == ["whole"]
+    take(path)
+    assert live_claims(path) == [("whole", 1)]
     assert list(path.with_name("old").iterdir()) == []
-    mine.release()
 
 
 @needs_root

@@ -186,13 +186,6 @@ def test_apply_after_cuda_has_started_is_refused(driver: Driver, monkeypatch: py
     selection.apply()  # nothing to change
 
 
-def test_the_sentence_after_a_selection_says_what_and_why(driver: Driver) -> None:
-    driver.gpus = [gpu(memory_free="71.3GiB"), gpu(memory_free="80GiB", utilization=60)]
-    reason = str(select_gpus())
-    assert f"GPU 0 ({driver.gpus[0].uuid[:12]}…) with 71.3 GiB free, 0 % busy" in reason
-    assert reason.endswith("Chosen from 2 visible: idle first, then most free memory.")
-
-
 EXCLUSIVE_OR_WHY = """
 import sys
 from lightning_gpu_tools import select_gpus

@@ -71,14 +71,6 @@ sys.stdin.read()
         assert live_claims(claims_dir) == []
 
 
-def test_another_start_of_torchrun_chooses_for_itself(driver: Driver, script: Callable[[str], str]) -> None:
-    # Ranks of a torchrun that was killed may live on beside those of a new one.
-    starts = [f"/tmp/none_{start}/attempt_0/0/error.json" for start in "01"]
-    ranks = [torchrun(rank, TORCHELASTIC_ERROR_FILE=start) for start in starts for rank in (0, 1)]
-    chosen = placed(driver, script(f"place_and_say(exclusive=True){STAY}"), ranks)
-    assert chosen == [[3, 2], [3, 2], [1, 0], [1, 0]]
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_jobs_of_two_users_share_no_choice_whatever_their_names(
     driver: Driver, script: Callable[[str], str], tmp_path: Path

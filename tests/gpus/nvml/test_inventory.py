@@ -50,11 +50,6 @@ def test_gpus_are_in_pci_order_whatever_order_the_driver_gives(driver):
     assert [reading.index for reading in gpus] == [0, 1, 2, 3]
 
 
-def test_cuda_visible_devices_hides_nothing(driver, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert len(read(driver, gpu(), gpu())) == 2
-
-
 def test_utilization_is_the_mean_over_the_buffer(driver):
     driver.freeze()
     (reading,) = read(driver, gpu(utilization=[(0, 0), (90, 100)], sample_period_s=0.5, sample_depth=40))

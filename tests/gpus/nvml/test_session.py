@@ -116,17 +116,6 @@ assert os.waitpid(child, 0)[1] == 0
     assert [call.function for call in driver.calls()] == ["nvmlInitWithFlags", "nvmlShutdown"]
 
 
-def test_threads_read_at_once(driver):
-    from concurrent.futures import ThreadPoolExecutor
-
-    driver.gpus = [gpu(), gpu()]
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda _: len(nvml.read_gpus()), range(40)))
-    assert results == [2] * 40
-    with pytest.raises(pynvml.NVMLError_Uninitialized):
-        pynvml.nvmlDeviceGetCount()
-
-
 def test_a_session_that_is_left_open_ends_with_its_program(driver, run_python):
     driver.gpus = [gpu()]
     start = f"probe = GpuProbe({driver.gpus[0].uuid!r}); probe.read()"
