@@ -153,14 +153,7 @@ class HeldClaim:
     def _take_again(self) -> str:
         kind, uuids = self._content["kind"], self._content["uuids"]
         with open_ledger(self._path) as ledger:
-            rivals = [
-                claim
-                for claim in ledger.claims()
-                if not (claim.job == self.job and is_trusted(claim))
-                and any(map(claim.is_on, uuids))
-                and "exclusive" in (kind, claim.kind)
-            ]
-            # Two exclusive claims on one GPU would contradict each other.
+            rivals = ledger.rivals(uuids, kind, [self.job])
             content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
             self._held.append(ledger.put("claim", content, self._process))
             owner = ledger.foreign_owner
@@ -271,6 +264,16 @@ class Ledger:
             found.append(claim)
         return tuple(found)
 
+    def rivals(self, uuids: Collection[str], kind: str, own_jobs: Collection[str]) -> list[GpuClaim]:
+        """Return the claims of other jobs that contradict a claim of this kind, because one of the two is exclusive."""
+        return [
+            claim
+            for claim in self.claims()
+            if any(map(claim.is_on, uuids))
+            and "exclusive" in (kind, claim.kind)
+            and not (claim.job in own_jobs and is_trusted(claim))
+        ]
+
     def records(self, jobs: Collection[str]) -> list[tuple[GpuClaim, ProcessId]]:
         """Return the claims of these jobs of this user, one for each process, earliest first."""
         mine = [(claim, process) for claim, process in self._claim_records if claim.owner_id == os.geteuid()]
@@ -309,12 +312,8 @@ class Ledger:
         agreed = [one.yields for one, process in self.records([claim.job]) if process == own]
         if agreed and (yield_after_s is None or any(agreed)):
             return None
-        return self.take(
-            *(claim.uuids, claim.kind, claim.memory_bytes),
-            group=claim.group,
-            job=claim.job,
-            yield_after_s=yield_after_s,
-        )
+        take = functools.partial(self.take, group=claim.group, job=claim.job, yield_after_s=yield_after_s)
+        return take(claim.uuids, claim.kind, claim.memory_bytes)
 
     def queue(self, uuids: Sequence[str], count: int) -> Held:
         """Take the last place in the queue for ``count`` of these GPUs."""

@@ -264,7 +264,7 @@ class Attempt:
         return is_rank and claims.is_of_own_job(claim) and len(claim.uuids) == self.request.count
 
     def take(self, uuids: Sequence[str], *, share: bool = False) -> HeldClaim:
-        """Claim GPUs as requested; if others ``share`` them, as ``whole``, which excludes nobody."""
+        """Claim GPUs as requested; if others ``share`` them, as ``whole``, which contradicts no other claim."""
         take = functools.partial(self.ledger.take, uuids, group=self.group, yield_after_s=self.request.yield_after_s)
         if not self.request.claim:
             return take("memory", 0)  # only so that the others of the group can find it

@@ -18,7 +18,6 @@ from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.cli import gpus as gpus_command
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.gpus.nvml import driver as nvml_driver
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -121,7 +120,7 @@ def test_who_only_holds_memory_is_marked(
     driver: Driver, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, left_process: int
 ) -> None:
     monkeypatch.setattr(nvml, "pids_are_ours", lambda: True)
-    monkeypatch.setattr(nvml_driver, "pids_are_ours", lambda: True)
+    monkeypatch.setattr(nvml, "pids_are_ours", lambda: True)
     driver.gpus = [
         gpu(processes=[process(left_process, "3GiB"), process(memory="1GiB"), process(1, "1GiB", sm=40)]),
         gpu(processes=[]),
@@ -148,7 +147,7 @@ def test_a_claim_whose_owner_runs_nothing_there_is_unused(
     driver: Driver, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvml, "pids_are_ours", lambda: True)
-    monkeypatch.setattr(nvml_driver, "pids_are_ours", lambda: True)
+    monkeypatch.setattr(nvml, "pids_are_ours", lambda: True)
     monkeypatch.setattr(gpus_command, "_MIN_AGE_S", -1.0)
     driver.gpus = [gpu(), gpu()]
     select_gpus(2)

@@ -37,7 +37,7 @@ import fcntl, json, socket
 # Another user may not be able to read the files that Python imports, so that has to be done before.
 import argparse, ctypes.util, dataclasses, locale, logging, psutil, pynvml, rich.box, rich.console, rich.table, select
 import lightning_gpu_tools.selection.placement
-from lightning_gpu_tools.gpus.nvml import driver, probe
+from lightning_gpu_tools.gpus.nvml import probe
 from lightning_gpu_tools.cli import gpus, pick, run
 if "fake_driver" in sys.modules:
     select_gpus(claim=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pynvml
 
-from lightning_gpu_tools.gpus.nvml.driver import call_or_none
+from lightning_gpu_tools.gpus.nvml import call_or_none
 
 # nvmlGpmMetricId_t; in percent, and MiB/s for PCIe
 GRAPHICS, SM, OCCUPANCY, TENSOR, DRAM = 1, 2, 3, 5, 10

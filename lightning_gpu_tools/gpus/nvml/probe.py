@@ -12,8 +12,7 @@ from typing import Any
 import pynvml
 
 from lightning_gpu_tools.gpus.metrics import GpuSample
-from lightning_gpu_tools.gpus.nvml import gpm as _gpm
-from lightning_gpu_tools.gpus.nvml.driver import (
+from lightning_gpu_tools.gpus.nvml import (
     GONE,
     NEVER,
     call_or_none,
@@ -22,6 +21,7 @@ from lightning_gpu_tools.gpus.nvml.driver import (
     utilization_samples,
     why_unreadable,
 )
+from lightning_gpu_tools.gpus.nvml import gpm as _gpm
 from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, UtilizationSample
 
 # Common Xid errors, in the wording of https://docs.nvidia.com/deploy/xid-errors/
