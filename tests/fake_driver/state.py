@@ -167,10 +167,10 @@ class Driver:
         self._is_changing = False
         self._write()
 
-    def freeze(self, ago_s: float = 100.0) -> None:
-        """Stop the driver's clock at the present; its quantities began this long ago."""
+    def freeze(self) -> None:
+        """Stop the driver's clock at the present; its quantities began 100 s ago."""
         self.now_s = time.time()
-        self.start_s = self.now_s - ago_s
+        self.start_s = self.now_s - 100.0
 
     def advance(self, seconds: float) -> None:
         """Let time pass for a driver whose clock stands still."""

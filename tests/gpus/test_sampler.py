@@ -4,7 +4,6 @@ thread poll and waits for it, and the driver's clock stands still until it is ad
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from types import SimpleNamespace
@@ -35,9 +34,9 @@ def no_thread_is_left():
 
 @pytest.fixture
 def clock(driver, monkeypatch):
-    """The driver's clock, which stands still, is also that of the probes; polls come only when they are asked for."""
+    """A driver whose clock stands still and is that of this process, too; polls come only when they are asked for."""
     driver.freeze()
-    monkeypatch.setattr(probe, "GpuProbe", functools.partial(probe.GpuProbe, clock=lambda: driver.now_s))
+    monkeypatch.setattr(time, "time", lambda: driver.now_s)
     monkeypatch.setattr(sampler, "_MAX_INTERVAL_S", 3600.0)
     return driver
 
@@ -113,8 +112,7 @@ def test_the_thread_polls_at_once_and_at_intervals(driver, probing):
         assert all(polls.acquire(timeout=TIMEOUT_S) for _ in range(4))
 
 
-def test_what_happened_in_validation_is_kept_apart(clock, monkeypatch):
-    monkeypatch.setattr(sampler.time, "time", lambda: clock.now_s)  # the clock of the phases is the driver's
+def test_what_happened_in_validation_is_kept_apart(clock):
     clock.gpus = [gpu(utilization=[(0, 90), (102, 10), (105, 90)], power_watts=100, sample_period_s=0.1)]
     uuid = clock.gpus[0].uuid
     with sampling([uuid]) as reader:

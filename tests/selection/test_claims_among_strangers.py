@@ -70,6 +70,14 @@ def tmp_path() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture
+def path(path: Path) -> Path:
+    """Return the claims folder as an administrator makes it."""
+    path.mkdir()
+    path.chmod(0o1777)
+    return path
+
+
 def open_log(path: Path) -> None:
     for log in path.parent.glob("*.log"):  # of the calls of the fake driver
         log.chmod(0o666)
@@ -95,16 +103,9 @@ def kinds(path: Path) -> list[str]:
     return [claim.kind for claim in claims_in(path)]
 
 
-def root_owned(path: Path) -> None:
-    """Make the folder as an administrator does."""
-    path.mkdir()
-    path.chmod(0o1777)
-
-
 @contextmanager
 def planted(path: Path, content: bytes, kind: str = "claim") -> Iterator[str]:
     """Make a live entry with a record that this package would not write."""
-    path.mkdir(exist_ok=True)
     name = f"{kind}-00000000deadbeef"
     (path / f"{name}.json").write_bytes(content)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -118,6 +119,7 @@ def planted(path: Path, content: bytes, kind: str = "claim") -> Iterator[str]:
 @needs_root
 @pytest.mark.parametrize("first", [0, ALICE], ids=["root-first", "user-first"])
 def test_users_see_each_others_claims_whoever_came_first(path: Path, first: int) -> None:
+    path.rmdir()
     name = "root" if first == 0 else f"uid {first}"
     with staying(first, path) as one, staying(BOB, path):
         assert run_as(CAROL, path, USERS).stdout == f"{name} uid {BOB}\n"
@@ -142,8 +144,6 @@ ATTACKS = [
 
 @needs_root
 def test_no_other_user_can_change_or_end_a_claim(path: Path) -> None:
-    path.mkdir()
-    path.chmod(0o1777)
     with staying(ALICE, path) as process:
         (record,) = path.glob("*.json")
         before = record.read_bytes()
@@ -215,7 +215,6 @@ def test_a_claim_closed_to_others_counts_and_is_named(
 ) -> None:
     driver.gpus = [gpu(memory_free="30GiB"), gpu(memory_free="40GiB")]
     free, taken = (str(one.uuid) for one in driver.gpus)
-    root_owned(path)
     close = f"""
 for name in os.listdir("."):
     if name.endswith({ending!r}):
@@ -238,14 +237,12 @@ def test_a_closed_claim_with_more_gpus_than_its_name_holds_counts_on_all(path: P
     close = "\nfor name in os.listdir('.'): os.chmod(name, 0)"
     take = TAKE.replace('["GPU-a"]', str([f"GPU-{number:08x}-0000" for number in range(40)])) + close
     see = "with read_ledger(path) as ledger: print(ledger.claims()[0].is_on('MIG-ffffffff-0000'))"
-    root_owned(path)
     with staying(ALICE, path, take):
         assert run_as(BOB, path, see).stdout == "True\n"
 
 
 @needs_root
 def test_no_other_users_files_make_root_remove_a_claim(path: Path) -> None:
-    root_owned(path)
     with staying(ALICE, path) as process:
         (record,) = path.glob("*.json")
         name = record.stem
@@ -286,7 +283,6 @@ def test_a_file_that_cannot_be_asked_stops_nobody(
     driver: Driver, path: Path, monkeypatch: pytest.MonkeyPatch, options: str, user: int
 ) -> None:
     driver.gpus = [gpu()]
-    root_owned(path)
     open_log(path)
     monkeypatch.setenv("OPTIONS", options)
     become = f"\nif {user}: os.setgid({user}), os.setuid({user})\n"
@@ -313,7 +309,6 @@ from lightning_gpu_tools.selection.placement import place
 from lightning_gpu_tools.selection.ranking import Request
 place(1, Request(), list)
 """
-    root_owned(path)
     os.chown(path, owner, -1)
     says = f"The claims folder {path} belongs to uid {BOB}, who can remove the claims of others. "
     for use in (place, "main(['gpus'])", "main(['pick'])", "main(['run', '--wait', '1m', '--', 'true'])"):
@@ -328,7 +323,6 @@ place(1, Request(), list)
 def test_a_command_notices_that_its_claim_was_removed(driver: Driver, path: Path, is_taken: bool) -> None:
     driver.gpus = [gpu()]
     uuid = str(driver.gpus[0].uuid)
-    root_owned(path)
     os.chown(path, BOB, -1)
     open_log(path)
     remove = "with open_ledger(path) as ledger:\n    [os.unlink(name) for name in os.listdir('.')]\n"
@@ -352,7 +346,6 @@ def test_a_command_notices_that_its_claim_was_removed(driver: Driver, path: Path
 
 @needs_root
 def test_a_claim_in_the_name_of_ones_job_is_a_rival(path: Path) -> None:
-    root_owned(path)
     mine = take(path, "exclusive", job="j")
     for file in path.iterdir():
         file.unlink()
@@ -363,7 +356,6 @@ def test_a_claim_in_the_name_of_ones_job_is_a_rival(path: Path) -> None:
 
 @needs_root
 def test_anothers_file_with_the_inode_of_a_removed_one_is_noticed(path: Path) -> None:
-    root_owned(path)
     mine = take(path)
     (record,) = path.glob("*.json")
     os.chown(record, BOB, BOB)  # ext4 gives the inode that was freed last to the next file
@@ -421,7 +413,6 @@ def swap_in_a_link(path: Path) -> None:
 def test_who_takes_names_away_is_named_if_no_other_name_helps(
     path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[[Path], None], attacks: int
 ) -> None:
-    root_owned(path)
     victim = path.parent / "victim"
     with socket.socket(socket.AF_UNIX) as another:
         another.bind(str(victim))
@@ -460,7 +451,6 @@ def test_a_flood_of_claims_is_folded_by_user(driver: Driver, path: Path) -> None
     driver.gpus = [gpu() for _ in range(8)]
     uuids = [str(one.uuid) for one in driver.gpus]
     record = str({**GOOD, "kind": "exclusive", "uuids": uuids}).replace("'j'", "str(number)")
-    root_owned(path)
     with (
         staying(CAROL, path, TAKE.replace("GPU-a", uuids[0])),
         staying(BOB, path, FLOOD.format(kind="claim", record=record)),
@@ -478,7 +468,6 @@ def test_a_flood_of_claims_is_folded_by_user(driver: Driver, path: Path) -> None
 def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path, are_closed: bool) -> None:
     driver.gpus = [gpu()]
     uuid = str(driver.gpus[0].uuid)
-    root_owned(path)
     wait = f"{PICK}print(*select_gpus(exclusive=True, wait='1h').uuids, flush=True)"
     flood = FLOOD.format(kind="wait", record={**GOOD, "uuids": [uuid], "requested": 1})
     with staying(BOB, path, flood) as ahead:
@@ -504,7 +493,6 @@ with open_ledger(path) as ledger:
 @needs_root
 def test_an_idle_holder_is_told_who_waits_once_an_hour(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", str(path))
-    root_owned(path)
     said: list[str] = []
     idle_s = iter([1790.0, 1810.0, 5400.0])
     one = Reminder(["GPU-a"], lambda: next(idle_s), said.append)
@@ -665,6 +653,7 @@ def test_an_unusable_folder_stops_only_promises_and_names_the_remedy(
     driver: Driver, path: Path, make: str, words: str, are_unknown: bool
 ) -> None:
     driver.gpus = [gpu()]
+    path.rmdir()
     subprocess.run(["sh", "-c", make, path], check=True)
     command = """
 from lightning_gpu_tools.errors import ClaimsError

@@ -117,10 +117,9 @@ class GpuProbe:
     For a MIG instance, only memory, processes, and GPM (also for utilization) are read: the rest covers the whole GPU.
     """
 
-    def __init__(self, uuid: str, *, gpm: bool = True, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, uuid: str, *, gpm: bool = True) -> None:
         self.uuid = uuid
         self._is_mig = uuid.startswith("MIG-")
-        self._clock = clock
         self._handle: Any = None
         self._absent: set[object] = {"power", "temperature", "counters"} if self._is_mig else set()
         if not gpm:
@@ -155,7 +154,7 @@ class GpuProbe:
 
     def read(self) -> GpuSample:
         """Return a sample of the time since the last read."""
-        now_s = self._clock()
+        now_s = time.time()
         self._problems = []
         errors = self._events.read()
         if self._handle is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import pytest
 from fake_driver import GIB, gpu, mig, process
@@ -11,11 +12,11 @@ from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
 
 
 class Probe(GpuProbe):
-    """A probe whose clock is the driver's."""
+    """A probe of a driver whose clock stands still until it is advanced."""
 
-    def __init__(self, driver, uuid=None):
+    def __init__(self, driver, uuid):
         self._machine = driver
-        super().__init__(uuid or driver.gpus[0].uuid, clock=lambda: driver.now_s)
+        super().__init__(uuid or driver.gpus[0].uuid)
 
     def after(self, seconds):
         """Let time pass, and read."""
@@ -24,9 +25,9 @@ class Probe(GpuProbe):
 
 
 @pytest.fixture
-def probe_of(driver):
-    """Open probes of a driver whose clock stands still until it is advanced."""
+def probe_of(driver, monkeypatch):
     driver.freeze()
+    monkeypatch.setattr(time, "time", lambda: driver.now_s)
     with contextlib.ExitStack() as opened:
         yield lambda uuid=None: opened.enter_context(contextlib.closing(Probe(driver, uuid)))
 
