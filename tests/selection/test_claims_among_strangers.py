@@ -71,6 +71,13 @@ def tmp_path() -> Iterator[Path]:
 
 
 @pytest.fixture
+def driver(driver: Driver) -> Driver:
+    """A machine with one idle GPU, unless a test gives it others."""
+    driver.gpus = [gpu()]
+    return driver
+
+
+@pytest.fixture
 def path(path: Path) -> Path:
     """Return the claims folder as an administrator makes it."""
     path.mkdir()
@@ -181,7 +188,6 @@ def test_a_claim_with_anothers_job_name_is_not_trusted(
     driver: Driver, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Bob has read the names of Alice's job and group, and writes them into a claim of his own.
-    driver.gpus = [gpu()]
     ask = """
 os.environ["LIGHTNING_GPU_TOOLS_JOB"] = "j"
 os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = path
@@ -282,7 +288,6 @@ for file in ("claim-00000000deadbeef.json", "claim-00000000deadbeee.sock", "wait
 def test_a_file_that_cannot_be_asked_stops_nobody(
     driver: Driver, path: Path, monkeypatch: pytest.MonkeyPatch, options: str, user: int
 ) -> None:
-    driver.gpus = [gpu()]
     open_log(path)
     monkeypatch.setenv("OPTIONS", options)
     become = f"\nif {user}: os.setgid({user}), os.setuid({user})\n"
@@ -303,7 +308,6 @@ def test_a_file_that_cannot_be_asked_stops_nobody(
 def test_an_owner_who_could_remove_claims_is_named_once(
     driver: Driver, path: Path, owner: int, user: int, is_named: bool
 ) -> None:
-    driver.gpus = [gpu()]
     place = """
 from lightning_gpu_tools.selection.placement import place
 from lightning_gpu_tools.selection.ranking import Request
@@ -321,7 +325,6 @@ place(1, Request(), list)
 @needs_root
 @pytest.mark.parametrize("is_taken", [False, True], ids=["free", "taken-meanwhile"])
 def test_a_command_notices_that_its_claim_was_removed(driver: Driver, path: Path, is_taken: bool) -> None:
-    driver.gpus = [gpu()]
     uuid = str(driver.gpus[0].uuid)
     os.chown(path, BOB, -1)
     open_log(path)
@@ -466,7 +469,6 @@ def test_a_flood_of_claims_is_folded_by_user(driver: Driver, path: Path) -> None
 @needs_root
 @pytest.mark.parametrize("are_closed", [False, True], ids=["open", "closed-to-others"])
 def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path, are_closed: bool) -> None:
-    driver.gpus = [gpu()]
     uuid = str(driver.gpus[0].uuid)
     wait = f"{PICK}print(*select_gpus(exclusive=True, wait='1h').uuids, flush=True)"
     flood = FLOOD.format(kind="wait", record={**GOOD, "uuids": [uuid], "requested": 1})
@@ -652,7 +654,6 @@ UNUSABLE = {
 def test_an_unusable_folder_stops_only_promises_and_names_the_remedy(
     driver: Driver, path: Path, make: str, words: str, are_unknown: bool
 ) -> None:
-    driver.gpus = [gpu()]
     path.rmdir()
     subprocess.run(["sh", "-c", make, path], check=True)
     command = """

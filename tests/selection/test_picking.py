@@ -87,14 +87,6 @@ def test_nothing_outside_cuda_visible_devices(
     assert len(hidden) == (0 if mask is None else 4 - len(expected))
 
 
-def test_one_mig_instance_can_be_had_and_not_two(driver: Driver) -> None:
-    driver.gpus = [gpu(mig=[mig(memory_free="4GiB"), mig(memory_free="9GiB")])]
-    selection = select_gpus(min_free="5GiB")
-    assert selection.uuids == (driver.gpus[0].mig[1].uuid,)
-    with pytest.raises(NotEnoughGpusError, match="CUDA shows a process only one MIG instance"):
-        select_gpus(2)
-
-
 def test_a_reason_that_many_share_is_given_once(driver: Driver) -> None:
     driver.gpus = [gpu(memory_free="4GiB") for _ in range(6)] + [gpu(mig=[mig(), None, mig()]), gpu(mig=[mig(), mig()])]
     with pytest.raises(NotEnoughGpusError) as caught:

@@ -23,12 +23,18 @@ from lightning_gpu_tools.types import GpuSelection
 pytestmark = pytest.mark.usefixtures("claims_dir")
 
 
+@pytest.fixture
+def driver(driver: Driver) -> Driver:
+    """A machine with one idle GPU, unless a test gives it others."""
+    driver.gpus = [gpu()]
+    return driver
+
+
 def indices(selection: GpuSelection) -> list[int]:
     return [reading.index for reading in selection.gpus]
 
 
 def test_waiting_ends_when_a_gpu_is_released(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
-    driver.gpus = [gpu()]
     first = select_gpus(exclusive=True)
     timer = threading.Timer(1.5, first.release)
     timer.start()
@@ -54,7 +60,6 @@ def test_what_can_never_be_is_not_waited_for(driver: Driver) -> None:
 
 
 def test_waiters_are_served_in_the_order_they_came(driver: Driver, claims_dir: Path, tmp_path: Path) -> None:
-    driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
     with (tmp_path / "served").open("w") as served, ExitStack() as jobs:
         for name in "abc":
@@ -79,7 +84,6 @@ def polls(driver: Driver) -> int:
 
 
 def test_a_job_far_back_polls_rarely_until_its_turn(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
     counts = []
     for count in (0, 150):
@@ -96,7 +100,6 @@ def test_a_job_far_back_polls_rarely_until_its_turn(driver: Driver, claims_dir: 
 
 
 def test_a_removed_place_in_the_queue_is_taken_again(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
     with waiting(claims_dir) as first:
         with open_ledger(str(claims_dir)):
@@ -110,7 +113,6 @@ def test_a_removed_place_in_the_queue_is_taken_again(driver: Driver, claims_dir:
 
 
 def test_nobody_gets_past_one_who_has_waited_longer(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
     with waiting(claims_dir) as job:
         with open_ledger(str(claims_dir)):  # so that it is not stopped while it has the ledger
@@ -131,7 +133,6 @@ def test_a_small_request_passes_a_waiting_larger_one(driver: Driver, claims_dir:
 
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
 def test_a_waiter_that_ends_holds_nobody_up(driver: Driver, claims_dir: Path, ended_by: signal.Signals) -> None:
-    driver.gpus = [gpu()]
     mine = select_gpus(exclusive=True)
     with waiting(claims_dir) as job:
         job.send_signal(ended_by)

@@ -39,6 +39,13 @@ place(1, Request(yield_after=0.3, exclusive=True), list)
 """
 
 
+@pytest.fixture
+def driver(driver: Driver) -> Driver:
+    """A machine with one idle GPU, unless a test gives it others."""
+    driver.gpus = [QUICK]
+    return driver
+
+
 @contextmanager
 def job(code: str, *arguments: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """A job that has a claim once it has printed a line."""
@@ -62,7 +69,6 @@ def sampler_calls(driver: Driver) -> list[Call]:
 
 
 def test_an_idle_job_that_agreed_ends_for_one_that_waits(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [QUICK]
     with job(RUN, *AGREED, *STAY) as holder:
         let_look(driver)
         assert holder.poll() is None, "nobody waits"
@@ -99,7 +105,6 @@ def test_without_an_agreement_an_idle_job_is_told_once(driver: Driver, claims_di
 
 
 def test_a_program_that_a_script_has_started_ends_after_the_script(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [QUICK]
     # The shell ends at once, and does not pass the signal on.
     program = "trap 'echo ended; exit' TERM; echo there; for _ in $(seq 1200); do sleep 0.05; done"
     with job(RUN, *AGREED, "--", "sh", "-c", 'sh -c "$0"; true', program) as holder, waiting(claims_dir) as waiter:
@@ -109,7 +114,6 @@ def test_a_program_that_a_script_has_started_ends_after_the_script(driver: Drive
 
 
 def test_a_program_under_run_can_agree_itself(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [QUICK]
     program = f"{PLACE.replace('0.3', '0.8')}print('there', flush=True)\nsys.stdin.read()"
     with job(RUN, "--", sys.executable, "-c", program) as holder, waiting(claims_dir):
         assert holder.wait(60) == -signal.SIGTERM
@@ -136,12 +140,11 @@ else:
 def test_ranks_that_a_rank_has_started_are_left_to_its_handler(
     driver: Driver, claims_dir: Path, handler: list[str]
 ) -> None:
-    driver.gpus = [QUICK]
     code = RANKS.replace("sys.argv[0]", repr(RANKS))
     with job(code, *handler) as holder, waiting(claims_dir):
         if handler:
             assert holder.stdout.readline() == holder.stdout.readline() == "passes it on\n"
-            assert holder.communicate()[0].endswith("not signaled\n")
+            assert "not signaled\n" in holder.communicate()[0]
         else:
             assert holder.wait(60) == -signal.SIGTERM
             said, told = holder.communicate()
@@ -194,7 +197,6 @@ print("there", flush=True)
 
 
 def test_a_released_claim_is_no_longer_watched(driver: Driver) -> None:
-    driver.gpus = [QUICK]
     with job(RELEASE) as holder:
         assert holder.wait(60) == 0
 
@@ -217,7 +219,6 @@ def test_a_gpu_of_unknown_utilization_is_kept_which_is_said_once(
 
 
 def test_a_driver_that_has_gone_is_named(driver: Driver) -> None:
-    driver.gpus = [QUICK]
     said: list[str] = []
     with select_gpus() as selection:
         agreement = yielding.Agreement(claims.held_claims()[-1], 60.0, said.append)
@@ -236,7 +237,6 @@ def test_a_folder_of_claims_that_cannot_be_read_has_nobody_who_waits(driver: Dri
 
 
 def test_a_child_that_waits_is_not_another_job(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [QUICK]
     said: list[str] = []
     with select_gpus(exclusive=True) as selection, waiting(claims_dir):
         assert yielding.Reminder(selection.uuids, lambda: 1e6, said.append).look() == yielding.LOOK_EVERY_S

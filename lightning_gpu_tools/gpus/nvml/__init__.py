@@ -213,7 +213,7 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
         integrated = _INTEGRATED_NAME.search(facts["name"] or "") is not None
         mig_mode = ask(pynvml.nvmlDeviceGetMigMode, handle)
         facts |= {
-            **_usage(handle, integrated),
+            **_usage(handle, integrated=integrated),
             "integrated": integrated,
             "utilization_percent": _utilization_percent(handle),
             "compute_mode": _COMPUTE_MODES.get(ask(pynvml.nvmlDeviceGetComputeMode, handle)),
@@ -255,22 +255,17 @@ def _identity(handle: Any) -> dict[str, Any]:
     return {"uuid": uuid, "name": None if name is None else printable(name)}
 
 
-def _usage(handle: Any, integrated: bool) -> dict[str, Any]:
-    total_bytes, free_bytes = _memory(handle, integrated)
-    return {"memory_total_bytes": total_bytes, "memory_free_bytes": free_bytes, "processes": _processes(handle)}
-
-
-def _memory(handle: Any, integrated: bool) -> tuple[int | None, int | None]:
-    """Return total and free bytes."""
-    if integrated:
-        # NVML does not count memory that the page cache would free.
+def _usage(handle: Any, *, integrated: bool) -> dict[str, Any]:
+    total_bytes = free_bytes = None
+    if integrated:  # NVML does not count memory that the page cache would free
         import psutil
 
         host = psutil.virtual_memory()
-        return host.total, host.available
+        total_bytes, free_bytes = host.total, host.available
     # The newer call returns the same, but fails on WSL: https://github.com/XuehaiPan/nvitop/pull/30
-    memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    return (None, None) if memory is None else (memory.total, memory.free)
+    elif memory := ask(pynvml.nvmlDeviceGetMemoryInfo, handle):
+        total_bytes, free_bytes = memory.total, memory.free
+    return {"memory_total_bytes": total_bytes, "memory_free_bytes": free_bytes, "processes": _processes(handle)}
 
 
 def _utilization_percent(handle: Any) -> float | None:
@@ -338,38 +333,29 @@ def read_nvlinks(uuids: Sequence[str]) -> frozenset[tuple[str, str]]:
             == pynvml.NVML_P2P_STATUS_OK
         )
 
-    return _in_time(read, frozenset())
+    return _in_time(read) or frozenset()
 
 
 def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
     """Return the host NUMA node of each GPU; ``None`` if unknown."""
-
-    def read() -> dict[str, int | None]:
-        # Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory on Grace Hopper.
-        nodes = {
-            uuid: _members(call_or_none(pynvml.nvmlDeviceGetMemoryAffinity, _handle(uuid), 16, _SCOPE_NODE))
-            for uuid in uuids
-        }
-        return {uuid: next(iter(found)) if len(found) == 1 else None for uuid, found in nodes.items()}
-
-    return _in_time(read, dict.fromkeys(uuids))
+    # Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory on Grace Hopper.
+    ask_node = functools.partial(call_or_none, pynvml.nvmlDeviceGetMemoryAffinity)
+    masks = _in_time(lambda: {uuid: ask_node(_handle(uuid), 16, _SCOPE_NODE) for uuid in uuids}) or {}
+    nodes = {uuid: _members(masks.get(uuid)) for uuid in uuids}
+    return {uuid: next(iter(found)) if len(found) == 1 else None for uuid, found in nodes.items()}
 
 
 def read_cpu_affinity(uuid: str) -> frozenset[int] | None:
     """Return the CPUs near a GPU, including those that this process may not use; ``None`` if unknown."""
-
-    def read() -> frozenset[int] | None:
-        # 64 words are 4096 CPUs, more than in any machine with NVIDIA GPUs.
-        mask = call_or_none(pynvml.nvmlDeviceGetCpuAffinityWithinScope, _handle(uuid), 64, _SCOPE_NODE)
-        return _members(mask) or None
-
-    return _in_time(read, None)
+    ask_cpus = functools.partial(call_or_none, pynvml.nvmlDeviceGetCpuAffinityWithinScope)
+    # 64 words are 4096 CPUs, more than in any machine with NVIDIA GPUs.
+    return _members(_in_time(lambda: ask_cpus(_handle(uuid), 64, _SCOPE_NODE))) or None
 
 
-def _in_time(read: Callable[[], _T], unknown: _T) -> _T:
-    """Return what a function reads from the driver, or ``unknown`` if that takes too long."""
+def _in_time(read: Callable[[], _T]) -> _T | None:
+    """Return what a function reads from the driver; ``None`` if that takes too long."""
     with session(limits.LIMIT_S):
-        return limits.answers({read.__qualname__: read}, limits.LIMIT_S)[0].get(read.__qualname__, unknown)
+        return limits.answers({read.__qualname__: read}, limits.LIMIT_S)[0].get(read.__qualname__)
 
 
 def _members(mask: Sequence[int] | None) -> frozenset[int]:
