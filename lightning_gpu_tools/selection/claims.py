@@ -434,33 +434,22 @@ def warn_if_private() -> None:
 
 def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]:
     if record is _CLOSED:  # it may be a claim of any kind, on all GPUs
+        uuids = entry.uuid_starts or ("GPU-", "MIG-")
         claim = GpuClaim(
-            job="",
-            uuids=entry.uuid_starts or ("GPU-", "MIG-"),
-            kind="exclusive",
-            memory_bytes=None,
-            pid=None,
-            user=user_name(entry.owner_id),
-            owner_id=entry.owner_id,
-            hostname=None,
-            since_s=entry.since_ns / 1e9,
+            job="", uuids=uuids, kind="exclusive", memory_bytes=None, pid=None, hostname=None, **_origin(entry)
         )
         return claim, None
-    kind = record["kind"]
-    if kind not in ("memory", "whole", "exclusive"):
-        raise ValueError(f"kind is {kind!r:.80}")
+    kind = _checked(record, "kind", lambda value: value in ("memory", "whole", "exclusive"))
     claim = GpuClaim(
         job=_text(record, "job", 100),
         uuids=_uuids(record),
         kind=kind,
         memory_bytes=_number(record, "memory_bytes", 0, MAX_BYTES) if kind == "memory" else None,
         pid=(pid := _number(record, "pid", 1, _MAX_PID)),
-        user=user_name(entry.owner_id),
-        owner_id=entry.owner_id,
         hostname=printable(_text(record, "hostname", 255)),
-        since_s=entry.since_ns / 1e9,
         group=None if record.get("group") is None else _text(record, "group", 4096),
         yields=record.get("yields") is True,
+        **_origin(entry),
     )
     return claim, ProcessId(
         kernel=running_kernel(),  # sockets of an earlier kernel are dead
@@ -471,34 +460,34 @@ def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]
 
 
 def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
-    return GpuWaiter(
-        name=entry.name,
-        uuids=_uuids(record),
-        requested=_number(record, "requested", 1, _MAX_UUIDS),
-        pid=_number(record, "pid", 1, _MAX_PID),
-        user=user_name(entry.owner_id),
-        owner_id=entry.owner_id,
-        since_s=entry.since_ns / 1e9,
-    )
+    requested, pid = _number(record, "requested", 1, _MAX_UUIDS), _number(record, "pid", 1, _MAX_PID)
+    return GpuWaiter(name=entry.name, uuids=_uuids(record), requested=requested, pid=pid, **_origin(entry))
+
+
+def _origin(entry: Entry) -> dict[str, Any]:
+    """Return the fields that the file system vouches for."""
+    return {"user": user_name(entry.owner_id), "owner_id": entry.owner_id, "since_s": entry.since_ns / 1e9}
 
 
 def _uuids(record: Any) -> tuple[str, ...]:
-    uuids = record["uuids"]
-    are_uuids = isinstance(uuids, list) and all(isinstance(uuid, str) and _UUID.fullmatch(uuid) for uuid in uuids)
-    if not are_uuids or len(uuids) > _MAX_UUIDS:
-        raise ValueError(f"uuids is {uuids!r:.80}")
-    return tuple(uuids)
+    def are_uuids(values: Any) -> bool:
+        if not isinstance(values, list) or len(values) > _MAX_UUIDS:
+            return False
+        return all(isinstance(value, str) and _UUID.fullmatch(value) for value in values)
+
+    return tuple(_checked(record, "uuids", are_uuids))
 
 
 def _number(record: Any, name: str, minimum: int, maximum: int) -> int:
-    value = record[name]
-    if type(value) is not int or not minimum <= value <= maximum:
-        raise ValueError(f"{name} is {value!r:.80}")
-    return value
+    return int(_checked(record, name, lambda value: type(value) is int and minimum <= value <= maximum))
 
 
 def _text(record: Any, name: str, max_length: int) -> str:
+    return str(_checked(record, name, lambda value: isinstance(value, str) and len(value) <= max_length))
+
+
+def _checked(record: Any, name: str, is_valid: Callable[[Any], bool]) -> Any:
     value = record[name]
-    if not isinstance(value, str) or len(value) > max_length:
+    if not is_valid(value):
         raise ValueError(f"{name} is {value!r:.80}")
     return value

@@ -500,11 +500,11 @@ def test_an_idle_holder_is_told_who_waits_once_an_hour(path: Path, monkeypatch: 
     one = Reminder(["GPU-a"], lambda: next(idle_s), said.append)
     others = Reminder(["GPU-c"], lambda: 1e6, said.append)
     with staying(BOB, path, QUEUE) as first, staying(CAROL, path, QUEUE):
-        one.look()
-        others.look()
+        one.check()
+        others.check()
         assert said == []
-        one.look()
-        one.look()
+        one.check()
+        one.check()
     (text,) = said
     assert re.fullmatch(
         rf"uid {BOB} \(pid {first.pid}\) has waited [\d.]+ m?s for this GPU, which you have left idle for 30 min\. "
