@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob
 import os
 import secrets
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +18,6 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from lightning_gpu_tools.errors import CheckpointNotFoundError
 from lightning_gpu_tools.processes import running_kernel
 from lightning_gpu_tools.units import printable_path
-
-if sys.platform != "win32":
-    import fcntl
 
 # Raised by file systems that cannot flush a directory, such as FUSE and CIFS.
 _CANNOT_SYNC_DIRECTORY = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS})
@@ -35,7 +32,7 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
     if filesystem is None:
         yield name
         return
-    # A separate folder, without other checkpoints. Windows does not remove mapped files.
+    # A separate folder, without other checkpoints. NFS does not remove mapped files.
     with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-", ignore_cleanup_errors=True) as folder:
         copy = os.path.join(folder, "checkpoint")
         try:
@@ -213,7 +210,7 @@ def _open_temporary(directory: str) -> tuple[str, BinaryIO]:
     while True:
         temporary = os.path.join(directory, f"{_prefix()}{secrets.token_hex(8)}.part")
         # Not with tempfile, which ignores the umask.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         _try_lock(descriptor)
         if os.fstat(descriptor).st_nlink:
             return temporary, os.fdopen(descriptor, "wb")
@@ -222,8 +219,6 @@ def _open_temporary(directory: str) -> tuple[str, BinaryIO]:
 
 def _try_lock(descriptor: int) -> bool:
     """Lock the file until the process ends; return ``False`` if it is already locked or locks do not work."""
-    if sys.platform == "win32":
-        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -232,8 +227,6 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _sync_directory(directory: str) -> None:
-    if sys.platform == "win32":  # Windows cannot open a directory
-        return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The host's limits for this process (cores, memory, shared memory), the use of them, and file systems."""
+"""The host's limits for this process (cores, memory, shared memory), and the use of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import functools
 import os
 import platform
 import re
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -20,14 +18,6 @@ _SHARED_MEMORY = Path("/dev/shm")  # workers pass batches through it
 _CGROUP_MOUNT, _CGROUP_MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _VMSTAT = Path("/proc/vmstat")
 _PRESSURE = Path("/proc/pressure/io")
-
-# File system types as in mountinfo. The part after "fuse." is the name of a program.
-MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
-DISK_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs"})
-_NETWORK_FILE_SYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "afs", "wekafs", "panfs", "orangefs", "pvfs2"}
-    | {"fuse.sshfs", "fuse.gcsfuse", "fuse.s3fs", "fuse.rclone", "fuse.glusterfs", "fuse.juicefs", "fuse.ceph-fuse"}
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +34,7 @@ class HostBudget:
 
 def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
     """Return the resources of the host that this process may use now."""
-    affinity, quotas = float(len(_own_cores())), []
+    affinity, quotas = float(affinity_cores()), []
     memory_bytes = [psutil.virtual_memory().available]
     # Limits apply anywhere on the path to the root, so the tightest one counts. Files: cgroup v2, or else v1.
     for folder in _cgroup_folders("cpu"):
@@ -80,7 +70,7 @@ def throttled_periods() -> tuple[int, int]:
 
 def affinity_cores() -> int:
     """Return the number of cores that this process may run on, ignoring quotas."""
-    return len(_own_cores())
+    return len(os.sched_getaffinity(0))
 
 
 def shared_memory_bytes() -> int | None:
@@ -106,7 +96,7 @@ def idle_cpu_s() -> float:
         per_core = psutil.cpu_times(percpu=True)
     except OSError:  # /proc is mounted with subset=pid
         return 0.0
-    mine = (per_core[core] for core in _own_cores() if core < len(per_core))
+    mine = (per_core[core] for core in os.sched_getaffinity(0) if core < len(per_core))
     # A core that waits for a disk is also free for other threads.
     return sum(core.idle + getattr(core, "iowait", 0.0) for core in mine)
 
@@ -121,44 +111,6 @@ def private_memory_bytes(pids: list[int]) -> list[int]:
     """Return the bytes that each process does not share with others, for processes that report it."""
     private = [_sum_bytes(f"{pid}/smaps_rollup", "Private_Clean|Private_Dirty") for pid in pids]  # Linux 4.14
     return [size for size in private if size is not None]
-
-
-class Mount(NamedTuple):
-    """A mounted file system."""
-
-    point: str
-    file_system: str  # type, as the kernel names it: "ext4", "nfs4", "fuse.gcsfuse"
-    device: str  # "8:1"; the same for all mounts of one file system
-
-
-def read_mounts() -> dict[str, Mount]:
-    """Return the mounts that this process sees, by mount point; empty outside Linux."""
-    return parse_mounts(read_kernel_file("/proc/self/mountinfo"))
-
-
-def parse_mounts(mountinfo: str) -> dict[str, Mount]:
-    """Parse the text of proc_pid_mountinfo(5). A later mount hides an earlier one at the same point."""
-    found = {}
-    for line in mountinfo.split("\n"):
-        words, _, kind = line.partition(" - ")
-        fields = words.split(" ")
-        if kind and len(fields) > 4:
-            # Spaces, tabs, newlines and backslashes are in octal.
-            point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4])
-            found[point] = Mount(point, kind.split(" ")[0], fields[2])
-    return found
-
-
-def mount_of(path: str, mounts: Mapping[str, Mount]) -> Mount | None:
-    """Return the mount with the longest mount point that contains a real path; ``None`` if there is none."""
-    return next((mounts[folder] for folder in (path, *map(str, Path(path).parents)) if folder in mounts), None)
-
-
-def is_network(file_system: str) -> bool | None:
-    """Return whether a file system type is a network file system; ``None`` if unknown (such as ``overlay``)."""
-    if file_system in _NETWORK_FILE_SYSTEMS:
-        return True
-    return False if file_system in DISK_FILE_SYSTEMS | MEMORY_FILE_SYSTEMS else None
 
 
 def io_pressure_s() -> float | None:
@@ -187,10 +139,6 @@ def processor_name() -> str:
     """Return the name of the CPU, or of its architecture if the name is unknown."""
     name = re.search(r"^model name\s*:\s*(.+)$", read_kernel_file("/proc/cpuinfo"), re.MULTILINE)
     return name[1] if name else platform.processor() or platform.machine()
-
-
-def _own_cores() -> Collection[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def _cgroup_folders(controller: str) -> list[Path]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,9 +30,22 @@ def read_kernel_file(path: str | os.PathLike[str]) -> str:
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """Return the kernel's facts about a process; ``None`` if it has ended or is hidden, and outside Linux."""
+    """Return the kernel's facts about a process; ``None`` if it has ended or is hidden."""
     fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # skip the name, which may contain ")"
     return ProcessStat(fields[0], int(fields[1]), int(fields[19])) if fields else None  # fields 3, 4 and 22
+
+
+def descendants(pids: Collection[int], ancestors: Collection[int]) -> frozenset[int]:
+    """Return those of the processes that are one of the ancestors or descend from one."""
+    found = set()
+    for pid in pids:
+        ancestor = pid
+        while ancestor and ancestor not in ancestors:
+            stat = process_stat(ancestor)
+            ancestor = stat.parent if stat else 0
+        if ancestor:
+            found.add(pid)
+    return frozenset(found)
 
 
 def pid_namespace() -> str | None:
@@ -45,11 +60,8 @@ def pid_namespace() -> str | None:
 def running_kernel() -> str:
     """Return 12 hex digits that identify this boot of this machine, including across containers and NFS."""
     boot = read_kernel_file("/proc/sys/kernel/random/boot_id")
-    if boot:
-        return boot.replace("-", "")[:12]
-    import uuid
-
-    return f"{uuid.getnode():012x}"  # outside Linux, all boots of a machine count as one
+    # Some sandboxes hide the boot. There, all boots of a machine count as one.
+    return boot.replace("-", "")[:12] or f"{uuid.getnode():012x}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

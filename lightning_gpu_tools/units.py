@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pwd
 import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -120,9 +121,7 @@ def printable_path(path: object) -> str:
 
 
 def user_name(user_id: int) -> str:
-    """Return a user's login name, safe to print, or ``uid 1000`` if there is none (not on Windows)."""
-    import pwd
-
+    """Return a user's login name, safe to print, or ``uid 1000`` if there is none."""
     try:
         return printable(pwd.getpwuid(user_id).pw_name)
     except KeyError:  # users without a name are common in containers

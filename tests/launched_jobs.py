@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from fake_driver import Driver
 
-from lightning_gpu_tools.selection.claims import read_ledger
+from lightning_gpu_tools.gpus.readings import GpuClaim
+from lightning_gpu_tools.selection.claims import HeldClaim, open_ledger, read_ledger
 
 # What the accelerator does underneath, without the seconds that it takes to import Lightning.
 PLACE = """
@@ -36,14 +44,14 @@ while len(list(pathlib.Path(__file__).parent.glob(f"train.py.{start}.*"))) < int
 
 
 def torchrun(rank: int, **changed: str) -> dict[str, str]:
-    """What torchrun tells a rank of two on one node."""
+    """Return the environment that torchrun gives a rank of two on one node."""
     names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
     elastic = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_PORT": "29500"}
     return {**os.environ, **names, **elastic, **changed}
 
 
 def slurm(task: int, **changed: str) -> dict[str, str]:
-    """What ``srun`` tells a task of two on one node."""
+    """Return the environment that ``srun`` gives a task of two on one node."""
     names = {"JOB_ID": "77", "STEP_ID": "0", "JOB_NAME": "train", "NTASKS": "2", "NTASKS_PER_NODE": "2", "NNODES": "1"}
     own = {"NODEID": "0", "PROCID": str(task), "LOCALID": str(task), "STEP_TASKS_PER_NODE": "2"}
     told = {f"SLURM_{name}": value for name, value in {**names, **own}.items()}
@@ -51,27 +59,27 @@ def slurm(task: int, **changed: str) -> dict[str, str]:
 
 
 def mpirun(rank: int, **changed: str) -> dict[str, str]:
-    """What Open MPI tells a process of two on one node."""
+    """Return the environment that Open MPI gives a process of two on one node."""
     names = {"SIZE": "2", "RANK": str(rank), "LOCAL_SIZE": "2", "LOCAL_RANK": str(rank)}
     told = {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
     return {**os.environ, **told, "PMIX_NAMESPACE": "790888449", **changed}
 
 
 def mpiexec(rank: int, **changed: str) -> dict[str, str]:
-    """What MPICH and Intel MPI tell a process of two on one node."""
+    """Return the environment that MPICH and Intel MPI gives a process of two on one node."""
     names = {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": str(rank), "PMI_SIZE": "2", "PMI_RANK": str(rank)}
     return {**os.environ, **names, **changed}
 
 
 def jsrun(rank: int, **changed: str) -> dict[str, str]:
-    """What LSF's ``jsrun`` tells a process of two on one node."""
+    """Return the environment that LSF's ``jsrun`` gives a process of two on one node."""
     names = {"SIZE": "2", "RANK": str(rank), "LOCAL_SIZE": "2", "LOCAL_RANK": str(rank)}
     told = {f"JSM_NAMESPACE_{name}": value for name, value in names.items()}
     return {**os.environ, **told, "LSB_JOBID": "77", "PMIX_NAMESPACE": "1", **changed}
 
 
 def by_hand(rank: int, **changed: str) -> dict[str, str]:
-    """What a user tells a rank whom no launcher starts, as Lightning's guide to general-purpose clusters says."""
+    """Return the environment of a rank without a launcher, from Lightning's guide to general-purpose clusters."""
     names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "NODE_RANK": "0"}
     return {**os.environ, **names, "LOCAL_RANK": str(rank), **changed}
 
@@ -87,7 +95,7 @@ def positions(driver: Driver, uuids: list[str]) -> list[int]:
 
 
 def said(output: str, driver: Driver) -> dict[str, dict[int, list[int]]]:
-    """What the processes said: what was done -> rank -> positions of the GPUs in the order of the ranks."""
+    """Parse the output of processes: action -> rank -> positions of the GPUs, in the order of the ranks."""
     found: dict[str, dict[int, list[int]]] = {}
     for line in output.splitlines():
         if line.startswith("SAID"):
@@ -96,6 +104,48 @@ def said(output: str, driver: Driver) -> dict[str, dict[int, list[int]]]:
     return found
 
 
-def live_claims(claims_dir: os.PathLike[str]) -> list[tuple[str, int]]:
-    with read_ledger(str(claims_dir)) as ledger:
-        return [(claim.kind, len(claim.uuids)) for claim in ledger.claims()]
+def claims_in(folder: os.PathLike[str], process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
+    """Return the live claims in a folder."""
+    with read_ledger(os.fspath(folder)) as ledger:
+        return ledger.claims(process_ids)
+
+
+def live_claims(folder: os.PathLike[str]) -> list[tuple[str, int]]:
+    """Return the kinds of the live claims in a folder, and their numbers of GPUs."""
+    return [(claim.kind, len(claim.uuids)) for claim in claims_in(folder)]
+
+
+def take(folder: os.PathLike[str], kind: Any = "whole", memory_bytes: int | None = None, **options: Any) -> HeldClaim:
+    """Claim GPU-a in this process."""
+    with open_ledger(os.fspath(folder)) as ledger:
+        return ledger.take(["GPU-a"], kind, memory_bytes, **options)
+
+
+def until(is_true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not happen within a minute"
+        time.sleep(0.02)
+
+
+WAIT = """
+import sys
+from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.selection import picking
+picking._POLL_AFTER_S, picking._POLL_JITTER_S = 0.1, 0.0
+with select_gpus(exclusive=True, wait=60):
+    print(sys.argv[1], flush=True)
+"""
+
+
+@contextmanager
+def waiting(claims_dir: Path, name: str = "served", **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a job that is in the queue for a GPU of its own; when it gets one, it prints its name and ends."""
+    before = len(list(claims_dir.glob("wait-*.json")))
+    command = [sys.executable, "-c", WAIT, name]
+    with subprocess.Popen(command, **{"stdout": -1, "stderr": -1, "text": True, **options}) as job:
+        try:
+            until(lambda: len(list(claims_dir.glob("wait-*.json"))) > before)
+            yield job
+        finally:
+            job.kill()

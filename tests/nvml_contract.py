@@ -1,5 +1,7 @@
-"""What holds for any NVIDIA driver. Run on the fake one by test_fake_driver.py and on a real one by on_gpu/, so that
-the fake cannot drift away from what it stands for."""
+"""Checks that hold for any NVIDIA driver.
+
+test_fake_driver.py runs them on the fake one, and on_gpu/ on a real one, so that the fake cannot drift away from it.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ def check_readings() -> None:
 
 
 def check_memory() -> None:
-    """What the driver keeps for itself counts as used, and the newer call says how much that is."""
+    """The driver's own memory counts as used, and the newer call reports its size."""
     for handle in every_gpu():
         whole = pynvml.nvmlDeviceGetMemoryInfo(handle)
         parts = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)

@@ -50,21 +50,6 @@ def test_calls_are_logged_by_gpu_and_process(machine, run_python):
     assert machine.calls()[-1].pid != os.getpid()
 
 
-# Errors
-
-
-def test_calls_before_init_and_after_shutdown_are_refused(machine):
-    gpu_0 = handle()
-    pynvml.nvmlInit()
-    pynvml.nvmlShutdown()
-    pynvml.nvmlDeviceGetName(gpu_0)  # still open: it was opened twice
-    pynvml.nvmlShutdown()
-    with pytest.raises(pynvml.NVMLError_Uninitialized):
-        pynvml.nvmlDeviceGetName(gpu_0)
-    with pytest.raises(pynvml.NVMLError_Uninitialized):
-        pynvml.nvmlShutdown()
-
-
 def test_a_forked_child_has_to_init_again(driver, run_python):
     driver.gpus = [gpu()]
     code = """
@@ -80,24 +65,3 @@ if os.fork() == 0:
 os.wait()
 """
     assert run_python("-W", "ignore", "-c", code).stdout == "again 1\n"
-
-
-# Quantities
-
-
-def percents(gpu_0, last_us: int = 0) -> list[int]:
-    _, samples = pynvml.nvmlDeviceGetSamples(gpu_0, pynvml.NVML_GPU_UTILIZATION_SAMPLES, last_us)
-    return [sample.sampleValue.uiVal for sample in samples]
-
-
-def test_utilization_samples_are_means_of_their_periods(machine):
-    with machine.change():
-        machine.start_s, machine.now_s = 1000.0, 1010.0
-        machine.gpus[0].utilization = [(0, 100), (9.25, 0), (9.75, 40)]
-        machine.gpus[0].sample_period_s = 0.5
-    assert percents(handle(), last_us=1008_000_000) == [100, 100, 50, 20]
-    machine.advance(0.49)
-    with pytest.raises(pynvml.NVMLError_NotFound):
-        percents(handle(), last_us=1010_000_000)
-    machine.advance(0.01)
-    assert percents(handle(), last_us=1010_000_000) == [40]

@@ -1,7 +1,6 @@
 """The host's limits, read from real files laid out as the kernel lays them out."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -9,8 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_gpu_tools import host
 from lightning_gpu_tools.host import (
@@ -19,13 +16,9 @@ from lightning_gpu_tools.host import (
     cores_in_reach,
     idle_cpu_s,
     io_pressure_s,
-    is_network,
-    mount_of,
     oom_kills,
-    parse_mounts,
     private_memory_bytes,
     read_host_budget,
-    read_mounts,
     throttled_periods,
 )
 
@@ -46,11 +39,6 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             path.write_text(text)
 
     return make
-
-
-def test_a_quota_of_half_a_core_is_half_a_core(cgroup) -> None:
-    cgroup("0::/job\n", {"job/cpu.max": "50000 100000\n"})
-    assert read_host_budget().cores == 0.5
 
 
 @pytest.mark.parametrize(
@@ -136,19 +124,6 @@ def test_without_a_quota_the_affinity_mask_counts(cgroup, files: dict[str, str])
     assert budget.local_ranks == 4
 
 
-def test_the_affinity_mask_is_that_of_the_process() -> None:
-    one_core = {min(os.sched_getaffinity(0))}
-    code = "from lightning_gpu_tools.host import read_host_budget; print(read_host_budget().cores)"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        preexec_fn=lambda: os.sched_setaffinity(0, one_core),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert float(result.stdout) <= 1.0
-
-
 def test_cpu_time_of_living_and_ended_children_is_counted() -> None:
     before = children_cpu_s()
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('burned', flush=True)\ninput()"
@@ -217,61 +192,6 @@ def test_killed_processes_are_counted_where_the_job_is(
     (tmp_path / "vmstat").unlink()  # no Linux
     cgroup("", {})
     assert oom_kills() == 0
-
-
-# As the kernel writes them: a container, whose root is an overlay, with a bind mount of a folder and of a file.
-MOUNTINFO = r"""2048 1024 0:300 / / rw,relatime master:77 - overlay overlay rw,lowerdir=/l/A:/l/B,upperdir=/d,workdir=/w
-2049 2048 0:24 / /proc rw,nosuid,nodev,noexec,relatime - proc proc rw
-2050 2048 0:25 / /dev/shm rw,nosuid - tmpfs shm rw,size=65536k
-2051 2048 8:1 /var/lib/etc-hosts /etc/hosts rw,relatime - ext4 /dev/sda1 rw
-2052 2048 8:17 /users/ada /home/ada rw,relatime shared:5 master:2 - xfs /dev/sdb1 rw,attr2
-2053 2048 0:51 / /data rw,relatime shared:9 - nfs4 10.0.0.9:/export rw,vers=4.2,hard
-2054 2053 0:52 / /data/scratch rw - lustre 10.0.0.7@tcp:/scratch rw,flock
-2055 2048 0:53 / /buckets/my\040images rw,nosuid,nodev - fuse.gcsfuse my-images rw,user_id=0
-2056 2048 0:54 / /old rw - ext4 /dev/sdc rw
-2057 2056 0:55 / /old rw - nfs filer:/old rw
-a line of a new kernel
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "point", "file_system", "of_others"),
-    [
-        ("/opt/data.bin", "/", "overlay", None),
-        ("/dev/shm", "/dev/shm", "tmpfs", False),
-        ("/home/ada/set/a.png", "/home/ada", "xfs", False),
-        ("/home/adam", "/", "overlay", None),
-        ("/data/train", "/data", "nfs4", True),
-        ("/data/scratch/train", "/data/scratch", "lustre", True),
-        ("/buckets/my images/0.tar", "/buckets/my images", "fuse.gcsfuse", True),
-        ("/old/a", "/old", "nfs", True),  # the later mount hides the earlier one
-    ],
-)
-def test_a_file_is_on_the_innermost_mount(path: str, point: str, file_system: str, of_others: bool | None) -> None:
-    mount = mount_of(path, parse_mounts(MOUNTINFO))
-    assert mount is not None
-    assert (mount.point, mount.file_system, is_network(mount.file_system)) == (point, file_system, of_others)
-
-
-NAMES = st.lists(st.sampled_from(["a", "ab", "b c", "d\\e", "\t"]), max_size=4)
-
-
-@given(st.lists(NAMES), NAMES)
-def test_of_all_mounts_that_contain_a_path_the_longest_wins(folders: list[list[str]], parts: list[str]) -> None:
-    points, path = ["/" + "/".join(folder) for folder in folders], "/" + "/".join(parts)
-    escaped = [re.sub(r"[\s\\]", lambda one: f"\\{ord(one[0]):03o}", point) for point in points]
-    mounts = parse_mounts("\n".join(f"1 1 0:{i} / {one} rw - ext4 x rw" for i, one in enumerate(escaped)))
-    containing = [one for one in points if one in ("/", path) or path.startswith(one + "/")]
-    mount = mount_of(path, mounts)
-    assert (mount and mount.point) == (max(containing, key=len) if containing else None)
-
-
-@pytest.mark.skipif(not Path("/proc/self/mountinfo").exists(), reason="needs Linux")
-def test_the_file_system_of_this_folder_is_the_one_that_df_says(tmp_path: Path) -> None:
-    mount = mount_of(os.path.realpath(tmp_path), read_mounts())
-    assert mount is not None
-    df = subprocess.run(["df", "--output=fstype", tmp_path], capture_output=True, text=True, check=True)
-    assert mount.file_system == df.stdout.split()[-1]
 
 
 PRESSURE = "some avg10=0.16 avg60=0.16 avg300=0.50 total={}\nfull avg10=0.00 avg60=0.00 avg300=0.14 total=9\n"

@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import json
 import logging
-import os
 import pickle
 import re
 import signal
@@ -48,10 +47,7 @@ from lightning_gpu_tools.units import printable
 STEERS = "$\\frac$```|[b]<i>\x1b[2J\x1b]0;x\x07\x9b31m\r\nFORGED\u2028FORGED\u202e"
 EVIL = STEERS + 200_000 * "L" + "weight"
 
-pytestmark = [
-    pytest.mark.usefixtures("claims_dir"),
-    pytest.mark.skipif(os.name == "nt", reason="no file has such a name there"),
-]
+pytestmark = pytest.mark.usefixtures("claims_dir")
 
 
 def assert_harmless(text: str) -> None:

@@ -27,6 +27,7 @@ ROOMS = [
         "checkpoints",
         "files",
         "host",
+        "mounts",
         "processes",
         "errors",
         "units",

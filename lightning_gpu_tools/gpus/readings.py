@@ -17,7 +17,7 @@ class GpuProcess:
 
     Attributes:
         pid: PID from the driver: in a container, the host's PID, which may belong to a different process here.
-        memory_used_bytes: GPU memory; ``None`` if the driver does not report it (Windows, WSL).
+        memory_used_bytes: GPU memory; ``None`` if the driver does not report it (WSL).
         user: Owner; ``None`` if the process is not visible from here.
         name: Process name; ``None`` if the process is not visible from here.
         graphics_only: Whether it only draws, like a desktop, and does not compute.

@@ -216,7 +216,7 @@ class Session:
         if self._is_monitored and uuids and not claims.is_kept():
             # The thread may print: nothing trains on GPUs that have been idle for half an hour.
             reminder = yielding.Reminder(uuids, lambda: gpus.idle_s(uuids), claims.warn)
-            self.background.add("Polling for waiting jobs", reminder.look)
+            self.background.add("Polling for waiting jobs", reminder.check)
 
     # Stepping
 

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError
+from lightning_gpu_tools.mounts import mount_of, read_mounts
 from lightning_gpu_tools.processes import read_kernel_file
 from lightning_gpu_tools.units import printable, printable_path, user_name
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     import socket
 
 TIMEOUT_LOCK_S = 30.0  # about 300 picks of 0.1 s; after that, the holder hangs or keeps the lock on purpose
-_TIMEOUT_CREATION_S = 2.0  # mkdir to chmod takes microseconds, unless the process loses the CPU
 MAX_RECORD_BYTES = 64 * 1024  # a record of 16 GPUs with 7 MIG instances each has 6 KiB
 _MAX_RECORDS_PER_USER = 1000  # the latest ones; a job has one record per process
 _MAX_ATTEMPTS = 10  # our default: an attacker who races for a new name wins once in fifty attempts
@@ -69,9 +69,6 @@ class Unreadable(NamedTuple):
     file: str
     owner_id: int | None  # None: unknown
     reason: str
-
-
-_ended: dict[str, set[Entry]] = {}  # by kind, as of the last read
 
 
 class Held:
@@ -114,32 +111,24 @@ class Folder:
     def entries(self, kind: str) -> list[Entry]:
         """Return the entries of live processes, earliest first."""
         per_user: Counter[int] = Counter()
-        found, ended = [], set()
+        found = []
         for entry in sorted(self._records(kind), reverse=True):
             per_user[entry.owner_id] += 1
-            if per_user[entry.owner_id] <= _MAX_RECORDS_PER_USER:
-                has_ended = entry in _ended.get(kind, ())  # ended entries stay ended, and checking takes time
-                is_held = not has_ended and self._is_held(entry.name, entry.owner_id)
-                if is_held is False:
-                    ended.add(entry)
-                else:
-                    found.append(entry._replace(is_closed=is_held is None))
-        _ended[kind] = ended
+            if per_user[entry.owner_id] > _MAX_RECORDS_PER_USER:
+                continue
+            is_held = self._is_held(entry.name, entry.owner_id)
+            if is_held is not False:
+                found.append(entry._replace(is_closed=is_held is None))
         return found[::-1]
 
-    def without_ended(self, names: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return the entries, as names and owners, without some ended ones; if most have ended, without all ended ones.
+    def without_ended(self, names: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        """Return the entries, as names and owners, without all ended ones if a random one of them has ended.
 
-        Checks entries until it has found more live than ended ones. If none has ended, this is a single check.
+        The more have ended, the sooner repeated calls notice. If none has ended, this is a single check.
         """
-        start = int.from_bytes(os.urandom(2), "big") % max(1, len(names))
-        unchecked = [*names[start:], *names[:start]][::-1]
-        live: list[tuple[str, int]] = []
-        while unchecked and 2 * len(live) <= len(names) - len(unchecked):
-            one = unchecked.pop()
-            if self._is_held(*one):  # an entry that is closed to this user does not count
-                live.append(one)
-        return live + unchecked
+        if not names or self._is_held(*names[int.from_bytes(os.urandom(2), "big") % len(names)]):
+            return names
+        return [one for one in names if self._is_held(*one)]  # an entry that is closed to this user does not count
 
     def read(self, entry: Entry) -> bytes:
         """Return an entry's record; raise ``OSError`` or ``ValueError`` if it is unreadable or invalid."""
@@ -204,7 +193,8 @@ class Folder:
 
     def _read_mounted(self) -> dict[str, int | None]:
         """Return files that are mount points, whose file systems may fail or hang, with the mounting users."""
-        return mounted_in(os.readlink(self._here), read_kernel_file("/proc/self/mountinfo"))
+        below = f"{os.readlink(self._here)}/"
+        return {point[len(below) :]: mount.user_id for point, mount in read_mounts().items() if point.startswith(below)}
 
     def _files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield the files of entries, each with the name of its entry."""
@@ -332,7 +322,10 @@ def locked_folder(path: str) -> Iterator[Folder]:
     """Lock the folder, and create it if it does not exist."""
     give_up_s = time.monotonic() + TIMEOUT_LOCK_S
     while True:
-        descriptor = _create_and_open(path)
+        try:
+            descriptor = _create_and_open(path)
+        except FileNotFoundError:  # removed meanwhile
+            continue
         try:
             # The folder may have been replaced meanwhile, and locks on two folders do not exclude each other.
             if _try_lock(descriptor) and _is_at(descriptor, path):
@@ -349,9 +342,9 @@ def locked_folder(path: str) -> Iterator[Folder]:
 
 def why_private(path: str) -> str | None:
     """Return the reason that other jobs cannot see the folder; ``None`` if none was found."""
-    own_mounts = read_kernel_file("/proc/self/mountinfo")
+    own_mounts = read_mounts()
     mount = mount_of(path, own_mounts)
-    if mount != mount_of(path, read_kernel_file("/proc/1/mountinfo") or own_mounts):  # hidden by hidepid
+    if mount != mount_of(path, read_mounts(1) or own_mounts):  # hidden by hidepid
         return "is on a mount that only this job sees"
     markers = ("/.dockerenv", "/run/.containerenv")  # created by Docker; by Podman
     is_contained = any(map(os.path.exists, markers)) or "KUBERNETES_SERVICE_HOST" in os.environ
@@ -360,53 +353,17 @@ def why_private(path: str) -> str | None:
     return None
 
 
-def mounted_in(path: str, mounts: str) -> dict[str, int | None]:
-    """Return the mount points in a folder according to ``/proc/PID/mountinfo``, with the mounting users, if given."""
-    folder = path.translate({ord(char): f"\\{ord(char):03o}" for char in " \t\n\\"})  # as the kernel writes it
-    found = {}
-    for line in mounts.splitlines():
-        parent, _, file = line.split(" ")[4].rpartition("/")
-        if parent == folder:
-            user = re.search(r"\buser_id=(\d+)", line.rpartition(" ")[2])  # FUSE, which any user may mount
-            found[file] = int(user[1]) if user else None
-    return found
-
-
-def mount_of(path: str, mounts: str) -> tuple[str, str] | None:
-    """Return the device and its folder that are mounted at a path according to ``/proc/PID/mountinfo``."""
-    found, longest = None, ""
-    for line in mounts.splitlines():
-        _, _, device, folder, point = line.split(" ")[:5]
-        # A later mount hides an earlier one.
-        if os.path.commonpath([path, point]) == point and len(point) >= len(longest):
-            found, longest = (device, folder), point
-    return found
-
-
 def _create_and_open(path: str) -> int:
-    give_up_s = time.monotonic() + _TIMEOUT_CREATION_S
-    while True:
-        made = True
-        try:
-            os.makedirs(path, mode=0o1777)
-        except FileExistsError:
-            made = False
-        except OSError as error:
-            advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
-            raise _unusable(path, f"it cannot be created ({error.strerror})", advice) from error
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            if made or not _is_being_made(path) or time.monotonic() > give_up_s:
-                descriptor = _open(path)
-                if made:
-                    os.fchmod(descriptor, 0o1777)  # regardless of this process's umask
-                return descriptor
-        time.sleep(0.01)
-
-
-def _is_being_made(path: str) -> bool:
-    """Return whether another user may have created the folder just now and not yet opened it to everybody."""
-    found = os.lstat(path)
-    return found.st_uid != os.geteuid() and not found.st_mode & 0o002 and time.time() - found.st_ctime < 1
+    try:
+        os.makedirs(path, mode=0o1777)
+    except FileExistsError:
+        return _open(path)
+    except OSError as error:
+        advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
+        raise _unusable(path, f"it cannot be created ({error.strerror})", advice) from error
+    descriptor = _open(path)
+    os.fchmod(descriptor, 0o1777)  # regardless of this process's umask
+    return descriptor
 
 
 def _open(path: str) -> int:

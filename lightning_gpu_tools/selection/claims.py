@@ -11,17 +11,15 @@ import functools
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuWaiter, folded_claims
-from lightning_gpu_tools.processes import ProcessId, process_stat, read_kernel_file, running_kernel
+from lightning_gpu_tools.processes import ProcessId, descendants, read_kernel_file, running_kernel
+from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path, user_name
 
-if sys.platform == "linux":
-    from lightning_gpu_tools.selection import claim_files
 if TYPE_CHECKING:
     from lightning_gpu_tools.selection.claim_files import Entry, Folder, Held, Unreadable
 
@@ -70,7 +68,6 @@ def directory() -> str:
 @contextlib.contextmanager
 def read_ledger(path: str) -> Iterator[Ledger]:
     """Read claims without a lock, while others make and release them. Never waits, and creates nothing."""
-    _check_system()
     with claim_files.open_folder(path) as folder:
         if folder:
             _name_owner(folder)
@@ -80,7 +77,6 @@ def read_ledger(path: str) -> Iterator[Ledger]:
 @contextlib.contextmanager
 def open_ledger(path: str) -> Iterator[Ledger]:
     """Lock the claims, so that no other process can claim at the same time."""
-    _check_system()
     with claim_files.locked_folder(path) as folder:
         _name_owner(folder)
         folder.clean_up()
@@ -88,10 +84,7 @@ def open_ledger(path: str) -> Iterator[Ledger]:
 
 
 def still_waiting(jobs: Sequence[GpuWaiter]) -> list[GpuWaiter]:
-    """Return the waiting jobs without some ended ones; if most have ended, without all ended ones.
-
-    This is far cheaper than reading the queue.
-    """
+    """Return the waiting jobs, without all ended ones if a random one has ended. Far cheaper than reading the queue."""
     waiters = {(job.name, job.owner_id): job for job in jobs}
     try:
         with claim_files.open_folder(directory()) as folder:
@@ -160,14 +153,7 @@ class HeldClaim:
     def _take_again(self) -> str:
         kind, uuids = self._content["kind"], self._content["uuids"]
         with open_ledger(self._path) as ledger:
-            rivals = [
-                claim
-                for claim in ledger.claims()
-                if not (claim.job == self.job and is_trusted(claim))
-                and any(map(claim.is_on, uuids))
-                and "exclusive" in (kind, claim.kind)
-            ]
-            # Two exclusive claims on one GPU would contradict each other.
+            rivals = ledger.rivals(uuids, kind, [self.job])
             content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
             self._held.append(ledger.put("claim", content, self._process))
             owner = ledger.foreign_owner
@@ -274,9 +260,19 @@ class Ledger:
             claim = records[0][0]
             if process_ids and claim.kind == "memory":
                 holders = {process.pid for _, process in records if process and process.is_running}
-                claim = claim._replace(process_ids=descendants(holders, process_ids))
+                claim = claim._replace(process_ids=descendants(process_ids, holders))
             found.append(claim)
         return tuple(found)
+
+    def rivals(self, uuids: Collection[str], kind: str, own_jobs: Collection[str]) -> list[GpuClaim]:
+        """Return the claims of other jobs that contradict a claim of this kind, because one of the two is exclusive."""
+        return [
+            claim
+            for claim in self.claims()
+            if any(map(claim.is_on, uuids))
+            and "exclusive" in (kind, claim.kind)
+            and not (claim.job in own_jobs and is_trusted(claim))
+        ]
 
     def records(self, jobs: Collection[str]) -> list[tuple[GpuClaim, ProcessId]]:
         """Return the claims of these jobs of this user, one for each process, earliest first."""
@@ -316,12 +312,8 @@ class Ledger:
         agreed = [one.yields for one, process in self.records([claim.job]) if process == own]
         if agreed and (yield_after_s is None or any(agreed)):
             return None
-        return self.take(
-            *(claim.uuids, claim.kind, claim.memory_bytes),
-            group=claim.group,
-            job=claim.job,
-            yield_after_s=yield_after_s,
-        )
+        take = functools.partial(self.take, group=claim.group, job=claim.job, yield_after_s=yield_after_s)
+        return take(claim.uuids, claim.kind, claim.memory_bytes)
 
     def queue(self, uuids: Sequence[str], count: int) -> Held:
         """Take the last place in the queue for ``count`` of these GPUs."""
@@ -408,11 +400,6 @@ def _warn_of_files(path: str, files: Sequence[Unreadable], message: str) -> None
         warn(message.format(file=file, owner=owner, reason=printable(first.reason), more=more))
 
 
-def _check_system() -> None:
-    if sys.platform != "linux":
-        raise ClaimsError("Claims work only on Linux, so the claims of other jobs are unknown.")
-
-
 def _is_foreign(user_id: int) -> bool:
     """Return whether a user is neither this user nor root."""
     if user_id in (0, os.geteuid()):
@@ -435,7 +422,7 @@ def warn_if_private() -> None:
     """Warn once per job if other jobs cannot see the claims that this job's guarantees depend on."""
     path = directory()
     # A folder that was set explicitly is not checked. Children would repeat the first process's warning.
-    if sys.platform != "linux" or path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
+    if path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
         return
     why = claim_files.why_private(path)
     if why:
@@ -447,33 +434,22 @@ def warn_if_private() -> None:
 
 def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]:
     if record is _CLOSED:  # it may be a claim of any kind, on all GPUs
+        uuids = entry.uuid_starts or ("GPU-", "MIG-")
         claim = GpuClaim(
-            job="",
-            uuids=entry.uuid_starts or ("GPU-", "MIG-"),
-            kind="exclusive",
-            memory_bytes=None,
-            pid=None,
-            user=user_name(entry.owner_id),
-            owner_id=entry.owner_id,
-            hostname=None,
-            since_s=entry.since_ns / 1e9,
+            job="", uuids=uuids, kind="exclusive", memory_bytes=None, pid=None, hostname=None, **_origin(entry)
         )
         return claim, None
-    kind = record["kind"]
-    if kind not in ("memory", "whole", "exclusive"):
-        raise ValueError(f"kind is {kind!r:.80}")
+    kind = _checked(record, "kind", lambda value: value in ("memory", "whole", "exclusive"))
     claim = GpuClaim(
         job=_text(record, "job", 100),
         uuids=_uuids(record),
         kind=kind,
         memory_bytes=_number(record, "memory_bytes", 0, MAX_BYTES) if kind == "memory" else None,
         pid=(pid := _number(record, "pid", 1, _MAX_PID)),
-        user=user_name(entry.owner_id),
-        owner_id=entry.owner_id,
         hostname=printable(_text(record, "hostname", 255)),
-        since_s=entry.since_ns / 1e9,
         group=None if record.get("group") is None else _text(record, "group", 4096),
         yields=record.get("yields") is True,
+        **_origin(entry),
     )
     return claim, ProcessId(
         kernel=running_kernel(),  # sockets of an earlier kernel are dead
@@ -484,47 +460,34 @@ def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]
 
 
 def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
-    return GpuWaiter(
-        name=entry.name,
-        uuids=_uuids(record),
-        requested=_number(record, "requested", 1, _MAX_UUIDS),
-        pid=_number(record, "pid", 1, _MAX_PID),
-        user=user_name(entry.owner_id),
-        owner_id=entry.owner_id,
-        since_s=entry.since_ns / 1e9,
-    )
+    requested, pid = _number(record, "requested", 1, _MAX_UUIDS), _number(record, "pid", 1, _MAX_PID)
+    return GpuWaiter(name=entry.name, uuids=_uuids(record), requested=requested, pid=pid, **_origin(entry))
+
+
+def _origin(entry: Entry) -> dict[str, Any]:
+    """Return the fields that the file system vouches for."""
+    return {"user": user_name(entry.owner_id), "owner_id": entry.owner_id, "since_s": entry.since_ns / 1e9}
 
 
 def _uuids(record: Any) -> tuple[str, ...]:
-    uuids = record["uuids"]
-    are_uuids = isinstance(uuids, list) and all(isinstance(uuid, str) and _UUID.fullmatch(uuid) for uuid in uuids)
-    if not are_uuids or len(uuids) > _MAX_UUIDS:
-        raise ValueError(f"uuids is {uuids!r:.80}")
-    return tuple(uuids)
+    def are_uuids(values: Any) -> bool:
+        if not isinstance(values, list) or len(values) > _MAX_UUIDS:
+            return False
+        return all(isinstance(value, str) and _UUID.fullmatch(value) for value in values)
+
+    return tuple(_checked(record, "uuids", are_uuids))
 
 
 def _number(record: Any, name: str, minimum: int, maximum: int) -> int:
-    value = record[name]
-    if type(value) is not int or not minimum <= value <= maximum:
-        raise ValueError(f"{name} is {value!r:.80}")
-    return value
+    return int(_checked(record, name, lambda value: type(value) is int and minimum <= value <= maximum))
 
 
 def _text(record: Any, name: str, max_length: int) -> str:
+    return str(_checked(record, name, lambda value: isinstance(value, str) and len(value) <= max_length))
+
+
+def _checked(record: Any, name: str, is_valid: Callable[[Any], bool]) -> Any:
     value = record[name]
-    if not isinstance(value, str) or len(value) > max_length:
+    if not is_valid(value):
         raise ValueError(f"{name} is {value!r:.80}")
     return value
-
-
-def descendants(holders: Collection[int], process_ids: Collection[int]) -> frozenset[int]:
-    """Return the processes that are holders of a claim or their descendants."""
-    found = set()
-    for pid in process_ids:
-        ancestor = pid
-        while ancestor and ancestor not in holders:
-            stat = process_stat(ancestor)
-            ancestor = stat.parent if stat else 0
-        if ancestor:
-            found.add(pid)
-    return frozenset(found)

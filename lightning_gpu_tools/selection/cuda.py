@@ -12,7 +12,7 @@ from lightning_gpu_tools.errors import LightningGpuToolsError
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
 _LIMIT_S = 10.0  # our default: CUDA starts in one or two seconds, and other jobs wait for the claims meanwhile
-_LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+_LIBRARY = "libcuda.so.1"
 _PRINT_UUIDS = f"""
 import ctypes, uuid
 cuda = ctypes.CDLL({_LIBRARY!r})
@@ -31,8 +31,6 @@ def is_initialized() -> bool:
     if torch is not None and torch.cuda.is_initialized():
         return True
     # torch.cuda.is_available() can start CUDA without torch recording it, and libraries other than torch use CUDA.
-    if os.name == "nt":
-        return False
     try:
         library = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD)
     except OSError:  # not even loaded

@@ -22,6 +22,7 @@ from lightning_gpu_tools.selection.ranking import (
     Rejection,
     Request,
     attainable,
+    best_set,
     folded_reasons,
     rank_gpus,
     sharding_hint,
@@ -263,7 +264,7 @@ class Attempt:
         return is_rank and claims.is_of_own_job(claim) and len(claim.uuids) == self.request.count
 
     def take(self, uuids: Sequence[str], *, share: bool = False) -> HeldClaim:
-        """Claim GPUs as requested; if others ``share`` them, as ``whole``, which excludes nobody."""
+        """Claim GPUs as requested; if others ``share`` them, as ``whole``, which contradicts no other claim."""
         take = functools.partial(self.ledger.take, uuids, group=self.group, yield_after_s=self.request.yield_after_s)
         if not self.request.claim:
             return take("memory", 0)  # only so that the others of the group can find it
@@ -402,7 +403,6 @@ def _best_set(candidates: Sequence[Candidate], request: Request) -> tuple[Candid
     if request.count in (1, len(candidates)):
         return tuple(candidates[: request.count])
     from lightning_gpu_tools.gpus import nvml
-    from lightning_gpu_tools.selection.ranking import best_set
 
     uuids = [str(one.gpu.uuid) for one in candidates]
     return best_set(

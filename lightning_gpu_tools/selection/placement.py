@@ -148,30 +148,25 @@ def _claim_granted(attempt: Attempt) -> None:
     """Claim GPUs that a scheduler or the user assigned. Conflicts cause only warnings."""
     if not attempt.request.claim:
         return
-    uuids = set(attempt.visible_uuids)
+    uuids, ledger = attempt.visible_uuids, attempt.ledger
     try:
         if attempt.problem:
             raise attempt.problem
-        rivals = []
-        for claim in attempt.ledger.claims():
-            if not any(map(claim.is_on, uuids)):
-                continue
-            if attempt.is_choice_of_job(claim) and set(claim.uuids) == uuids:
-                attempt.ledger.join(claim, attempt.request.yield_after_s)
+        for claim in ledger.claims():
+            if attempt.is_choice_of_job(claim) and set(claim.uuids) == set(uuids):
+                ledger.join(claim, attempt.request.yield_after_s)
                 claims.adopt_job(claim.job)
                 return
-            if not claims.is_of_own_job(claim) and (claim.kind == "exclusive" or attempt.request.exclusive):
-                rivals.append(claim)
-        exclusive = [claim for claim in rivals if claim.kind == "exclusive"]
+        rivals = ledger.rivals(uuids, "exclusive" if attempt.request.exclusive else "whole", claims.own_jobs())
         if rivals:
+            exclusive = [claim for claim in rivals if claim.kind == "exclusive"]
             taken = sorted(uuid for uuid in uuids if any(claim.is_on(uuid) for claim in exclusive or rivals))
             claims.warn_once(
                 f"CUDA_VISIBLE_DEVICES gives this job {', '.join(taken)}, which "
                 f"{', '.join(folded_claims(exclusive or rivals, str))} has claimed{' exclusively' * bool(exclusive)}. "
                 "Both jobs now use it. To avoid this, pick the GPUs with this package."
             )
-        share = bool(rivals)  # two exclusive claims on one GPU would contradict each other
-        claims.adopt_job(attempt.take(attempt.visible_uuids, share=share).job)
+        claims.adopt_job(attempt.take(uuids, share=bool(rivals)).job)
     except ClaimsError as error:
         claims.warn_once(f"{error} The GPUs of this job are not claimed.")
 
@@ -199,12 +194,10 @@ def _join(claim: GpuClaim, attempt: Attempt) -> None:
 def bind_to_gpus(uuids: Iterable[str]) -> frozenset[int] | None:
     """Bind this process and its children to the allowed cores near the GPUs, and return these cores.
 
-    Return ``None`` and change nothing if the near cores are unknown (outside Linux, for example) or not allowed.
+    Return ``None`` and change nothing if the near cores are unknown or not allowed.
     """
     from lightning_gpu_tools.gpus import nvml
 
-    if sys.platform != "linux":
-        return None
     with nvml.session(limits.LIMIT_S):
         near = [nvml.read_cpu_affinity(uuid) for uuid in uuids]
     allowed = os.sched_getaffinity(0)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_gpu_tools.errors import ClaimsError, NvmlUnavailableError
+from lightning_gpu_tools.processes import descendants
 from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.units import format_duration
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.processes import ProcessId
     from lightning_gpu_tools.selection.claims import HeldClaim
 
-LOOK_EVERY_S = 60.0  # our default: a minute hardly matters to a waiting job
+CHECK_EVERY_S = 60.0  # our default: a minute hardly matters to a waiting job
 POLL_EVERY_S = 10.0  # the driver's buffer holds about 20 s
 REMIND_AFTER_S = 1800.0  # our default: no training reads, compiles or saves for half an hour
 _REMIND_EVERY_S = 3600.0  # our default
@@ -54,11 +55,11 @@ def watch_claims() -> None:
 def watch_program(claim: HeldClaim, pipe: int) -> None:
     """Watch the claim of a program. Each process that holds the claim has the other end of the pipe open."""
     if claim.yield_after_s is not None:
-        _poll_in_thread(Agreement(claim, claim.yield_after_s, claims.write_line, pipe).look, claims.write_line)
+        _poll_in_thread(Agreement(claim, claim.yield_after_s, claims.write_line, pipe).check, claims.write_line)
     else:
         sampler = functools.cache(lambda: _open_sampler(claim.uuids))  # opened by the first poll
         reminder = Reminder(claim.uuids, lambda: sampler().idle_s(claim.uuids), claims.write_line, claim)
-        _poll_in_thread(reminder.look, claims.write_line)
+        _poll_in_thread(reminder.check, claims.write_line)
 
 
 class Reminder:
@@ -78,7 +79,7 @@ class Reminder:
         self._uuids, self._idle_s, self._say, self._claim = uuids, idle_s, say, claim
         self._reminded_s = -math.inf
 
-    def look(self) -> float:
+    def check(self) -> float:
         """Send the message if it is due. Return the seconds until the next poll."""
         idle_s, now_s = self._idle_s(), time.monotonic()
         if idle_s is not None and idle_s >= REMIND_AFTER_S and now_s - self._reminded_s >= _REMIND_EVERY_S:
@@ -91,7 +92,7 @@ class Reminder:
                 self._reminded_s = now_s
                 facts = _facts(waiter, self._uuids, "you have", idle_s)
                 self._say(f"{facts} End this job with Ctrl-C, or use --yield-after 2h next time.")
-        return LOOK_EVERY_S
+        return CHECK_EVERY_S
 
 
 class Agreement:
@@ -114,9 +115,9 @@ class Agreement:
         """Poll in a thread of this process. Print the agreement, unless another process of the job does."""
         if self._decides(self._read()[0]):
             self._say(agreement(self._yield_after_s))
-        _poll_in_thread(self.look, self._say)
+        _poll_in_thread(self.check, self._say)
 
-    def look(self) -> float:
+    def check(self) -> float:
         """End the job if it is due. Return the seconds until the next poll."""
         if self._claim.is_released:
             if self._sampler is not None:
@@ -127,7 +128,7 @@ class Agreement:
             idle_s = self._idle_s()
             if waiter is not None and idle_s is not None and idle_s >= self._yield_after_s:
                 self._end(agreed, _facts(waiter, self._claim.uuids, "this job has", idle_s))
-        return LOOK_EVERY_S
+        return CHECK_EVERY_S
 
     def _read(self) -> tuple[list[ProcessId], GpuWaiter | None]:
         """Return the processes of the job that agreed, earliest first, and the job that has waited longest."""
@@ -180,7 +181,7 @@ class Agreement:
 
 def topmost(pids: Collection[int]) -> set[int]:
     """Return the processes that are not descendants of other processes in the list."""
-    return {pid for pid in pids if not claims.descendants({*pids} - {pid}, {pid})}
+    return {pid for pid in pids if not descendants({pid}, {*pids} - {pid})}
 
 
 def _poll_in_thread(poll: Callable[[], float], say: Callable[[str], None]) -> None:
@@ -195,7 +196,7 @@ def _poll_in_thread(poll: Callable[[], float], say: Callable[[str], None]) -> No
         return poll()
 
     # The first poll comes late, so that short commands do not open the driver.
-    jobs.add("Polling for waiting jobs", report_faults_and_poll, after_s=LOOK_EVERY_S)
+    jobs.add("Polling for waiting jobs", report_faults_and_poll, after_s=CHECK_EVERY_S)
 
 
 def _open_sampler(uuids: Sequence[str]) -> Sampler:
@@ -214,7 +215,7 @@ def _read(jobs: Collection[str], uuids: Sequence[str]) -> tuple[list[tuple[GpuCl
         return [], None
     own_pids = {os.getpid(), *(process.pid for _, process in records)}
     for waiter in waiters:
-        is_own = waiter.owner_id == os.geteuid() and claims.descendants(own_pids, {waiter.pid})
+        is_own = waiter.owner_id == os.geteuid() and descendants({waiter.pid}, own_pids)
         if not is_own and not {*waiter.uuids}.isdisjoint(uuids):
             return records, waiter
     return records, None

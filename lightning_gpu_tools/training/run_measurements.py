@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from lightning_gpu_tools.host import MEMORY_FILE_SYSTEMS, HostBudget
+from lightning_gpu_tools.host import HostBudget
+from lightning_gpu_tools.mounts import MEMORY_FILE_SYSTEMS
 from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.memory_readings import RankMemory
 from lightning_gpu_tools.training.stopwatch import PhaseSpan

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_gpu_tools.host import (
+from lightning_gpu_tools.host import read_host_budget
+from lightning_gpu_tools.mounts import (
     DISK_FILE_SYSTEMS,
     MEMORY_FILE_SYSTEMS,
     Mount,
     is_network,
     mount_of,
-    read_host_budget,
     read_mounts,
 )
 from lightning_gpu_tools.training.run_measurements import Place, Storage

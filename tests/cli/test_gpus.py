@@ -18,7 +18,6 @@ from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.cli import gpus as gpus_command
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.gpus.nvml import driver as nvml_driver
 from lightning_gpu_tools.processes import INIT
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
@@ -121,8 +120,7 @@ def left_process() -> Iterator[int]:
 @pytest.fixture
 def visible_pids(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's PIDs name this machine's processes, also if this test runs in a container."""
-    for module in (nvml, nvml_driver):
-        monkeypatch.setattr(module, "pids_are_ours", lambda: True)
+    monkeypatch.setattr(nvml, "pids_are_ours", lambda: True)
 
 
 @pytest.mark.usefixtures("visible_pids")

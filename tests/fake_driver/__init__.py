@@ -6,8 +6,7 @@ on every call and replaced atomically, so it can be changed while a program runs
     driver = Driver(tmp_path)
     driver.gpus = [gpu(memory_free="21GiB", utilization=90), gpu(processes=[process(pid=4711, memory="3GiB")])]
     subprocess.run([sys.executable, ...], env={**os.environ, **driver.variables()})
-    with driver.change():
-        driver.gpus[0].lost = True
+    driver.gpus[0].lost = True
 """
 
 from fake_driver.library import VARIABLE, install, uninstall

@@ -1,4 +1,4 @@
-"""What a fake machine looks like, as data, and the file in which the driver finds it."""
+"""The fake machine as data, and the file in which the driver finds it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import re
 import time
 import uuid as uuids
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from fake_driver.library import CALLS_VARIABLE, VARIABLE
 
 GIB = 2**30
-NOT_SUPPORTED = "NOT_SUPPORTED"
 
 # A quantity over time: a number, or segments (start, value), each of which holds until the next one. Starts are seconds
 # after `Driver.start_s`; before the first segment the value is 0. `None` = this GPU does not report it.
@@ -67,7 +66,7 @@ def mig(
 
 @dataclass
 class Gpu:
-    """One GPU. Fields that are None are what this GPU answers NOT_SUPPORTED to."""
+    """One GPU. Fields that are None are what this GPU answers NOT_SUPPORTED to. Assigning to one writes the file."""
 
     uuid: str | None = None  # filled in by the Driver: always the same for the same position
     pci: tuple[int, int, int] | None = None  # domain, bus, device; filled in likewise, rising
@@ -108,6 +107,11 @@ class Gpu:
     hangs: str | None = None  # this C function does not return until the state says otherwise
     closed: bool = False  # only its MIG instances are given to this container: its own state may not be read
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if "_driver" in vars(self):
+            vars(self)["_driver"]._write()
+
 
 def gpu(memory_free: int | str | None = None, memory_total: int | str | None = "80GiB", **fields: Any) -> Gpu:
     """A GPU of 80 GiB, empty and idle by default. ``memory_total=None``: the driver does not report memory."""
@@ -119,7 +123,7 @@ def gpu(memory_free: int | str | None = None, memory_total: int | str | None = "
 
 
 def link(a: int, b: int, *, nvlink: bool | None = False) -> dict[str, Any]:
-    """How two GPUs, given by position in ``Driver.gpus``, are joined; ``None`` is NOT_SUPPORTED."""
+    """Return the connection of two GPUs, given by position in ``Driver.gpus``; ``None`` is NOT_SUPPORTED."""
     return {"gpus": (a, b), "nvlink": nvlink}
 
 
@@ -131,13 +135,14 @@ class Call(NamedTuple):
 
 
 class Driver:
-    """The machine. Assigning to ``gpus`` writes the file at once; for anything else use ``change()``."""
+    """The machine. Assigning to a field of it or of one of its GPUs writes the file at once."""
 
     def __init__(self, folder: Path) -> None:
         self._path = Path(folder) / "nvidia_driver.json"
         self._calls = Path(folder) / "nvidia_driver_calls.log"
         self._calls.touch()
-        self._gpus: list[Gpu] = []
+        self._is_changing = True
+        self.gpus: list[Gpu] = []
         self.links: list[dict[str, Any]] = []
         self.library_missing = False
         self.init_error: str | None = None  # for example DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH, NO_PERMISSION
@@ -146,40 +151,37 @@ class Driver:
         self.hangs: str | None = None  # a C function without a device that does not return
         self.start_s = 0.0  # where the segments of a Series begin, and the counters
         self.now_s: float | None = None  # None: the clock of the system; a number: time stands still at it
+        self._is_changing = False
         self._write()
 
-    @property
-    def gpus(self) -> list[Gpu]:
-        return self._gpus
-
-    @gpus.setter
-    def gpus(self, gpus: list[Gpu]) -> None:
-        self._gpus = list(gpus)
-        self._write()
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if not name.startswith("_"):
+            self._write()
 
     @contextlib.contextmanager
     def change(self) -> Iterator[Driver]:
         """Change anything inside; all of it becomes visible at once at the end."""
+        self._is_changing = True
         yield self
+        self._is_changing = False
         self._write()
 
-    def freeze(self, ago_s: float = 100.0) -> None:
-        """Stop the driver's clock at the present; its quantities began this long ago."""
+    def freeze(self) -> None:
+        """Stop the driver's clock at the present; its quantities began 100 s ago."""
         self.now_s = time.time()
-        self.start_s = self.now_s - ago_s
-        self._write()
+        self.start_s = self.now_s - 100.0
 
     def advance(self, seconds: float) -> None:
         """Let time pass for a driver whose clock stands still."""
         assert self.now_s is not None, "freeze it first"
         self.now_s += seconds
-        self._write()
 
-    def variables(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """What the environment of a child process needs that is to see this driver."""
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables with which a child process sees this driver."""
         site = str(Path(__file__).parent / "site")
         # This tree's package comes first, whatever is installed.
-        path = [site, str(Path(__file__).parents[2]), environ.get("PYTHONPATH")]
+        path = [site, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
         return {
             VARIABLE: str(self._path),
             CALLS_VARIABLE: str(self._calls),
@@ -207,24 +209,25 @@ class Driver:
         os.truncate(self._calls, 0)
 
     def _write(self) -> None:
-        for position, card in enumerate(self._gpus):
-            card.uuid = card.uuid or f"GPU-{uuids.uuid5(uuids.NAMESPACE_OID, str(position))}"
-            card.pci = card.pci or (position // 15, 16 * (position % 15 + 1), 0)
+        if self._is_changing:
+            return
+        for position, card in enumerate(self.gpus):
+            card.__dict__.update(
+                _driver=self,
+                uuid=card.uuid or f"GPU-{uuids.uuid5(uuids.NAMESPACE_OID, str(position))}",
+                pci=card.pci or (position // 15, 16 * (position % 15 + 1), 0),
+                **_sizes(card),
+            )
             for slot, instance in enumerate(card.mig or []):
-                if instance is None:
-                    continue
-                instance.uuid = instance.uuid or f"MIG-{uuids.uuid5(uuids.NAMESPACE_OID, f'{card.uuid}/{slot}')}"
-                instance.gpu_instance = instance.gpu_instance or slot + 1
+                if instance is not None:
+                    instance.uuid = instance.uuid or f"MIG-{uuids.uuid5(uuids.NAMESPACE_OID, f'{card.uuid}/{slot}')}"
+                    instance.gpu_instance = instance.gpu_instance or slot + 1
         state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        state["gpus"] = [
-            # Sizes may have been assigned as text.
-            dataclasses.asdict(dataclasses.replace(card, **_sizes(card)))
-            for card in self._gpus
-        ]
         temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(state))
+        temporary.write_text(json.dumps({**state, "gpus": [dataclasses.asdict(card) for card in self.gpus]}))
         os.replace(temporary, self._path)
 
 
 def _sizes(card: Gpu) -> dict[str, int | None]:
+    """Return the sizes in bytes, because they may have been assigned as text."""
     return {name: size_bytes(getattr(card, name)) for name in ("memory_total", "memory_free")}

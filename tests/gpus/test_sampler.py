@@ -4,7 +4,6 @@ thread poll and waits for it, and the driver's clock stands still until it is ad
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from types import SimpleNamespace
@@ -35,15 +34,22 @@ def no_thread_is_left():
 
 @pytest.fixture
 def clock(driver, monkeypatch):
-    """The driver's clock, which stands still, is also that of the probes; polls come only when they are asked for."""
+    """A driver whose clock stands still and is that of this process, too; polls come only when they are asked for."""
     driver.freeze()
-    monkeypatch.setattr(probe, "GpuProbe", functools.partial(probe.GpuProbe, clock=lambda: driver.now_s))
+    monkeypatch.setattr(time, "time", lambda: driver.now_s)
     monkeypatch.setattr(sampler, "_MAX_INTERVAL_S", 3600.0)
     return driver
 
 
 def sampling(uuids, **options):
     return contextlib.closing(Sampler(uuids, **{"interval_s": 3600.0, **options}))
+
+
+def watching(driver, trained_on=None):
+    """Watch all GPUs, of which the first ``trained_on`` train the model (by default all)."""
+    gpus = [GpuReading(index=index, uuid=card.uuid) for index, card in enumerate(driver.gpus)]
+    options = {"trained_on": gpus[:trained_on], "interval_s": 3600.0, "gpm": False, "node": 0}
+    return contextlib.closing(GpuWatch(gpus, lambda: None, **options))
 
 
 def poll_and_take(reader):
@@ -106,8 +112,7 @@ def test_the_thread_polls_at_once_and_at_intervals(driver, probing):
         assert all(polls.acquire(timeout=TIMEOUT_S) for _ in range(4))
 
 
-def test_what_happened_in_validation_is_kept_apart(clock, monkeypatch):
-    monkeypatch.setattr(sampler.time, "time", lambda: clock.now_s)  # the clock of the phases is the driver's
+def test_what_happened_in_validation_is_kept_apart(clock):
     clock.gpus = [gpu(utilization=[(0, 90), (102, 10), (105, 90)], power_watts=100, sample_period_s=0.1)]
     uuid = clock.gpus[0].uuid
     with sampling([uuid]) as reader:
@@ -143,8 +148,7 @@ def test_a_timeline_covers_the_run(clock):
 
 
 def test_without_a_driver_sampling_is_refused(driver):
-    with driver.change():
-        driver.init_error = "DRIVER_NOT_LOADED"
+    driver.init_error = "DRIVER_NOT_LOADED"
     with pytest.raises(NvmlUnavailableError, match="not loaded"):
         Sampler(["GPU-a"])
 
@@ -159,33 +163,13 @@ def test_a_bug_in_the_thread_is_reported_and_raises_nothing(probing):
     assert time.monotonic() - started_s < TIMEOUT_S  # nobody waits for a thread that has ended
 
 
-def test_a_driver_that_hangs_holds_nobody_up(monkeypatch, probing):
-    monkeypatch.setattr(limits, "LIMIT_S", 0.05)
-    release = threading.Event()
-
-    def read() -> GpuSample:
-        release.wait(TIMEOUT_S)
-        return GpuSample(uuid="GPU-a", time_s=1.0)
-
-    probing(read)
-    reader = Sampler(["GPU-a"])
-    assert reader.whole(wait_s=0.05)["GPU-a"].utilization_observed_s == 0
-    (thread,) = sampling_threads()
-    reader.close()
-    assert thread.is_alive()
-    release.set()
-    thread.join(TIMEOUT_S)
-
-
 def test_a_gpu_whose_driver_hangs_is_named_and_holds_no_other_up(clock, monkeypatch):
     monkeypatch.setattr(limits, "LIMIT_S", 1.0)
     clock.gpus = [gpu(memory_free="60GiB", utilization=90), gpu(utilization=10)]
     hanging = clock.gpus[0].uuid
-    gpus = [GpuReading(index=index, uuid=card.uuid) for index, card in enumerate(clock.gpus)]
-    watch = GpuWatch(gpus, lambda: None, trained_on=gpus, interval_s=3600.0, gpm=False, node=0)
     taken = []
 
-    def take(troubles):
+    def take(watch, troubles):
         for _ in range(int(TIMEOUT_S)):
             watch.whole(wait_s=TIMEOUT_S)
             taken[:] = watch.take_metrics()
@@ -194,19 +178,17 @@ def test_a_gpu_whose_driver_hangs_is_named_and_holds_no_other_up(clock, monkeypa
         raise AssertionError(taken)
 
     problem = f"The driver has not answered nvmlDeviceGetPowerUsage for {hanging} within 1 s"
-    with contextlib.closing(watch):
-        take([])
+    with watching(clock) as watch:
+        take(watch, [])
         clock.advance(1)
-        take([])
+        take(watch, [])
         assert watch.latest_percent == 50
-        with clock.change():
-            clock.gpus[0].hangs, clock.gpus[1].memory_free = "nvmlDeviceGetPowerUsage", 0
-        metrics = take([f"{problem}. This GPU is not measured until it answers. Check `dmesg`."])
+        clock.gpus[0].hangs, clock.gpus[1].memory_free = "nvmlDeviceGetPowerUsage", 0
+        metrics = take(watch, [f"{problem}. This GPU is not measured until it answers. Check `dmesg`."])
         assert metrics["gpu/1/memory_used_bytes"] == 80 * GIB
         assert watch.latest_percent == 10
-        with clock.change():
-            clock.gpus[0].hangs, clock.gpus[0].memory_free = None, 0
-        take([])
+        clock.gpus[0].hangs, clock.gpus[0].memory_free = None, 0
+        take(watch, [])
         assert watch.whole(wait_s=TIMEOUT_S)[hanging].memory_used_bytes == 80 * GIB
 
 
@@ -214,13 +196,11 @@ def test_a_driver_that_hangs_at_the_start_holds_no_training_up(driver, monkeypat
     monkeypatch.setattr(limits, "LIMIT_S", 0.05)
     monkeypatch.setattr(limits, "OPENING_LIMIT_S", 0.2)
     driver.gpus = [gpu()]
-    with driver.change():
-        driver.hangs = "nvmlInitWithFlags"
+    driver.hangs = "nvmlInitWithFlags"
     reader = Sampler([driver.gpus[0].uuid])
     threads = sampling_threads()
     assert threads
-    with driver.change():
-        driver.hangs = None
+    driver.hangs = None
     reader.close()
     for thread in threads:
         thread.join(TIMEOUT_S)
@@ -284,9 +264,7 @@ def test_gpus_are_idle_for_as_long_as_all_of_them_are(clock):
 def test_metrics_are_made_once_for_each_poll(clock):
     """A Trainer that logs at every step asks a thousand times a second."""
     clock.gpus = [gpu(utilization=50)]
-    gpus = [GpuReading(index=0, uuid=clock.gpus[0].uuid)]
-    watch = GpuWatch(gpus, lambda: None, trained_on=gpus, interval_s=3600.0, gpm=False, node=0)
-    with contextlib.closing(watch):
+    with watching(clock) as watch:
         for _ in range(2):
             watch.whole(wait_s=TIMEOUT_S)
             metrics, _ = watch.take_metrics()
@@ -298,9 +276,7 @@ def test_metrics_are_made_once_for_each_poll(clock):
 def test_what_heat_takes_of_the_clock_is_that_of_the_slowest_gpu_that_trains(clock):
     cool, hot, other = gpu(), gpu(throttled_thermal=1.0, sm_clock_mhz=1188), gpu(throttled_thermal=1.0, sm_clock_mhz=99)
     clock.gpus = [cool, hot, other]
-    gpus = [GpuReading(index=index, uuid=card.uuid) for index, card in enumerate(clock.gpus)]
-    watch = GpuWatch(gpus, lambda: None, trained_on=gpus[:2], interval_s=3600.0, gpm=False, node=0)
-    with contextlib.closing(watch):
+    with watching(clock, trained_on=2) as watch:
         found = []
         for _ in range(6):  # processes are listed in turn with something else
             clock.advance(1)
@@ -311,9 +287,6 @@ def test_what_heat_takes_of_the_clock_is_that_of_the_slowest_gpu_that_trains(clo
 
 def test_what_heat_takes_of_the_clock_is_unknown_where_the_driver_does_not_count_it(clock):
     clock.gpus = [gpu(throttled_thermal=None, throttled_power=None)]
-    gpus = [GpuReading(index=0, uuid=clock.gpus[0].uuid)]
-    with contextlib.closing(
-        GpuWatch(gpus, lambda: None, trained_on=gpus, interval_s=3600.0, gpm=False, node=0)
-    ) as watch:
+    with watching(clock) as watch:
         watch.whole(wait_s=TIMEOUT_S)
         assert watch.lost_clock_percent() is None

@@ -1,4 +1,4 @@
-"""Who uses what of a GPU, and what is not known."""
+"""Division of a GPU's use between this job and others, including unknown values."""
 
 from lightning_gpu_tools.gpus.readings import GpuProcess, Sharing, share_out
 

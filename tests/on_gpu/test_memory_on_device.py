@@ -22,7 +22,6 @@ from trainings import Boom, Raise, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, watch
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.gpus.nvml import driver as nvml_driver
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
@@ -140,8 +139,7 @@ def test_a_report_accounts_for_the_memory_of_the_gpu(
 ) -> None:
     if same_namespace and not nvml.pids_are_ours():
         pytest.skip("the driver numbers processes by another namespace")
-    for module in (nvml, nvml_driver):
-        monkeypatch.setattr(module, "pids_are_ours", lambda: same_namespace)
+    monkeypatch.setattr(nvml, "pids_are_ours", lambda: same_namespace)
     held = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     logger = CSVLogger(tmp_path)
     callbacks = [GPUUtilizationMonitor(interval_s=0.05)]

@@ -9,18 +9,13 @@ from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
+from launched_jobs import live_claims, take
 
 from lightning_gpu_tools.selection import claim_files
-from lightning_gpu_tools.selection.claim_files import mount_of, why_private
-from lightning_gpu_tools.selection.claims import directory, open_ledger, read_ledger
+from lightning_gpu_tools.selection.claim_files import why_private
+from lightning_gpu_tools.selection.claims import directory
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Where claims are going to live."""
-    return tmp_path / "claims"
 
 
 @needs_root
@@ -66,34 +61,9 @@ def test_a_folder_exchanged_before_it_is_locked_is_not_used(path: Path, monkeypa
         return take_lock(descriptor)
 
     monkeypatch.setattr(claim_files, "_try_lock", exchange_and_take_lock)
-    with open_ledger(str(path)) as ledger:
-        mine = ledger.take(["GPU-a"], "whole")
-    with read_ledger(str(path)) as ledger:
-        assert [claim.kind for claim in ledger.claims()] == ["whole"]
+    take(path)
+    assert live_claims(path) == [("whole", 1)]
     assert list(path.with_name("old").iterdir()) == []
-    mine.release()
-
-
-MOUNTS = """\
-22 1 0:21 / / rw - overlay overlay rw
-30 22 8:1 / /tmp rw - ext4 /dev/sda1 rw
-31 22 8:2 / /tmp/lightning-gpu-tools-of-others rw - ext4 /dev/sda2 rw
-32 30 8:1 /jobs/17 /tmp rw shared:5 - ext4 /dev/sda1 rw
-"""
-
-
-@pytest.mark.parametrize(
-    ("folder", "expected"),
-    [
-        ("/", ("0:21", "/")),
-        ("/var/claims", ("0:21", "/")),
-        ("/tmp", ("8:1", "/jobs/17")),
-        ("/tmp/lightning-gpu-tools", ("8:1", "/jobs/17")),
-        ("/tmpfile", ("0:21", "/")),
-    ],
-)
-def test_the_last_and_longest_mount_is_that_of_a_folder(folder: str, expected: tuple[str, str]) -> None:
-    assert mount_of(folder, MOUNTS) == expected
 
 
 @needs_root

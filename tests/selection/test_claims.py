@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched_jobs import claims_in, take
 
-from lightning_gpu_tools.selection import claims
-from lightning_gpu_tools.selection.claims import Ledger, directory, held_claims, keep_claims, open_ledger, read_ledger
+from lightning_gpu_tools.selection.claims import directory, held_claims, keep_claims, open_ledger
 
 HOLD = """
 import os, sys
@@ -39,34 +39,22 @@ def holder(path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def holders(path: Path) -> list[int]:
-    with read_ledger(str(path)) as ledger:
-        return [claim.pid for claim in ledger.claims()]
+def holders(path: Path) -> list[int | None]:
+    return [claim.pid for claim in claims_in(path)]
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[Ledger]:
-    with open_ledger(str(path)) as ledger:
-        yield ledger
+def empty(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
 
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "claims"
-
-
-def test_reading_creates_nothing(path: Path) -> None:
-    assert holders(path) == []
-    assert not path.exists()
-
-
 def test_a_claim_says_who_holds_what_since_when(path: Path) -> None:
-    with holder(path) as process, read_ledger(str(path)) as ledger:
-        (claim,) = ledger.claims()
+    with holder(path) as process:
+        (claim,) = claims_in(path)
         assert (claim.pid, claim.uuids, claim.kind, claim.memory_bytes) == (process.pid, ("GPU-a",), "memory", 5)
         assert claim.owner_id == os.getuid()
         (record,) = path.glob("*.json")
@@ -81,22 +69,13 @@ def test_a_claim_ends_with_its_process_however_that_ends(path: Path, kill: signa
         process.send_signal(kill)
         process.wait()
         assert holders(path) == []
-        with opened(path):  # who comes to claim removes what is left of it
+        with open_ledger(str(path)):  # who comes to claim removes what is left of it
             assert list(path.iterdir()) == []
-
-
-def test_a_released_claim_leaves_no_file(path: Path) -> None:
-    with opened(path) as ledger:
-        claim = ledger.take(["GPU-a"], "whole")
-    assert holders(path) == [os.getpid()]
-    claim.release()
-    assert list(path.iterdir()) == []
 
 
 @pytest.mark.parametrize("by_child", [True, False])
 def test_releasing_is_for_the_process_that_claimed(path: Path, by_child: bool) -> None:
-    with opened(path) as ledger:
-        claim = ledger.take(["GPU-a"], "whole")
+    claim = take(path)
     end_read, end_write = os.pipe()
     child = os.fork()
     if child == 0:  # has all of the claim's descriptors
@@ -107,8 +86,7 @@ def test_releasing_is_for_the_process_that_claimed(path: Path, by_child: bool) -
         os._exit(0)
     if not by_child:
         claim.release()
-    with read_ledger(str(path)) as ledger:
-        assert len(ledger.claims()) == by_child
+    assert len(claims_in(path)) == by_child
     os.close(end_write)
     os.waitpid(child, 0)
     assert holders(path) == [os.getpid()] * by_child
@@ -122,22 +100,17 @@ def test_releasing_is_for_the_process_that_claimed(path: Path, by_child: bool) -
 def test_a_removed_claim_is_taken_again(
     path: Path, monkeypatch: pytest.MonkeyPatch, own: str, theirs: str | None, is_folder_gone: bool
 ) -> None:
-    monkeypatch.setattr(claims, "_held_claims", [])  # earlier tests of this process may hold some
-    with opened(path) as ledger:
-        mine = ledger.take(["GPU-a"], own)  # type: ignore[arg-type]
+    mine = take(path, own)
     assert held_claims()
     assert keep_claims() == []
-    path.rename(path.with_name("old")) if is_folder_gone else [file.unlink() for file in path.iterdir()]
+    path.rename(path.with_name("old")) if is_folder_gone else empty(path)
     if theirs:
-        with opened(path) as ledger:
-            other = ledger.take(["GPU-a"], theirs)  # type: ignore[arg-type]
+        other = take(path, theirs)
     (event,) = keep_claims()
     assert event.startswith(f"The claim of this job on GPU-a was removed from {path}. ")
     assert ("Meanwhile " in event) is (own == "exclusive" and theirs is not None)
     assert keep_claims() == []
-    with read_ledger(str(path)) as ledger:
-        kinds = [claim.kind for claim in ledger.claims() if claim.job == mine.job]
-    assert kinds == ["whole" if theirs else own]
+    assert [claim.kind for claim in claims_in(path) if claim.job == mine.job] == ["whole" if theirs else own]
     mine.release()
     if theirs:
         other.release()
@@ -146,53 +119,28 @@ def test_a_removed_claim_is_taken_again(
 
 
 def test_a_claim_that_cannot_be_made_again_is_named_once(path: Path) -> None:
-    with opened(path) as ledger:
-        mine = ledger.take(["GPU-a"], "whole")
-    for file in path.iterdir():
-        file.unlink()
+    mine = take(path)
+    empty(path)
     path.chmod(0o777)
     words = f"The claim of this job was removed and cannot be restored. The claims folder {path} cannot be used: "
     assert mine.keep().startswith(words)
     assert mine.keep() == ""
     path.chmod(0o1777)
     assert "this job has claimed it again" in mine.keep()
-    mine.release()
-
-
-def test_keeping_a_claim_goes_on_after_an_unexpected_error(path: Path) -> None:
-    with opened(path) as ledger:
-        mine = ledger.take(["GPU-a"], "whole")
-
-    class Full(list[Any]):
-        def append(self, held: Any) -> None:
-            held.release()
-            raise MemoryError("no memory left")
-
-    mine._held, held = Full(mine._held), mine._held
-    for file in path.iterdir():
-        file.unlink()
-    assert mine.keep() == "The claim of this job was removed and cannot be restored. no memory left"
-    assert mine.keep() == ""
-    mine._held = held
-    assert "this job has claimed it again" in mine.keep()
-    mine.release()
 
 
 def test_a_claim_in_a_relative_folder_is_found_from_everywhere(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parent)
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", path.name)
-    with open_ledger(directory()) as ledger:
-        mine = ledger.take(["GPU-a"], "whole")
+    mine = take(Path(directory()))
     path.with_name("elsewhere").mkdir()
     monkeypatch.chdir(path.with_name("elsewhere"))
     assert mine.keep() == ""
     assert not Path("claims").exists()
-    mine.release()
 
 
 def test_a_claim_that_is_released_while_it_is_taken_again_is_released(path: Path) -> None:
-    with opened(path) as ledger:
-        mine = ledger.take(["GPU-a"], "whole")
+    mine = take(path)
 
     class Released(list[Any]):
         def append(self, held: Any) -> None:
@@ -200,16 +148,13 @@ def test_a_claim_that_is_released_while_it_is_taken_again_is_released(path: Path
             mine.release()  # as another thread might at this moment
 
     mine._held = Released(mine._held)
-    for file in path.iterdir():
-        file.unlink()
+    empty(path)
     mine.keep()
     assert list(path.iterdir()) == []
 
 
 def test_a_released_claim_is_not_taken_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "_held_claims", [])  # earlier tests of this process may hold some
-    with opened(path) as ledger:
-        mine = ledger.take(["GPU-a"], "whole")
+    mine = take(path)
     if os.fork() == 0:  # a child does not hold it
         os._exit(int(bool(held_claims() or keep_claims())))
     assert os.wait()[1] == 0
@@ -230,9 +175,8 @@ def test_a_job_has_one_claim_until_its_last_process_ends(path: Path) -> None:
 
 
 def test_a_process_joins_a_job_once(path: Path) -> None:
-    with opened(path) as ledger:
-        claim = ledger.take(["GPU-a"], "whole")
-    with opened(path) as ledger:
+    claim = take(path)
+    with open_ledger(str(path)) as ledger:
         assert ledger.join(ledger.claims()[0]) is None
     claim.release()
     assert list(path.iterdir()) == []
@@ -248,28 +192,6 @@ def test_a_path_longer_than_a_socket_address_will_do(tmp_path: Path) -> None:
     path = tmp_path / ("a" * 120) / ("b" * 120)
     with holder(path) as process:
         assert holders(path) == [process.pid]
-
-
-def test_waiters_are_in_the_order_in_which_they_came(path: Path) -> None:
-    def names() -> list[str]:
-        with read_ledger(str(path)) as ledger:
-            return [waiter.name for waiter in ledger.waiters]
-
-    places = []
-    for uuid in ("GPU-a", "GPU-b", "GPU-c"):
-        clock = path.with_name("clock")
-        clock.touch()
-        before_ns = clock.stat().st_ctime_ns
-        while clock.stat().st_ctime_ns == before_ns:  # the kernel's clock for files goes in steps of milliseconds
-            clock.touch()
-        with opened(path) as ledger:
-            places.append(ledger.queue([uuid], 1))
-    assert names() == [place.name for place in places]
-    places.pop(1).release()
-    assert names() == [place.name for place in places]
-    for place in places:
-        place.release()
-    assert list(path.iterdir()) == []
 
 
 def test_only_one_at_a_time_has_the_ledger(path: Path) -> None:
@@ -288,18 +210,6 @@ for _ in range(20):
     assert counter.read_text() == "80"
 
 
-@pytest.mark.skipif(not Path("/usr/bin/systemd-tmpfiles").exists(), reason="the cleaner of /tmp is not installed")
-def test_the_cleaner_of_tmp_leaves_old_claims_alone(tmp_path: Path) -> None:
-    path = tmp_path / "clean" / "claims"
-    rules = tmp_path / "rules.conf"
-    rules.write_text(f"d {path.parent} - - - 1us\n")
-    with holder(path) as process:
-        (path / "old").touch()
-        subprocess.run(["/usr/bin/systemd-tmpfiles", "--clean", str(rules)], check=True)
-        assert not (path / "old").exists()
-        assert holders(path) == [process.pid]
-
-
 def test_where_claims_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/home/alice/tmp")
     monkeypatch.delenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", raising=False)
@@ -310,23 +220,19 @@ def test_where_claims_live(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_is_that_of_the_holder_and_its_children(path: Path) -> None:
     with holder(path) as process, subprocess.Popen(["sleep", "60"]) as sibling:
-        with opened(path) as ledger:
-            mine = ledger.take(["GPU-a"], "memory", 5)
-        with read_ledger(str(path)) as ledger:
-            claims = ledger.claims([process.pid, sibling.pid, 1])
+        take(path, "memory", 5)
+        claims = claims_in(path, [process.pid, sibling.pid, 1])
         # The holder is a child of this process, so what it uses is this process's, too.
         assert {claim.pid: claim.process_ids for claim in claims} == {
             process.pid: {process.pid},
             os.getpid(): {process.pid, sibling.pid},
         }
         sibling.kill()
-    mine.release()
 
 
 def test_memory_is_that_of_all_live_processes_of_a_job(path: Path) -> None:
     def told() -> frozenset[int]:
-        with read_ledger(str(path)) as ledger:
-            return ledger.claims([maker.pid, sibling.pid, os.getpid()])[0].process_ids
+        return claims_in(path, [maker.pid, sibling.pid, os.getpid()])[0].process_ids
 
     with holder(path) as maker, holder(path, "join") as sibling:
         assert told() == {maker.pid, sibling.pid}
@@ -337,11 +243,9 @@ def test_memory_is_that_of_all_live_processes_of_a_job(path: Path) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("pid_namespace", "pid:[1]"), ("started_ticks", 1)])
 def test_a_reused_process_number_has_none_of_the_memory(path: Path, field: str, value: object) -> None:
-    with opened(path) as ledger:
-        mine = ledger.take(["GPU-a"], "memory", 5)
+    mine = take(path, "memory", 5)
     for changed in (False, True):
-        with read_ledger(str(path)) as ledger:
-            assert ledger.claims([os.getpid()])[0].process_ids == (set() if changed else {os.getpid()})
+        assert claims_in(path, [os.getpid()])[0].process_ids == (set() if changed else {os.getpid()})
         (record,) = path.glob("*.json")
         record.write_text(json.dumps({**json.loads(record.read_text()), field: value}))
     mine.release()

@@ -1,4 +1,4 @@
-"""Which processes belong together, by what launchers put into their environment."""
+"""Detection of processes that belong together, from the variables of their launchers."""
 
 from __future__ import annotations
 

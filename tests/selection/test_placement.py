@@ -40,7 +40,7 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 
 
 def placed(driver: Driver, path: str, environments: list[dict[str, str]], *arguments: str) -> list[list[int]]:
-    """What processes that live at the same time get, one after the other."""
+    """Return the GPUs of processes that live at the same time and pick one after the other."""
     lines, processes = [], []
     for environment in environments:
         command = [sys.executable, path, *arguments]
@@ -69,14 +69,6 @@ sys.stdin.read()
         parent.stdin.close()  # which ends the child
         assert parent.stdout.read() == ""
         assert live_claims(claims_dir) == []
-
-
-def test_another_start_of_torchrun_chooses_for_itself(driver: Driver, script: Callable[[str], str]) -> None:
-    # Ranks of a torchrun that was killed may live on beside those of a new one.
-    starts = [f"/tmp/none_{start}/attempt_0/0/error.json" for start in "01"]
-    ranks = [torchrun(rank, TORCHELASTIC_ERROR_FILE=start) for start in starts for rank in (0, 1)]
-    chosen = placed(driver, script(f"place_and_say(exclusive=True){STAY}"), ranks)
-    assert chosen == [[3, 2], [3, 2], [1, 0], [1, 0]]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")

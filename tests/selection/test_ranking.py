@@ -139,13 +139,6 @@ def test_exclusive_needs_a_gpu_that_nobody_claims(kind: Any) -> None:
     assert bool(rank([reading], claims).candidates) is (kind != "exclusive")
 
 
-def test_what_someone_waits_for_is_kept_for_them() -> None:
-    waiter = GpuWaiter(name="0", uuids=("GPU-0",), requested=1, pid=99, user="carol")
-    ranking = rank_gpus([gpu(0), gpu(1)], (), Request(), ahead=[waiter])
-    assert order(ranking) == [1]
-    assert reasons(ranking) == "GPU 0 (GPU-0): reserved for carol (pid 99), who has waited longer"
-
-
 def test_the_best_gpus_are_kept_for_each_who_waits() -> None:
     gpus = [gpu(index, free=(10 + index) * GIB) for index in range(5)]
     waiters = [

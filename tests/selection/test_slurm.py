@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
-from launched_jobs import PLACE, live_claims
+from launched_jobs import PLACE, claims_in, live_claims
 from slurm_cluster import WHY_NOT, wait_for
-
-from lightning_gpu_tools.selection.claims import read_ledger
 
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.timeout(120)]
 ONE_NODE = ("-N1", "--ntasks-per-node=2")
@@ -135,8 +133,7 @@ def test_two_jobs_at_once_are_apart_and_scancel_frees_both(start: Callable[..., 
 def test_the_claim_outlives_a_killed_rank_but_not_the_job(start: Callable[..., Job], claims_dir: Path) -> None:
     job = start("srun", *ONE_NODE)
     job.gpus()
-    with read_ledger(str(claims_dir)) as ledger:
-        os.kill(ledger.claims()[0].pid, signal.SIGKILL)
+    os.kill(int(claims_in(claims_dir)[0].pid or 0), signal.SIGKILL)
     wait_for(lambda: "Killed" in job.output())
     assert live_claims(claims_dir) == [("exclusive", 2)]
 
@@ -146,8 +143,7 @@ def test_a_requeued_job_chooses_again(start: Callable[..., Job], driver: Driver,
     assert job.gpus() == [[3, 2], [3, 2]]
     number = answer("squeue", "-ho", "%A").strip()
     answer("scontrol", "requeue", number)
-    with driver.change():
-        driver.gpus[3].memory_free = 0
+    driver.gpus[3].memory_free = 0
     states = ("squeue", "-ho", "%T"), ("sinfo", "-ho", "%t")
     wait_for(lambda: [answer(*command).strip() for command in states] == ["PENDING", "idle"])
     assert live_claims(claims_dir) == []

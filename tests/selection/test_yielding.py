@@ -1,19 +1,18 @@
-"""Jobs whose GPUs are idle while another job waits are told, or end as agreed: real processes whose looks come fast."""
+"""Jobs whose GPUs are idle while another job waits are told, or end as agreed: real processes that poll fast."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu, mig
 from fake_driver.state import Call
-from launched_jobs import torchrun
+from launched_jobs import torchrun, until, waiting
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.selection import claims, yielding
@@ -25,7 +24,7 @@ import os, signal, subprocess, sys, threading, time
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.selection import claims, ranking, yielding
-claims.KEEP_EVERY_S = yielding.LOOK_EVERY_S = yielding.POLL_EVERY_S = 0.1
+claims.KEEP_EVERY_S = yielding.CHECK_EVERY_S = yielding.POLL_EVERY_S = 0.1
 yielding.REMIND_AFTER_S = 0.3
 ranking.MIN_YIELD_AFTER_S = 0.0
 """
@@ -38,20 +37,13 @@ from lightning_gpu_tools.selection.placement import place
 from lightning_gpu_tools.selection.ranking import Request
 place(1, Request(yield_after=0.3, exclusive=True), list)
 """
-WAIT = """
-from lightning_gpu_tools import select_gpus
-from lightning_gpu_tools.selection import picking
-picking._POLL_AFTER_S, picking._POLL_JITTER_S = 0.1, 0.0
-with select_gpus(exclusive=True, wait=60):
-    print("served", flush=True)
-"""
 
 
-def until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not happen within a minute"
-        time.sleep(0.02)
+@pytest.fixture
+def driver(driver: Driver) -> Driver:
+    """A machine with one idle GPU, unless a test gives it others."""
+    driver.gpus = [QUICK]
+    return driver
 
 
 @contextmanager
@@ -66,21 +58,10 @@ def job(code: str, *arguments: str, env: dict[str, str] | None = None) -> Iterat
             holder.kill()
 
 
-@contextmanager
-def waiting(claims_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """A job in the queue for a GPU of its own; with it, it prints a line and ends."""
-    with subprocess.Popen([sys.executable, "-c", WAIT], stdout=-1, text=True) as waiter:
-        try:
-            until(lambda: list(claims_dir.glob("wait-*.json")))
-            yield waiter
-        finally:
-            waiter.kill()
-
-
-def let_look(driver: Driver, looks: int = 6) -> None:
+def let_poll(driver: Driver, polls: int = 6) -> None:
     """Wait until the holder has read the utilization so many times, which takes longer than what it agreed to."""
     driver.forget_calls()
-    until(lambda: [call.function for call in sampler_calls(driver)].count("nvmlDeviceGetSamples") >= looks)
+    until(lambda: [call.function for call in sampler_calls(driver)].count("nvmlDeviceGetSamples") >= polls)
 
 
 def sampler_calls(driver: Driver) -> list[Call]:
@@ -88,14 +69,13 @@ def sampler_calls(driver: Driver) -> list[Call]:
 
 
 def test_an_idle_job_that_agreed_ends_for_one_that_waits(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [QUICK]
     with job(RUN, *AGREED, *STAY) as holder:
-        let_look(driver)
+        let_poll(driver)
         assert holder.poll() is None, "nobody waits"
         driver.gpus = [BUSY]
-        let_look(driver, 2)  # one may have begun before
+        let_poll(driver, 2)  # one may have begun before
         with waiting(claims_dir) as waiter:
-            let_look(driver)
+            let_poll(driver)
             assert holder.poll() is None, "its GPU is busy"
             driver.gpus = [QUICK]
             assert waiter.communicate(timeout=60)[0] == "served\n"
@@ -112,20 +92,19 @@ def test_without_an_agreement_an_idle_job_is_told_once(driver: Driver, claims_di
     with job(RUN, *STAY) as holder:
         assert "Picked GPU 0" in holder.stderr.readline()
         with waiting(claims_dir) as waiter:
-            let_look(driver)
+            let_poll(driver)
             driver.gpus = [QUICK]
             line = holder.stderr.readline()
             assert f"(pid {waiter.pid}) has waited " in line
             assert " for this GPU, which you have left idle for " in line
             assert line.endswith(" End this job with Ctrl-C, or use --yield-after 2h next time.\n")
-            let_look(driver)
+            let_poll(driver)
         assert holder.poll() is None
         holder.kill()
         assert holder.stderr.read() == ""
 
 
 def test_a_program_that_a_script_has_started_ends_after_the_script(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [QUICK]
     # The shell ends at once, and does not pass the signal on.
     program = "trap 'echo ended; exit' TERM; echo there; for _ in $(seq 1200); do sleep 0.05; done"
     with job(RUN, *AGREED, "--", "sh", "-c", 'sh -c "$0"; true', program) as holder, waiting(claims_dir) as waiter:
@@ -135,7 +114,6 @@ def test_a_program_that_a_script_has_started_ends_after_the_script(driver: Drive
 
 
 def test_a_program_under_run_can_agree_itself(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [QUICK]
     program = f"{PLACE.replace('0.3', '0.8')}print('there', flush=True)\nsys.stdin.read()"
     with job(RUN, "--", sys.executable, "-c", program) as holder, waiting(claims_dir):
         assert holder.wait(60) == -signal.SIGTERM
@@ -162,12 +140,11 @@ else:
 def test_ranks_that_a_rank_has_started_are_left_to_its_handler(
     driver: Driver, claims_dir: Path, handler: list[str]
 ) -> None:
-    driver.gpus = [QUICK]
     code = RANKS.replace("sys.argv[0]", repr(RANKS))
     with job(code, *handler) as holder, waiting(claims_dir):
         if handler:
             assert holder.stdout.readline() == holder.stdout.readline() == "passes it on\n"
-            assert holder.communicate()[0].endswith("not signaled\n")
+            assert "not signaled\n" in holder.communicate()[0]
         else:
             assert holder.wait(60) == -signal.SIGTERM
             said, told = holder.communicate()
@@ -187,7 +164,7 @@ def test_one_of_the_commands_that_a_launcher_has_started_speaks_for_all(
         if agreed:
             assert [rank.wait(60) for rank in ranks] == [-signal.SIGTERM] * 2
         else:
-            let_look(driver, 6 * 4)  # of two commands, each of two GPUs
+            let_poll(driver, 6 * 4)  # of two commands, each of two GPUs
             ranks[1].kill()
         assert "has waited" not in ranks[1].stderr.read()
 
@@ -202,7 +179,7 @@ sys.stdin.read()
 def test_a_process_goes_on_while_a_gpu_of_its_other_claim_is_busy(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [QUICK, gpu(sample_period_s=0.05, utilization=99)]
     with job(TWO_CLAIMS) as holder, waiting(claims_dir):
-        let_look(driver, 12)  # of two GPUs
+        let_poll(driver, 12)  # of two GPUs
         assert holder.poll() is None
         driver.gpus = [QUICK, gpu(sample_period_s=0.05)]
         assert holder.wait(60) == -signal.SIGTERM
@@ -220,7 +197,6 @@ print("there", flush=True)
 
 
 def test_a_released_claim_is_no_longer_watched(driver: Driver) -> None:
-    driver.gpus = [QUICK]
     with job(RELEASE) as holder:
         assert holder.wait(60) == 0
 
@@ -243,13 +219,11 @@ def test_a_gpu_of_unknown_utilization_is_kept_which_is_said_once(
 
 
 def test_a_driver_that_has_gone_is_named(driver: Driver) -> None:
-    driver.gpus = [QUICK]
     said: list[str] = []
     with select_gpus() as selection:
         agreement = yielding.Agreement(claims.held_claims()[-1], 60.0, said.append)
-        with driver.change():
-            driver.init_error = "DRIVER_NOT_LOADED"
-        assert {agreement.look(), agreement.look()} == {yielding.LOOK_EVERY_S}
+        driver.init_error = "DRIVER_NOT_LOADED"
+        assert {agreement.check(), agreement.check()} == {yielding.CHECK_EVERY_S}
     assert selection.uuids
     (text,) = said
     assert "The NVIDIA driver is installed but not loaded." in text
@@ -258,13 +232,12 @@ def test_a_driver_that_has_gone_is_named(driver: Driver) -> None:
 def test_a_folder_of_claims_that_cannot_be_read_has_nobody_who_waits(driver: Driver, claims_dir: Path) -> None:
     claims_dir.write_text("not a folder")
     said: list[str] = []
-    assert yielding.Reminder(["GPU-a"], lambda: 1e6, said.append).look() == yielding.LOOK_EVERY_S
+    assert yielding.Reminder(["GPU-a"], lambda: 1e6, said.append).check() == yielding.CHECK_EVERY_S
     assert said == []
 
 
 def test_a_child_that_waits_is_not_another_job(driver: Driver, claims_dir: Path) -> None:
-    driver.gpus = [QUICK]
     said: list[str] = []
     with select_gpus(exclusive=True) as selection, waiting(claims_dir):
-        assert yielding.Reminder(selection.uuids, lambda: 1e6, said.append).look() == yielding.LOOK_EVERY_S
+        assert yielding.Reminder(selection.uuids, lambda: 1e6, said.append).check() == yielding.CHECK_EVERY_S
     assert said == []

@@ -42,7 +42,7 @@ class Idle(Model):
 def train(folder: Path, rank: int, *, claims: str, callback: Callable[..., Any], **options: Any) -> None:
     """Train on as many GPUs as there are ranks, with looks at those who wait that come fast."""
     os.environ["LIGHTNING_GPU_TOOLS_CLAIMS_DIR"] = claims.format(rank=rank)
-    yielding.LOOK_EVERY_S = yielding.POLL_EVERY_S = 0.1
+    yielding.CHECK_EVERY_S = yielding.POLL_EVERY_S = 0.1
     yielding.REMIND_AFTER_S = 0.3
     ranking.MIN_YIELD_AFTER_S = 0.0
     cpu_as_cuda.install()

@@ -18,7 +18,7 @@ from trainings import Model, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
-from lightning_gpu_tools.host import parse_mounts
+from lightning_gpu_tools.mounts import parse_mounts
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training import compat, storage
 from lightning_gpu_tools.training.storage import StorageWatch, named_paths, path_of_data

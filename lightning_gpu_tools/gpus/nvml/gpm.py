@@ -7,7 +7,7 @@ from typing import Any
 
 import pynvml
 
-from lightning_gpu_tools.gpus.nvml.driver import call_or_none
+from lightning_gpu_tools.gpus.nvml import call_or_none
 
 # nvmlGpmMetricId_t; in percent, and MiB/s for PCIe
 GRAPHICS, SM, OCCUPANCY, TENSOR, DRAM = 1, 2, 3, 5, 10
@@ -25,11 +25,6 @@ class PerformanceMonitors:
         self._is_mig = is_mig
         self._samples: list[Any] = []  # two samples that alternate, so that no time is skipped
         self._since_s: float | None = None  # time of the first sample
-
-    @property
-    def started(self) -> bool:
-        """Whether the monitors have been read."""
-        return bool(self._samples)
 
     def restart(self) -> None:
         """Begin a new interval with the next read, because the GPU was unavailable."""

@@ -12,8 +12,7 @@ from typing import Any
 import pynvml
 
 from lightning_gpu_tools.gpus.metrics import GpuSample
-from lightning_gpu_tools.gpus.nvml import gpm as _gpm
-from lightning_gpu_tools.gpus.nvml.driver import (
+from lightning_gpu_tools.gpus.nvml import (
     GONE,
     NEVER,
     call_or_none,
@@ -22,6 +21,7 @@ from lightning_gpu_tools.gpus.nvml.driver import (
     utilization_samples,
     why_unreadable,
 )
+from lightning_gpu_tools.gpus.nvml import gpm as _gpm
 from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, UtilizationSample
 
 # Common Xid errors, in the wording of https://docs.nvidia.com/deploy/xid-errors/
@@ -117,10 +117,9 @@ class GpuProbe:
     For a MIG instance, only memory, processes, and GPM (also for utilization) are read: the rest covers the whole GPU.
     """
 
-    def __init__(self, uuid: str, *, gpm: bool = True, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, uuid: str, *, gpm: bool = True) -> None:
         self.uuid = uuid
         self._is_mig = uuid.startswith("MIG-")
-        self._clock = clock
         self._handle: Any = None
         self._absent: set[object] = {"power", "temperature", "counters"} if self._is_mig else set()
         if not gpm:
@@ -155,7 +154,7 @@ class GpuProbe:
 
     def read(self) -> GpuSample:
         """Return a sample of the time since the last read."""
-        now_s = self._clock()
+        now_s = time.time()
         self._problems = []
         errors = self._events.read()
         if self._handle is None:

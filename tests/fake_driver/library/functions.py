@@ -27,27 +27,26 @@ OF_CLOSED = {
 }
 
 
-def _function(*names: str) -> Callable[..., Any]:
-    """A C function without a device."""
+def _function(name: str) -> Callable[..., Any]:
+    """Register a C function without a device."""
 
     def register(implementation: Callable[..., None]) -> Callable[..., None]:
-        for name in names:
-            FUNCTIONS[name] = implementation
+        FUNCTIONS[name] = implementation
         return implementation
 
     return register
 
 
-def _device_function(*names: str, mig: bool = False) -> Callable[..., Any]:
-    """A C function whose first argument is a device handle; ``mig``: also that of a MIG instance."""
-    ON_DEVICE.update(names)
+def _device_function(name: str, *, mig: bool = False) -> Callable[..., Any]:
+    """Register a C function whose first argument is a device handle; ``mig``: also that of a MIG instance."""
+    ON_DEVICE.add(name)
     if mig:
-        ON_MIG.update(names)
-    return _function(*names)
+        ON_MIG.add(name)
+    return _function(name)
 
 
 def instances(card: Any) -> list[Any]:
-    """The MIG instances of a GPU."""
+    """Return the MIG instances of a GPU."""
     return [instance for instance in card.mig or [] if instance is not None]
 
 
@@ -55,7 +54,7 @@ def instances(card: Any) -> list[Any]:
 
 
 def _link(library: Library, device: Any, other: Any) -> bool | None:
-    """Whether two GPUs are joined by NVLink."""
+    """Return whether two GPUs are joined by NVLink."""
     partner = library.find(library._uuids.get(address_of(other), ""))
     library.check(partner, "*")
     pair = {library.state.gpus.index(device), library.state.gpus.index(partner)}
@@ -72,7 +71,7 @@ def _milliwatts(library: Library, device: Any) -> float:
 
 
 def _number(name: str, answer: Callable[..., int | None], *, mig: bool = False) -> None:
-    """A function of a device that puts one number where its last argument points to; ``None``: it is not supported."""
+    """Register a function of a device that returns one number by its last argument; ``None``: not supported."""
 
     @_device_function(name, mig=mig)
     def function(library: Library, device: Any, *arguments: Any) -> None:
@@ -84,9 +83,9 @@ _number("nvmlDeviceGetMaxMigDeviceCount", lambda _, device: 7 if device.mig_capa
 _number("nvmlDeviceGetGpuInstanceId", lambda _, device: getattr(device, "gpu_instance", None), mig=True)
 _number("nvmlDeviceGetPowerUsage", _milliwatts)
 _number("nvmlDeviceGetPowerManagementLimit", lambda _, device: 1000 * required(device.power_limit_watts))
-_number("nvmlDeviceGetTemperature", lambda _, device, sensor: device.temperature_celsius)
-_number("nvmlDeviceGetClockInfo", lambda _, device, kind: device.sm_clock_mhz)
-_number("nvmlDeviceGetMaxClockInfo", lambda _, device, kind: device.sm_clock_max_mhz)
+_number("nvmlDeviceGetTemperature", lambda _, device, _sensor: device.temperature_celsius)
+_number("nvmlDeviceGetClockInfo", lambda _, device, _kind: device.sm_clock_mhz)
+_number("nvmlDeviceGetMaxClockInfo", lambda _, device, _kind: device.sm_clock_max_mhz)
 _number("nvmlDeviceGetP2PStatus", _p2p_status)
 
 
@@ -115,8 +114,8 @@ def _name(_library: Library, device: Any, buffer: Any, size: Any) -> None:
 # Starting, stopping, finding devices
 
 
-@_function("nvmlInit", "nvmlInit_v2", "nvmlInitWithFlags")
-def _init(library: Library, _flags: Any = 0) -> None:
+@_function("nvmlInitWithFlags")
+def _init(library: Library, _flags: Any) -> None:
     if library.state.init_error:
         raise NvmlFailure(library.state.init_error)
     library._init_count += 1
@@ -135,12 +134,12 @@ def _error_string(_library: Library, code: Any) -> bytes:
     return _MESSAGES.get(value_of(code), b"Unknown Error")
 
 
-@_function("nvmlDeviceGetCount", "nvmlDeviceGetCount_v2")
+@_function("nvmlDeviceGetCount_v2")
 def _count(library: Library, count: Any) -> None:
     pointed(count).value = len(library.state.gpus)
 
 
-@_function("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByIndex_v2")
+@_function("nvmlDeviceGetHandleByIndex_v2")
 def _by_index(library: Library, index: Any, handle: Any) -> None:
     if not 0 <= value_of(index) < len(library.state.gpus):
         raise NvmlFailure("INVALID_ARGUMENT")
@@ -247,7 +246,7 @@ def _mig_parent(library: Library, device: Any, handle: Any) -> None:
 
 
 def _utilization_samples(library: Library, device: Any) -> list[tuple[int, int]]:
-    """What the driver's buffer holds now: (microseconds since the epoch, percent)."""
+    """Return the driver's buffer as it is now: (microseconds since the epoch, percent)."""
     if device.mig is not None:
         raise NvmlFailure("NOT_SUPPORTED")
     if device.samples is not None:
@@ -396,8 +395,8 @@ def _memory_affinity(_library: Library, device: Any, _size: Any, mask: Any, _sco
     _fill_mask(mask, [required(device.numa_node)])
 
 
-@_device_function("nvmlDeviceGetCpuAffinity", "nvmlDeviceGetCpuAffinityWithinScope")
-def _cpu_affinity(_library: Library, device: Any, _size: Any, mask: Any, _scope: Any = 0) -> None:
+@_device_function("nvmlDeviceGetCpuAffinityWithinScope")
+def _cpu_affinity(_library: Library, device: Any, _size: Any, mask: Any, _scope: Any) -> None:
     _fill_mask(mask, required(device.cpus))
 
 

@@ -1,4 +1,4 @@
-"""What C functions take and give: return codes, quantities over time, and arguments as ctypes passes them."""
+"""Values of C functions: return codes, quantities over time, and arguments as ctypes passes them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def value_of(argument: Any) -> Any:
 
 
 def pointed(argument: Any) -> Any:
-    """What byref(x) points to; arrays are passed as they are."""
+    """Return the target of byref(x); arrays are passed as they are."""
     return getattr(argument, "_obj", argument)
 
 

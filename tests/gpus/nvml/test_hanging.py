@@ -20,12 +20,10 @@ def hanging(driver, monkeypatch):
     driver.gpus = [gpu(memory_free="10GiB"), gpu(memory_free="30GiB"), gpu(memory_free="20GiB")]
 
     def hang(function):
-        with driver.change():
-            driver.gpus[1].hangs = function
+        driver.gpus[1].hangs = function
 
     yield hang
-    with driver.change():
-        driver.hangs = driver.gpus[1].hangs = None
+    driver.hangs = driver.gpus[1].hangs = None
     for call in [*limits._late.values()]:
         call.join(TIMEOUT_S)
 
@@ -81,8 +79,7 @@ def test_connections_that_are_not_told_are_unknown(driver, hanging):
 
 @pytest.mark.parametrize("function", ["nvmlInitWithFlags", "nvmlDeviceGetCount_v2"])
 def test_a_driver_that_answers_nothing_is_unavailable(driver, hanging, function):
-    with driver.change():
-        driver.hangs = function
+    driver.hangs = function
     name = function.removesuffix("WithFlags").removesuffix("_v2")
     with pytest.raises(NvmlUnavailableError, match=rf"The NVIDIA driver has not answered {name} within .* s. Check"):
         nvml.read_gpus(limit_s=0.3)

@@ -1,6 +1,9 @@
-"""What the sampler sees of a GPU from read to read."""
+"""Reads of one GPU, one after the other."""
 
 from __future__ import annotations
+
+import contextlib
+import time
 
 import pytest
 from fake_driver import GIB, gpu, mig, process
@@ -8,20 +11,25 @@ from fake_driver import GIB, gpu, mig, process
 from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
 
 
+class Probe(GpuProbe):
+    """A probe of a driver whose clock stands still until it is advanced."""
+
+    def __init__(self, driver, uuid):
+        self._machine = driver
+        super().__init__(uuid or driver.gpus[0].uuid)
+
+    def after(self, seconds):
+        """Let time pass, and read."""
+        self._machine.advance(seconds)
+        return self.read()
+
+
 @pytest.fixture
-def probe_of(driver):
-    """Open a probe whose clock is the driver's, which stands still until it is advanced."""
+def probe_of(driver, monkeypatch):
     driver.freeze()
-    probes = []
-
-    def open_probe(uuid=None, **options):
-        probe = GpuProbe(uuid or driver.gpus[0].uuid, clock=lambda: driver.now_s, **options)
-        probes.append(probe)
-        return probe
-
-    yield open_probe
-    for probe in probes:
-        probe.close()
+    monkeypatch.setattr(time, "time", lambda: driver.now_s)
+    with contextlib.ExitStack() as opened:
+        yield lambda uuid=None: opened.enter_context(contextlib.closing(Probe(driver, uuid)))
 
 
 def test_every_sample_of_the_driver_is_seen_once(driver, probe_of):
@@ -30,8 +38,7 @@ def test_every_sample_of_the_driver_is_seen_once(driver, probe_of):
     assert probe.read().utilization == ()  # what was before the first read is not of this run
     seen = []
     for seconds in (1.0, 0.1, 0.05, 4.0, 0.35):
-        driver.advance(seconds)
-        seen.extend(probe.read().utilization)
+        seen.extend(probe.after(seconds).utilization)
     stamps = [sample.time_s for sample in seen]
     assert stamps == pytest.approx([stamps[0] + 0.25 * i for i in range(len(stamps))], abs=1e-5)
     assert len(seen) in (21, 22, 23)  # 5.5 s
@@ -45,22 +52,11 @@ def test_a_buffer_read_after_a_failure_gives_every_sample_once(driver, probe_of,
     probe = probe_of()
     stamps = []
     for turn in range(4):
-        with driver.change():
-            driver.gpus[0].errors = {"nvmlDeviceGetSamples": "UNKNOWN"} if turn in failing_reads else {}
+        driver.gpus[0].errors = {"nvmlDeviceGetSamples": "UNKNOWN"} if turn in failing_reads else {}
         stamps += [sample.time_s for sample in probe.read().utilization]
         driver.advance(2)
     first_good = min({0, 1, 2} - failing_reads)
     assert len(stamps) == len(set(stamps)) == 4 * (3 - first_good)
-
-
-def test_a_read_too_early_for_a_sample_invents_none(driver, probe_of):
-    driver.gpus = [gpu(utilization=50, sample_period_s=1.0)]
-    probe = probe_of()
-    probe.read()
-    driver.advance(0.001)
-    first = probe.read().utilization
-    driver.advance(0.001)
-    assert len(first) + len(probe.read().utilization) <= 1
 
 
 def test_a_buffer_that_runs_dry_is_replaced_by_momentary_readings(driver, probe_of):
@@ -70,13 +66,10 @@ def test_a_buffer_that_runs_dry_is_replaced_by_momentary_readings(driver, probe_
     probe.read()
     percents = []
     for _ in range(5):
-        driver.advance(1)
-        percents += [sample.percent for sample in probe.read().utilization]
+        percents += [sample.percent for sample in probe.after(1).utilization]
     assert percents == [0, 0, 0, 0]  # from the second second on
-    with driver.change():
-        driver.gpus[0].samples.append((driver.now_s + 0.9, 80))
-    driver.advance(1)
-    assert [sample.percent for sample in probe.read().utilization] == [80]
+    driver.gpus[0].samples += [(driver.now_s + 0.9, 80)]
+    assert [sample.percent for sample in probe.after(1).utilization] == [80]
 
 
 def test_counters_and_gauges_have_their_units(driver, probe_of):
@@ -94,8 +87,7 @@ def test_counters_and_gauges_have_their_units(driver, probe_of):
     ]
     probe = probe_of()
     first = probe.read()
-    driver.advance(10)
-    second = probe.read()
+    second = probe.after(10)
     assert (second.memory_used_bytes, second.memory_total_bytes) == (59 * GIB, 80 * GIB)
     assert (second.power_watts, second.temperature_celsius) == (300, 61)
     assert second.energy_joules - first.energy_joules == pytest.approx(3000)
@@ -112,8 +104,7 @@ def test_the_clock_is_asked_for_while_something_holds_it_down(driver, probe_of):
     driver.gpus = [gpu(field_values={"74": 7_000_000_000, "75": 0}, sm_clock_mhz=1188, sm_clock_max_mhz=1980)]
     probe = probe_of()
     clocks = [probe.read().held_clock_percent, probe.read().held_clock_percent]
-    with driver.change():
-        driver.gpus[0].field_values = {"74": 8_000_000_000, "75": 0}
+    driver.gpus[0].field_values = {"74": 8_000_000_000, "75": 0}
     clocks += [probe.read().held_clock_percent, probe.read().held_clock_percent]
     assert clocks == [None, None, pytest.approx(60), None]
 
@@ -122,8 +113,7 @@ def test_pcie_counters_of_32_bits_are_not_believed(driver, probe_of):
     driver.gpus = [gpu(field_values={"197": 3_000_000_000, "198": 3_900_000_000})]
     probe = probe_of()
     assert probe.read().pcie_tx_bytes is None
-    with driver.change():
-        driver.gpus[0].field_values = {"197": 2**32 + 5, "198": 0}
+    driver.gpus[0].field_values = {"197": 2**32 + 5, "198": 0}
     sample = probe.read()
     assert (sample.pcie_tx_bytes, sample.pcie_rx_bytes) == (2**32 + 5, 0)
 
@@ -140,12 +130,10 @@ def test_gpm_gives_means_over_the_whole_interval(driver, probe_of):
     first = probe.read()
     assert first.sm_active_percent is None
     assert first.pcie_tx_bytes is None  # GPM counts PCIe better than the counter, and not from the same start
-    driver.advance(4)
-    sample = probe.read()
+    sample = probe.after(4)
     assert sample.sm_active_percent == pytest.approx(25)
     assert (sample.sm_occupancy_percent, sample.tensor_active_percent, sample.dram_active_percent) == (40, 30, 20)
-    driver.advance(2)
-    later = probe.read()
+    later = probe.after(2)
     assert later.sm_active_percent == 0  # since the last read, not since the first
     assert later.pcie_tx_bytes - sample.pcie_tx_bytes == pytest.approx(200 * 2**20, abs=20)
 
@@ -154,18 +142,15 @@ def test_gpm_waits_for_its_shortest_interval_and_loses_nothing(driver, probe_of)
     driver.gpus = [gpu(gpm={2: [(0, 0), (100.06, 100)]})]
     probe = probe_of()
     probe.read()
-    driver.advance(0.06)
-    assert probe.read().sm_active_percent is None
-    driver.advance(0.06)
-    assert probe.read().sm_active_percent == pytest.approx(50)
+    assert probe.after(0.06).sm_active_percent is None
+    assert probe.after(0.06).sm_active_percent == pytest.approx(50)
 
 
 def test_a_mig_instance_has_nothing_of_its_neighbors(driver, probe_of):
     driver.gpus = [gpu(mig=[mig(gpm={1: 70, 2: 35}), mig(gpm={1: 5, 2: 1})], gpm={})]
     probe = probe_of(driver.gpus[0].mig[0].uuid)
     probe.read()
-    driver.advance(1)
-    sample = probe.read()
+    sample = probe.after(1)
     assert [entry.percent for entry in sample.utilization] == [70]
     assert sample.sm_active_percent == 35
     assert sample.memory_total_bytes == 10 * GIB
@@ -190,14 +175,11 @@ def test_errors_of_the_gpu_are_named_once_when_they_happen(driver, probe_of):
     driver.gpus = [gpu(xid_events=[(50, 13), (101, 31), (101.5, 999)]), gpu(xid_events=[(101, 79)])]
     probe = probe_of()
     assert probe.read().errors == ()  # what was before the first read is not of this run
-    driver.advance(2)
-    first, second = probe.read().errors
+    first, second = probe.after(2).errors
     assert first.startswith("Xid 31 (memory page fault")
     assert second.startswith("Xid 999 (see NVIDIA's Xid catalog")
-    driver.advance(1)
-    assert probe.read().errors == ()
-    with driver.change():
-        driver.gpus[0].ecc_errors = 2
+    assert probe.after(1).errors == ()
+    driver.gpus[0].ecc_errors = 2
     assert probe.read().errors == ("2 uncorrectable ECC error(s) in the GPU's memory",)
     assert probe.read().errors == ()
 
@@ -206,18 +188,13 @@ def test_a_lost_gpu_still_reports_its_last_error(driver, probe_of):
     driver.gpus = [gpu(xid_events=[(101, 79), (103, 31)])]
     probe = probe_of()
     probe.read()
-    with driver.change():
-        driver.gpus[0].lost = True
-    driver.advance(1.5)
-    sample = probe.read()
+    driver.gpus[0].lost = True
+    sample = probe.after(1.5)
     assert sample.errors == ("Xid 79 (the GPU has fallen off the bus)",)
     assert sample.memory_used_bytes is None
-    with driver.change():
-        driver.gpus[0].lost = False
-    driver.advance(1)
-    assert probe.read().errors == ()  # found again, so events are collected again
-    driver.advance(1)
-    assert probe.read().errors == ("Xid 31 (memory page fault, usually a bug in the program)",)
+    driver.gpus[0].lost = False
+    assert probe.after(1).errors == ()  # found again, so events are collected again
+    assert probe.after(1).errors == ("Xid 31 (memory page fault, usually a bug in the program)",)
 
 
 def test_forbidden_events_are_asked_for_once(driver, probe_of):
@@ -245,8 +222,7 @@ def test_what_the_driver_refuses_is_named_and_takes_nothing_else_along(driver, p
     driver.gpus = [gpu(gpm={2: 50, 20: 100, 21: 100}, errors=refused, xid_events=[(101, 13)], **traffic)]
     probe = probe_of()
     probe.read()
-    driver.advance(2)
-    sample = probe.read()
+    sample = probe.after(2)
     (sentence,) = sample.refused
     assert sentence.startswith(f"{named}")
     assert sentence.partition(" of GPU-")[2].endswith(("(insufficient permissions)", "(function not found)"))
@@ -254,8 +230,7 @@ def test_what_the_driver_refuses_is_named_and_takes_nothing_else_along(driver, p
     values = {name: getattr(sample, name) for name in ("sm_active_percent", "errors", "energy_joules")}
     assert not values.pop(gone)
     assert all(values.values()), values
-    driver.advance(2)
-    assert probe.read().pcie_tx_bytes > sample.pcie_tx_bytes > 0
+    assert probe.after(2).pcie_tx_bytes > sample.pcie_tx_bytes > 0
 
 
 def test_one_counter_that_an_old_driver_lacks_is_named_alone(driver, probe_of):
@@ -291,19 +266,14 @@ def test_each_process_has_its_own_utilization_where_the_driver_tells(driver, pro
     probe = probe_of()
     sample = probe.read()
     assert ([one.utilization_percent for one in sample.processes], sample.lists_processes) == ([None, None], True)
-    driver.advance(1)
-    sample = probe.read()
+    sample = probe.after(1)
     assert [(one.pid, one.utilization_percent) for one in sample.processes] == [(7, 60), (8, 0)]
     assert not sample.lists_processes  # their memory is that of the read before
-    with driver.change():
-        driver.gpus[0].processes.append(process(9))
-    driver.advance(1)
-    assert [(one.pid, one.utilization_percent) for one in probe.read().processes] == [(7, 60), (8, 0), (9, None)]
-    with driver.change():
-        driver.gpus[0].errors = {"nvmlDeviceGetProcessUtilization": "NOT_SUPPORTED"}
+    driver.gpus[0].processes += [process(9)]
+    assert [(one.pid, one.utilization_percent) for one in probe.after(1).processes] == [(7, 60), (8, 0), (9, None)]
+    driver.gpus[0].errors = {"nvmlDeviceGetProcessUtilization": "NOT_SUPPORTED"}
     assert len(probe.read().processes) == 3
-    with driver.change():
-        driver.gpus[0].processes = []
+    driver.gpus[0].processes = []
     assert probe.read().processes == ()
 
 
@@ -320,8 +290,7 @@ def test_what_is_not_supported_is_asked_for_once(driver, probe_of):
     ]
     probe = probe_of()
     assert probe.read().problems == ()
-    driver.advance(1)
-    probe.read()
+    probe.after(1)
     driver.advance(3)
     driver.forget_calls()
     sample = probe.read()
@@ -340,17 +309,15 @@ def test_what_is_not_supported_is_asked_for_once(driver, probe_of):
 
 def test_an_old_driver_leaves_gaps_and_no_problem(driver, probe_of):
     driver.gpus = [gpu(utilization_rate=44)]
-    with driver.change():
-        driver.missing_functions = [
-            "nvmlDeviceGetSamples",
-            "nvmlDeviceGetMemoryInfo_v2",
-            "nvmlDeviceGetFieldValues",
-            "nvmlGpmQueryDeviceSupport",
-        ]
+    driver.missing_functions = [
+        "nvmlDeviceGetSamples",
+        "nvmlDeviceGetMemoryInfo_v2",
+        "nvmlDeviceGetFieldValues",
+        "nvmlGpmQueryDeviceSupport",
+    ]
     probe = probe_of()
     assert probe.read().utilization == ()
-    driver.advance(1)
-    sample = probe.read()
+    sample = probe.after(1)
     assert [entry.percent for entry in sample.utilization] == [44]
     assert sample.energy_joules is sample.driver_memory_bytes is None
     assert sample.processes == ()
@@ -367,10 +334,8 @@ def test_a_failing_metric_is_absent_told_once_and_comes_back(driver, probe_of):
         (None, 100, 0),
         ("TIMEOUT", None, 1),
     ):
-        with driver.change():
-            driver.gpus[0].errors = {"nvmlDeviceGetPowerUsage": error} if error else {}
-        driver.advance(1)
-        sample = probe.read()
+        driver.gpus[0].errors = {"nvmlDeviceGetPowerUsage": error} if error else {}
+        sample = probe.after(1)
         assert sample.power_watts == power_watts
         assert len(sample.problems) == problems
         assert all("power" in problem and driver.gpus[0].uuid in problem for problem in sample.problems)
@@ -391,10 +356,8 @@ def test_a_gpu_lost_in_mid_run_is_reported_once(driver, probe_of):
     driver.gpus = [gpu(gpm={2: 50})]
     probe = probe_of()
     probe.read()
-    with driver.change():
-        driver.gpus[0].lost = True
-    driver.advance(1)
-    lost = probe.read()
+    driver.gpus[0].lost = True
+    lost = probe.after(1)
     assert lost.memory_used_bytes is lost.power_watts is lost.energy_joules is lost.sm_active_percent is None
     assert lost.utilization == ()
     assert len(lost.problems) == 1
@@ -403,12 +366,9 @@ def test_a_gpu_lost_in_mid_run_is_reported_once(driver, probe_of):
     assert probe.read().problems == ()
     functions = [call.function for call in driver.calls()]
     assert functions == ["nvmlEventSetWait_v2", "nvmlDeviceGetHandleByUUID"]  # one try, not one for each metric
-    with driver.change():
-        driver.gpus[0].lost = False
-    driver.advance(1)
-    assert probe.read().sm_active_percent is None  # not over the time in which it was away
-    driver.advance(1)
-    back = probe.read()
+    driver.gpus[0].lost = False
+    assert probe.after(1).sm_active_percent is None  # not over the time in which it was away
+    back = probe.after(1)
     assert back.power_watts == 100
     assert back.sm_active_percent == 50
     assert len(back.utilization) == 6

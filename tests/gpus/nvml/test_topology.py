@@ -1,4 +1,4 @@
-"""How GPUs are joined to each other and to the host."""
+"""Connections of GPUs to each other and to the host."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from lightning_gpu_tools.gpus import nvml
 
 def test_pairs_joined_by_nvlink_are_known(driver):
     driver.gpus = [gpu(), gpu(), gpu(), gpu(lost=True)]
-    with driver.change():
-        driver.links = [link(0, 1, nvlink=True), link(1, 2, nvlink=None), link(2, 3, nvlink=True)]
+    driver.links = [link(0, 1, nvlink=True), link(1, 2, nvlink=None), link(2, 3, nvlink=True)]
     uuids = [card.uuid for card in driver.gpus]
     assert nvml.read_nvlinks(uuids) == {tuple(sorted(uuids[:2]))}
 
