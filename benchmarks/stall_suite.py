@@ -1,18 +1,15 @@
-"""Trainings that hang for one known reason each: what is said of them, and how soon? Healthy ones must stay unnamed.
+"""Runs that hang for one known reason each: is the cause reported, and how soon? Healthy runs must get no warning.
 
     python benchmarks/stall_suite.py [--stall-after 10] [--output results.json]
 
-Each case of benchmarks/stall_cases.py is real processes on the CPU, several ranks with gloo. One that hangs is ended
-when its report names a stall. The healthy ones take longer in one place than a minute or ten minutes, of a package
-whose minute lasts 1.5 s.
+Each case of benchmarks/stall_cases.py is one or more real processes on the CPU, connected by gloo. A hanging case is
+killed once its report names a stall. Each healthy case exceeds one of the package's thresholds, which are shortened
+from one and ten minutes to 1.5 and 6 seconds.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from machine import describe_machine
+from harness import exit_code, free_port, make_parser, print_answer, rank_environment, write_result
 from stall_cases import HEALTHY, STALLS, Case
 
 from lightning_gpu_tools import load_report
@@ -30,28 +27,18 @@ from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import ReportError
 
 _TIMEOUT_S = 120.0
-# A cause has to be named so long after the training is said to have stalled, at most.
-MAX_LATE_S = 10.0
+MAX_LATE_S = 10.0  # after ``stall_after_s``, a report must name the cause within this time
 
 
 def start(name: str, case: Case, folder: Path, stall_after: str) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Start all ranks of a case, as torchrun would."""
+    port = free_port()
+    command = [sys.executable, str(Path(__file__).with_name("stall_cases.py")), name, str(folder), stall_after]
     started = []
     for rank in range(case.ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "MASTER_PORT": port, "GROUP_RANK": 0}
-        env = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        command = [sys.executable, str(Path(__file__).with_name("stall_cases.py")), name, str(folder), stall_after]
+        job = rank_environment(rank, case.ranks, port) | {"TORCHELASTIC_RUN_ID": "suite"} if case.ranks > 1 else {}
         with (folder / f"output{rank}").open("wb") as output:
-            started.append(
-                subprocess.Popen(
-                    command,
-                    env=os.environ | (env | {"TORCHELASTIC_RUN_ID": "suite"} if case.ranks > 1 else {}),
-                    stdout=output,
-                    stderr=output,
-                )
-            )
+            started.append(subprocess.Popen(command, env=os.environ | job, stdout=output, stderr=output))
     return started
 
 
@@ -62,7 +49,7 @@ def stalls_of(folder: Path) -> tuple[Stall, ...]:
 
 
 def run(name: str, case: Case, stall_after: str) -> dict[str, Any]:
-    """Run a case to its end, or until a stall is named, and return what was said."""
+    """Run a case until it ends or a stall is reported, and return the answer."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         processes = start(name, case, folder, stall_after)
@@ -94,27 +81,18 @@ def run(name: str, case: Case, stall_after: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--stall-after", type=float, default=10.0, help="stall_after_s (default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=[*STALLS, *HEALTHY], default=[*STALLS, *HEALTHY])
-    parser.add_argument("--output", type=Path, help="also write the result as JSON")
     args = parser.parse_args()
     rows = []
     for name in args.only:
         case = (STALLS | HEALTHY)[name]
         row = run(name, case, "auto" if case.cause is None else str(args.stall_after))
         rows.append(row)
-        print(f"{'right' if row['right'] else 'WRONG'}  {name}: {row['said']}; {row.get('why', '')}", flush=True)
-        if not row["right"]:
-            print(row.get("output", ""))
-    of_stalls, of_healthy = (
-        [row["right"] for row in rows if (row["known"] is None) == healthy] for healthy in (False, True)
-    )
-    print(f"{sum(of_stalls)} of {len(of_stalls)} stalls named, {sum(of_healthy)} of {len(of_healthy)} healthy runs not")
-    if args.output:
-        result = {"benchmark": "stall_suite", "machine": describe_machine(), "stall_after_s": args.stall_after}
-        args.output.write_text(json.dumps(result | {"answers": rows}, indent=1) + "\n")
-    return 0 if all(row["right"] for row in rows) else 1
+        print_answer(row, row.get("why"), row.get("output"))
+    write_result(args.output, "stall_suite", stall_after_s=args.stall_after, answers=rows)
+    return exit_code(rows)
 
 
 if __name__ == "__main__":
