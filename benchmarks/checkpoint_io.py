@@ -1,19 +1,18 @@
-"""Time and peak memory of saving and loading, beside Lightning's TorchCheckpointIO.
+"""Time and peak memory of saving and loading checkpoints, compared with Lightning's TorchCheckpointIO.
 
     python benchmarks/checkpoint_io.py [--gib 2] [--max-minutes 60] [--folder /dev/shm --folder .] [--output FILE]
 
-In each round everything is measured once, in random order and in a fresh process. Rounds are repeated until every
-comparison is clearer than its noise, or the time is over: the 95 % interval of the median ratio within a round is
-narrower than the ratio's distance from 1, or than 0.2. Data of others that waits to be written would be written at the
-expense of the next measurement, so the disks are synced before each.
+Each round measures every action once, in random order, each in a new process. Rounds repeat until every comparison is
+clear, or the time is up. A comparison is clear if the 95 % interval of the median ratio within a round is narrower than
+the ratio's distance from 1, or than 0.2. The disks are synced before each measurement, which would otherwise include
+the writing of earlier data.
 
-Files are loaded from a warm page cache: each is read through before. ``TorchCheckpointIO + fsync`` does what it takes
-for the durability that ``PortableCheckpointIO`` has. Memory is anonymous memory (what nobody else can use; pages of a
-mapped file are the system's to take back), sampled from outside every 3 ms. TMPDIR is the folder itself, so that
-Lightning's own temporary file is on the same file system.
+Files are loaded from a warm page cache. ``TorchCheckpointIO + fsync`` makes a file as durable as
+``PortableCheckpointIO`` does. Memory is anonymous memory, sampled from another process every 3 ms; the system can
+reclaim the pages of a mapped file. TMPDIR is the folder itself, so that Lightning's temporary file is on the same file
+system.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -27,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from harness import make_parser, write_result
 
 from lightning_gpu_tools.advice.findings import median_interval
 
@@ -41,19 +40,18 @@ ACTIONS = (
     ("load into a model", "PortableCheckpointIO"),
     ("load into a model", "TorchCheckpointIO"),
 )
-# By how much the second takes longer than the first.
+# Pairs whose ratio of times is reported: the second over the first.
 COMPARED = (
     *((f"{action}, PortableCheckpointIO", f"{action}, TorchCheckpointIO") for action in dict(ACTIONS)),
     ("save, PortableCheckpointIO", "save, TorchCheckpointIO + fsync"),
     ("save, TorchCheckpointIO", "save, TorchCheckpointIO + fsync"),
 )
-# A median of fewer than 6 has no interval of 95 %.
-MIN_ROUNDS = 6
+MIN_ROUNDS = 6  # the median of fewer values has no 95 % interval
 NARROW = 0.2
 
 
 def child(action: str, plugin_name: str, path: str, gib: float) -> None:
-    """Prepare, say so, wait for the word, act, and say how long it took."""
+    """Prepare, print "ready", wait for a line of input, act, and print the time it took."""
     import torch
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -63,7 +61,7 @@ def child(action: str, plugin_name: str, path: str, gib: float) -> None:
     plugin: Any = PortableCheckpointIO() if plugin_name.startswith("Portable") else TorchCheckpointIO()
     count = int(gib * 1024 / TENSOR_MIB)
     model = torch.nn.ParameterDict({str(i): torch.ones(TENSOR_MIB << 18) for i in range(count)})
-    # Whatever is imported or set up on first use is not what is measured.
+    # Imports and setup on first use are not measured.
     plugin.save_checkpoint({"a": torch.ones(1)}, f"{path}.warm-up")
     plugin.load_checkpoint(f"{path}.warm-up")
     os.unlink(f"{path}.warm-up")
@@ -195,26 +193,21 @@ def main() -> None:
         action, plugin, path, gib = sys.argv[2:]
         child(action, plugin, path, float(gib))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=2.0, help="size of the weights")
-    parser.add_argument("--max-minutes", type=float, default=60.0, help="no new round after this time")
-    parser.add_argument("--folder", action="append", help="where to write; default: /dev/shm and the current folder")
-    parser.add_argument("--output", type=Path, help="write the numbers to this JSON file too")
+    parser = make_parser(__doc__)
+    parser.add_argument("--gib", type=float, default=2.0, help="size of the weights (default: %(default)s)")
+    parser.add_argument("--max-minutes", type=float, default=60.0, help="start no round after (default: %(default)s)")
+    parser.add_argument("--folder", action="append", help="where to write (default: /dev/shm and the current folder)")
     args = parser.parse_args()
     random.seed(0)
     with contextlib.ExitStack() as stack:
-        folders = {
-            "memory" if place.startswith("/dev/shm") else "disk": Path(
-                stack.enter_context(tempfile.TemporaryDirectory(dir=place))
-            )
-            for place in args.folder or ["/dev/shm", "."]
-        }
-        for folder in folders.values():
-            write_file_to_load(folder, args.gib)
+        folders = {}
+        for place in args.folder or ["/dev/shm", "."]:
+            kind = "memory" if place.startswith("/dev/shm") else "disk"
+            folders[kind] = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place)))
+            write_file_to_load(folders[kind], args.gib)
         measured = run_rounds(folders, args.gib, args.max_minutes)
     for kind, results in measured["results"].items():
-        print(f"\n{args.gib:g} GiB on {kind}, {measured['repeats']} rounds: median, its 95 % interval, range;")
-        print("peak of extra anonymous memory. Loads are from a warm page cache.")
+        print(f"\n{args.gib:g} GiB on {kind}, {measured['repeats']} rounds: median (95 % interval; range), peak memory")
         for name, found in results.items():
             low, high = found["seconds_interval"]
             fastest, *_, slowest = found["seconds_all"]
@@ -228,9 +221,7 @@ def main() -> None:
             low, high = one["ratio_interval"]
             unclear = "" if is_clear(one) else ", unclear"
             print(f"{name:75}{one['ratio_median']:6.2f}  ({low:.2f} to {high:.2f}{unclear})")
-    if args.output:
-        result = {"machine": describe_machine(), "gib": args.gib, "page_cache": "warm", **measured}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.output, "checkpoint_io", gib=args.gib, page_cache="warm", **measured)
 
 
 if __name__ == "__main__":

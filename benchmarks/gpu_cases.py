@@ -1,6 +1,6 @@
-"""Measurements of trainings on a GPU with one known cause each. No GPU is needed.
+"""Measurements of runs on a GPU, written by hand, with one known cause each. No GPU is needed.
 
-They show that the rules tell the causes apart, not that hardware behaves so.
+They test that the rules distinguish the causes, not that hardware behaves this way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 
 from measured_runs import COPIES
 
@@ -38,7 +37,7 @@ from lightning_gpu_tools.training.run_measurements import (
 
 
 class Measured(NamedTuple):
-    """Measurements, what must be said of them, and where it matters the share of the first finding, and its words."""
+    """Measurements, the expected answer, the first finding's expected share, and words that the advice must have."""
 
     known: str
     run: RunMeasurements
@@ -47,7 +46,7 @@ class Measured(NamedTuple):
 
 
 def cold_cache() -> RunMeasurements:
-    """Return a run whose first half reads from storage and whose second half from the page cache."""
+    """Return a run that reads from storage in its first half, and from the page cache in its second half."""
     loading = LoadingFacts(early_storage_bytes_per_batch=8e6, late_storage_bytes_per_batch=1e5)
     run = gpu_run(WAITS, 25.0, loading=loading)
     warm = [dataclasses.replace(one, data_loading_s=0.05, wall_s=0.15) for one in run.blocks[:9]]

@@ -1,20 +1,18 @@
-"""Lightning's own tests: do they end as without this package when every Trainer uses it?
+"""Lightning's own tests, with this package in every Trainer: do they end as they do without it?
 
     git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning
     pip install pytest pytest-xdist pytest-timeout pytest-rerunfailures tensorboard pandas cloudpickle scikit-learn
     python benchmarks/lightning_tests.py pytorch-lightning [--only callbacks tuner] [--output results.json]
 
-The tests run once as they are, once with the entry point switched on (``LIGHTNING_GPU_TOOLS=advise``: every Trainer has
-the monitor and the advisor), and once with PortableCheckpointIO as the plugin of every Trainer. A test that ends
-differently runs once more in both ways. After each test nothing of this package may be left (a thread, a wrapper on a
-function of torch), and none of its callbacks may have been turned off by an error of its own. The exit code is 1 if
-that does not hold, or if a difference has no entry in ``KNOWN``. In the file of ``--output``, parts replace what it has
-of them.
+The tests run once unchanged, once with ``LIGHTNING_GPU_TOOLS=advise`` (the monitor and the advisor in every Trainer),
+and once with PortableCheckpointIO as the plugin of every Trainer. A test with a different outcome runs again. After
+each test, no thread or wrapper of this package may remain, and no callback may have turned itself off after an error.
+Otherwise the exit code is 1, as it is if a difference has no entry in ``KNOWN``. Parts that do not run now stay in the
+output file.
 """
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import functools
 import json
@@ -32,7 +30,7 @@ import pytest
 
 MODES = {"entry_point": {"LIGHTNING_GPU_TOOLS": "advise"}, "plugin": {"LIGHTNING_TESTS_PLUGIN": "1"}}
 PARTS = ("tuner", "loops", "checkpointing", "callbacks", "core", "loggers", "trainer")
-# By mode, why tests end differently, and patterns of their names.
+# For each mode, the reasons for different outcomes, and patterns of test names.
 KNOWN: dict[str, dict[str, list[str]]] = {
     "entry_point": {
         "list the folder of checkpoints, where the report's is, too": [
@@ -78,21 +76,21 @@ KNOWN: dict[str, dict[str, list[str]]] = {
 }
 _TIMEOUT_S = 300
 _IGNORED = (
-    "checkpointing/test_legacy_checkpoints.py",  # needs files that are not part of the repository
-    "callbacks/test_spike.py",  # starts processes in each of 32 tests, for minutes
+    "checkpointing/test_legacy_checkpoints.py",  # needs files outside the repository
+    "callbacks/test_spike.py",  # takes minutes, because each of 32 tests starts processes
 )
 
 
 class Result(NamedTuple):
-    """How a test ended."""
+    """Outcome of a test."""
 
     outcome: str  # passed, failed or skipped
     error: str = ""
-    fits: int = 0  # trainings begun
-    faults: str = ""  # of this package: what was still there afterwards, or was turned off by an error
+    fits: int = 0  # calls of Trainer.fit
+    faults: str = ""  # remains of this package, and callbacks that an error turned off
 
 
-# The part that runs within pytest, as `-p lightning_tests`
+# This part runs inside pytest, as `-p lightning_tests`.
 
 _fits = [0]
 _turned_off: list[str] = []
@@ -168,14 +166,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         file.write(json.dumps({**line, **dict(report.user_properties)}) + "\n")
 
 
-_results = Path(os.environ.get("LIGHTNING_TESTS_RESULTS", os.devnull))  # now: tests change the environment
+_results = Path(os.environ.get("LIGHTNING_TESTS_RESULTS", os.devnull))  # read now, because tests change the environment
 
 
-# The part that runs pytest
+# This part runs pytest.
 
 
 def run_tests(checkout: Path, names: list[str], environment: dict[str, str], processes: int) -> dict[str, Result]:
-    """Run tests in a process of their own, and return how each one ended."""
+    """Run tests in a new process, and return the outcome of each."""
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as results:
         paths = [str(Path(__file__).parent), str(checkout / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, "-m", "pytest", "-p", "lightning_tests", "-q", "--timeout", str(_TIMEOUT_S)]
@@ -189,7 +187,7 @@ def run_tests(checkout: Path, names: list[str], environment: dict[str, str], pro
         for text in results:
             line = json.loads(text)
             test = line["test"]
-            if line["when"] == "setup":  # also of a rerun
+            if line["when"] == "setup":  # perhaps of a rerun
                 found.pop(test, None)
             before = found.get(test, Result("passed"))
             if line["outcome"] != "passed":
@@ -199,7 +197,7 @@ def run_tests(checkout: Path, names: list[str], environment: dict[str, str], pro
 
 
 def compare(checkout: Path, part: str, mode: str, plain: dict[str, Result], processes: int) -> dict[str, Any]:
-    """Run the tests of a part in one way, and return what differs from ``plain``."""
+    """Run a part's tests in one mode, and return the differences from ``plain``."""
     found = run_tests(checkout, [part], MODES[mode], processes)
     differ = [test for test in {**plain, **found} if _end(found, test) != _end(plain, test)]
     if differ:  # perhaps by chance
@@ -231,13 +229,12 @@ def _reason(mode: str, test: str) -> str | None:
 
 
 def main() -> int:
-    from machine import describe_machine
+    from harness import make_parser, write_result
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, help="a checkout of pytorch-lightning, of about the version installed")
-    parser.add_argument("--only", nargs="+", default=PARTS, help="folders or files of tests_pytorch")
-    parser.add_argument("--processes", type=int, default=1, help="tests at the same time (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="also write the result as JSON, after each part")
+    parser = make_parser(__doc__)
+    parser.add_argument("checkout", type=Path, help="checkout of pytorch-lightning, close to the installed version")
+    parser.add_argument("--only", nargs="+", default=PARTS, help="only these folders or files of tests_pytorch")
+    parser.add_argument("--processes", type=int, default=1, help="number of parallel tests (default: %(default)s)")
     args = parser.parse_args()
     checkout = args.checkout.resolve()
     names = {part: f"tests/tests_pytorch/{part}" for part in args.only}
@@ -254,11 +251,8 @@ def main() -> int:
             parts[part][mode] = found = compare(checkout, name, mode, plain, args.processes)
             all_known &= bool(plain) and not found["unknown_differences"] and not found["faults"]
         version = (checkout / "src" / "version.info").read_text().strip()
-        result = {"benchmark": "lightning_tests", "machine": describe_machine(), "tests_of": version, "parts": parts}
-        text = json.dumps(result, indent=1) + "\n"
-        if args.output:
-            args.output.write_text(text)
-    print(text)
+        write_result(args.output, "lightning_tests", tests_of=version, parts=parts)
+        print(json.dumps(parts[part], indent=1), flush=True)
     return 0 if all_known else 1
 
 

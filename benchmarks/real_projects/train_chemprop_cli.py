@@ -1,4 +1,4 @@
-"""The command `chemprop train`, which keeps the graphs that it has made unless told not to."""
+"""The command `chemprop train`, which caches graphs by default."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The command `nequip-train` with the configuration of its own tests: copper by a toy potential, which it computes."""
+"""The command `nequip-train` with the configuration of its own tests: copper with a toy potential."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def train(
     resume: str | None = None,
     epochs: int = 5,
 ) -> None:
-    os.environ["TEST_VAL_TWO"] = "2"  # the configuration asks for it
+    os.environ["TEST_VAL_TWO"] = "2"  # read by the configuration
     config = OmegaConf.load(Path(nequip.utils.unittests.__path__[0], "minimal_toy_emt.yaml"))
     config.run = ["train"]
     config.trainer.max_epochs = epochs
