@@ -207,16 +207,11 @@ def main() -> None:
             write_file_to_load(folders[kind], args.gib)
         measured = run_rounds(folders, args.gib, args.max_minutes)
     for kind, results in measured["results"].items():
-        print(f"\n{args.gib:g} GiB on {kind}, {measured['repeats']} rounds: median (95 % interval; range), peak memory")
+        print(f"\n{args.gib:g} GiB on {kind}, {measured['repeats']} rounds: median (95 % interval), peak memory")
         for name, found in results.items():
             low, high = found["seconds_interval"]
-            fastest, *_, slowest = found["seconds_all"]
-            blocked = found["blocked_seconds_median"]
-            extra = f", training blocked {blocked:.2f} s" if blocked is not None else ""
-            print(
-                f"{name:45}{found['seconds_median']:7.2f} s  ({low:.2f} to {high:.2f}; {fastest:.2f} to {slowest:.2f})"
-                f"{found['peak_extra_mib']:8.0f} MiB{extra}"
-            )
+            seconds, peak_mib = found["seconds_median"], found["peak_extra_mib"]
+            print(f"{name:45}{seconds:7.2f} s ({low:.2f} to {high:.2f}) {peak_mib:7.0f} MiB")
         for name, one in measured["comparisons"][kind].items():
             low, high = one["ratio_interval"]
             unclear = "" if is_clear(one) else ", unclear"

@@ -188,19 +188,31 @@ class Fails(Layers):
         return super().training_step(batch, batch_idx)
 
 
-class FillsAnother(Layers):
-    """A model in which rank 1 holds half of GPU 0, and rank 0 then allocates as much there."""
+class FillsGpu0(Layers):
+    """A model in which ranks hold shares of GPU 0, and rank 0 then allocates another share there.
+
+    Args:
+        held: Share that each rank holds.
+        requested: Share that rank 0 allocates.
+    """
+
+    def __init__(self, held: Sequence[float], requested: float) -> None:
+        super().__init__()
+        self.held, self.requested = held, requested
+
+    def take(self, share: float) -> torch.Tensor:
+        total = torch.cuda.get_device_properties(0).total_memory
+        return torch.empty(int(share * total), dtype=torch.uint8, device="cuda:0")
 
     def on_fit_start(self) -> None:
-        self.half = torch.cuda.get_device_properties(0).total_memory // 2
-        if self.global_rank == 1:
-            self.kept.append(torch.empty(self.half, dtype=torch.uint8, device="cuda:0"))
+        if share := self.held[self.global_rank]:
+            self.kept.append(self.take(share))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx == 11:
             if self.global_rank == 1:
-                raise KeyError("rank 0 does not go on, either")
-            torch.empty(self.half, dtype=torch.uint8, device=self.device)
+                raise KeyError("stop, because rank 0 fails")
+            self.take(self.requested)
         return super().training_step(batch, batch_idx)
 
 
@@ -214,20 +226,6 @@ class OnOneGpu(DDPStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
         self._parallel_devices = devices
-
-
-class SharesTheGpu(Layers):
-    """A model in which each of two ranks holds 40 % of their common GPU, and rank 0 then allocates 30 %."""
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        total = torch.cuda.get_device_properties(0).total_memory
-        if batch_idx == 0:
-            self.kept.append(torch.empty(int(0.4 * total), dtype=torch.uint8, device="cuda:0"))
-        if batch_idx == 11:
-            if self.global_rank == 1:
-                raise KeyError("rank 0 does not go on, either")
-            torch.empty(int(0.3 * total), dtype=torch.uint8, device="cuda:0")
-        return super().training_step(batch, batch_idx)
 
 
 class AtEpochEnd(Layers):
@@ -410,13 +408,15 @@ CASES = {
         options={"accumulate_grad_batches": 4},
     ),
     "ranks on one GPU": Case(
-        "shared_by_ranks", "forward", "Give each rank its own GPU", model=SharesTheGpu, ranks=2,
+        "shared_by_ranks", "forward", "Give each rank its own GPU", model=partial(FillsGpu0, [0.4, 0.4], 0.3), ranks=2,
         options={"strategy": OnOneGpu(process_group_backend="gloo")},  # NCCL refuses ranks on one GPU
     ),
     "a hook that takes too much": Case(
         "spike", "AtEpochEnd.on_train_epoch_end", "Do it in parts", model=AtEpochEnd
     ),
-    "half of a GPU held by another rank": Case("stray_contexts", "forward", "set_device", model=FillsAnother, ranks=2),
+    "half of a GPU held by another rank": Case(
+        "stray_contexts", "forward", "set_device", model=partial(FillsGpu0, [0.0, 0.5], 0.5), ranks=2
+    ),
     # Healthy runs.
     "all of it fits": Case("", validation=partial(Batches, count=5)),
     "all of it fits, cudaMallocAsync": Case(

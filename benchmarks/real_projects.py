@@ -30,13 +30,10 @@ from typing import Any
 
 from harness import load_average, make_parser
 from machine import describe_machine
-from rich.console import Console
-from rich.table import Table
 
 REPOSITORY = Path(__file__).parents[1]
 RUN_TRAINING = Path(__file__).with_suffix("") / "run_training.py"
 TIMEOUT_S = 1800.0  # a run takes less than a minute on two idle cores
-console = Console(width=120, highlight=False)
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,6 @@ class Project:
         callbacks: Whether it accepts callbacks.
         plugins: Whether it accepts plugins.
         resumes: Whether it can resume from a checkpoint of the Trainer.
-        base: Options of `train()` in every run.
         switches: The project's own settings that affect loading, as options of `train()`.
         workers: Whether it has a num_workers setting.
     """
@@ -59,7 +55,6 @@ class Project:
     callbacks: bool = True
     plugins: bool = True
     resumes: bool = False
-    base: Mapping[str, Any] = field(default_factory=dict)
     switches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     workers: bool = True
 
@@ -68,14 +63,6 @@ CHEMPROP = "chemprop==2.3.1"
 PROJECTS = {
     "chemprop": Project("chemprop", CHEMPROP, resumes=True, switches={"dataset.cache = True": {"cache": True}}),
     "chemprop-train": Project("chemprop_cli", CHEMPROP, callbacks=False, plugins=False),
-    "chemprop-train-no-cache": Project(
-        "chemprop_cli",
-        CHEMPROP,
-        callbacks=False,
-        plugins=False,
-        base={"arguments": ["--no-cache"]},
-        switches={"without --no-cache": {"arguments": []}},
-    ),
     "pytorch-forecasting": Project("pytorch_forecasting", "pytorch-forecasting==1.8.0", resumes=True),
     "darts": Project("darts", "darts[torch]==0.48.1", plugins=False),
     "scvi-tools": Project("scvi", "scvi-tools==1.4.2"),
@@ -130,7 +117,7 @@ def install(project: Project, folder: Path) -> Path:
         (f"Installing {project.requirement}", [*pip, torch[0], project.requirement]),
         ("Installing this package", [*pip, torch[0], "--editable", str(REPOSITORY)]),
     ):
-        console.print(f"  {what} ...", markup=False)
+        print(f"  {what} ...", flush=True)
         execute(what, command, folder.parent / f"install-{folder.name}.log")
     done.write_text(project.requirement)
     return python
@@ -148,11 +135,11 @@ class Runner:
         folder = self.folder / re.sub(r"\W+", "-", name)
         shutil.rmtree(folder, ignore_errors=True)
         load = load_average()
-        arguments = ["--parts", parts, "--options", json.dumps({**self.project.base, **options})]
-        console.print(f"  {name} ...", end=" ", markup=False)
+        arguments = ["--parts", parts, "--options", json.dumps(options)]
+        print(f"  {name} ...", end=" ", flush=True)
         began_s = time.perf_counter()
         result = self._call(folder, arguments, {"LIGHTNING_GPU_TOOLS": "advise"} if advise else {})
-        console.print(f"fit {result['fit_s']:.1f} s, in total {time.perf_counter() - began_s:.0f} s")
+        print(f"fit {result['fit_s']:.1f} s, in total {time.perf_counter() - began_s:.0f} s")
         report = max(folder.rglob("gpu_report.json"), key=lambda file: file.stat().st_mtime, default=None)
         if report is not None:
             result["report"] = summary(json.loads(report.read_text()))
@@ -189,7 +176,7 @@ def measure(runner: Runner, rounds: int) -> dict[str, Any]:
     variants |= {name: {"options": options} for name, options in project.switches.items()}
     runs: dict[str, list[dict[str, Any]]] = {}
     for turn in range(rounds):
-        console.print(f" round {turn + 1} of {rounds}")
+        print(f" round {turn + 1} of {rounds}")
         for name, how in variants.items():
             runs.setdefault(name, []).append(runner.train(name, **how))
         if turn == 0 and project.workers:
@@ -241,38 +228,23 @@ def exchange(runner: Runner, plain: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def describe(result: Mapping[str, Any]) -> Table:
+def show(result: Mapping[str, Any]) -> None:
+    """Print times and states compared with the unchanged runs of the same rounds, then findings and checkpoints."""
     runs = result["runs"]
     plain = runs["as it is"]
-    table = Table("variant", "fit, s", "compared with as it is", "CPU time", "weights", "random numbers", "verdict")
     for name, found in runs.items():
         pairs = list(zip(found, plain[-len(found) :], strict=True))  # pairs of one round
         wall, cpu = (sorted(one[key] / other[key] - 1 for one, other in pairs) for key in ("fit_s", "cpu_s"))
-        equal = (len({one[key] for one in (*found, *plain)}) == 1 for key in ("weights", "random_states"))
-        report = found[0].get("report")
-        table.add_row(
-            name,
-            f"{median(one['fit_s'] for one in found):.1f}",
-            f"{median(wall):+.1%} ({wall[0]:+.1%} to {wall[-1]:+.1%})",
-            f"{median(cpu):+.1%}",
-            *("equal" if one else "different" for one in equal),
-            report["verdict"] if report else "",
+        states = {(one["weights"], one["random_states"]) for one in (*found, *plain)}
+        equal = "equal" if len(states) == 1 else "different"
+        print(
+            f"{name}: {median(one['fit_s'] for one in found):.1f} s, {median(wall):+.1%} ({wall[0]:+.1%} to "
+            f"{wall[-1]:+.1%}), CPU time {median(cpu):+.1%}, weights and random states {equal}"
         )
-    return table
-
-
-def print_findings(result: Mapping[str, Any]) -> None:
-    for name, found in result["runs"].items():
-        report = found[0].get("report", {"findings": [], "search": None})
+        report = found[0].get("report", {"findings": []})
         for finding in report["findings"]:
-            ceiling = "" if finding["ceiling"] is None else f", up to {finding['ceiling']:.2f}x"
-            console.print(f"{name}: {finding['cause']}{ceiling}: {finding['advice']}", markup=False)
-        if search := report["search"]:
-            console.print(f"{name}: search took {search['seconds']:.1f} s. {search['reason']}", markup=False)
-    for name, found in result["checkpoints"].items():
-        console.print(f"checkpoints, {name}:", markup=False)
-        for who, outcome in found.items() if isinstance(found, dict) else [("weights", found)]:
-            console.print(f"  {who}: {outcome.splitlines()[0]}", markup=False)
+            print(f"    {finding['cause']}: {finding['advice']}")
+    print(json.dumps(result["checkpoints"], indent=1))
 
 
 def main() -> None:
@@ -289,17 +261,16 @@ def main() -> None:
         folder = (args.folder or Path(temporary)).resolve()
         failed = 0
         for name in names:
-            console.rule(name)
+            print(f"== {name}")
             project = PROJECTS[name]
             try:
                 python = install(project, folder / re.split(r"[=\[]", project.requirement)[0])
                 result = measure(Runner(project, python, folder / "runs" / name), args.rounds)
             except FailedError as error:
-                console.print(str(error), style="red", markup=False)
+                print(error)
                 failed += 1
                 continue
-            console.print(describe(result))
-            print_findings(result)
+            show(result)
             if args.output:  # results of other projects stay in the file
                 kept = json.loads(args.output.read_text()) if args.output.exists() else {"benchmark": "real_projects"}
                 kept.setdefault("projects", {})[name] = {"machine": describe_machine(), **result}

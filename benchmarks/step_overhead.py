@@ -39,8 +39,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 from lightning.pytorch.loggers import CSVLogger
 from machine import describe_machine
-from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
@@ -261,21 +259,15 @@ def main() -> None:
         measured = {tool: measure(tool, args.rounds) for tool in tools}
     report = next((found for tool, (_, found) in measured.items() if tool == OURS), None)
 
-    console = Console(width=120)
-    for kind, title in enumerate(("wall time", "CPU time of the training thread")):
-        columns = ("us per step (median)", "added to no callbacks", "added to two empty callbacks")
-        table = Table("variant", *columns, title=f"{title}: median (95 % interval)")
-        for tool in tools:
-            turns = measured[tool][0]
-            for name in (NONE, EMPTY, tool):
-                beyond = [differences(turns[name], turns[other], kind) for other in (NONE, EMPTY)]
-                table.add_row(name, f"{median(one[kind] for one in turns[name]):.0f}", *map(in_words, beyond))
-            table.add_section()
-        console.print(table)
+    for tool, (turns, _) in measured.items():
+        for kind, title in enumerate(("wall time", "CPU time of the training thread")):
+            print(f"{tool}: {median(one[kind] for one in turns[NONE]):.0f} us per step without callbacks, {title}")
+            for name, other in ((tool, NONE), (tool, EMPTY), (EMPTY, NONE)):
+                print(f"    {name} adds to {other}: {in_words(differences(turns[name], turns[other], kind))} us")
     own = {}
     if report is not None:
         own = {"own_count_us": report.monitor_us_per_step, "sampling_thread_us": report.monitor_thread_us_per_step}
-        console.print("The report's own figures, in us per step:", own)
+        print("The report's own figures, in us per step:", own)
     if args.output:
         known = json.loads(args.output.read_text()) if args.tool and args.output.exists() else {}
         result = {

@@ -201,22 +201,34 @@ class ComputingModel(ToyModel):
         return super().training_step(batch, batch_idx)
 
 
-class SlowHookModel(ToyModel):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+def slowed(name: str, kind: type, method: str) -> Any:
+    """Return a subclass in which one method takes 20 ms longer."""
+
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
         time.sleep(0.02)
+        return getattr(super(made, self), method)(*args, **kwargs)
+
+    made = type(name, (kind,), {method: slow})
+    return made
+
+
+SlowCallback = slowed("SlowCallback", Callback, "on_train_batch_end")
+SlowGradientCallback = slowed("SlowGradientCallback", Callback, "on_before_backward")
+SlowLogger = slowed("SlowLogger", CSVLogger, "log_metrics")
+SlowPrecision = slowed("SlowPrecision", Precision, "convert_input")  # no hook has a name for this
+SlowSGD = slowed("SlowSGD", torch.optim.SGD, "step")
+SlowScheduler = slowed("SlowScheduler", torch.optim.lr_scheduler.ConstantLR, "step")
+SlowHookModel = slowed("SlowHookModel", ToyModel, "on_train_batch_start")
+SlowClippingModel = slowed("SlowClippingModel", ToyModel, "configure_gradient_clipping")
+SlowOptimizerStepModel = slowed("SlowOptimizerStepModel", ToyModel, "optimizer_step")
+SlowTransferModel = slowed("SlowTransferModel", ToyModel, "transfer_batch_to_device")
+SlowSaveModel = slowed("SlowSaveModel", ToyModel, "on_save_checkpoint")
 
 
 class SlowBackwardModel(ToyModel):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
         loss.register_hook(lambda gradient: time.sleep(0.02))
-        return loss
-
-
-class SlowSGD(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        time.sleep(0.02)
         return loss
 
 
@@ -235,39 +247,10 @@ class ManualSlowOptimizerModel(SlowOptimizerModel):
         optimizer.step()
 
 
-class SlowScheduler(torch.optim.lr_scheduler.ConstantLR):
-    def step(self, *args: Any) -> None:
-        time.sleep(0.02)
-        super().step(*args)
-
-
 class SlowSchedulerModel(ToyModel):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [{"scheduler": SlowScheduler(optimizer), "interval": "step"}]
-
-
-class SlowClippingModel(ToyModel):
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0.02)
-        self.clip_gradients(optimizer, gradient_clip_val=1.0)
-
-
-class SlowOptimizerStepModel(ToyModel):
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0.02)
-        super().optimizer_step(*args, **kwargs)
-
-
-class SlowTransferModel(ToyModel):
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        time.sleep(0.02)
-        return batch
-
-
-class SlowSaveModel(ToyModel):
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        time.sleep(0.02)
 
 
 class SlowRankModel(ToyModel):
@@ -397,29 +380,6 @@ class SumModel(ToyModel):
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward(retain_graph=True)
-
-
-class SlowCallback(Callback):
-    def on_train_batch_end(self, *args: Any) -> None:
-        time.sleep(0.02)
-
-
-class SlowGradientCallback(Callback):
-    def on_before_backward(self, *args: Any) -> None:
-        time.sleep(0.02)
-
-
-class SlowPrecision(Precision):
-    """A plugin that sleeps where no hook has a name."""
-
-    def convert_input(self, data: Any) -> Any:
-        time.sleep(0.02)
-        return data
-
-
-class SlowLogger(CSVLogger):
-    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0.02)
 
 
 class Stop(Callback):
