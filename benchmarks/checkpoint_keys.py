@@ -161,9 +161,9 @@ def write_files(folder: Path, net: nn.Module) -> dict[str, Path]:
         "in an entry": {"state_dict": weights, "epoch": 1},
         "DataParallel": nn.DataParallel(net).state_dict(),
         "Lightning with the net as an attribute": {**lightning, "state_dict": System(net).state_dict()},
-        "beside a Namespace": {"state_dict": weights, "args": argparse.Namespace(lr=0.1)},
+        "with a Namespace": {"state_dict": weights, "args": argparse.Namespace(lr=0.1)},
         "pickled module": net,
-        "beside a pickled loss": {"model": weights, "loss": nn.CrossEntropyLoss()},
+        "with a pickled loss": {"model": weights, "loss": nn.CrossEntropyLoss()},
     }
     paths = {name: folder / f"{number}.pt" for number, name in enumerate(contents)}
     for name, content in contents.items():

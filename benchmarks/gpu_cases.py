@@ -108,7 +108,7 @@ MEASURED = {
         "small_batch", gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496), 0.70,
         "batch_size=256 (now 32",
     ),
-    "fp32 beside tensor cores": Measured(
+    "fp32 next to idle tensor cores": Measured(
         "low_precision", gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0)), words="bf16-mixed"
     ),
     "communication that nothing hides": Measured(

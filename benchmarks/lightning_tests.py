@@ -33,7 +33,7 @@ PARTS = ("tuner", "loops", "checkpointing", "callbacks", "core", "loggers", "tra
 # For each mode, the reasons for different outcomes, and patterns of test names.
 KNOWN: dict[str, dict[str, list[str]]] = {
     "entry_point": {
-        "list the folder of checkpoints, where the report's is, too": [
+        "list the checkpoint folder, which also has the report's folder": [
             "test_checkpoint_connector.py::test_hpc_restore_attempt",
             "test_model_checkpoint.py::test_check_val_every_n_epochs_top_k_integration",
             "test_model_checkpoint.py::test_ckpt_every_n_train_steps",
@@ -47,7 +47,7 @@ KNOWN: dict[str, dict[str, list[str]]] = {
             "test_model_checkpoint.py::test_val_check_interval_checkpoint_files",
             "test_trainer_checkpoint.py::test_finetuning_with_ckpt_path",
         ],
-        "compare all that is logged, where the report's summary is, too": [
+        "compare everything that is logged, which includes the report's summary": [
             "test_all.py::test_loggers_fit_test_all*",
             "test_distributed_logging.py::test_logger_after_fit_predict_test_calls",
             "test_eval_loop_logging.py::test_eval_step_logging*",
@@ -61,14 +61,14 @@ KNOWN: dict[str, dict[str, list[str]]] = {
         ],
     },
     "plugin": {
-        "compare the list of callbacks, where the plugin's own is, too": [
+        "compare the list of callbacks, which includes the plugin's": [
             "test_callback_connector.py::test_attach_model_callbacks",
             "test_callback_connector.py::test_checkpoint_callbacks_are_last",
         ],
-        "expects a KeyError for a checkpoint of weights only, which the plugin refuses in words of its own": [
+        "expects a KeyError for a weights-only checkpoint, for which the plugin has its own error": [
             "test_trainer.py::test_model_checkpoint_only_weights",
         ],
-        "are about another plugin (Lightning's own, or that of XLA)": [
+        "test another plugin (Lightning's or XLA's)": [
             "test_accelerator_connector.py::test_connector_with_tpu_accelerator_instance",
             "test_trainer_checkpoint.py::test_trainer_save_checkpoint_storage_options",
         ],

@@ -1,4 +1,4 @@
-"""Tables of what the package itself says: fields, causes, options and commands."""
+"""Tables generated from the package itself: fields, causes, options, and commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .markdown import block, table
 
 
 def fields(kind: type) -> str:
-    """Return the fields of a dataclass as its JSON object has them, with what their docstrings say."""
+    """Return the fields of a dataclass as in its JSON object, with their documentation."""
     described = inspect.getdoc(kind).split("Attributes:\n", 1)[1]  # type: ignore[union-attr]
     hints = get_type_hints(kind)
     rows = []
@@ -57,7 +57,7 @@ def fields(kind: type) -> str:
 
 
 def in_json(kind: Any) -> str:
-    """Return what a type is in JSON, in words."""
+    """Return the JSON type of a Python type, in words."""
     if get_origin(kind) in (Union, UnionType):
         return " or ".join("null" if one is NoneType else in_json(one) for one in get_args(kind))
     if get_origin(kind) is Literal:
@@ -73,12 +73,12 @@ _IN_PHASE = {
     LOGGING: "in a logger, or collecting the metrics of `self.log`",
     CHECKPOINT: "in a checkpoint callback, or saving one",
     VALIDATION: "in validation",
-    OUTSIDE_LOOP: "in a loop without a Trainer: in code outside of `run.batches`",
+    OUTSIDE_LOOP: "without a Trainer, in code outside `run.batches`",
     MONITORING: "in a hook of this package",
-    GARBAGE_COLLECTION: "in Python's garbage collector, beyond its youngest generation",
+    GARBAGE_COLLECTION: "in Python's garbage collector, except for the youngest generation",
     TRAINER: "in the Trainer's own work around a step",
-    RANK_WAIT: "waiting in a collective for other ranks; after the slash, what it was doing. Includes the check for "
-    "signals in every step, where a rank also waits for its own GPU",
+    RANK_WAIT: "waiting in a collective for other ranks; after the slash, the phase. Includes the check for "
+    "signals in every step, in which a rank also waits for its own GPU",
     UNEXPLAINED: "anywhere else",
     EPOCH_START: "starting an epoch: its iterator, its workers, its first batch",
     DATA_LOADING: "waiting for a batch",
@@ -93,7 +93,7 @@ def phases() -> str:
 
 
 def causes(known: Mapping[str, AnyCause]) -> str:
-    """Return the causes of a folder, what the report says of each, what to change, and where it was seen."""
+    """Return causes with the report's words, the change to make, and where the cause was verified."""
     rows = [
         (
             _named(cause.name, shape.kind),
@@ -104,17 +104,17 @@ def causes(known: Mapping[str, AnyCause]) -> str:
         for cause in known.values()
         for shape in cause.shapes
     ]
-    return table(("cause", "the report says", "what to change", "seen on"), *sorted(rows))
+    return table(("cause", "the report says", "what to change", "verified on"), *sorted(rows))
 
 
 def stall_causes() -> str:
-    """Return what makes a training stand still, how that looks, what to change, and where it was seen."""
+    """Return causes of hanging runs with their symptoms, the change to make, and where the cause was verified."""
     rows = [(f"`{one.name}`", one.seen_as, one.change, one.verified_on) for one in STALL_CAUSES.values()]
-    return table(("cause", "what you see", "what to change", "seen on"), *sorted(rows))
+    return table(("cause", "what you see", "what to change", "verified on"), *sorted(rows))
 
 
 def all_causes() -> str:
-    """Return the causes of all folders, and what to change."""
+    """Return all causes, with the change to make."""
     rows = [
         (_named(name, shape.kind), group.title, shape.change.replace("](#", f"]({group.page}#"))
         for group in GROUPS
@@ -129,16 +129,16 @@ def _named(cause: str, kind: str) -> str:
 
 
 def memory_parts() -> str:
-    return table(("part", "what it is"), *((f"`{part.name}`", part.meaning) for part in PARTS.values()))
+    return table(("part", "meaning"), *((f"`{part.name}`", part.meaning) for part in PARTS.values()))
 
 
 def options() -> str:
-    """Return the options of a selection, which the accelerator and the strategies share."""
+    """Return the options for selecting GPUs, which the accelerator and the strategies share."""
     return table(("option", "meaning"), *((f"`{name}`", text) for name, text in OPTIONS.items()))
 
 
 def commands() -> str:
-    """Return what each command does, with its arguments."""
+    """Return the description and the arguments of each command."""
     parts = []
 
     def add(command: argparse.ArgumentParser) -> None:
@@ -155,7 +155,7 @@ def commands() -> str:
 
 
 def in_words(action: argparse.Action) -> str:
-    """Return an argument as a reader of ``--help`` knows it."""
+    """Return an argument in the form of ``--help``."""
     choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else None
     value = "" if action.nargs == 0 else str(action.metavar or choices or action.dest.upper())
     return f"{', '.join(action.option_strings)} {value}".strip()
