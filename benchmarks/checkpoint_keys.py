@@ -2,10 +2,9 @@
 
     python benchmarks/checkpoint_keys.py [--output FILE]
 
-**Keys.** "consume" is torch's consume_prefix_in_state_dict_if_present. The rules of timm, mmengine, and fvcore are
-rewritten here after their sources (timm 2026-08, mmengine 2025-10, fvcore 2026-02). "replace" is the usual recipe,
-str.replace of both prefixes. These rules do not claim to remove an attribute, as in the five rows with ``System``, so
-the others also have a sum of their own. A cell says "yes" if strict loading succeeds and every number is correct.
+**Keys.** "consume" is torch's consume_prefix_in_state_dict_if_present. The rules of timm and mmengine are rewritten
+here after their sources (timm 2026-08, mmengine 2025-10). None of them claims to remove an attribute, as in the five
+rows with ``System``. A cell says "yes" if strict loading succeeds and every number is correct.
 
 **Files** are loaded with the tools themselves, if installed, and in strict mode: torch (``torch.load``, and
 ``torch.distributed.checkpoint.load`` for its folders), Lightning (``Fabric.load_raw``), timm, mmengine, and accelerate
@@ -87,10 +86,6 @@ WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def nothing(weights: Weights, model: nn.Module) -> Weights:
-    return weights
-
-
 def consume_prefix(weights: Weights, model: nn.Module) -> Weights:
     consume_prefix_in_state_dict_if_present(weights, "module.")
     return weights
@@ -104,26 +99,15 @@ def mmengine_rule(weights: Weights, model: nn.Module) -> Weights:
     return {re.sub(r"^module\.", "", key): value for key, value in weights.items()}
 
 
-def fvcore_rule(weights: Weights, model: nn.Module) -> Weights:
-    return mmengine_rule(weights, model) if all(key.startswith("module.") for key in weights) else weights
-
-
-def replace_everywhere(weights: Weights, model: nn.Module) -> Weights:
-    return {key.replace("module.", "").replace("_orig_mod.", ""): value for key, value in weights.items()}
-
-
 def lightning_gpu_tools(weights: Weights, model: nn.Module) -> Weights:
     keys, _ = read_model(model, weights)
     return plan_renaming(shapes_of(weights), keys).apply(weights)
 
 
 TOOLS = {
-    "as it is": nothing,
     "consume": consume_prefix,
     "timm": timm_rule,
     "mmengine": mmengine_rule,
-    "fvcore": fvcore_rule,
-    "replace": replace_everywhere,
     "ours": lightning_gpu_tools,
 }
 
@@ -294,11 +278,7 @@ def main() -> None:
         source = make()
         keys[title] = {name: {tool: loads(rule, source, name) for tool, rule in TOOLS.items()} for name in WRAPPINGS}
         rows = {name: {tool: "yes" if row[tool] else "-" for tool in TOOLS} for name, row in keys[title].items()}
-        for label, names in (
-            ("all 13", [*WRAPPINGS]),
-            ("the 8 without System", [name for name in WRAPPINGS if "System" not in name]),
-        ):
-            rows[label] = {tool: str(sum(keys[title][name][tool] for name in names)) for tool in TOOLS}
+        rows["sum"] = {tool: str(sum(row[tool] for row in keys[title].values())) for tool in TOOLS}
         print_table(title, rows)
     installed = [tool for tool in LOADERS if tool in ("torch", "ours") or importlib.util.find_spec(tool)]
     files: dict[str, dict[str, dict[str, str]]] = {}

@@ -18,23 +18,7 @@ from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.schema import SCHEMA_VERSION
 from lightning_gpu_tools.selection.ranking import OPTIONS
-from lightning_gpu_tools.training.phases import (
-    CALLBACK,
-    CHECKPOINT,
-    DATA_LOADING,
-    EPOCH_START,
-    GARBAGE_COLLECTION,
-    HOST_TO_DEVICE_COPY,
-    LOGGING,
-    MONITORING,
-    OUTSIDE_LOOP,
-    PHASES,
-    RANK_WAIT,
-    TRAINER,
-    TRAINING_STEP,
-    UNEXPLAINED,
-    VALIDATION,
-)
+from lightning_gpu_tools.training.phases import PHASES
 
 from .markdown import block, table
 
@@ -69,21 +53,21 @@ def in_json(kind: Any) -> str:
 
 
 _IN_PHASE = {
-    CALLBACK: "in a hook of a callback, the model, the DataModule or the strategy, or in a learning rate scheduler",
-    LOGGING: "in a logger, or collecting the metrics of `self.log`",
-    CHECKPOINT: "in a checkpoint callback, or saving one",
-    VALIDATION: "in validation",
-    OUTSIDE_LOOP: "without a Trainer, in code outside `run.batches`",
-    MONITORING: "in a hook of this package",
-    GARBAGE_COLLECTION: "in Python's garbage collector, except for the youngest generation",
-    TRAINER: "in the Trainer's own work around a step",
-    RANK_WAIT: "waiting in a collective for other ranks; after the slash, the phase. Includes the check for "
+    "callback": "in a hook of a callback, the model, the DataModule or the strategy, or in a learning rate scheduler",
+    "logging": "in a logger, or collecting the metrics of `self.log`",
+    "checkpoint": "in a checkpoint callback, or saving one",
+    "validation": "in validation",
+    "outside_loop": "without a Trainer, in code outside `run.batches`",
+    "monitoring": "in a hook of this package",
+    "garbage_collection": "in Python's garbage collector, except for the youngest generation",
+    "trainer": "in the Trainer's own work around a step",
+    "rank_wait": "waiting in a collective for other ranks; after the slash, the phase. Includes the check for "
     "signals in every step, in which a rank also waits for its own GPU",
-    UNEXPLAINED: "anywhere else",
-    EPOCH_START: "starting an epoch: its iterator, its workers, its first batch",
-    DATA_LOADING: "waiting for a batch",
-    HOST_TO_DEVICE_COPY: "moving the batch to the device",
-    TRAINING_STEP: "in forward, backward and optimizer",
+    "unexplained": "anywhere else",
+    "epoch_start": "starting an epoch: its iterator, its workers, its first batch",
+    "data_loading": "waiting for a batch",
+    "host_to_device_copy": "moving the batch to the device",
+    "training_step": "in forward, backward and optimizer",
 }
 
 

@@ -25,10 +25,7 @@ def diagnosis() -> str:
         version = found["machine"]["torch"].rpartition(".")[0]
         words = f"real runs of {found['ranks']} ranks over NCCL, on simulated GPUs, torch {version}"
         rows.append((words, f"{sum(one['right'] for one in found['answers'])} of {len(found['answers'])}"))
-    rows.append(
-        ("runs that fill GPU memory, and healthy ones, on a simulated GPU", f"{memory['right']} of {memory['of']}")
-    )
-
+    rows.append(("out-of-memory errors and healthy runs, on a simulated GPU", f"{memory['right']} of {memory['of']}"))
     predicted = "; ".join(gpus.prediction(memory["sizes"], size) for size in (8, 32))
     other = peers["machine"]["traceml-ai"]
     of_both = [
