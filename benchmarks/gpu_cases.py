@@ -16,7 +16,6 @@ from measured_runs import COPIES
 
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.examples import (
-    GIB,
     HOPPER,
     NO_WORKERS,
     STEP,
@@ -24,13 +23,10 @@ from lightning_gpu_tools.advice.examples import (
     contended,
     gpu_run,
     on_hopper,
-    ranks,
     sampled_idle,
-    watched,
 )
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import (
-    GpuFacts,
     LoadingFacts,
     RunMeasurements,
 )
@@ -53,14 +49,16 @@ def cold_cache() -> RunMeasurements:
     return dataclasses.replace(run, blocks=[*run.blocks[:11], *warm])
 
 
+def sick(cause: str, share: float | None = None, words: str = "", kind: str = "") -> Measured:
+    """Return the example of a cause, with its expected answer."""
+    return Measured(f"{cause} {kind}".strip(), CAUSES[cause].sick, share, words)
+
+
 _WAITS_FOR_RANKS = dataclasses.replace(sampled_idle(), step_s={RANK_WAIT_IN_STEP: 20 * 0.020})
-_OTHERS = GpuFacts(others_utilization_percent=40.0, others_memory_bytes=3 * GIB)
 _ON_STORAGE = LoadingFacts(samples=50, storage_wait_share=0.6)
 MEASURED = {
-    ".item() in every step": Measured("device_sync", gpu_run(STEP, 50.0, **watched(line=42)), 0.5, "train.py:42"),
-    "many small kernels": Measured(
-        "launch_bound", gpu_run(STEP, 40.0, **watched(operations=1500)), 0.6, "torch.compile",
-    ),
+    ".item() in every step": sick("device_sync", 0.5, "train.py:42"),
+    "many small kernels": sick("launch_bound", 0.6, "torch.compile"),
     "a model too small for a GPU": Measured(
         "launch_bound", gpu_run({"training_step": 1.5, "callback/A": 0.2, "logging/B": 0.2, "trainer": 0.7}, 12.0),
         words="too small for this GPU",
@@ -103,56 +101,24 @@ MEASURED = {
         15 / 36,
     ),
     "a host slower than its kernels": Measured("unexplained training_step", gpu_run({"training_step": 30}, 33.0)),
-    "work of the host in the step": Measured("host_work", CAUSES["host_work"].sick, 0.6, "train.py:57 in augment"),
-    "a small batch": Measured(
-        "small_batch", gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496), 0.70,
-        "batch_size=256 (now 32",
-    ),
-    "fp32 next to idle tensor cores": Measured(
-        "low_precision", gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0)), words="bf16-mixed"
-    ),
+    "work of the host in the step": sick("host_work", 0.6, "train.py:57 in augment"),
+    "a small batch": sick("small_batch", 0.70, "batch_size=256 (now 32"),
+    "fp32 next to idle tensor cores": sick("low_precision", words="bf16-mixed"),
     "communication that nothing hides": Measured(
         "communication",
         gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), gpu_idle=_WAITS_FOR_RANKS), 0.4,
     ),
-    "a slow rank under a busy GPU": Measured(
-        "straggler forward", gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": 0.03})), 0.4,
-        "All ranks wait for rank 3 (node 1)",
-    ),
-    "heat": Measured(
-        "thermal_throttling",
-        gpu_run(STEP, 100.0, gpu=GpuFacts(thermal_throttled_percent=60.0, held_clock_percent=70.0)), 0.18, "Heat",
-    ),
-    "a low power limit": Measured(
-        "power_cap",
-        gpu_run(
-            STEP, 99.0,
-            gpu=GpuFacts(
-                power_capped_percent=90.0, held_clock_percent=70.0, power_limit_watts=500.0, power_limit_watts_max=700.0
-            ),
-        ),
-        words="sudo nvidia-smi -pl 700",
-    ),
-    "the power limit at full load": Measured(
-        "healthy",
-        gpu_run(
-            STEP, 99.0,
-            gpu=GpuFacts(
-                power_capped_percent=90.0, held_clock_percent=70.0, power_limit_watts=700.0, power_limit_watts_max=700.0
-            ),
-        ),
-    ),
-    "a quota of two cores": Measured(
-        "cpu_contention quota", contended(throttled_share=0.4, quota_cores=2.0), 0.4, "Raise the quota"
-    ),
+    "a slow rank under a busy GPU": sick("straggler", 0.4, "All ranks wait for rank 3 (node 1)", "forward"),
+    "heat": sick("thermal_throttling", 0.18, "Heat"),
+    "a low power limit": sick("power_cap", words="sudo nvidia-smi -pl 700"),
+    "the power limit at full load": Measured("healthy", CAUSES["power_cap"].healthy),
+    "a quota of two cores": sick("cpu_contention", 0.4, "Raise the quota", "quota"),
     "two of 64 cores by SLURM": Measured(
         "cpu_contention affinity", contended(machine_cores=64, runnable_threads=16.0, in_slurm=True), 0.4,
         "--cpus-per-task=16",
     ),
-    "threads that hardly wait for a core": Measured("healthy", contended(0.05)),
-    "someone else's job": Measured(
-        "shared_gpu", gpu_run(WAITS, 30.0, gpu=_OTHERS), 0.4, "FreeMemoryCUDAAccelerator(exclusive=True)"
-    ),
+    "threads that hardly wait for a core": Measured("healthy", CAUSES["cpu_contention"].healthy),
+    "someone else's job": sick("shared_gpu", 0.4, "FreeMemoryCUDAAccelerator(exclusive=True)"),
     "slow storage": Measured(
         "data_loading io_bound", gpu_run(WAITS, 25.0, loading=_ON_STORAGE, worker_cpu_s_per_batch=0.02), 0.75,
         "waiting for storage in 60 %",

@@ -105,7 +105,7 @@ def scale() -> str:
         table(("cost for rank 0", *(f"{one['ranks']:,} ranks" for one in sizes)), *rows),
         "There are eight ranks per node. The other ranks are entries in a real TCPStore, behind a relay with a round "
         f"trip of {format_duration(found['round_trip_s'])}. Also, {ranks} real ranks trained with gloo, on four "
-        f"torchrun nodes on one machine. Each time, they wrote one report with all ranks. It named {named[1]} when only "
-        f"that rank was slow, {named[2]} when all of its ranks were slow, and {named[0]} when none was. "
-        + source("scale.py", "scale"),
+        "torchrun nodes on one machine. Each time, they wrote one report with all ranks. "
+        f"It named {named[1]} when only that rank was slow, {named[2]} when all of its ranks were slow, and {named[0]} "
+        "when none was. " + source("scale.py", "scale"),
     )
