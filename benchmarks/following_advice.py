@@ -5,7 +5,7 @@
 Requires a GPU, torchvision, and scikit-learn.
 The first run uses the DataLoader's defaults and float32. Each next run applies the settings under "Next" in the report
 of the previous run, exactly as printed, and changes nothing else. The benchmark ends when a report advises no setting
-of the loader or the precision.
+of the loader or the precision, or after five runs.
 
 The files are random crops of scikit-learn's two sample photographs. As for ImageNet, each sample is decoded, cropped,
 and flipped.
@@ -31,12 +31,12 @@ from torch.utils.data import DataLoader, Dataset
 from toys import Stop
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.reports.comparison import compare
 from lightning_gpu_tools.types import Report
 
 FILES = 512
 BATCH = 32
-MAX_TRAININGS = 5
+MAX_RUNS = 5
+
 # The DataLoader's settings and the precision, as printed in advice.
 LOADER = re.compile(r"DataLoader\(\.\.\., (.*?)\)")
 PRECISION = re.compile(r"Trainer\(precision=('.*?'|\".*?\")")
@@ -117,14 +117,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     loader: dict[str, Any] = {}
     trainer: dict[str, Any] = {}
-    before: Report | None = None
     with tempfile.TemporaryDirectory() as temporary:
         photographs, reports = Path(temporary, "photographs"), args.reports or Path(temporary, "reports")
         photographs.mkdir()
         write_photographs(photographs)
-        for number in range(1, MAX_TRAININGS + 1):
+        for number in range(1, MAX_RUNS + 1):
             report = train(photographs, reports / str(number), args.seconds, loader, trainer)
-            compared = compare(report, before) if before else None
             rows.append(
                 {
                     "loader": loader,
@@ -134,15 +132,13 @@ def main() -> None:
                     "verdict": report.diagnosis.verdict,
                     "why": report.diagnosis.why,
                     "next": report.diagnosis.next_step,
-                    "compared": None if compared is None else compared.verdict,
-                    "doubt": None if compared is None else compared.doubt,
                 }
             )
             print(f"--- {number}: DataLoader({loader}), Trainer({trainer})", json.dumps(rows[-1], indent=1), flush=True)
             next_loader, next_trainer = advised(report)
             if not next_loader and not next_trainer:
                 break
-            loader, trainer, before = loader | next_loader, trainer | next_trainer, report
+            loader, trainer = loader | next_loader, trainer | next_trainer
     write_result(args.output, "following_advice", batch_size=BATCH, trainings=rows)
 
 

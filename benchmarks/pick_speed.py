@@ -13,16 +13,14 @@ startup is part of every time of a pick, and of "Python alone". The import is me
 import contextlib
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 from harness import fake_gpus, make_parser, write_result
-from rich.console import Console
-from rich.table import Table
 
 BARE = """
 import pynvml as n
@@ -45,8 +43,6 @@ for i in range(n.nvmlDeviceGetCount()):
             pass
 print(max(free, key=free.get))
 """
-
-
 IMPORTS = {
     "python -c pass": [sys.executable, "-c", "pass"],
     "import lightning_gpu_tools": [sys.executable, "-c", "import lightning_gpu_tools"],
@@ -81,12 +77,11 @@ def measure(runs: dict[str, tuple[list[str], dict[str, str]]], repeat: int) -> d
 
 
 def show(times_s: dict[str, list[float]]) -> None:
-    table = Table("", "median", "fastest", "slowest", "against the bare script, or Python")
     for name, values in times_s.items():
-        base_s = statistics.median(times_s["python -c pass" if name in IMPORTS else "bare nvidia-ml-py"])
-        times = (f"{seconds * 1e3:.0f} ms" for seconds in (statistics.median(values), min(values), max(values)))
-        table.add_row(name, *times, f"{statistics.median(values) / base_s:.2f}")
-    Console().print(table)
+        base = "python -c pass" if name in IMPORTS else "bare nvidia-ml-py"
+        of_range = f"{1e3 * min(values):.0f} to {1e3 * max(values):.0f}"
+        ratio = median(values) / median(times_s[base])
+        print(f"{name:28} {1e3 * median(values):5.0f} ms ({of_range}), {ratio:.2f} times {base}")
 
 
 def main() -> None:
@@ -106,7 +101,7 @@ def main() -> None:
         runs |= {name: (command, plain) for name, command in IMPORTS.items()}
         times_s = measure(runs, args.repeat)
     show(times_s)
-    medians_s = {name: statistics.median(values) for name, values in times_s.items()}
+    medians_s = {name: median(values) for name, values in times_s.items()}
     gpu_kind = "real" if args.real else f"{args.gpus} fake"
     write_result(args.output, "pick_speed", gpus=gpu_kind, median_s=medians_s, all_s=times_s)
 

@@ -66,7 +66,6 @@ PROJECTS = {
     "pytorch-forecasting": Project("pytorch_forecasting", "pytorch-forecasting==1.8.0", resumes=True),
     "darts": Project("darts", "darts[torch]==0.48.1", plugins=False),
     "scvi-tools": Project("scvi", "scvi-tools==1.4.2"),
-    "nequip": Project("nequip", "nequip==0.19.1", resumes=True),
     "gluonts": Project(
         "gluonts", "gluonts[torch]==0.17.0", switches={"cache_data=True": {"cache_data": True}}, workers=False
     ),
