@@ -219,9 +219,9 @@ def answer(case: Case, ranks: int, folder: str) -> dict[str, Any]:
         child = os.fork()
         if child == 0:
             os.environ.update(rank_environment(rank, ranks, port))
-            said = train(case, ranks, folder)
-            if said is not None:
-                file.write_text(json.dumps(said))
+            given = train(case, ranks, folder)
+            if given is not None:
+                file.write_text(json.dumps(given))
             os._exit(0)
         children.add(child)
     while children:
@@ -234,10 +234,10 @@ def answer(case: Case, ranks: int, folder: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def is_right(case: Case, said: dict[str, Any]) -> bool:
+def is_right(case: Case, given: dict[str, Any]) -> bool:
     """Return whether cause, rank, and line are as expected."""
-    is_known = bool({said["said"], said["first"]} & {*case.known})
-    return is_known and (not case.line or (said["rank"] == SLOW_RANK and said["names_line"]))
+    is_known = bool({given["said"], given["first"]} & {*case.known})
+    return is_known and (not case.line or (given["rank"] == SLOW_RANK and given["names_line"]))
 
 
 def main() -> int:

@@ -37,7 +37,7 @@ MIN_EXPLAINED = 0.95
 
 
 class Explained(Callback):
-    """A callback that shares a run's step clock, and returns how much of the wall time its phases explain."""
+    """A callback that measures the share of the wall time that the phases explain."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.clock = FitSession.of(trainer, self).clock

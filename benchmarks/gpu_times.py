@@ -37,7 +37,7 @@ SKIPPED, PROFILED = 10, 10  # steps
 
 
 class Model(LightningModule):
-    """A network whose parts of a step are marked for the profiler. With ``sync``, each step reads its loss."""
+    """A network that marks the parts of a step for the profiler. With ``sync``, each step reads its loss."""
 
     def __init__(self, network: torch.nn.Module, *, sync: bool = False) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ _IGNORED = (
 class Result(NamedTuple):
     """Outcome of a test."""
 
-    outcome: str  # passed, failed or skipped
+    outcome: str  # passed, failed, or skipped
     error: str = ""
     fits: int = 0  # calls of Trainer.fit
     faults: str = ""  # remains of this package, and callbacks that an error turned off
@@ -200,7 +200,7 @@ def compare(checkout: Path, part: str, mode: str, plain: dict[str, Result], proc
     """Run a part's tests in one mode, and return the differences from ``plain``."""
     found = run_tests(checkout, [part], MODES[mode], processes)
     differ = [test for test in {**plain, **found} if _end(found, test) != _end(plain, test)]
-    if differ:  # perhaps by chance
+    if differ:  # perhaps a flaky test
         found.update(run_tests(checkout, differ, MODES[mode], 1))
         differ = [test for test in differ if _end(found, test) not in ("passed", _end(plain, test))]
     reasons = {test: _reason(mode, test) for test in differ}
@@ -218,7 +218,7 @@ def compare(checkout: Path, part: str, mode: str, plain: dict[str, Result], proc
 
 
 def _end(results: dict[str, Result], test: str) -> str:
-    return results[test].outcome if test in results else "lost"  # the process has died
+    return results[test].outcome if test in results else "lost"  # its process died
 
 
 def _reason(mode: str, test: str) -> str | None:

@@ -215,7 +215,7 @@ def slowed(name: str, kind: type, method: str) -> Any:
 SlowCallback = slowed("SlowCallback", Callback, "on_train_batch_end")
 SlowGradientCallback = slowed("SlowGradientCallback", Callback, "on_before_backward")
 SlowLogger = slowed("SlowLogger", CSVLogger, "log_metrics")
-SlowPrecision = slowed("SlowPrecision", Precision, "convert_input")  # no hook has a name for this
+SlowPrecision = slowed("SlowPrecision", Precision, "convert_input")  # runs in no named hook
 SlowSGD = slowed("SlowSGD", torch.optim.SGD, "step")
 SlowScheduler = slowed("SlowScheduler", torch.optim.lr_scheduler.ConstantLR, "step")
 SlowHookModel = slowed("SlowHookModel", ToyModel, "on_train_batch_start")
@@ -343,14 +343,14 @@ class RecompilingModel(ToyModel):
 
 
 class NewLengths(Slow):
-    """Samples whose length grows with every eighth."""
+    """Samples that get longer after every eighth."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.ones(1 + index // 8, 4)
 
 
 class MedianCallback(Callback):
-    """A callback that sorts 300 new losses per step with all earlier ones, or with the latest."""
+    """A callback that adds 300 losses per step, and sorts all of them, or the latest."""
 
     def __init__(self, latest: int | None = None) -> None:
         self.losses: deque[float] = deque(maxlen=latest)
@@ -432,7 +432,7 @@ class Toy:
 
     @property
     def needs_a_process(self) -> bool:
-        """Whether the run needs its own process."""
+        """Return whether the run needs its own process."""
         return self.is_killed or self.options.get("devices", 1) > 1
 
 
@@ -444,7 +444,7 @@ def workers(count: int, seconds: float, **options: Any) -> Callable[[], DataLoad
 
 _DDP = {"devices": 2, "strategy": "ddp"}
 TOYS = {
-    # The twelve that other tools were compared on.
+    # The first twelve, which were also used to compare other tools.
     "a": Toy("data_loading too_few_workers", loader=workers(0, 0.01, batch_size=4)),
     "a2": Toy("data_loading too_few_workers", loader=workers(2, 0.01, batch_size=4)),
     "b": Toy("callback SlowCallback", callbacks=[SlowCallback], last=True),

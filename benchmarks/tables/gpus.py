@@ -137,7 +137,7 @@ OUTCOMES = {
 
 
 def line(one: Results) -> str:
-    """Return if a run's first finding names the expected source line."""
+    """Return in a word whether a run's first finding names the expected source line."""
     return {True: "correct", False: "missing"}[one["names_line"]] if one["line_known"] else ""
 
 
@@ -149,7 +149,7 @@ def diagnosis_on_gpu() -> str:
     def ms(value: float | None) -> str:
         return "" if value is None else f"{value:.1f}"
 
-    theirs = [one["traceml"] or {} for one in found["answers"]]  # empty where TraceML is not installed
+    theirs = [one["traceml"] or {} for one in found["answers"]]  # empty without TraceML
     rows = [
         (
             one["training"],
