@@ -26,16 +26,7 @@ from typing import Any
 
 import torch
 from diagnosis_suite import in_words
-from harness import (
-    be_quiet,
-    exit_code,
-    free_port,
-    make_parser,
-    print_answer,
-    quiet_trainer,
-    rank_environment,
-    write_result,
-)
+from harness import be_quiet, exit_code, free_port, make_parser, print_answer, quiet_trainer, write_result
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
@@ -212,13 +203,13 @@ def train(case: Case, ranks: int, folder: str) -> dict[str, Any] | None:
 
 def answer(case: Case, ranks: int, folder: str) -> dict[str, Any]:
     """Train in one forked process per rank, which need not import torch again."""
-    port = free_port()
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     file = Path(folder, "answer.json")
     children = set()
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
-            os.environ.update(rank_environment(rank, ranks, port))
+            os.environ.update(job, RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0")
             given = train(case, ranks, folder)
             if given is not None:
                 file.write_text(json.dumps(given))

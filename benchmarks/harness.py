@@ -94,12 +94,6 @@ def free_port() -> int:
         return port
 
 
-def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank of a single-node job."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "GROUP_RANK": 0, "NODE_RANK": 0}
-    return {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
 @contextmanager
 def fake_gpus(gpus: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     """Yield the variables with which a process sees these GPUs of the tests' fake driver."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -440,18 +439,3 @@ HEALTHY = {
     "code between two loops": Case(outside_of_the_loop),
     "a checkpoint that only rank 0 writes": Case(checkpoint_of_rank_zero, ranks=2),
 }
-
-
-def main() -> None:
-    """Run one rank of a case. The arguments are the case's name, the folder, and ``stall_after_s``."""
-    name, folder, stall_after = sys.argv[1:]
-    if stall_after == "auto":
-        scale()
-    case = (STALLS | HEALTHY)[name]
-    case.train(
-        Path(folder), int(os.environ.get("RANK", "0")), stall_after if stall_after == "auto" else float(stall_after)
-    )
-
-
-if __name__ == "__main__":
-    main()
