@@ -30,8 +30,8 @@ from harness import be_quiet, exit_code, free_port, make_parser, print_answer, q
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader, Dataset
-from toys import occupy
+from torch.utils.data import DataLoader
+from toys import Slow, occupy
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 
@@ -42,21 +42,6 @@ GPU_S = 0.010  # GPU time of a forward pass
 
 def be_late(seconds: float = LATE_S) -> None:
     time.sleep(seconds)
-
-
-class Samples(Dataset):
-    """A dataset whose samples take some seconds to load on the slow rank."""
-
-    def __init__(self, late_s: float = 0.0) -> None:
-        self.late_s = late_s
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if self.late_s and os.environ["RANK"] == str(SLOW_RANK):
-            be_late(self.late_s)
-        return torch.ones(32)
 
 
 class Model(LightningModule):
@@ -71,8 +56,8 @@ class Model(LightningModule):
     def __init__(self, part: str = "", more: int = 1, gpu_s: float = GPU_S) -> None:
         super().__init__()
         self.part, self.more, self.gpu_s = part, more, gpu_s
-        self.layer = torch.nn.Linear(32, 32)
-        self.unused = torch.nn.Linear(32, 1)
+        self.layer = torch.nn.Linear(4, 32)
+        self.unused = torch.nn.Linear(4, 1)
 
     def configure_model(self) -> None:
         self.large = torch.nn.Parameter(torch.empty(self.more, device=self.trainer.strategy.root_device))
@@ -182,7 +167,8 @@ def train(case: Case, ranks: int, folder: str) -> dict[str, Any] | None:
         "enable_checkpointing": LateCheckpoint in case.callbacks,
     }
     trainer = quiet_trainer(folder, **{**options, **case.options})
-    trainer.fit(case.model(), DataLoader(Samples(case.late_data_s), batch_size=1), DataLoader(Samples(), batch_size=1))
+    data = Slow(case.late_data_s, be_late, slow_rank=SLOW_RANK)
+    trainer.fit(case.model(), DataLoader(data), DataLoader(Slow()))
     if trainer.global_rank:
         return None
     diagnosis = advisor.diagnosis

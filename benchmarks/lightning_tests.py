@@ -1,7 +1,7 @@
 """Lightning's own tests, with this package in every Trainer: do they end as they do without it?
 
     git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning
-    pip install pytest pytest-xdist pytest-timeout pytest-rerunfailures tensorboard pandas cloudpickle scikit-learn
+    pip install pytest pytest-timeout pytest-rerunfailures tensorboard pandas cloudpickle scikit-learn
     python benchmarks/lightning_tests.py pytorch-lightning [--only callbacks tuner] [--output results.json]
 
 The tests run once unchanged, once with ``LIGHTNING_GPU_TOOLS=advise`` (the monitor and the advisor in every Trainer),
@@ -158,8 +158,6 @@ def _left() -> list[str]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        return
     text = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", "") or "")
     line = {"test": report.nodeid, "when": report.when, "outcome": report.outcome, "error": text[:500]}
     with _results.open("a") as file:
@@ -172,14 +170,13 @@ _results = Path(os.environ.get("LIGHTNING_TESTS_RESULTS", os.devnull))  # read n
 # This part runs pytest.
 
 
-def run_tests(checkout: Path, names: list[str], environment: dict[str, str], processes: int) -> dict[str, Result]:
+def run_tests(checkout: Path, names: list[str], environment: dict[str, str]) -> dict[str, Result]:
     """Run tests in a new process, and return the outcome of each."""
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as results:
         paths = [str(Path(__file__).parent), str(checkout / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, "-m", "pytest", "-p", "lightning_tests", "-q", "--timeout", str(_TIMEOUT_S)]
         command += ["-p", "no:cacheprovider", "--disable-pytest-warnings", "--tb=short"]
         command += ["--color=no", *(f"--ignore=tests/tests_pytorch/{name}" for name in _IGNORED)]
-        command += ["-n", str(processes), "--dist=worksteal"] if processes > 1 else []
         own = {"LIGHTNING_TESTS_RESULTS": results.name, "PYTHONPATH": os.pathsep.join(paths)}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_GPU_TOOLS")}
         subprocess.run([*command, *names], cwd=checkout, env={**kept, **environment, **own}, check=False)
@@ -196,12 +193,12 @@ def run_tests(checkout: Path, names: list[str], environment: dict[str, str], pro
         return found
 
 
-def compare(checkout: Path, part: str, mode: str, plain: dict[str, Result], processes: int) -> dict[str, Any]:
+def compare(checkout: Path, part: str, mode: str, plain: dict[str, Result]) -> dict[str, Any]:
     """Run a part's tests in one mode, and return the differences from ``plain``."""
-    found = run_tests(checkout, [part], MODES[mode], processes)
+    found = run_tests(checkout, [part], MODES[mode])
     differ = [test for test in {**plain, **found} if _end(found, test) != _end(plain, test)]
     if differ:  # perhaps a flaky test
-        found.update(run_tests(checkout, differ, MODES[mode], 1))
+        found.update(run_tests(checkout, differ, MODES[mode]))
         differ = [test for test in differ if _end(found, test) not in ("passed", _end(plain, test))]
     reasons = {test: _reason(mode, test) for test in differ}
     return {
@@ -234,7 +231,6 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("checkout", type=Path, help="checkout of pytorch-lightning, close to the installed version")
     parser.add_argument("--only", nargs="+", default=PARTS, help="only these folders or files of tests_pytorch")
-    parser.add_argument("--processes", type=int, default=1, help="number of parallel tests (default: %(default)s)")
     args = parser.parse_args()
     checkout = args.checkout.resolve()
     names = {part: f"tests/tests_pytorch/{part}" for part in args.only}
@@ -245,10 +241,10 @@ def main() -> int:
         parts = json.loads(args.output.read_text())["parts"]
     all_known = True
     for part, name in names.items():
-        plain = run_tests(checkout, [name], {}, args.processes)
+        plain = run_tests(checkout, [name], {})
         parts[part] = {"without": dict(Counter(one.outcome for one in plain.values()))}
         for mode in MODES:
-            parts[part][mode] = found = compare(checkout, name, mode, plain, args.processes)
+            parts[part][mode] = found = compare(checkout, name, mode, plain)
             all_known &= bool(plain) and not found["unknown_differences"] and not found["faults"]
         version = (checkout / "src" / "version.info").read_text().strip()
         write_result(args.output, "lightning_tests", tests_of=version, parts=parts)
