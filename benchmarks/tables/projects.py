@@ -17,7 +17,7 @@ def real_projects() -> str:
     head = (
         "project",
         "weights and random numbers",
-        "added time, `LIGHTNING_GPU_TOOLS=advise`",
+        "added time, zero-code",
         "added time, callbacks",
         "verdicts",
         "settings advised",
