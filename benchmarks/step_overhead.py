@@ -192,12 +192,12 @@ class Runner:
         return wall_us, cpu_us
 
 
-# For each round, the mean wall and CPU time of a step in us.
-Turns = list[tuple[float, float]]
+# By variant, and by "wall" or "cpu", the mean time of a step in us for each round.
+Turns = dict[str, dict[str, list[float]]]
 
 
-def measure(tool: str, rounds: int) -> tuple[dict[str, Turns], Report | None]:
-    """Train with and without a tool in turn, and return the times by variant, and the tool's report if it has one."""
+def measure(tool: str, rounds: int) -> tuple[Turns, Report | None]:
+    """Train with and without a tool in turn, and return the times, and the tool's report if it has one."""
     with tempfile.TemporaryDirectory() as folder:
         often = OFTEN if tool.endswith(OFTEN) else ""
         variants = {NONE: NONE + often, EMPTY: EMPTY + often, tool: tool}
@@ -210,13 +210,14 @@ def measure(tool: str, rounds: int) -> tuple[dict[str, Turns], Report | None]:
         for runner in runners:
             runner.connect()
         print(f"{tool}: {len(runners)} processes started in {time.perf_counter() - began_s:.0f} s", file=sys.stderr)
-        measured: dict[str, Turns] = {name: [] for name in variants}
+        measured: Turns = {name: {"wall": [], "cpu": []} for name in variants}
         for number in range(WARM_UP_TURNS + rounds):
             print(f"\rround {number + 1} of {WARM_UP_TURNS + rounds}", end="", file=sys.stderr, flush=True)
             times = {runner: runner.turn() for runner in random.sample(runners, len(runners))}
             for name in variants if number >= WARM_UP_TURNS else ():
-                wall_us, cpu_us = zip(*(times[runner] for runner in runners if runner.name == name), strict=True)
-                measured[name].append((mean(wall_us), mean(cpu_us)))
+                of_processes = zip(*(times[runner] for runner in runners if runner.name == name), strict=True)
+                for of_rounds, times_us in zip(measured[name].values(), of_processes, strict=True):
+                    of_rounds.append(round(mean(times_us), 1))
         print(file=sys.stderr)
         for runner in runners:
             runner.turns.close()  # ends the process
@@ -226,12 +227,9 @@ def measure(tool: str, rounds: int) -> tuple[dict[str, Turns], Report | None]:
         return measured, None if file is None else load_report(file)
 
 
-def differences(measured: Turns, other: Turns, kind: int) -> list[float]:
-    return [a[kind] - b[kind] for a, b in zip(measured, other, strict=True)]
-
-
-def in_words(values: Sequence[float]) -> str:
-    """Return the median with its 95 % interval."""
+def difference(times_us: Sequence[float], others_us: Sequence[float]) -> str:
+    """Return the median difference with its 95 % interval."""
+    values = [a - b for a, b in zip(times_us, others_us, strict=True)]
     low, high = median_interval(values) or (min(values), max(values))
     return f"{median(values):+.0f} ({low:+.0f} to {high:+.0f})"
 
@@ -260,10 +258,10 @@ def main() -> None:
     report = next((found for tool, (_, found) in measured.items() if tool == OURS), None)
 
     for tool, (turns, _) in measured.items():
-        for kind, title in enumerate(("wall time", "CPU time of the training thread")):
-            print(f"{tool}: {median(one[kind] for one in turns[NONE]):.0f} us per step without callbacks, {title}")
+        for kind in ("wall", "cpu"):
+            print(f"{tool}: {median(turns[NONE][kind]):.0f} us of {kind} time per step without callbacks")
             for name, other in ((tool, NONE), (tool, EMPTY), (EMPTY, NONE)):
-                print(f"    {name} adds to {other}: {in_words(differences(turns[name], turns[other], kind))} us")
+                print(f"    {name} adds to {other}: {difference(turns[name][kind], turns[other][kind])} us")
     own = {}
     if report is not None:
         own = {"own_count_us": report.monitor_us_per_step, "sampling_thread_us": report.monitor_thread_us_per_step}
@@ -280,16 +278,7 @@ def main() -> None:
             "fake_gpus": args.fake_gpus,
             **{name: known[name] for name in ("own_count_us", "sampling_thread_us") if name in known},
             **own,
-            "measured_us": {
-                **known.get("measured_us", {}),
-                **{
-                    tool: {
-                        name: {kind: [round(one[i], 1) for one in times] for i, kind in enumerate(("wall", "cpu"))}
-                        for name, times in turns.items()
-                    }
-                    for tool, (turns, _) in measured.items()
-                },
-            },
+            "measured_us": {**known.get("measured_us", {}), **{tool: turns for tool, (turns, _) in measured.items()}},
         }
         args.output.write_text(json.dumps(result) + "\n")
 
