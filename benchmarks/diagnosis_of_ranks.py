@@ -1,27 +1,23 @@
-"""Trainings of several ranks over NCCL with one known cause each: what does the advisor say of them?
+"""Runs of several ranks over NCCL with one known cause each: does the advisor name it?
 
     python benchmarks/diagnosis_of_ranks.py [--ranks 2] [--output results.json]
 
-Each rank has a GPU; simulated ones do, and are what each supported torch is tried on:
+Each rank needs a GPU. Every supported torch is tested on simulated GPUs:
 
     python -m lightning_gpu_tools.simulated -n 4 -- python benchmarks/diagnosis_of_ranks.py --ranks 4
 
-A GPU that waits for another one in NCCL is busy, so nothing but the ranks' own times tells which of them is late.
+A GPU that waits for another one in NCCL looks busy, so only the ranks' own times show which rank is late.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
-import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,53 +26,38 @@ from typing import Any
 
 import torch
 from diagnosis_suite import in_words
+from harness import be_quiet, exit_code, free_port, make_parser, print_answer, quiet_trainer, write_result
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from machine import describe_machine
-from torch.utils.data import DataLoader, Dataset
-from toys import occupy
+from torch.utils.data import DataLoader
+from toys import Slow, occupy
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 
 SLOW_RANK = 1
 LATE_S = 0.030
-GPU_S = 0.010  # of a forward pass
+GPU_S = 0.010  # GPU time of a forward pass
 
 
 def be_late(seconds: float = LATE_S) -> None:
     time.sleep(seconds)
 
 
-class Samples(Dataset):
-    """Samples that take the slow rank some seconds each."""
-
-    def __init__(self, late_s: float = 0.0) -> None:
-        self.late_s = late_s
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if self.late_s and os.environ["RANK"] == str(SLOW_RANK):
-            be_late(self.late_s)
-        return torch.ones(32)
-
-
 class Model(LightningModule):
-    """Takes the GPU some milliseconds.
+    """A small model with one late rank.
 
     Args:
-        part: In which part of a step the slow rank is late.
-        more: The number of further weights whose gradients are sent.
-        gpu_s: How long a forward pass takes the GPU.
+        part: The part of a step in which the slow rank is late.
+        more: Number of additional weights whose gradients are sent.
+        gpu_s: GPU time of a forward pass.
     """
 
     def __init__(self, part: str = "", more: int = 1, gpu_s: float = GPU_S) -> None:
         super().__init__()
         self.part, self.more, self.gpu_s = part, more, gpu_s
-        self.layer = torch.nn.Linear(32, 32)
-        self.unused = torch.nn.Linear(32, 1)
+        self.layer = torch.nn.Linear(4, 32)
+        self.unused = torch.nn.Linear(4, 1)
 
     def configure_model(self) -> None:
         self.large = torch.nn.Parameter(torch.empty(self.more, device=self.trainer.strategy.root_device))
@@ -108,8 +89,8 @@ class Model(LightningModule):
         return optimizer
 
 
-def send_slowly(state, bucket):  # DDP refuses annotations that are text
-    """Send a bucket 40 times, as over a slower network."""
+def send_slowly(state, bucket):  # no annotations: DDP refuses those that are strings
+    """Send each bucket 40 times, as if the network were slower."""
     for _ in range(39):
         torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     sent = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
@@ -123,7 +104,7 @@ class LateCallback(Callback):
 
 
 class LateCheckpoint(ModelCheckpoint):
-    """A checkpoint of the slow rank's own, as of its part of a sharded one."""
+    """A checkpoint callback that is slow on one rank, as when that rank saves a shard."""
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_rank == SLOW_RANK and trainer.global_step % 5 == 0:
@@ -132,7 +113,7 @@ class LateCheckpoint(ModelCheckpoint):
 
 @dataclass(frozen=True)
 class Case:
-    """A training and what must be said of it first; and the function whose line must be named."""
+    """A run, the accepted answers, and the function whose line the first finding must name."""
 
     known: tuple[str, ...]
     model: Callable[[], LightningModule] = Model
@@ -144,7 +125,7 @@ class Case:
 
 
 LATE = partial(Case, line="be_late")
-# Four ranks on two cores are in each other's way.
+# Four ranks on two cores compete for them.
 CONTENTION = ("cpu_contention other_programs", "cpu_contention own_threads")
 CASES = {
     "slow forward": LATE(("straggler forward",), partial(Model, "forward")),
@@ -169,29 +150,30 @@ CASES = {
         options={"strategy": DDPStrategy(ddp_comm_hook=send_slowly, gradient_as_bucket_view=True)},
     ),
     "each rank slow in turn": Case(("communication", "host_work"), partial(Model, "uneven")),
-    # Where a rank waits for a core, the others wait for that rank.
+    # If a rank waits for a core, the others wait for that rank.
     "no slow rank": Case(("healthy", *CONTENTION), partial(Model, gpu_s=4 * GPU_S), steps=100),
 }  # fmt: skip
 
 
 def train(case: Case, ranks: int, folder: str) -> dict[str, Any] | None:
-    """Train as one of the ranks; return what the advisor says, on the first one."""
+    """Train one of the ranks, and return the advisor's answer on rank 0."""
     advisor = GPUUtilizationAdvisor(min_seconds=1.0)
-    trainer = Trainer(
-        callbacks=[GPUUtilizationMonitor(interval_s=0.1), advisor, *(make() for make in case.callbacks)],
-        **{
-            "accelerator": "gpu", "devices": ranks, "strategy": "ddp", "max_steps": case.steps, "logger": False,
-            "enable_checkpointing": bool(case.callbacks) and case.callbacks[0] is LateCheckpoint,
-            "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
-            "default_root_dir": folder, **case.options,
-        },
-    )  # fmt: skip
-    trainer.fit(case.model(), DataLoader(Samples(case.late_data_s), batch_size=1), DataLoader(Samples(), batch_size=1))
+    options = {
+        "accelerator": "gpu",
+        "devices": ranks,
+        "strategy": "ddp",
+        "max_steps": case.steps,
+        "callbacks": [GPUUtilizationMonitor(interval_s=0.1), advisor, *(make() for make in case.callbacks)],
+        "enable_checkpointing": LateCheckpoint in case.callbacks,
+    }
+    trainer = quiet_trainer(folder, **{**options, **case.options})
+    data = Slow(case.late_data_s, be_late, slow_rank=SLOW_RANK)
+    trainer.fit(case.model(), DataLoader(data), DataLoader(Slow()))
     if trainer.global_rank:
         return None
     diagnosis = advisor.diagnosis
     assert diagnosis is not None
-    # That threads wait for cores is true of a busy machine, whatever the training does.
+    # On a busy machine, threads wait for cores whatever the run does.
     own = replace(diagnosis, findings=tuple(one for one in diagnosis.findings if one.cause != "cpu_contention"))
     evidence = dict(own.findings[0].evidence) if own.findings else {}
     return {
@@ -206,19 +188,17 @@ def train(case: Case, ranks: int, folder: str) -> dict[str, Any] | None:
 
 
 def answer(case: Case, ranks: int, folder: str) -> dict[str, Any]:
-    """Train in a process for each rank, forked so that nothing is imported again."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    """Train in one forked process per rank, which need not import torch again."""
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     file = Path(folder, "answer.json")
     children = set()
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
             os.environ.update(job, RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0")
-            said = train(case, ranks, folder)
-            if said is not None:
-                file.write_text(json.dumps(said))
+            given = train(case, ranks, folder)
+            if given is not None:
+                file.write_text(json.dumps(given))
             os._exit(0)
         children.add(child)
     while children:
@@ -227,51 +207,39 @@ def answer(case: Case, ranks: int, folder: str) -> dict[str, Any]:
         if status:
             print(f"A rank ended with exit status {os.waitstatus_to_exitcode(status)}", file=sys.stderr, flush=True)
         for other in children if status else ():
-            os.kill(other, signal.SIGKILL)  # it would wait for the one that failed
+            os.kill(other, signal.SIGKILL)  # it would wait for the failed rank
     return json.loads(file.read_text())
 
 
-def is_right(case: Case, said: dict[str, Any]) -> bool:
-    """Return whether cause, rank and line are the known ones."""
-    is_known = bool({said["said"], said["first"]} & {*case.known})
-    return is_known and (not case.line or (said["rank"] == SLOW_RANK and said["names_line"]))
+def is_right(case: Case, given: dict[str, Any]) -> bool:
+    """Return whether cause, rank, and line are as expected."""
+    is_known = bool({given["said"], given["first"]} & {*case.known})
+    return is_known and (not case.line or (given["rank"] == SLOW_RANK and given["names_line"]))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="each with a GPU (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=CASES, default=[], help="these trainings alone")
-    parser.add_argument("--reports", type=Path, help="keep the reports in folders here")
-    parser.add_argument("--output", type=Path, help="also write the result as JSON")
+    parser = make_parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks and GPUs (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=[], help="only these runs")
     args = parser.parse_args()
     faulthandler.enable()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    be_quiet()
     rows = []
     for name in args.only or CASES:
         case = CASES[name]
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = str(args.reports / name) if args.reports else temporary
-            os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
             began_s = time.perf_counter()
-            said = answer(case, args.ranks, folder)
-            report = load_report(folder)
-        rows.append({"training": name, "known": case.known, "right": is_right(case, said), **said})
-        print(
-            f"{'right' if rows[-1]['right'] else 'WRONG':<6}{name}: known {' or '.join(case.known)}, said "
-            f"{said['said']} of rank {said['rank']}{', with the line' * said['names_line']}"
-            f" ({time.perf_counter() - began_s:.0f} s, {len(report.ranks)} ranks)"
+            given = answer(case, args.ranks, folder)
+            took_s, reported = time.perf_counter() - began_s, len(load_report(folder).ranks)
+        rows.append({"training": name, "known": case.known, "right": is_right(case, given), **given})
+        line = "with" if given["names_line"] else "without"
+        print_answer(
+            rows[-1],
+            f"rank {given['rank']}, {line} the line ({took_s:.0f} s, {reported} ranks in the report)",
+            given["why"],
         )
-        print(f"      {said['why']}", flush=True)
-    if args.output:
-        result = {
-            "benchmark": "diagnosis_of_ranks",
-            "ranks": args.ranks,
-            "machine": describe_machine(),
-            "answers": rows,
-        }
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(row["right"] for row in rows) else 1
+    write_result(args.output, "diagnosis_of_ranks", ranks=args.ranks, answers=rows)
+    return exit_code(rows)
 
 
 if __name__ == "__main__":

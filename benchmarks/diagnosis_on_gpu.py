@@ -1,64 +1,47 @@
-"""Trainings on a real GPU with one known cause each: what does the advisor say of them? Needs a CUDA device.
+"""Runs on a GPU with one known cause each: does the advisor name it?
 
     python benchmarks/diagnosis_on_gpu.py [--seconds 12] [--output results.json]
 
-The sizes are for a GPU of the Ampere generation or later; a simulated one, which computes nothing, leaves out the
-trainings whose cause lies in how fast a GPU computes. "healthy" means that the GPU is busy and nothing is advised
-that it waits for; a remark on precision counts as healthy where it is not what was asked.
+Requires a CUDA device. The sizes are for a GPU of the Ampere generation or later. A simulated GPU computes nothing, so
+it skips runs whose cause is how fast a GPU computes. In a run labeled "healthy", the GPU is busy and no advice is given
+about waiting; a note on precision counts as healthy.
 
-Where traceml-ai is installed, each training runs once more under ``traceml run``. How its verdict is judged is in
-benchmarks/diagnosis_peers.py.
+If traceml-ai is installed, each run also trains under ``traceml run``. benchmarks/diagnosis_peers.py describes how
+TraceML's verdict is judged.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
-import json
-import logging
 import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from diagnosis_peers import judge, traceml, traceml_says
+from diagnosis_peers import judge, traceml_says
 from diagnosis_suite import in_words
-from lightning.pytorch import Callback, LightningModule, Trainer
-from machine import describe_machine
-from torch.utils.data import DataLoader, Dataset
-from toys import Slow, SlowCallback, Stop, occupy
+from harness import be_quiet, exit_code, make_parser, print_answer, quiet_trainer, traceml, write_result
+from lightning.pytorch import Callback, LightningModule
+from torch.utils.data import DataLoader
+from toys import Repeated, SlowCallback, Stop, TrainedBySGD, occupy
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 
 
-class Ready(Dataset):
-    """The same batch over and over, so that loading costs nothing but handing it over."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.batch = torch.randn(shape)
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.batch
-
-
-class Layers(LightningModule):
-    """So many linear layers of this width.
+class Layers(TrainedBySGD):
+    """Linear layers.
 
     Args:
-        width: Of each layer.
-        depth: How many.
-        item: Whether each layer's output is asked for its value.
-        repeat: How often a batch goes through them.
+        width: Width of each layer.
+        depth: Number of layers.
+        item: Whether the host reads a value of each layer's output.
+        repeat: Number of passes of a batch through all layers.
     """
 
     def __init__(self, width: int, depth: int, *, item: bool = False, repeat: int = 1) -> None:
@@ -75,17 +58,14 @@ class Layers(LightningModule):
                     raise OverflowError
         return hidden.square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-9)
 
-
-class Waiting(LightningModule):
-    """Keeps the GPU busy in forward and calls a function before and after that.
+class Waiting(TrainedBySGD):
+    """A model that keeps the GPU busy in forward, and calls functions before and after it.
 
     Args:
-        gpu_ms: For how long.
-        before: Is called with the batch.
-        after: Is called with the loss; then the host sleeps 20 ms.
+        gpu_ms: GPU time of forward.
+        before: Function to call with the batch.
+        after: Function to call with the loss; the host then sleeps 20 ms.
     """
 
     def __init__(
@@ -110,9 +90,6 @@ class Waiting(LightningModule):
             self.after(loss)
             time.sleep(0.020)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-9)
 
 
 class Augmenting(Waiting):
@@ -144,7 +121,7 @@ def synchronize(loss: torch.Tensor) -> None:
 
 def small_kernels(batch: torch.Tensor) -> None:
     for _ in range(400):
-        for _ in range(8):  # which takes the host longer than a kernel takes the GPU
+        for _ in range(8):  # takes the host longer than the next kernel takes the GPU
             batch = batch.unsqueeze(0).squeeze(0)
         batch = batch * 1.0
 
@@ -157,13 +134,13 @@ def pure_python(batch: torch.Tensor) -> None:
 
 @dataclass
 class Case:
-    """A training.
+    """A run and its expected diagnosis.
 
     Attributes:
-        known: What may be said of it.
-        line: The function whose line has to be named in the first finding.
-        forward_ms: How long the GPU works in forward.
-        by_speed: Whether the cause lies in how fast a GPU computes. A simulated one computes nothing.
+        known: The accepted answers.
+        line: Function whose line the first finding must name.
+        forward_ms: GPU time of forward, if known.
+        by_speed: Whether the cause is how fast the GPU computes; a simulated GPU skips the run.
     """
 
     known: tuple[str, ...]
@@ -233,18 +210,15 @@ CASES = {
 
 
 def train(case: Case, seconds: float, folder: str, callbacks: Sequence[Callback] = ()) -> None:
-    """Train, with the callback that the case is about behind these."""
-    dataset = _SlowReady(case.shape, case.slow_data_s) if case.slow_data_s else Ready(case.shape)
-    trainer = Trainer(
-        accelerator="gpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-        callbacks=[Stop(seconds), *callbacks, *([case.callback()] if case.callback else [])],
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **case.options,
-    )  # fmt: skip
+    """Train with these callbacks before the case's own."""
+    own = [case.callback()] if case.callback else []
+    trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[Stop(seconds), *callbacks, *own], **case.options)
+    dataset = Repeated(torch.randn(case.shape), case.slow_data_s)
     trainer.fit(case.model(), DataLoader(dataset, batch_size=None, **case.loader))
 
 
 def answer(case: Case, seconds: float, folder: str) -> dict[str, Any]:
-    """Train and return what the advisor says, and where the GPU stood idle."""
+    """Train, and return the advisor's answer and the phases in which the GPU was idle."""
     advisor = GPUUtilizationAdvisor(min_seconds=seconds / 4)
     train(case, seconds, folder, [GPUUtilizationMonitor(interval_s=0.1), advisor])
     diagnosis = advisor.diagnosis
@@ -266,28 +240,14 @@ def answer(case: Case, seconds: float, folder: str) -> dict[str, Any]:
     }
 
 
-class _SlowReady(Ready):
-    def __init__(self, shape: tuple[int, ...], seconds: float) -> None:
-        super().__init__(shape)
-        self.slow = Slow(seconds)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.slow[index]
-        return self.batch
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each training (default: %(default)s)")
+    parser = make_parser(__doc__, seconds=12.0)
     parser.add_argument("--train", help=argparse.SUPPRESS)
-    parser.add_argument("--only", default="", help="trainings whose names have this text")
-    parser.add_argument("--output", type=Path, help="also write the result as JSON")
+    parser.add_argument("--only", default="", help="only runs whose name contains this text")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("this needs a CUDA device")
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    sys.modules.update(dict.fromkeys(["matplotlib", "bokeh"]))  # no pictures, which take longer than the trainings
+        parser.error("a CUDA device is required")
+    be_quiet()
     if args.train:
         train(CASES[args.train], args.seconds, os.getcwd())
         return 0
@@ -296,28 +256,24 @@ def main() -> int:
         if args.only not in name or (case.by_speed and "SIMULATED_CUDA" in os.environ):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            said = answer(case, args.seconds, folder)
+            given = answer(case, args.seconds, folder)
             theirs = None
             if traceml() is not None:
                 arguments = ["--train", name, "--seconds", str(args.seconds)]
                 theirs = traceml_says(Path(__file__).name, arguments, Path(folder, "traceml"))
                 theirs["is"] = judge(case.known[0], theirs["verdict"])
-        right = said["said"] in case.known
+        right = given["said"] in case.known
         known = {"training": name, "known": case.known, "forward_ms_known": case.forward_ms, "line_known": case.line}
-        rows.append({**known, "right": right, **said, "traceml": theirs})
-        print(f"{'right' if right else 'WRONG':<6}{name}: known {' or '.join(case.known)}, said {said['said']}")
-        if case.line:
-            print(f"      line of {case.line}: {'named' if said['names_line'] else 'NOT NAMED'}")
-        if case.forward_ms:
-            print(f"      forward on the GPU: known {case.forward_ms} ms, measured {said['forward_ms']} ms")
-        print(f"      {said['why']} {said['gpu_idle_percent']}", flush=True)
-        if theirs is not None:
-            print(f"      TraceML: {theirs['verdict']} ({theirs['is']}), forward {theirs['forward_ms']} ms", flush=True)
-    if args.output:
-        versions = {} if traceml() is None else {"traceml-ai": importlib.metadata.version("traceml-ai")}
-        result = {"benchmark": "diagnosis_on_gpu", "machine": {**describe_machine(), **versions}, "answers": rows}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(row["right"] for row in rows) else 1
+        rows.append({**known, "right": right, **given, "traceml": theirs})
+        print_answer(
+            rows[-1],
+            case.line and f"line of {case.line}: {'reported' if given['names_line'] else 'NOT REPORTED'}",
+            case.forward_ms and f"GPU time of forward: {case.forward_ms} ms, measured {given['forward_ms']} ms",
+            f"{given['why']} {given['gpu_idle_percent']}",
+            theirs and f"TraceML: {theirs['verdict']} ({theirs['is']}), forward {theirs['forward_ms']} ms",
+        )
+    write_result(args.output, "diagnosis_on_gpu", *(["traceml-ai"] if traceml() else []), answers=rows)
+    return exit_code(rows)
 
 
 if __name__ == "__main__":

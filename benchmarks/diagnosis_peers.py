@@ -1,41 +1,33 @@
-"""The same real trainings diagnosed by this package and by TraceML: who names the cause?
+"""The same runs diagnosed by this package and by TraceML: does each name the cause?
 
     python benchmarks/diagnosis_peers.py [--seconds 6] [--only a b] [--output results.json]
 
-Needs traceml-ai in the same environment. Each training of benchmarks/toys.py, on the CPU and slowed down in one known
-place, runs under ``traceml run``, as TraceML's own docs recommend, once as it is, so that TraceML adds its callback,
-and once with that callback in the script; and then with this package's advisor. TraceML "names" a cause if its verdict
-has a word for it. It "hints" at a callback, a logger, a checkpoint, validation, the start of an epoch or a transfer
-or work of the host inside the step
-with RESIDUAL-HEAVY, whose advice lists such work among other things, and at backward and the optimizer with
-COMPUTE-BOUND. A training to which it did not attach is left out of the sums.
+Requires traceml-ai in the same environment. Each run of benchmarks/toys.py trains on the CPU three times: under
+``traceml run``, as TraceML's docs recommend, where TraceML adds its callback itself; under ``traceml run`` with that
+callback in the script; and with this package's advisor.
+
+TraceML "names" a cause if its verdict has a word for it. RESIDUAL-HEAVY counts as a hint at a callback, a logger, a
+checkpoint, validation, the start of an epoch, a transfer, or host work inside the step, because its advice lists such
+work. COMPUTE-BOUND counts as a hint at backward and the optimizer. The sums leave out runs to which TraceML did not
+attach.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
-import logging
-import os
 import re
-import shutil
 import subprocess
-import sys
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from diagnosis_suite import answer, answer_in_a_process
-from machine import describe_machine
-from rich.console import Console
-from rich.table import Table
+from harness import be_quiet, load_average, make_parser, traceml, write_result
 from toys import TOYS
 
-# TraceML's verdicts that name a known cause, by the cause or its first word.
+# TraceML's verdicts that name a cause, by the expected answer or its first word.
 NAMES = {
     "data_loading": ("INPUT-BOUND",),
     "straggler data_loading": ("INPUT STRAGGLER", "STRAGGLER"),
@@ -53,14 +45,8 @@ HINTED = {
 WHO = ("ours", "traceml", "traceml_callback")
 
 
-def traceml() -> Path | None:
-    """Return TraceML's command, if it is installed beside this Python."""
-    found = shutil.which("traceml", path=str(Path(sys.executable).parent))
-    return None if found is None else Path(found)
-
-
 def traceml_says(script: str, arguments: Sequence[str], folder: Path, *, processes: int = 1) -> dict[str, Any]:
-    """Run a script of this folder under TraceML and return its verdict, with its reason and what it saw."""
+    """Run a script of this folder under TraceML, and return TraceML's verdict and measurements."""
     folder.mkdir()
     command = [str(traceml()), "run", str(Path(__file__).with_name(script)), "--nproc-per-node", str(processes)]
     run = subprocess.run(
@@ -81,7 +67,7 @@ def traceml_says(script: str, arguments: Sequence[str], folder: Path, *, process
 
 
 def judge(known: str, verdict: str) -> str:
-    """Return whether TraceML's verdict names the known cause, hints at it, is another one, none, or a false alarm."""
+    """Return how TraceML's verdict compares with the expected answer, as one of the table's outcomes."""
     cause = known.split()[0]
     if verdict.startswith(NAMES.get(known, NAMES.get(cause, ()))):
         return "names"
@@ -93,7 +79,7 @@ def judge(known: str, verdict: str) -> str:
 
 
 def judge_ours(known: str, said: str) -> str:
-    """Return the same of this package: as TraceML's, its answer need not tell one kind of slow loading from another."""
+    """Return the same for this package. As for TraceML, the kind of slow data loading does not count."""
     depth = 1 if known.startswith("data_loading") else None
     if known.split()[:depth] == said.split()[:depth]:
         return "names"
@@ -117,8 +103,8 @@ def rows(names: list[str], seconds: float) -> list[dict[str, Any]]:
         for who in ("traceml", "traceml_callback"):
             row[f"{who}_is"] = judge(toy.known, row[who]["verdict"]) if row[who]["attached"] else "did not attach"
         print(
-            f"{name}: {toy.known}; ours: {ours}; TraceML: {theirs['verdict']} ({row['traceml_is']}), "
-            f"by its callback {by_callback['verdict']} ({row['traceml_callback_is']})",
+            f"{name}: expected {toy.known}; this package: {ours}; TraceML: {theirs['verdict']} ({row['traceml_is']}), "
+            f"with its callback: {by_callback['verdict']} ({row['traceml_callback_is']}). {theirs['why']}",
             flush=True,
         )
         found.append(row)
@@ -126,39 +112,19 @@ def rows(names: list[str], seconds: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each training (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=TOYS, default=list(TOYS), help="these trainings alone")
-    parser.add_argument("--output", type=Path, help="also write the result as JSON")
+    parser = make_parser(__doc__, seconds=6.0)
+    parser.add_argument("--only", nargs="+", choices=TOYS, default=list(TOYS), help="only these runs")
     args = parser.parse_args()
     if traceml() is None:
-        parser.error("TraceML is not installed beside this Python: pip install traceml-ai")
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    load = os.getloadavg()[0]
+        parser.error("TraceML is not installed in this Python environment. Run `pip install traceml-ai`.")
+    be_quiet()
+    load = load_average()
     found = rows(args.only, args.seconds)
-
-    table = Table("training", "known cause", "this package", "TraceML", "by its callback", "TraceML's reason")
-    for row in found:
-        verdicts = [f"{row[who]['verdict']} ({row[f'{who}_is']})" for who in ("traceml", "traceml_callback")]
-        ours = f"{row['ours']} ({row['ours_is']})"
-        table.add_row(row["training"], row["known"], ours, *verdicts, row["traceml"]["why"])
-    Console(width=180).print(table)
     both = [row for row in found if row["traceml_is"] != "did not attach"]
     sums = {who: dict(Counter(row[f"{who}_is"] for row in both)) for who in WHO}
-    print(f"Of {len(both)} trainings that both ran on: {sums}")
-    if args.output:
-        versions = {"traceml-ai": importlib.metadata.version("traceml-ai")}
-        result = {
-            "benchmark": "diagnosis_peers",
-            "machine": {**describe_machine(), **versions},
-            "load_average_before": round(load, 2),
-            "seconds": args.seconds,
-            "both": len(both),
-            **sums,
-            "trainings": found,
-        }
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{len(both)} runs to which both attached: {sums}")
+    more = {"load_average_before": load, "seconds": args.seconds, "both": len(both)}
+    write_result(args.output, "diagnosis_peers", "traceml-ai", **more, **sums, trainings=found)
 
 
 if __name__ == "__main__":

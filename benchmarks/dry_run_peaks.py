@@ -1,22 +1,19 @@
-"""Peak GPU memory of real trainings on a simulated GPU, against the peaks on a real one.
+"""Peak GPU memory of training steps on a simulated GPU, compared with the peaks on a real GPU.
 
     python -m lightning_gpu_tools.simulated --gpu t4 -- python benchmarks/dry_run_peaks.py [--output results.json]
 
-    python benchmarks/dry_run_peaks.py --output h100.json     # on a real GPU: its peaks, for a simulated one:
+    python benchmarks/dry_run_peaks.py --output h100.json     # measures the peaks of a real GPU
     python -m lightning_gpu_tools.simulated -- python benchmarks/dry_run_peaks.py --against h100.json
 
-It needs torch's CUDA build, transformers and torchvision. The peaks of the real T4 are those of torch-preflight's
-calibration (its tests/calibration/measured_peaks.json, torch 2.11), of which its authors say that a second T4 had them
-within 0.51 %. The trainings are as its measure_cuda.py has them, on networks with random weights. Autocast takes the
-type that torch says the GPU supports, which on a T4 is bfloat16, emulated, so that attention is not one of the fused
-ones. Where torch-preflight is installed, what it estimates for the same trainings is written, too. hf-mem, which
-estimates inference, is not compared.
+Requires torch's CUDA build, transformers, and torchvision. The peaks of the real T4 are from torch-preflight's
+calibration (its tests/calibration/measured_peaks.json, torch 2.11). Its authors report that a second T4 agreed within
+0.51 %. The training steps follow its measure_cuda.py, on networks with random weights. Autocast uses the type that
+torch says the GPU supports. On a T4, that is emulated bfloat16, so attention is not fused. If torch-preflight is
+installed, the result includes its estimates. hf-mem is not compared, because it estimates inference.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -24,27 +21,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # networks are made from their default configurations
+os.environ["HF_HUB_OFFLINE"] = "1"  # networks are built from their default configurations
 
 import torch
 import torchvision
 import transformers
-from machine import describe_machine
+from harness import make_parser, write_result
 from torch import nn
 
-# How far a peak may be from the real one, as a fraction; fixed before the first run.
+# Bounds of the relative error of a peak, fixed before the first run.
 BOUNDS = {"allocated": (-0.03, 0.08), "reserved": (-0.08, 0.12)}
 
 
 class Run(NamedTuple):
-    """A training whose peak is published.
+    """A training run, and its peak on a real GPU.
 
     Attributes:
-        model: The name, as on the Hugging Face Hub.
+        model: Name on the Hugging Face Hub.
         batch: Samples in a batch.
-        size: Tokens of a sample, or pixels of each side of an image.
-        allocated: Bytes in tensors at the peak of the second step, on the real T4.
-        reserved: Bytes that torch's allocator has then.
+        size: Tokens in a sample, or pixels of each side of an image.
+        allocated: Bytes in tensors at the peak of the second step.
+        reserved: Bytes reserved by torch's allocator at that time.
     """
 
     model: str
@@ -54,7 +51,7 @@ class Run(NamedTuple):
     reserved: int = 0
 
 
-CONTEXT = 141426688  # bytes that the real T4 had in use beside what torch reserved
+CONTEXT = 141426688  # bytes in use on the real T4 in addition to torch's reserved memory
 RUNS = (
     Run("gpt2", 4, 128, 2705153536, 3042967552),
     Run("gpt2", 8, 256, 5736883712, 6092226560),
@@ -65,7 +62,7 @@ RUNS = (
     Run("resnet50", 16, 224, 1119203840, 1195376640),
     Run("resnet50", 32, 224, 1839903232, 2000683008),
 )
-# What a larger GPU is used for; peaks of these are not published.
+# Runs for larger GPUs, without published peaks.
 LARGER = (
     Run("gpt2", 32, 1024),
     Run("bert-base-uncased", 64, 512),
@@ -80,7 +77,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def trained(run: Run) -> dict[str, int]:
-    """Return the peaks of a training's second step, when the optimizer has its states."""
+    """Return the peaks of the second step, when the optimizer has its states."""
     torch.cuda.empty_cache()
     model = NETWORKS[run.model]().cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -96,7 +93,7 @@ def trained(run: Run) -> dict[str, int]:
         with torch.autocast("cuda", dtype=dtype):
             if run.model == "resnet50":
                 loss = nn.functional.cross_entropy(model(batch), labels)
-            else:  # the outputs live until the step ends
+            else:  # ``outputs`` keeps tensors until the step ends
                 outputs = model(input_ids=batch, **({"labels": labels} if run.model == "gpt2" else {}))
                 loss = outputs.loss if run.model == "gpt2" else outputs.last_hidden_state.float().pow(2).mean()
         loss.backward()
@@ -110,7 +107,7 @@ def trained(run: Run) -> dict[str, int]:
 
 
 def estimate(run: Run) -> int | None:
-    """Return torch-preflight's estimate of what is in use on the GPU, in bytes; None where it is not installed."""
+    """Return torch-preflight's estimate of the used GPU memory in bytes, or ``None`` if it is not installed."""
     if importlib.util.find_spec("torch_preflight") is None:
         return None
     from torch_preflight.vram import archdb, costmodel, hardware
@@ -124,9 +121,9 @@ def estimate(run: Run) -> int | None:
 
 
 def compared(run: Run, context: int, real_context: int) -> dict[str, Any]:
-    """Train, and return peaks in bytes, errors as fractions, and whether they are within the bounds.
+    """Train, and return peaks in bytes, errors as fractions, and whether these are within the bounds.
 
-    "in use" is what torch's allocator reserves and the context, which is what torch-preflight estimates.
+    "in use" is reserved memory plus the context, which is what torch-preflight estimates.
     """
     ours, theirs = trained(run), estimate(run)
     real = {"allocated": run.allocated, "reserved": run.reserved, "in use": run.reserved + real_context}
@@ -148,30 +145,27 @@ def compared(run: Run, context: int, real_context: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, help="peaks of a real GPU (default: those that are published of a T4)")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--against", type=Path, help="result with a real GPU's peaks (default: a T4's published peaks)")
+    args = parser.parse_args()
     torch.cuda.init()
     free, total = torch.cuda.mem_get_info()
     context = total - free - torch.cuda.memory_reserved()
-    result: dict[str, Any] = {"benchmark": "dry_run_peaks", "machine": describe_machine()}
-    result["machine"] |= {name: importlib.metadata.version(name) for name in ("transformers", "torchvision")}
+    result: dict[str, Any] = {}
+    packages = ["transformers", "torchvision"]
     if "SIMULATED_CUDA" not in os.environ:
         peaks = [run._replace(**trained(run))._asdict() for run in RUNS + LARGER]
         result |= {"context": context, "peaks": peaks}
         print(json.dumps(peaks, indent=1))
     else:
         runs, real_context = RUNS, CONTEXT
-        if arguments.against:
-            real = json.loads(arguments.against.read_text())
+        if args.against:
+            real = json.loads(args.against.read_text())
             runs, real_context = tuple(Run(**one) for one in real["peaks"]), real["context"]
             result["real_machine"] = real["machine"]
         result |= {"bounds": BOUNDS, "runs": [compared(run, context, real_context) for run in runs]}
-        if result["runs"][0]["torch-preflight"]:
-            result["machine"]["torch-preflight"] = importlib.metadata.version("torch-preflight")
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        packages += ["torch-preflight"] if result["runs"][0]["torch-preflight"] else []
+    write_result(args.output, "dry_run_peaks", *packages, **result)
 
 
 if __name__ == "__main__":

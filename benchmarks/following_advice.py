@@ -1,48 +1,49 @@
-"""Train ResNet-50 on JPEG files as a first version is often written, and follow the advice of each report. Needs a GPU.
+"""Speedups from following the advice of each report, for ResNet-50 on JPEG files.
 
     python benchmarks/following_advice.py [--seconds 20] [--reports FOLDER] [--output results.json]
 
-The first training has a DataLoader with its defaults and float32. Each next one has what the report of the one before
-says under "Next", word for word, until a report has no advice that is a setting of the loader or the precision. Nothing
-else is changed. The files are random parts of scikit-learn's two photographs, written by Pillow; they are decoded,
-cropped and flipped for each sample, as for ImageNet. It needs torchvision and scikit-learn.
+Requires a GPU, torchvision, and scikit-learn.
+The first run uses the DataLoader's defaults and float32. Each next run applies the settings under "Next" in the report
+of the previous run, exactly as printed, and changes nothing else. The benchmark ends when a report advises no setting
+of the loader or the precision, or after five runs.
+
+The files are random crops of scikit-learn's two sample photographs. As for ImageNet, each sample is decoded, cropped,
+and flipped.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
-import logging
 import re
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torchvision
-from lightning.pytorch import LightningModule, Trainer, seed_everything
-from machine import describe_machine
+from harness import be_quiet, make_parser, quiet_trainer, write_result
+from lightning.pytorch import LightningModule, seed_everything
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch.utils.data import DataLoader, Dataset
 from toys import Stop
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.reports.comparison import compare
 from lightning_gpu_tools.types import Report
 
-FILES, BATCH = 512, 32
-MAX_TRAININGS = 5
-# The settings of a DataLoader, and the precision, as advice writes them.
+FILES = 512
+BATCH = 32
+MAX_RUNS = 5
+
+# The DataLoader's settings and the precision, as printed in advice.
 LOADER = re.compile(r"DataLoader\(\.\.\., (.*?)\)")
 PRECISION = re.compile(r"Trainer\(precision=('.*?'|\".*?\")")
 
 
 class Photographs(Dataset[tuple[torch.Tensor, int]]):
-    """JPEG files, decoded and augmented for each sample; an epoch is longer than the training."""
+    """JPEG files, decoded and augmented for each sample. An epoch is longer than the run."""
 
     def __init__(self, folder: Path) -> None:
         transforms = torchvision.transforms
@@ -78,7 +79,7 @@ class Classifier(LightningModule):
 
 
 def write_photographs(folder: Path) -> None:
-    """Write the files: 500 x 375 pixels each, two classes in turn."""
+    """Write files of 500 x 375 pixels, of two classes in turn."""
     photographs = [Image.fromarray(image) for image in load_sample_images().images]
     random = np.random.default_rng(0)
     for number in range(FILES):
@@ -88,19 +89,17 @@ def write_photographs(folder: Path) -> None:
 
 
 def train(photographs: Path, folder: Path, seconds: float, loader: dict[str, Any], trainer: dict[str, Any]) -> Report:
-    """Train with these options of the loader and the Trainer."""
+    """Train with these options of the loader and the Trainer, and return the report."""
     seed_everything(0, verbose=False)
     torch.cuda.empty_cache()
     callbacks = [Stop(seconds), GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=seconds / 4)]
-    options = {"accelerator": "gpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     data = DataLoader(Photographs(photographs), batch_size=BATCH, **loader)
-    Trainer(callbacks=callbacks, default_root_dir=folder, **options, **quiet, **trainer).fit(Classifier(), data)
+    quiet_trainer(folder, accelerator="gpu", callbacks=callbacks, **trainer).fit(Classifier(), data)
     return load_report(folder)
 
 
 def advised(report: Report) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of loader and Trainer that a report says under "Next"."""
+    """Return the settings of the loader and the Trainer that a report advises under "Next"."""
     words = report.diagnosis.next_step
     loader, precision = LOADER.search(words), PRECISION.search(words)
     keywords = ast.parse(f"f({loader[1]})", mode="eval").body.keywords if loader else []  # type: ignore[attr-defined]
@@ -109,26 +108,21 @@ def advised(report: Report) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each training (default: %(default)s)")
-    parser.add_argument("--reports", type=Path, help="where the reports of the trainings stay")
-    parser.add_argument("--output", type=Path, help="also write the result as JSON")
+    parser = make_parser(__doc__, seconds=20.0)
+    parser.add_argument("--reports", type=Path, help="folder in which to keep the reports")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("this needs a CUDA device")
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        parser.error("a CUDA device is required")
+    be_quiet()
     rows: list[dict[str, Any]] = []
     loader: dict[str, Any] = {}
     trainer: dict[str, Any] = {}
-    before: Report | None = None
     with tempfile.TemporaryDirectory() as temporary:
         photographs, reports = Path(temporary, "photographs"), args.reports or Path(temporary, "reports")
         photographs.mkdir()
         write_photographs(photographs)
-        for number in range(1, MAX_TRAININGS + 1):
+        for number in range(1, MAX_RUNS + 1):
             report = train(photographs, reports / str(number), args.seconds, loader, trainer)
-            compared = compare(report, before) if before else None
             rows.append(
                 {
                     "loader": loader,
@@ -138,23 +132,14 @@ def main() -> None:
                     "verdict": report.diagnosis.verdict,
                     "why": report.diagnosis.why,
                     "next": report.diagnosis.next_step,
-                    "compared": None if compared is None else compared.verdict,
-                    "doubt": None if compared is None else compared.doubt,
                 }
             )
             print(f"--- {number}: DataLoader({loader}), Trainer({trainer})", json.dumps(rows[-1], indent=1), flush=True)
             next_loader, next_trainer = advised(report)
             if not next_loader and not next_trainer:
                 break
-            loader, trainer, before = loader | next_loader, trainer | next_trainer, report
-    if args.output:
-        result = {
-            "benchmark": "following_advice",
-            "machine": describe_machine(),
-            "batch_size": BATCH,
-            "trainings": rows,
-        }
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+            loader, trainer = loader | next_loader, trainer | next_trainer
+    write_result(args.output, "following_advice", batch_size=BATCH, trainings=rows)
 
 
 if __name__ == "__main__":

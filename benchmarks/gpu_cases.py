@@ -1,6 +1,6 @@
-"""Measurements of trainings on a GPU with one known cause each. No GPU is needed.
+"""Measurements of runs on a GPU, written by hand, with one known cause each. No GPU is needed.
 
-They show that the rules tell the causes apart, not that hardware behaves so.
+They test that the rules distinguish the causes, not that hardware behaves this way.
 """
 
 from __future__ import annotations
@@ -12,15 +12,28 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from measured_runs import COPIES
 
-from run_examples import EXAMPLES, HOPPER, NO_WORKERS, STEP, WAITS, contended, gpu_run, on_hopper, sampled_idle
-
+from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.examples import (
+    HOPPER,
+    NO_WORKERS,
+    STEP,
+    WAITS,
+    contended,
+    gpu_run,
+    on_hopper,
+    sampled_idle,
+)
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, RANK_WAIT_IN_STEP
-from lightning_gpu_tools.training.run_measurements import LoadingFacts, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import (
+    LoadingFacts,
+    RunMeasurements,
+)
 
 
 class Measured(NamedTuple):
-    """Measurements, what must be said of them, and where it matters the share of the first finding, and its words."""
+    """Measurements, the expected answer, the first finding's expected share, and words that the advice must have."""
 
     known: str
     run: RunMeasurements
@@ -29,24 +42,28 @@ class Measured(NamedTuple):
 
 
 def cold_cache() -> RunMeasurements:
-    """Return a run whose first half reads from storage and whose second half from the page cache."""
+    """Return a run that reads from storage in its first half, and from the page cache in its second half."""
     loading = LoadingFacts(early_storage_bytes_per_batch=8e6, late_storage_bytes_per_batch=1e5)
     run = gpu_run(WAITS, 25.0, loading=loading)
     warm = [dataclasses.replace(one, data_loading_s=0.05, wall_s=0.15) for one in run.blocks[:9]]
     return dataclasses.replace(run, blocks=[*run.blocks[:11], *warm])
 
 
-SICK = {name: sick for name, (sick, _) in EXAMPLES.items()}
+def sick(cause: str, share: float | None = None, words: str = "", kind: str = "") -> Measured:
+    """Return the example of a cause, with its expected answer."""
+    return Measured(f"{cause} {kind}".strip(), CAUSES[cause].sick, share, words)
+
+
 _WAITS_FOR_RANKS = dataclasses.replace(sampled_idle(), step_s={RANK_WAIT_IN_STEP: 20 * 0.020})
 _ON_STORAGE = LoadingFacts(samples=50, storage_wait_share=0.6)
 MEASURED = {
-    ".item() in every step": Measured("device_sync", SICK["device_sync"], 0.5, "train.py:42"),
-    "many small kernels": Measured("launch_bound", SICK["launch_bound"], 0.6, "torch.compile"),
+    ".item() in every step": sick("device_sync", 0.5, "train.py:42"),
+    "many small kernels": sick("launch_bound", 0.6, "torch.compile"),
     "a model too small for a GPU": Measured(
         "launch_bound", gpu_run({"training_step": 1.5, "callback/A": 0.2, "logging/B": 0.2, "trainer": 0.7}, 12.0),
         words="too small for this GPU",
     ),
-    "copies that nothing hides": Measured("host_to_device_copy", SICK["host_to_device_copy"], 0.38),
+    "copies that nothing hides": Measured("host_to_device_copy", gpu_run(**COPIES), 0.38),
     "copies behind GPU work": Measured(
         "healthy",
         gpu_run(
@@ -84,26 +101,24 @@ MEASURED = {
         15 / 36,
     ),
     "a host slower than its kernels": Measured("unexplained training_step", gpu_run({"training_step": 30}, 33.0)),
-    "work of the host in the step": Measured("host_work", SICK["host_work"], 0.6, "train.py:57 in augment"),
-    "a small batch": Measured("small_batch", SICK["small_batch"], 0.70, "batch_size=256 (now 32"),
-    "fp32 beside tensor cores": Measured("low_precision", SICK["low_precision"], words="bf16-mixed"),
+    "work of the host in the step": sick("host_work", 0.6, "train.py:57 in augment"),
+    "a small batch": sick("small_batch", 0.70, "batch_size=256 (now 32"),
+    "fp32 next to idle tensor cores": sick("low_precision", words="bf16-mixed"),
     "communication that nothing hides": Measured(
         "communication",
         gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), gpu_idle=_WAITS_FOR_RANKS), 0.4,
     ),
-    "a slow rank under a busy GPU": Measured(
-        "straggler forward", SICK["straggler"], 0.4, "All ranks wait for rank 3 (node 1)"
-    ),
-    "heat": Measured("thermal_throttling", SICK["thermal_throttling"], 0.18, "Heat"),
-    "a low power limit": Measured("power_cap", SICK["power_cap"], words="sudo nvidia-smi -pl 700"),
-    "the power limit at full load": Measured("healthy", EXAMPLES["power_cap"][1]),
-    "a quota of two cores": Measured("cpu_contention quota", SICK["cpu_contention"], 0.4, "Raise the quota"),
+    "a slow rank under a busy GPU": sick("straggler", 0.4, "All ranks wait for rank 3 (node 1)", "forward"),
+    "heat": sick("thermal_throttling", 0.18, "Heat"),
+    "a low power limit": sick("power_cap", words="sudo nvidia-smi -pl 700"),
+    "the power limit at full load": Measured("healthy", CAUSES["power_cap"].healthy),
+    "a quota of two cores": sick("cpu_contention", 0.4, "Raise the quota", "quota"),
     "two of 64 cores by SLURM": Measured(
         "cpu_contention affinity", contended(machine_cores=64, runnable_threads=16.0, in_slurm=True), 0.4,
         "--cpus-per-task=16",
     ),
-    "threads that hardly wait for a core": Measured("healthy", EXAMPLES["cpu_contention"][1]),
-    "someone else's job": Measured("shared_gpu", SICK["shared_gpu"], 0.4, "FreeMemoryCUDAAccelerator(exclusive=True)"),
+    "threads that hardly wait for a core": Measured("healthy", CAUSES["cpu_contention"].healthy),
+    "someone else's job": sick("shared_gpu", 0.4, "FreeMemoryCUDAAccelerator(exclusive=True)"),
     "slow storage": Measured(
         "data_loading io_bound", gpu_run(WAITS, 25.0, loading=_ON_STORAGE, worker_cpu_s_per_batch=0.02), 0.75,
         "waiting for storage in 60 %",

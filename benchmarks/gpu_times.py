@@ -1,39 +1,34 @@
-"""GPU times of forward, backward and optimizer in the report, next to the kernels that torch.profiler counts.
+"""GPU times of forward, backward, and the optimizer: the report's, and the sums of torch.profiler's kernels.
 
     python benchmarks/gpu_times.py [--seconds 6] [--output results.json]
 
-It needs a real GPU. Each network trains twice: with torch.profiler for some steps, and with the monitor at its defaults
-and without the profiler. A kernel belongs to the part of the step in which the host launched it, on whatever thread.
-Between two kernels a GPU takes about a microsecond, which is in the report's times and not in the profiler's. Some
-networks are starved, by data that comes late or by a host that cannot launch fast enough. The elapsed time between two
-events around forward, which is often taken for the GPU's time, is written next to them.
+Requires a real GPU. Each network trains twice: once with torch.profiler for some steps, and once with the monitor at
+its defaults. A kernel belongs to the part of the step in which any host thread launched it. The report's times include
+about 1 us between kernels, and the profiler's do not. Some networks starve the GPU, with late data or a host that
+launches too slowly. The result also has the elapsed time between two events around forward, often mistaken for GPU
+time.
 """
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import json
-import logging
 import os
-import sys
 import tempfile
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # networks are made from their default configurations
+os.environ["HF_HUB_OFFLINE"] = "1"  # networks are built from their default configurations
 
 import torch
 import torchvision
 import transformers
+from harness import be_quiet, make_parser, quiet_trainer, write_result
 from lightning.pytorch import Callback, LightningModule, Trainer
-from machine import describe_machine
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.data import DataLoader, Dataset
-from toys import Stop
+from torch.utils.data import DataLoader
+from toys import Repeated, Stop
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 
@@ -41,27 +36,8 @@ PARTS = ("forward", "backward", "optimizer")
 SKIPPED, PROFILED = 10, 10  # steps
 
 
-class Same(Dataset[torch.Tensor]):
-    """The same batch over and over, which may come late."""
-
-    def __init__(self, batch: torch.Tensor, wait_s: float) -> None:
-        self.batch, self.wait_s = batch, wait_s
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(self.wait_s)
-        return self.batch
-
-
 class Model(LightningModule):
-    """A network whose parts are marked for the profiler.
-
-    Args:
-        network: It.
-        sync: Whether each step reads its loss.
-    """
+    """A network that marks the parts of a step for the profiler. With ``sync``, each step reads its loss."""
 
     def __init__(self, network: torch.nn.Module, *, sync: bool = False) -> None:
         super().__init__()
@@ -128,16 +104,13 @@ CASES = {
 
 def fit(case: Case, folder: Path, *callbacks: Callback) -> Model:
     model = Model(case.network(), sync=case.sync)
-    trainer = Trainer(
-        accelerator="gpu", devices=1, precision="bf16-mixed", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, callbacks=[*callbacks],
-    )  # fmt: skip
-    trainer.fit(model, DataLoader(Same(case.batch(), case.wait_s), batch_size=None))
+    trainer = quiet_trainer(folder, accelerator="gpu", precision="bf16-mixed", callbacks=[*callbacks])
+    trainer.fit(model, DataLoader(Repeated(case.batch(), case.wait_s), batch_size=None))
     return model
 
 
 class Profiled(Callback):
-    """Profiles some steps, and ends the training."""
+    """A callback that profiles some steps, and then ends the run."""
 
     def __init__(self, folder: Path) -> None:
         self.trace = folder / "trace.json"
@@ -157,7 +130,7 @@ class Profiled(Callback):
 
 
 def kernel_ms(trace: dict[str, Any]) -> dict[str, float]:
-    """Return the milliseconds that the GPU works on each part of a step, by a trace of the profiler."""
+    """Return the GPU time of each part of a step in ms, from a profiler trace."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     ranges = sorted(
         (event["ts"], event["ts"] + event["dur"], event["name"])
@@ -174,7 +147,7 @@ def kernel_ms(trace: dict[str, Any]) -> dict[str, float]:
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             at = launched.get(event["args"]["correlation"], 0.0)
-            # Forward and backward lie within the optimizer's closure: the one that began last has it.
+            # Forward and backward run inside the optimizer's closure, so the part that began last counts.
             inside = [name for _, end, name in ranges[: bisect.bisect(begins, at)] if at < end]
             if inside:
                 found[inside[-1]] += event["dur"] / 1e3 / PROFILED
@@ -188,10 +161,10 @@ def compared(name: str, case: Case, seconds: float) -> dict[str, Any]:
         known = kernel_ms(json.loads(profiled.trace.read_text()))
         model = fit(case, Path(folder), Stop(seconds), GPUUtilizationMonitor())
         report = load_report(folder)
-        said = report.gpu_step_s
+        reported_s = report.gpu_step_s
         elapsed = sorted(begin.elapsed_time(end) for begin, end in model.elapsed)
     measured = {
-        part: said[f"training_step/{part}"] * 1e3 if f"training_step/{part}" in said else None for part in PARTS
+        part: 1e3 * reported_s[key] if (key := f"training_step/{part}") in reported_s else None for part in PARTS
     }
     row = {
         "training": name,
@@ -207,20 +180,14 @@ def compared(name: str, case: Case, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each training (default: %(default)s)")
-    parser.add_argument("--only", default="", help="trainings whose names have this text")
-    parser.add_argument("--output", type=Path, help="also write the result as JSON")
+    parser = make_parser(__doc__, seconds=6.0)
+    parser.add_argument("--only", default="", help="only runs whose name contains this text")
     args = parser.parse_args()
     if not torch.cuda.is_available() or "SIMULATED_CUDA" in os.environ:
-        parser.error("this needs a real GPU")
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    sys.modules.update(dict.fromkeys(["matplotlib", "bokeh"]))  # no pictures
+        parser.error("a real GPU is required")
+    be_quiet()
     rows = [compared(name, case, args.seconds) for name, case in CASES.items() if args.only in name]
-    if args.output:
-        result = {"benchmark": "gpu_times", "machine": describe_machine(), "trainings": rows}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.output, "gpu_times", trainings=rows)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,18 @@
-"""Lightning's own tests: do they end as without this package when every Trainer uses it?
+"""Lightning's own tests, with this package in every Trainer: do they end as they do without it?
 
     git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning
-    pip install pytest pytest-xdist pytest-timeout pytest-rerunfailures tensorboard pandas cloudpickle scikit-learn
+    pip install pytest pytest-timeout pytest-rerunfailures tensorboard pandas cloudpickle scikit-learn
     python benchmarks/lightning_tests.py pytorch-lightning [--only callbacks tuner] [--output results.json]
 
-The tests run once as they are, once with the entry point switched on (``LIGHTNING_GPU_TOOLS=advise``: every Trainer has
-the monitor and the advisor), and once with PortableCheckpointIO as the plugin of every Trainer. A test that ends
-differently runs once more in both ways. After each test nothing of this package may be left (a thread, a wrapper on a
-function of torch), and none of its callbacks may have been turned off by an error of its own. The exit code is 1 if
-that does not hold, or if a difference has no entry in ``KNOWN``. In the file of ``--output``, parts replace what it has
-of them.
+The tests run once unchanged, once with ``LIGHTNING_GPU_TOOLS=advise`` (the monitor and the advisor in every Trainer),
+and once with PortableCheckpointIO as the plugin of every Trainer. A test with a different outcome runs again. After
+each test, no thread or wrapper of this package may remain, and no callback may have turned itself off after an error.
+Otherwise the exit code is 1, as it is if a difference has no entry in ``KNOWN``. Parts that do not run now stay in the
+output file.
 """
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import functools
 import json
@@ -32,10 +30,10 @@ import pytest
 
 MODES = {"entry_point": {"LIGHTNING_GPU_TOOLS": "advise"}, "plugin": {"LIGHTNING_TESTS_PLUGIN": "1"}}
 PARTS = ("tuner", "loops", "checkpointing", "callbacks", "core", "loggers", "trainer")
-# By mode, why tests end differently, and patterns of their names.
+# For each mode, the reasons for different outcomes, and patterns of test names.
 KNOWN: dict[str, dict[str, list[str]]] = {
     "entry_point": {
-        "list the folder of checkpoints, where the report's is, too": [
+        "list the checkpoint folder, which also has the report's folder": [
             "test_checkpoint_connector.py::test_hpc_restore_attempt",
             "test_model_checkpoint.py::test_check_val_every_n_epochs_top_k_integration",
             "test_model_checkpoint.py::test_ckpt_every_n_train_steps",
@@ -49,7 +47,7 @@ KNOWN: dict[str, dict[str, list[str]]] = {
             "test_model_checkpoint.py::test_val_check_interval_checkpoint_files",
             "test_trainer_checkpoint.py::test_finetuning_with_ckpt_path",
         ],
-        "compare all that is logged, where the report's summary is, too": [
+        "compare everything that is logged, which includes the report's summary": [
             "test_all.py::test_loggers_fit_test_all*",
             "test_distributed_logging.py::test_logger_after_fit_predict_test_calls",
             "test_eval_loop_logging.py::test_eval_step_logging*",
@@ -63,14 +61,14 @@ KNOWN: dict[str, dict[str, list[str]]] = {
         ],
     },
     "plugin": {
-        "compare the list of callbacks, where the plugin's own is, too": [
+        "compare the list of callbacks, which includes the plugin's": [
             "test_callback_connector.py::test_attach_model_callbacks",
             "test_callback_connector.py::test_checkpoint_callbacks_are_last",
         ],
-        "expects a KeyError for a checkpoint of weights only, which the plugin refuses in words of its own": [
+        "expects a KeyError for a weights-only checkpoint, for which the plugin has its own error": [
             "test_trainer.py::test_model_checkpoint_only_weights",
         ],
-        "are about another plugin (Lightning's own, or that of XLA)": [
+        "test another plugin (Lightning's or XLA's)": [
             "test_accelerator_connector.py::test_connector_with_tpu_accelerator_instance",
             "test_trainer_checkpoint.py::test_trainer_save_checkpoint_storage_options",
         ],
@@ -78,21 +76,21 @@ KNOWN: dict[str, dict[str, list[str]]] = {
 }
 _TIMEOUT_S = 300
 _IGNORED = (
-    "checkpointing/test_legacy_checkpoints.py",  # needs files that are not part of the repository
-    "callbacks/test_spike.py",  # starts processes in each of 32 tests, for minutes
+    "checkpointing/test_legacy_checkpoints.py",  # needs files outside the repository
+    "callbacks/test_spike.py",  # takes minutes, because each of 32 tests starts processes
 )
 
 
 class Result(NamedTuple):
-    """How a test ended."""
+    """Outcome of a test."""
 
-    outcome: str  # passed, failed or skipped
+    outcome: str  # passed, failed, or skipped
     error: str = ""
-    fits: int = 0  # trainings begun
-    faults: str = ""  # of this package: what was still there afterwards, or was turned off by an error
+    fits: int = 0  # calls of Trainer.fit
+    faults: str = ""  # remains of this package, and callbacks that an error turned off
 
 
-# The part that runs within pytest, as `-p lightning_tests`
+# This part runs inside pytest, as `-p lightning_tests`.
 
 _fits = [0]
 _turned_off: list[str] = []
@@ -160,28 +158,25 @@ def _left() -> list[str]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        return
     text = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", "") or "")
     line = {"test": report.nodeid, "when": report.when, "outcome": report.outcome, "error": text[:500]}
     with _results.open("a") as file:
         file.write(json.dumps({**line, **dict(report.user_properties)}) + "\n")
 
 
-_results = Path(os.environ.get("LIGHTNING_TESTS_RESULTS", os.devnull))  # now: tests change the environment
+_results = Path(os.environ.get("LIGHTNING_TESTS_RESULTS", os.devnull))  # read now, because tests change the environment
 
 
-# The part that runs pytest
+# This part runs pytest.
 
 
-def run_tests(checkout: Path, names: list[str], environment: dict[str, str], processes: int) -> dict[str, Result]:
-    """Run tests in a process of their own, and return how each one ended."""
+def run_tests(checkout: Path, names: list[str], environment: dict[str, str]) -> dict[str, Result]:
+    """Run tests in a new process, and return the outcome of each."""
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as results:
         paths = [str(Path(__file__).parent), str(checkout / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, "-m", "pytest", "-p", "lightning_tests", "-q", "--timeout", str(_TIMEOUT_S)]
         command += ["-p", "no:cacheprovider", "--disable-pytest-warnings", "--tb=short"]
         command += ["--color=no", *(f"--ignore=tests/tests_pytorch/{name}" for name in _IGNORED)]
-        command += ["-n", str(processes), "--dist=worksteal"] if processes > 1 else []
         own = {"LIGHTNING_TESTS_RESULTS": results.name, "PYTHONPATH": os.pathsep.join(paths)}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_GPU_TOOLS")}
         subprocess.run([*command, *names], cwd=checkout, env={**kept, **environment, **own}, check=False)
@@ -189,7 +184,7 @@ def run_tests(checkout: Path, names: list[str], environment: dict[str, str], pro
         for text in results:
             line = json.loads(text)
             test = line["test"]
-            if line["when"] == "setup":  # also of a rerun
+            if line["when"] == "setup":  # perhaps of a rerun
                 found.pop(test, None)
             before = found.get(test, Result("passed"))
             if line["outcome"] != "passed":
@@ -198,12 +193,12 @@ def run_tests(checkout: Path, names: list[str], environment: dict[str, str], pro
         return found
 
 
-def compare(checkout: Path, part: str, mode: str, plain: dict[str, Result], processes: int) -> dict[str, Any]:
-    """Run the tests of a part in one way, and return what differs from ``plain``."""
-    found = run_tests(checkout, [part], MODES[mode], processes)
+def compare(checkout: Path, part: str, mode: str, plain: dict[str, Result]) -> dict[str, Any]:
+    """Run a part's tests in one mode, and return the differences from ``plain``."""
+    found = run_tests(checkout, [part], MODES[mode])
     differ = [test for test in {**plain, **found} if _end(found, test) != _end(plain, test)]
-    if differ:  # perhaps by chance
-        found.update(run_tests(checkout, differ, MODES[mode], 1))
+    if differ:  # perhaps a flaky test
+        found.update(run_tests(checkout, differ, MODES[mode]))
         differ = [test for test in differ if _end(found, test) not in ("passed", _end(plain, test))]
     reasons = {test: _reason(mode, test) for test in differ}
     return {
@@ -220,7 +215,7 @@ def compare(checkout: Path, part: str, mode: str, plain: dict[str, Result], proc
 
 
 def _end(results: dict[str, Result], test: str) -> str:
-    return results[test].outcome if test in results else "lost"  # the process has died
+    return results[test].outcome if test in results else "lost"  # its process died
 
 
 def _reason(mode: str, test: str) -> str | None:
@@ -231,13 +226,11 @@ def _reason(mode: str, test: str) -> str | None:
 
 
 def main() -> int:
-    from machine import describe_machine
+    from harness import make_parser, write_result
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, help="a checkout of pytorch-lightning, of about the version installed")
-    parser.add_argument("--only", nargs="+", default=PARTS, help="folders or files of tests_pytorch")
-    parser.add_argument("--processes", type=int, default=1, help="tests at the same time (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="also write the result as JSON, after each part")
+    parser = make_parser(__doc__)
+    parser.add_argument("checkout", type=Path, help="checkout of pytorch-lightning, close to the installed version")
+    parser.add_argument("--only", nargs="+", default=PARTS, help="only these folders or files of tests_pytorch")
     args = parser.parse_args()
     checkout = args.checkout.resolve()
     names = {part: f"tests/tests_pytorch/{part}" for part in args.only}
@@ -248,17 +241,14 @@ def main() -> int:
         parts = json.loads(args.output.read_text())["parts"]
     all_known = True
     for part, name in names.items():
-        plain = run_tests(checkout, [name], {}, args.processes)
+        plain = run_tests(checkout, [name], {})
         parts[part] = {"without": dict(Counter(one.outcome for one in plain.values()))}
         for mode in MODES:
-            parts[part][mode] = found = compare(checkout, name, mode, plain, args.processes)
+            parts[part][mode] = found = compare(checkout, name, mode, plain)
             all_known &= bool(plain) and not found["unknown_differences"] and not found["faults"]
         version = (checkout / "src" / "version.info").read_text().strip()
-        result = {"benchmark": "lightning_tests", "machine": describe_machine(), "tests_of": version, "parts": parts}
-        text = json.dumps(result, indent=1) + "\n"
-        if args.output:
-            args.output.write_text(text)
-    print(text)
+        write_result(args.output, "lightning_tests", tests_of=version, parts=parts)
+        print(json.dumps(parts[part], indent=1), flush=True)
     return 0 if all_known else 1
 
 

@@ -1,14 +1,14 @@
-"""Measure the settings that `find_loader_settings` chooses against the best of an exhaustive grid.
+"""Settings chosen by `find_loader_settings`, compared with the best of an exhaustive grid.
 
     python benchmarks/loader_settings.py [--budget 9] [--rounds 3] [--cell-seconds 0.8] [--output results.json]
     python benchmarks/loader_settings.py --searches 5 [--only computes] [--output loader_searches.json]
 
-Five loaders: one waits for storage, one computes, one has slow batches now and then, one is in memory, one needs much
-memory. The training step sleeps, as it does from the host's view when a GPU computes. Each cell of the grid is a plain
-loop over a plain DataLoader, with the first batches left out; all cells are measured in turn, round after round, and
-the median counts. As the best of many noisy numbers is too good, choice and winner are then measured once more, in
-turn. Last, `examples/train.py` is trained with its slow loader, without and with `NumWorkersFinder`. With `--searches`,
-each loader is searched that many times instead, and all that was chosen is measured side by side.
+Of five loaders, one waits for storage, one computes, one has occasional slow batches, one is in memory, and one needs
+much memory. The training step sleeps, which is how the host sees a step on a GPU. A cell of the grid is a plain loop
+over a DataLoader, without the first batches. All cells are measured in turn, round after round, and the median counts.
+The best of many noisy numbers is too good, so the choice and the winner are measured again, in turn. Finally,
+`examples/train.py` trains with its slow loader, without and with `NumWorkersFinder`. With `--searches`, each loader is
+searched that many times instead, and all chosen settings are measured in turn.
 """
 
 import argparse
@@ -20,27 +20,28 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from machine import describe_machine
-from rich.console import Console
-from rich.table import Table
+from harness import make_parser, write_result
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpu_tools import find_loader_settings
 from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.types import LoaderResult
+
+Cell = tuple[int, int | None]  # num_workers and prefetch_factor
 
 WORKERS, PREFETCH = range(8), (2, 8)
 TEXT = bytes(range(256)) * 400
 
 
 class Storage(Dataset[torch.Tensor]):
-    """Each sample is one batch, and takes as long as `seconds(index)` to arrive."""
+    """A dataset of whole batches that arrive after `seconds(index)`."""
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.seconds = seconds
@@ -68,7 +69,7 @@ class InMemory(Storage):
 
 
 class Hungry(Storage):
-    """Batches of 8 MiB, and workers that keep 128 MiB for themselves."""
+    """Batches of 8 MiB, from workers that keep 128 MiB each."""
 
     cache: torch.Tensor | None = None
 
@@ -80,22 +81,34 @@ class Hungry(Storage):
 
 
 def is_slow(index: int) -> bool:
-    """Return whether it is one of the slow samples: at random, as where a loader shuffles."""
+    """Return whether a sample is slow: one in 20, at random, as in a shuffled loader."""
     return zlib.crc32(str(index).encode()) % 20 == 0
 
 
-# The dataset, seconds of a step, the user's number of workers, and how many batches a cell of the grid needs at least.
-LOADERS: dict[str, tuple[Dataset[torch.Tensor], float, int, int]] = {
-    "waits for storage, 40 ms a batch, step 10 ms": (Storage(lambda i: 0.040), 0.010, 0, 20),
-    "computes, step 10 ms": (Computing(lambda i: 40), 0.010, 0, 20),
-    "bursts, 200 ms one batch in 20, else 10 ms, step 12 ms": (
-        Storage(lambda i: 0.2 if is_slow(i) else 0.01),
-        0.012,
-        0,
-        200,
+class Loader(NamedTuple):
+    """A loader of the benchmark.
+
+    Attributes:
+        dataset: Returns whole batches.
+        step_s: Time of a training step.
+        num_workers: The user's setting.
+        min_batches: Number of batches that a cell of the grid takes at least.
+    """
+
+    dataset: Dataset[torch.Tensor]
+    step_s: float
+    num_workers: int = 0
+    min_batches: int = 20
+
+
+LOADERS = {
+    "waits for storage, 40 ms a batch, step 10 ms": Loader(Storage(lambda i: 0.040), 0.010),
+    "computes, step 10 ms": Loader(Computing(lambda i: 40), 0.010),
+    "bursts, 200 ms one batch in 20, else 10 ms, step 12 ms": Loader(
+        Storage(lambda i: 0.2 if is_slow(i) else 0.01), 0.012, min_batches=200
     ),
-    "in memory, step 2 ms, 4 workers now": (InMemory(lambda i: 0.0), 0.002, 4, 20),
-    "memory-hungry, 60 ms a batch, step 25 ms": (Hungry(lambda i: 0.060), 0.025, 0, 20),
+    "in memory, step 2 ms, 4 workers now": Loader(InMemory(lambda i: 0.0), 0.002, num_workers=4),
+    "memory-hungry, 60 ms a batch, step 25 ms": Loader(Hungry(lambda i: 0.060), 0.025),
 }
 
 
@@ -106,7 +119,7 @@ def make_loader(dataset: Dataset[torch.Tensor], workers: int, prefetch: int | No
 
 
 def batches_per_s(loader: DataLoader[torch.Tensor], step_s: float, seconds: float, batches: int) -> float:
-    """Loop over the loader and return its steady speed, by mean over at least `seconds` and `batches`."""
+    """Loop over a loader for at least some seconds and batches, and return the mean speed after the first batches."""
     skip = loader.num_workers * (1 + (loader.prefetch_factor or 0)) + 5
     began_s, count = 0.0, 0
     for i, _ in enumerate(loader):
@@ -120,85 +133,73 @@ def batches_per_s(loader: DataLoader[torch.Tensor], step_s: float, seconds: floa
     return count / (time.perf_counter() - began_s)
 
 
-def measure(
-    dataset: Dataset[torch.Tensor], step_s: float, users: int, batches: int, args: argparse.Namespace
-) -> dict[str, Any]:
-    began_s = time.perf_counter()
-    found = find_loader_settings(make_loader(dataset, users, None), step_s, budget_s=args.budget)
-    finder_s = time.perf_counter() - began_s
+def measured_in_turn(one: Loader, cells: Iterable[Cell], rounds: int, seconds: float) -> dict[Cell, list[float]]:
+    """Return the speeds of each cell, one from each round."""
+    speeds: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    for _ in range(rounds):
+        for cell, of_cell in speeds.items():
+            of_cell.append(batches_per_s(make_loader(one.dataset, *cell), one.step_s, seconds, one.min_batches))
+    return speeds
+
+
+def named(speeds: dict[Cell, list[float]]) -> dict[str, list[float]]:
+    return {f"{workers}x{prefetch}": of_cell for (workers, prefetch), of_cell in speeds.items()}
+
+
+def search(one: Loader, budget_s: float) -> tuple[LoaderResult, Cell]:
+    """Search, and return the search's result with the chosen cell."""
+    found = find_loader_settings(make_loader(one.dataset, one.num_workers, None), one.step_s, budget_s=budget_s)
     assert found.settings is not None
-    choice = (found.settings.num_workers, found.settings.prefetch_factor)
+    return found, (found.settings.num_workers, found.settings.prefetch_factor)
+
+
+def measure(one: Loader, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare a search's choice with the grid."""
+    began_s = time.perf_counter()
+    found, choice = search(one, args.budget)
+    finder_s = time.perf_counter() - began_s
 
     began_s = time.perf_counter()
     cells = [(0, None), *itertools.product(WORKERS[1:], PREFETCH)]
-    seen: dict[tuple[int, int | None], list[float]] = {cell: [] for cell in cells}
-    for _ in range(args.rounds):
-        for cell, speeds in seen.items():
-            speeds.append(batches_per_s(make_loader(dataset, *cell), step_s, args.cell_seconds, batches))
+    grid = measured_in_turn(one, cells, args.rounds, args.cell_seconds)
     grid_s = time.perf_counter() - began_s
 
-    best = max(seen, key=lambda cell: median(seen[cell]))
-    final: dict[tuple[int, int | None], list[float]] = {choice: [], best: []}
-    for _ in range(args.rounds):
-        for cell, speeds in final.items():
-            speeds.append(batches_per_s(make_loader(dataset, *cell), step_s, 1.5 * args.cell_seconds, batches))
+    best = max(grid, key=lambda cell: median(grid[cell]))
+    final = measured_in_turn(one, [choice, best], args.rounds, 1.5 * args.cell_seconds)
+    chosen_per_s, best_per_s = median(final[choice]), median(final[best])
     return {
-        "users_num_workers": users,
+        "users_num_workers": one.num_workers,
         "choice": choice,
         "reason": found.reason,
         "trials": [asdict(trial) for trial in found.trials],
         "finder_s": finder_s,
         "best_of_grid": best,
         "grid_s": grid_s,
-        "grid_batches_per_s": {f"{workers}x{prefetch}": speeds for (workers, prefetch), speeds in seen.items()},
-        "users_batches_per_s": median(seen[users, 2 if users else None]),
-        "choice_batches_per_s": median(final[choice]),
-        "best_batches_per_s": median(final[best]),
-        "share_of_best": median(final[choice]) / median(final[best]),
+        "grid_batches_per_s": named(grid),
+        "users_batches_per_s": median(grid[one.num_workers, 2 if one.num_workers else None]),
+        "choice_batches_per_s": chosen_per_s,
+        "best_batches_per_s": best_per_s,
+        "share_of_best": chosen_per_s / best_per_s,
         "share_of_grid_time": finder_s / grid_s,
     }
 
 
-def search_again(
-    dataset: Dataset[torch.Tensor], step_s: float, users: int, batches: int, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Search several times, and measure all choices in turn."""
-    choices, seconds = [], []
-    for _ in range(args.searches):
-        found = find_loader_settings(make_loader(dataset, users, None), step_s, budget_s=args.budget)
-        assert found.settings is not None
-        choices.append((found.settings.num_workers, found.settings.prefetch_factor))
-        seconds.append(found.seconds)
-    seen: dict[tuple[int, int | None], list[float]] = {choice: [] for choice in choices}
-    for _ in range(args.rounds):
-        for cell, speeds in seen.items():
-            speeds.append(batches_per_s(make_loader(dataset, *cell), step_s, args.cell_seconds, batches))
-    fastest = max(map(median, seen.values()))
+def search_again(one: Loader, args: argparse.Namespace) -> dict[str, Any]:
+    """Search several times, and compare the choices."""
+    searches = [search(one, args.budget) for _ in range(args.searches)]
+    choices = [choice for _, choice in searches]
+    speeds = measured_in_turn(one, choices, args.rounds, args.cell_seconds)
+    medians = [*map(median, speeds.values())]
     return {
         "choices": choices,
-        "seconds": seconds,
-        "batches_per_s": {f"{workers}x{prefetch}": speeds for (workers, prefetch), speeds in seen.items()},
-        "slowest_choice": min(map(median, seen.values())) / fastest,
+        "seconds": [found.seconds for found, _ in searches],
+        "batches_per_s": named(speeds),
+        "slowest_choice": min(medians) / max(medians),
     }
 
 
-def show_searches(args: argparse.Namespace) -> dict[str, Any]:
-    found = {name: search_again(*loader, args) for name, loader in LOADERS.items() if args.only in name}
-    table = Table("loader", "chosen (workers x prefetch)", "batches/s", "slowest choice / fastest", "seconds")
-    for name, one in found.items():
-        table.add_row(
-            name,
-            ", ".join(f"{workers}x{prefetch}" for workers, prefetch in one["choices"]),
-            ", ".join(f"{cell}: {median(speeds):.1f}" for cell, speeds in one["batches_per_s"].items()),
-            f"{one['slowest_choice']:.1%}",
-            f"{min(one['seconds']):.1f} to {max(one['seconds']):.1f}",
-        )
-    Console(width=150).print(table)
-    return {"benchmark": "loader_searches", "machine": describe_machine(), "loaders": found}
-
-
 def train_example(epochs: int, *options: str) -> dict[str, float]:
-    """Train the example and return its speed in the last third of its steps, and how long it took."""
+    """Train the example, and return its speed in the last third of the steps, and its time."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(__file__).parents[1] / "examples" / "train.py"
         command = [sys.executable, str(script), "--epochs", str(epochs), *options]
@@ -210,49 +211,27 @@ def train_example(epochs: int, *options: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--budget", type=float, default=9.0, help="seconds of trials (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="of the grid (default: %(default)s)")
-    parser.add_argument("--cell-seconds", type=float, default=0.8, help="(default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=16, help="of examples/train.py (default: %(default)s)")
-    parser.add_argument("--only", default="", help="loaders whose name contains this")
-    parser.add_argument("--searches", type=int, default=0, help="search each loader so often, without the grid")
-    parser.add_argument("--output", type=Path, help="also write the result as JSON")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the grid (default: %(default)s)")
+    parser.add_argument("--cell-seconds", type=float, default=0.8, help="seconds of a cell (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=16, help="epochs of examples/train.py (default: %(default)s)")
+    parser.add_argument("--only", default="", help="only loaders whose name contains this text")
+    parser.add_argument("--searches", type=int, default=0, help="search each loader this often, without the grid")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    if args.searches:
-        result = show_searches(args)
-        if args.output:
-            args.output.write_text(json.dumps(result, indent=1) + "\n")
-        return
-
-    found = {name: measure(*loader, args) for name, loader in LOADERS.items() if args.only in name}
-    columns = ("now", "chosen", "best of the grid", "chosen / best", "finder", "grid")
-    table = Table("loader", *columns, title="batches/s with num_workers x prefetch_factor")
-    for name, one in found.items():
-        chosen, best = ("{}x{}".format(*one[key]) for key in ("choice", "best_of_grid"))
-        table.add_row(
-            name,
-            f"{one['users_batches_per_s']:.1f}",
-            f"{one['choice_batches_per_s']:.1f} ({chosen})",
-            f"{one['best_batches_per_s']:.1f} ({best})",
-            f"{one['share_of_best']:.1%}",
-            f"{one['finder_s']:.1f} s",
-            f"{one['grid_s']:.0f} s",
-        )
-    console = Console(width=150)
-    console.print(table)
-    result = {"benchmark": "loader_settings", "machine": describe_machine(), "loaders": found}
-    if not args.only:
+    found = {}
+    for name, one in LOADERS.items():
+        if args.only in name:
+            found[name] = search_again(one, args) if args.searches else measure(one, args)
+            print(name, *(f"{key}: {value}" for key, value in found[name].items()), sep="\n   ", flush=True)
+    more = {}
+    if not (args.only or args.searches):
         before, after = train_example(args.epochs), train_example(args.epochs, "--find-workers")
-        result["example"] = {"before": before, "after": after}
-        console.print(
-            f"examples/train.py: {before['steps_per_s']:.2f} steps/s as it is, {after['steps_per_s']:.2f} with what "
-            f"NumWorkersFinder found ({after['steps_per_s'] / before['steps_per_s']:.2f} times); the whole training "
-            f"took {before['wall_s']:.1f} s and {after['wall_s']:.1f} s."
-        )
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        more["example"] = {"before": before, "after": after}
+        print("examples/train.py", json.dumps(more["example"], indent=1))
+    benchmark = "loader_searches" if args.searches else "loader_settings"
+    write_result(args.output, benchmark, loaders=found, **more)
 
 
 if __name__ == "__main__":

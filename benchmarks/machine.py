@@ -1,4 +1,4 @@
-"""What a benchmark ran on, for its result file."""
+"""Description of the machine, for result files."""
 
 import importlib.metadata
 import os
@@ -14,8 +14,8 @@ import lightning_gpu_tools
 PACKAGES = ("torch", "lightning", "nvidia-ml-py")
 
 
-def describe_machine() -> dict[str, Any]:
-    """Return processor, cores, memory, GPUs and versions."""
+def describe_machine(*packages: str) -> dict[str, Any]:
+    """Return processor, cores, memory, GPUs, and the versions of Python, of this package, and of further packages."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -29,7 +29,7 @@ def describe_machine() -> dict[str, Any]:
         "gpus": _gpu_names(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        **{name: importlib.metadata.version(name) for name in (*PACKAGES, *packages)},
         "lightning-gpu-tools": lightning_gpu_tools.__version__,
     }
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command: the tests marked `gpu` and the benchmarks, with their raw results.
+# Runs the tests marked `gpu` and the benchmarks that need a GPU, and keeps the raw results.
 #
-#     benchmarks/on_gpu.sh [PART ...]        all of them by default; they are the cases below
+#     benchmarks/on_gpu.sh [PART ...]        default: all parts below
 #
-# RESULTS is the folder for the results, by default benchmarks/results, or on the simulated machine, whose results say
-# so, benchmarks/results/simulated_gpu:
+# Results are written to $RESULTS, by default benchmarks/results. On simulated GPUs, the default is
+# benchmarks/results/simulated_gpu, and the results are marked as simulated:
 #
 #     python -m lightning_gpu_tools.simulated -n 2 -- benchmarks/on_gpu.sh
 set -uo pipefail
@@ -15,7 +15,7 @@ folder=${RESULTS:-benchmarks/results}
 if [ -n "${SIMULATED_CUDA:-}" ]; then
     parts=(tests diagnosis step_cost memory pick)
     folder=${RESULTS:-benchmarks/results/simulated_gpu}
-    echo "Simulated GPU, torch's CUDA build: these results say nothing of a GPU's speed."
+    echo "GPUs are simulated: these results do not show a GPU's speed."
 fi
 [ $# -eq 0 ] || parts=("$@")
 mkdir -p "$folder"
@@ -26,7 +26,7 @@ failed=0
 for part in "${parts[@]}"; do
     began=$SECONDS
     case $part in
-        # An error of memory, or a GPU that fails, must not end all: xdist starts another process.
+        # xdist starts a new process after a test that ends its process.
         tests) command=(-m pytest tests/on_gpu -n 1 -v --durations=20 -p no:cacheprovider --junitxml="$folder/gpu_tests.xml") ;;
         peaks) command=(benchmarks/dry_run_peaks.py --output "$folder/gpu_peaks.json") ;;
         times) command=(benchmarks/gpu_times.py --output "$folder/gpu_times.json") ;;
@@ -35,7 +35,7 @@ for part in "${parts[@]}"; do
         step_cost) command=(benchmarks/step_overhead.py --rounds 14 --tool "monitor + advisor" --output "$folder/gpu_step_overhead.json") ;;
         memory) command=(benchmarks/out_of_memory.py --output "$folder/gpu_out_of_memory.json") ;;
         pick) command=(benchmarks/pick_speed.py --real --output "$folder/gpu_pick_speed.json") ;;
-        *) echo "There is no part $part" >&2; exit 2 ;;
+        *) echo "Unknown part: $part" >&2; exit 2 ;;
     esac
     "$python" "${command[@]}" 2>&1 | tee "$folder/gpu_$part.log"
     rc=${PIPESTATUS[0]}

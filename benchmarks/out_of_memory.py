@@ -1,22 +1,16 @@
-"""Trainings that run out of GPU memory for one known reason each: what does the report say? Needs CUDA.
+"""Runs that fill GPU memory for one known reason each: does the report name it? And how large a batch would fit?
 
     python benchmarks/out_of_memory.py [--output results.json]
 
-It runs on a real GPU, and on the simulated machine with torch's CUDA build. Each case is labeled by what was done, with
-the phase in which the error must be seen; torch may use some 4 GiB, or another process holds the rest of the GPU.
-Healthy trainings must stay without a verdict of memory. Then, for models like GPT-2, BERT and ResNet-50 with random
-weights, the largest batch size that a training with a small one predicts is compared with the largest that trains,
-found by trying. The prediction replays the recorded steps on a model of torch's allocator, and leaves 2 % free.
+Requires torch's CUDA build and a real or simulated GPU. Each case is labeled by its cause and by the phase of the
+error. torch may use about 1 GiB, or another process holds the rest of the GPU. Healthy runs must get no memory verdict.
+Then benchmarks/largest_batch.py compares predicted and actual largest batch sizes.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import gc
-import json
 import linecache
-import logging
 import multiprocessing
 import os
 import re
@@ -24,7 +18,6 @@ import signal
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,34 +26,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import TESTS, be_quiet, exit_code, make_parser, print_answer, quiet_trainer, write_result
+from largest_batch import mean_error, predictions
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy
-from machine import describe_machine
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(TESTS))
 
 from rank_processes import run_ranks
-from trainings import quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, list_gpus, load_report
-from lightning_gpu_tools.trainer.measuring_callback import FitSession
 
-GIB = 2**30
-# What is said here of MiB is a quarter of that, so that a case takes a second. A layer of WIDTH x WIDTH weights takes
-# 64 of them, and its output for a sample of length 4 takes 2.
+# A "MiB" of the cases is 256 KiB, so that a case takes a second. In this unit, the weights of a layer take 64 MiB, and
+# its output for a sample of length 4 takes 2 MiB.
 WIDTH, LENGTH, MIB = 2048, 16, 2**18
 
 
 class Batches(Dataset):
-    """Batches of samples of these lengths, which begin again at the end.
+    """A dataset of whole batches.
 
     Args:
         size: Samples in a batch.
-        lengths: Of the samples of each batch.
-        count: How many batches.
+        lengths: Sample length of each batch; repeats from the start.
+        count: Number of batches.
     """
 
     def __init__(self, size: int = 16, lengths: Sequence[int] = (4,), count: int = 24) -> None:
@@ -75,16 +65,16 @@ class Batches(Dataset):
 
 
 def taken(mib: int) -> torch.Tensor:
-    """Return a tensor that takes this much of the GPU."""
+    """Return a GPU tensor of some MiB."""
     return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
 
 
 class Layers(LightningModule):
-    """Linear layers with AdamW: with 4 of them, 256 MiB each of parameters and gradients, and 512 MiB of states."""
+    """Linear layers with AdamW. Four have 256 MiB of parameters, 256 MiB of gradients, and 512 MiB of states."""
 
     def __init__(self, depth: int = 4) -> None:
         super().__init__()
-        # Whatever the memory held will do as weights, and costs no time.
+        # The values of the weights do not matter, so initialization is skipped.
         linear = (torch.nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(depth))
         self.layers = nn.Sequential(*(nn.Sequential(one, nn.Tanh()) for one in linear))
         self.kept: list[Any] = []
@@ -100,7 +90,7 @@ class Layers(LightningModule):
 
 
 class KeepsGraphs(Layers):
-    """Keeps the loss of every step with its graph."""
+    """A model that keeps the loss of every step with its graph."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -109,7 +99,7 @@ class KeepsGraphs(Layers):
 
 
 class KeepsOutputs(Layers):
-    """Keeps the outputs of every step, without a graph, as for a metric at the end of the epoch."""
+    """A model that keeps the outputs of every step without a graph, as for a metric at the end of the epoch."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.kept.append(self.layers(batch).detach())
@@ -117,7 +107,7 @@ class KeepsOutputs(Layers):
 
 
 class Generates(Layers):
-    """Takes a branch in one step that holds much more, for a batch like all others."""
+    """A model that takes a branch with a much higher peak in one step, for a usual batch."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx == 15:
@@ -138,7 +128,7 @@ class EvaluatesIntoAList(Layers):
 
 
 class LoadsOntoTheGpu(Layers):
-    """Loads a checkpoint beside its own weights."""
+    """A model that loads a checkpoint to the GPU, next to its own weights."""
 
     def on_fit_start(self) -> None:
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
@@ -147,12 +137,12 @@ class LoadsOntoTheGpu(Layers):
 
 
 class Fragments(Layers):
-    """Leaves half of what it allocates in a step, in pieces, as caches of many sizes do."""
+    """A model that keeps every second of many small allocations, as caches of varying sizes do."""
 
     def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
         if batch_idx == 10:
             for _ in range(8):
-                taken(512)  # and given back to the cache, from which the pieces are cut
+                taken(512)  # returns to the cache, from which the pieces are cut
                 pieces = [taken(16) for _ in range(32)]
                 self.kept += pieces[::2]
 
@@ -163,7 +153,7 @@ class Fragments(Layers):
 
 
 class EmptiesTheCache(Layers):
-    """Empties torch's cache now and then, as some do against errors of memory."""
+    """A model that empties torch's cache every tenth step, a common workaround for memory errors."""
 
     def on_train_batch_end(self, outputs: Any, batch: torch.Tensor, batch_idx: int) -> None:
         if batch_idx % 10 == 0:
@@ -171,7 +161,7 @@ class EmptiesTheCache(Layers):
 
 
 class Communicates(Layers):
-    """Has NCCL ask the driver for buffers once in each step after the first ones."""
+    """A model in which NCCL needs 800 MiB from the driver in every step after the first ones."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -182,7 +172,7 @@ class Communicates(Layers):
 
 
 class CatchesErrors(Layers):
-    """Skips the batches that do not fit."""
+    """A model that skips batches that do not fit."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx in (5, 9):
@@ -194,28 +184,40 @@ class CatchesErrors(Layers):
 class Fails(Layers):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx == 15:
-            raise KeyError("a label that is not in the table")
+            raise KeyError("unknown label")
         return super().training_step(batch, batch_idx)
 
 
-class FillsAnother(Layers):
-    """Rank 1 holds half of GPU 0, where rank 0 then asks for as much."""
+class FillsGpu0(Layers):
+    """A model in which ranks hold shares of GPU 0, and rank 0 then allocates another share there.
+
+    Args:
+        held: Share that each rank holds.
+        requested: Share that rank 0 allocates.
+    """
+
+    def __init__(self, held: Sequence[float], requested: float) -> None:
+        super().__init__()
+        self.held, self.requested = held, requested
+
+    def take(self, share: float) -> torch.Tensor:
+        total = torch.cuda.get_device_properties(0).total_memory
+        return torch.empty(int(share * total), dtype=torch.uint8, device="cuda:0")
 
     def on_fit_start(self) -> None:
-        self.half = torch.cuda.get_device_properties(0).total_memory // 2
-        if self.global_rank == 1:
-            self.kept.append(torch.empty(self.half, dtype=torch.uint8, device="cuda:0"))
+        if share := self.held[self.global_rank]:
+            self.kept.append(self.take(share))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx == 11:
             if self.global_rank == 1:
-                raise KeyError("rank 0 does not go on, either")
-            torch.empty(self.half, dtype=torch.uint8, device=self.device)
+                raise KeyError("stop, because rank 0 fails")
+            self.take(self.requested)
         return super().training_step(batch, batch_idx)
 
 
 class OnOneGpu(DDPStrategy):
-    """All ranks on one GPU, as where ``CUDA_VISIBLE_DEVICES`` shows the same one to each."""
+    """A DDP strategy with all ranks on one GPU, as if ``CUDA_VISIBLE_DEVICES`` were the same for each."""
 
     @property
     def parallel_devices(self) -> list[torch.device]:
@@ -226,33 +228,19 @@ class OnOneGpu(DDPStrategy):
         self._parallel_devices = devices
 
 
-class SharesTheGpu(Layers):
-    """Each rank holds 40 % of the GPU on which all train, and then rank 0 asks for more."""
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        total = torch.cuda.get_device_properties(0).total_memory
-        if batch_idx == 0:
-            self.kept.append(torch.empty(int(0.4 * total), dtype=torch.uint8, device="cuda:0"))
-        if batch_idx == 11:
-            if self.global_rank == 1:
-                raise KeyError("rank 0 does not go on, either")
-            torch.empty(int(0.3 * total), dtype=torch.uint8, device="cuda:0")
-        return super().training_step(batch, batch_idx)
-
-
 class AtEpochEnd(Layers):
     def on_train_epoch_end(self) -> None:
         taken(8000)
 
 
 def hold(job: Connection, left: int, gpus: int | None, is_orphan: bool) -> None:
-    """Be another program, which takes all but so many MiB of so many GPUs once it is told to."""
+    """Run as another program: on a message from ``job``, take all but some MiB of the first GPUs, or of all."""
     if is_orphan and os.fork():
         os._exit(0)
     job.recv()
     held = []
     for gpu in range(gpus or torch.cuda.device_count()):
-        torch.zeros(1, device=gpu)  # so that what CUDA takes is taken
+        torch.zeros(1, device=gpu)  # creates the CUDA context, which takes memory itself
         free, _ = torch.cuda.mem_get_info(gpu)
         held.append(torch.empty(free - left * MIB, dtype=torch.uint8, device=gpu))
     job.send(os.getpid())
@@ -261,13 +249,16 @@ def hold(job: Connection, left: int, gpus: int | None, is_orphan: bool) -> None:
 
 @contextlib.contextmanager
 def another_job(left: int, gpus: int | None = None, *, is_orphan: bool = False) -> Iterator[Callable[[], None]]:
-    """Start another program, whose parent may end at once, and give what has it take memory. CUDA has not started."""
+    """Fork another program before CUDA starts, and yield a function that makes it take memory.
+
+    With ``is_orphan``, its parent process exits at once.
+    """
     ours, its = multiprocessing.Pipe()
     multiprocessing.get_context("fork").Process(target=hold, args=(its, left, gpus, is_orphan)).start()
     pids = []
 
     def take() -> None:
-        ours.send("take it")
+        ours.send("take memory")
         pids.append(ours.recv())
 
     try:
@@ -278,7 +269,7 @@ def another_job(left: int, gpus: int | None = None, *, is_orphan: bool = False) 
 
 
 class Starts(Callback):
-    """Another job starts on the same GPU when torch's cache has been emptied."""
+    """A callback that starts another job on the GPU just after torch's cache was emptied."""
 
     def __init__(self, take: Callable[[], None]) -> None:
         self.take = take
@@ -290,23 +281,24 @@ class Starts(Callback):
 
 @dataclass
 class Case:
-    """A training and what must be said of it.
+    """A run and its expected report.
 
     Attributes:
-        known: The cause, by what was done, or ``""`` if no memory must be blamed.
-        phase: Where the error comes, as the outcome names it; empty if it may come anywhere.
-        words: What the report must have.
-        line: Code on a line that must be named as one that holds the memory, or that asked for more.
+        known: The cause; ``""`` = the report must not blame memory.
+        phase: Phase of the error, as in the outcome; ``""`` = any phase.
+        words: Text that the report must contain.
+        line: Code on a line that the report must name.
         model: Makes the model.
         batches: Makes the training batches.
-        validation: Those of validation; none without.
-        ranks: Each on a GPU of its own, unless the strategy says otherwise; torch may use all if there are several.
-        allowed: How many MiB torch may use.
-        job: Another process on the GPU, if any: ``before`` the training, on all GPUs; ``left over`` by a program that
-            has ended; or one that ``starts`` in the middle of it.
-        left: How many MiB that leaves; then torch may use all.
-        allocator: Settings of torch's allocator, as in the environment, maybe with the ``{fraction}`` that is allowed.
-        options: Of the Trainer.
+        validation: Makes the validation batches.
+        ranks: Number of ranks. Several ranks have one GPU each, unless the strategy decides otherwise, and no limit.
+        allowed: Limit for torch, in MiB.
+        job: Another process on the GPU. It starts ``before`` the run, on all GPUs; it was ``left over`` when its parent
+            exited; or it ``starts`` during the run. torch then has no limit.
+        left: Memory that the other process leaves, in MiB.
+        allocator: Environment variable with settings of torch's allocator. ``{fraction}`` becomes the share of the GPU
+            that ``allowed`` is.
+        options: Trainer options.
     """
 
     known: str
@@ -325,7 +317,7 @@ class Case:
 
 
 CASES = {
-    # Beside 256 MiB of weights a sample takes 12 MiB at the peak of forward and 16 at that of backward.
+    # With 4 layers, a sample takes 12 MiB at the peak of forward, and 16 MiB at the peak of backward.
     "a second step that does not fit": Case(
         "batch_too_large", "forward", "fit by measured memory", model=partial(Layers, 16), batches=partial(Batches, 64),
         allowed=5900,
@@ -416,14 +408,16 @@ CASES = {
         options={"accumulate_grad_batches": 4},
     ),
     "ranks on one GPU": Case(
-        "shared_by_ranks", "forward", "Give each rank its own GPU", model=SharesTheGpu, ranks=2,
-        options={"strategy": OnOneGpu(process_group_backend="gloo")},  # NCCL refuses it
+        "shared_by_ranks", "forward", "Give each rank its own GPU", model=partial(FillsGpu0, [0.4, 0.4], 0.3), ranks=2,
+        options={"strategy": OnOneGpu(process_group_backend="gloo")},  # NCCL refuses ranks on one GPU
     ),
     "a hook that takes too much": Case(
         "spike", "AtEpochEnd.on_train_epoch_end", "Do it in parts", model=AtEpochEnd
     ),
-    "half of a GPU held by another rank": Case("stray_contexts", "forward", "set_device", model=FillsAnother, ranks=2),
-    # Healthy ones.
+    "half of a GPU held by another rank": Case(
+        "stray_contexts", "forward", "set_device", model=partial(FillsGpu0, [0.0, 0.5], 0.5), ranks=2
+    ),
+    # Healthy runs.
     "all of it fits": Case("", validation=partial(Batches, count=5)),
     "all of it fits, cudaMallocAsync": Case(
         "", validation=partial(Batches, count=5), allocator="PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync"
@@ -435,7 +429,7 @@ CASES = {
 
 
 def warm_up() -> None:
-    """Have CUDA take what it takes for kernels when they are first used."""
+    """Run each kind of kernel once, because its first use takes GPU memory."""
     layer = nn.Linear(8, 8, device="cuda")
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.zeros(8, 8, device="cuda")).tanh().square().mean().backward()
@@ -443,13 +437,13 @@ def warm_up() -> None:
 
 
 def train(folder: Path, rank: int, name: str) -> None:
-    """Train until it fails, and leave a report; in a process of its own, because a limit of torch's stays."""
-    sys.modules.update(dict.fromkeys(["matplotlib", "bokeh"]))  # no pictures, which take longer than the training
+    """Train until memory runs out, and leave a report. Each case needs its own process, because torch keeps limits."""
+    be_quiet()
     case = CASES[name]
     if case.allocator:
         total = list_gpus()[0].memory_total_bytes or 0
         variable, settings = case.allocator.replace("{fraction}", f"{case.allowed * MIB / total:.4f}").split("=")
-        os.environ[variable] = settings  # torch reads them when CUDA starts
+        os.environ[variable] = settings  # read when CUDA starts
     callbacks: list[Callback] = [GPUUtilizationMonitor()]
     with contextlib.ExitStack() as jobs:
         if case.job:
@@ -464,8 +458,7 @@ def train(folder: Path, rank: int, name: str) -> None:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(case.allowed * MIB / total)
         ranks: dict[str, Any] = {"devices": case.ranks, "strategy": "ddp" if case.ranks > 1 else "auto"}
-        options = {"accelerator": "cuda", "num_sanity_val_steps": 0, **ranks, **case.options}
-        trainer = quiet_trainer(folder, callbacks=callbacks, **options)
+        trainer = quiet_trainer(folder, accelerator="cuda", callbacks=callbacks, **{**ranks, **case.options})
         loaders = [DataLoader(data(), batch_size=None) for data in (case.batches, case.validation) if data is not None]
         with contextlib.suppress(RuntimeError, KeyError):
             trainer.fit(case.model(), *loaders)
@@ -479,7 +472,7 @@ def train_one_by_one(folders: dict[str, Path]) -> None:
 
 
 def train_in_new_process(folders: dict[str, Path], allocator: str) -> None:
-    """Train cases with a backend of the allocator, which torch chooses when it is imported."""
+    """Train cases in a new process, because torch chooses the allocator's backend on import."""
     variable, settings = allocator.split("=")
     os.environ[variable] = settings
     alone = multiprocessing.get_context("spawn").Process(target=train_one_by_one, args=(folders,))
@@ -490,7 +483,7 @@ def train_in_new_process(folders: dict[str, Path], allocator: str) -> None:
 
 
 def judged(name: str, folder: Path) -> dict[str, Any]:
-    """Train, and return what is said of it, and whether it is right."""
+    """Train, and return the report's answer."""
     case = CASES[name]
     if "backend" in case.allocator:
         train_in_new_process({name: folder}, case.allocator)
@@ -501,7 +494,7 @@ def judged(name: str, folder: Path) -> dict[str, Any]:
 
 
 def answer(name: str, folder: Path) -> dict[str, Any]:
-    """Return what is said of a training, and whether it is right."""
+    """Return the answer in the report of a run, and whether it is right."""
     case = CASES[name]
     report = load_report(folder)
     diagnosis = report.diagnosis
@@ -525,245 +518,27 @@ def answer(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-STEPS = 4
-
-
-class Same(Dataset):
-    """The same sample over and over."""
-
-    def __init__(self, sample: torch.Tensor) -> None:
-        self.sample = sample
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.sample
-
-
-class Model(LightningModule):
-    """A network with an optimizer."""
-
-    def __init__(self, network: nn.Module, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
-        super().__init__()
-        self.network, self.optimizer = network, optimizer
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.network(batch).float().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer(self.parameters(), lr=1e-6)
-
-
-class Transformer(nn.Module):
-    """A transformer over tokens, with a head over the vocabulary: causal as GPT-2, or not as BERT."""
-
-    def __init__(self, layers: int, width: int, *, causal: bool, vocabulary: int = 16_384) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, batch_first=True, norm_first=causal)
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.causal = causal
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        length = tokens.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length, tokens.device) if self.causal else None
-        return self.head(self.layers(self.embedding(tokens), mask, is_causal=self.causal))
-
-
-class PlainAttention(nn.Module):
-    """A layer of a transformer whose attention is written out, so that it keeps all pairs of tokens."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads, self.norm = width // 64, nn.LayerNorm(width)
-        self.inside, self.outside = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        batch, length, width = hidden.shape
-        parts = self.inside(self.norm(hidden)).view(batch, length, 3, self.heads, 64).permute(2, 0, 3, 1, 4)
-        query, key, value = parts.unbind()
-        weights = (query @ key.transpose(-2, -1) / 8).softmax(-1)
-        hidden = hidden + self.outside((weights @ value).transpose(1, 2).reshape(batch, length, width))
-        return hidden + self.mlp(hidden)
-
-
-class Checkpointed(nn.Module):
-    """Layers that are computed again in backward."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=False)
-        return hidden
-
-
-def plain(layers: int, width: int, *, checkpointed: bool) -> nn.Module:
-    """Return a transformer with written-out attention."""
-    inside = [PlainAttention(width) for _ in range(layers)]
-    return nn.Sequential(
-        nn.Embedding(16_384, width), Checkpointed(*inside) if checkpointed else nn.Sequential(*inside),
-        nn.Linear(width, 1024),
-    )  # fmt: skip
-
-
-class Bottleneck(nn.Module):
-    def __init__(self, inside: int, width: int, outside: int, stride: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
-            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
-            *(nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside)),
-        )
-        same = inside == outside and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Conv2d(inside, outside, 1, stride, bias=False)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.layers(images) + self.shortcut(images))
-
-
-def resnet() -> nn.Module:
-    """Return 50 layers of convolutions, as ResNet-50 has them."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2, 1),
-    ]
-    inside = 64
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        width = 64 * 2**stage
-        for block in range(blocks):
-            layers.append(Bottleneck(inside, width, 4 * width, 2 if stage and not block else 1))
-            inside = 4 * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 1000))
-
-
-TOKENS, IMAGE = torch.zeros(256, dtype=torch.long), torch.zeros(3, 160, 160)
-MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, dict[str, Any]]] = {
-    "like GPT-2": (partial(Transformer, 8, 512, causal=True), TOKENS, {}),
-    "like GPT-2, bf16-mixed": (partial(Transformer, 8, 512, causal=True), TOKENS, {"precision": "bf16-mixed"}),
-    "like BERT": (partial(Transformer, 6, 768, causal=False), TOKENS, {}),
-    "like ResNet-50": (resnet, IMAGE, {}),
-    "like ResNet-50, bf16-mixed": (resnet, IMAGE, {"precision": "bf16-mixed"}),
-    "attention of all pairs": (partial(plain, 8, 512, checkpointed=False), TOKENS, {}),
-    "attention of all pairs, checkpointed": (partial(plain, 8, 512, checkpointed=True), TOKENS, {}),
-    "like BERT, 4 batches accumulated": (
-        partial(Transformer, 6, 768, causal=False), TOKENS, {"accumulate_grad_batches": 4}
-    ),
-    "like BERT, fused AdamW": (partial(Transformer, 6, 768, causal=False), TOKENS, {}),
-    "like ResNet-50, SGD with momentum": (resnet, IMAGE, {}),
-}  # fmt: skip
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "like BERT, fused AdamW": partial(torch.optim.AdamW, fused=True),
-    "like ResNet-50, SGD with momentum": partial(torch.optim.SGD, momentum=0.9),
-}
-
-
-def trains(name: str, batch_size: int, *callbacks: Callback) -> bool:
-    """Train some steps, and return whether the batches fit."""
-    build, sample, options = MODELS[name]
-    loader = DataLoader(Same(sample), batch_size=batch_size)
-    watched = [GPUUtilizationMonitor(report=False), *callbacks]
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = quiet_trainer(Path(folder), accelerator="gpu", max_steps=STEPS, callbacks=watched, **options)
-        model = Model(build(), OPTIMIZERS.get(name, torch.optim.AdamW))
-        try:
-            trainer.fit(model, loader)
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            trainer.strategy.teardown()
-            del model, trainer
-            gc.collect()
-            torch.cuda.empty_cache()
-    return True
-
-
-class Predict(Callback):
-    """Asks after some steps for the largest batch size."""
-
-    size: int | None = None
-
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        self.session = FitSession.of(trainer, self)
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        recorder = self.session.begin()
-        recorder.find_largest_batch()
-        self.size = recorder.largest_batch_size
-
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        self.session.release(self)
-
-
-def largest_that_trains(trains: Callable[[int], bool], guess: int) -> int:
-    """Return the largest batch size that trains within a percent, by halving what is between one that does and not."""
-    fits, fails = 0, guess
-    while trains(fails):
-        fits, fails = fails, 2 * fails
-    while fails - fits > max(1, fits // 100):
-        middle = (fits + fails) // 2
-        fits, fails = (middle, fails) if trains(middle) else (fits, middle)
-    return fits
-
-
-def predictions() -> list[dict[str, Any]]:
-    """Compare the largest batch sizes that are predicted from small ones with those that train, in 15 GiB."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, 15 * GIB / total))
-    rows = []
-    for name in MODELS:
-        predicted = {}
-        for size in (8, 32):
-            predict = Predict()
-            trains(name, size, predict)
-            predicted[size] = predict.size
-        guess = max((size for size in predicted.values() if size), default=64)
-        found = largest_that_trains(partial(trains, name), guess)
-        errors = {size: None if value is None else value / found - 1 for size, value in predicted.items()}
-        rows.append({"model": name, "predicted": predicted, "found": found, "error": errors})
-        print(f"{name}: predicted {predicted}, {found} train")
-    return rows
-
-
-def mean_error(sizes: Sequence[dict[str, Any]]) -> float | None:
-    """Return by how much the predictions from the largest of the small batches are wrong on average."""
-    errors = [abs(error) for row in sizes if (error := [*row["error"].values()][-1]) is not None]
-    return sum(errors) / len(errors) if errors else None
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="these cases alone")
-    parser.add_argument("--output", type=Path, help="also write the result as JSON")
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=CASES, help="only these cases, and no batch sizes")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("this needs a CUDA device, or python -m lightning_gpu_tools.simulated")
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        parser.error("a CUDA device is required; for a simulated one, run python -m lightning_gpu_tools.simulated")
+    be_quiet()
     rows = []
-    for name in (name for name in args.only if CASES[name].ranks <= torch.cuda.device_count()):
+    for name in args.only or CASES:
+        if CASES[name].ranks > torch.cuda.device_count():
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            row = judged(name, Path(folder))
-        rows.append({"training": name, **row})
-        print(f"{'right' if row['right'] else 'WRONG'}  {name}: {row['known'] or 'healthy'}; {row['outcome']}")
-        print(f"       {row['said']}: {row['why']}\n       {row['next']}")
+            rows.append({"training": name, **judged(name, Path(folder))})
+        print_answer(rows[-1], rows[-1]["outcome"], rows[-1]["why"], rows[-1]["next"])
     right = sum(row["right"] for row in rows)
-    sizes = predictions() if len(args.only) == len(CASES) else []
-    print(f"{right} of {len(rows)} right; mean error of the predicted batch size: {mean_error(sizes)}")
-    if args.output:
-        result = {"benchmark": "out_of_memory", "machine": describe_machine(), "right": right, "of": len(rows)}
-        result |= {"mean_error": mean_error(sizes), "answers": rows, "sizes": sizes}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if right == len(rows) else 1
+    sizes = [] if args.only else predictions()
+    error = mean_error(sizes)
+    print(f"{right} of {len(rows)} right; mean error of the predicted batch size: {error}")
+    sums = {"right": right, "of": len(rows), "mean_error": error}
+    write_result(args.output, "out_of_memory", **sums, answers=rows, sizes=sizes)
+    return exit_code(rows)
 
 
 if __name__ == "__main__":

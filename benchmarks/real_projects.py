@@ -1,18 +1,18 @@
-"""Train programs that others wrote, with and without this package, and compare what comes of it.
+"""Third-party projects, trained with and without this package: are results equal, and does the advice speed them up?
 
-    python benchmarks/real_projects.py                     # all of them: installs 10 GB
+    python benchmarks/real_projects.py                     # all projects; installs 10 GB
     python benchmarks/real_projects.py chemprop scvi-tools --rounds 5 --folder ~/projects --output results.json
 
-Each project gets a virtual environment of its own (torch of constraints.txt, the project, this checkout) and is trained
-in its own way, with data that it makes or ships, by `real_projects/train_<name>.py`. In each round it trains as it is,
-with `LIGHTNING_GPU_TOOLS=advise` in the environment, with the callbacks and with `NumWorkersFinder` (where the project
-takes callbacks), with what the advice says, and with the project's own switches. Weights and random states must be
-equal to the bit, but for settings with persistent workers: torch then draws their seed once and not in each epoch.
-Times are those of `Trainer.fit`, compared within a round. Last, checkpoints written without this
-package are loaded and resumed with it, and the other way round.
+Each project has its own virtual environment (torch of constraints.txt, the project, and this checkout).
+`real_projects/train_<name>.py` trains it with the project's own API and with data that it generates or includes. Each
+round trains it unchanged; with `LIGHTNING_GPU_TOOLS=advise`; with the callbacks, and with `NumWorkersFinder`, if the
+project accepts callbacks; with the advised settings; and with the project's own switches.
+
+Weights and random states must be bitwise equal. Settings with persistent workers are an exception, because torch then
+draws the workers' seed once instead of in each epoch. The times of `Trainer.fit` are compared within a round. Finally,
+checkpoints written without this package are loaded and resumed with it, and vice versa.
 """
 
-import argparse
 import ast
 import json
 import os
@@ -28,28 +28,26 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from harness import load_average, make_parser
 from machine import describe_machine
-from rich.console import Console
-from rich.table import Table
 
 REPOSITORY = Path(__file__).parents[1]
 RUN_TRAINING = Path(__file__).with_suffix("") / "run_training.py"
-TIMEOUT_S = 1800.0  # of one training; they take less than a minute on two idle cores
-console = Console(width=120, highlight=False)
+TIMEOUT_S = 1800.0  # a run takes less than a minute on two idle cores
 
 
 @dataclass(frozen=True)
 class Project:
-    """A program of somebody else.
+    """A third-party project.
 
     Attributes:
-        module: The name behind `train_`.
-        requirement: What pip installs.
-        callbacks: Whether it takes callbacks.
-        plugins: Whether it takes plugins of this package, too.
-        resumes: Whether it can go on from a checkpoint of the Trainer.
-        base: Options of `train()` in every run.
-        switches: What else its users can change that bears on loading, as options of `train()`.
+        module: Name of its script, without `train_`.
+        requirement: Requirement for pip.
+        callbacks: Whether it accepts callbacks.
+        plugins: Whether it accepts plugins.
+        resumes: Whether it can resume from a checkpoint of the Trainer.
+        switches: The project's own settings that affect loading, as options of `train()`.
+        workers: Whether it has a num_workers setting.
     """
 
     module: str
@@ -57,7 +55,6 @@ class Project:
     callbacks: bool = True
     plugins: bool = True
     resumes: bool = False
-    base: Mapping[str, Any] = field(default_factory=dict)
     switches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     workers: bool = True
 
@@ -66,18 +63,9 @@ CHEMPROP = "chemprop==2.3.1"
 PROJECTS = {
     "chemprop": Project("chemprop", CHEMPROP, resumes=True, switches={"dataset.cache = True": {"cache": True}}),
     "chemprop-train": Project("chemprop_cli", CHEMPROP, callbacks=False, plugins=False),
-    "chemprop-train-no-cache": Project(
-        "chemprop_cli",
-        CHEMPROP,
-        callbacks=False,
-        plugins=False,
-        base={"arguments": ["--no-cache"]},
-        switches={"without --no-cache": {"arguments": []}},
-    ),
     "pytorch-forecasting": Project("pytorch_forecasting", "pytorch-forecasting==1.8.0", resumes=True),
     "darts": Project("darts", "darts[torch]==0.48.1", plugins=False),
     "scvi-tools": Project("scvi", "scvi-tools==1.4.2"),
-    "nequip": Project("nequip", "nequip==0.19.1", resumes=True),
     "gluonts": Project(
         "gluonts", "gluonts[torch]==0.17.0", switches={"cache_data=True": {"cache_data": True}}, workers=False
     ),
@@ -85,14 +73,14 @@ PROJECTS = {
 
 
 class FailedError(Exception):
-    """A step of a project failed; the message says which, and where its output is."""
+    """A step of a project failed. The message names the step and the log."""
 
 
 def execute(what: str, command: list[str], log: Path, variables: Mapping[str, str] = {}) -> None:
     """Run a command with its output in a file.
 
     Raises:
-        FailedError: It failed, or took too long.
+        FailedError: The command failed or timed out.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
@@ -113,7 +101,7 @@ def execute(what: str, command: list[str], log: Path, variables: Mapping[str, st
 
 
 def install(project: Project, folder: Path) -> Path:
-    """Return the Python of the project's environment, after installing it if it is not there."""
+    """Return the Python of the project's environment, and install the environment first if necessary."""
     python, done = folder / "bin" / "python", folder / "installed.txt"
     if done.exists() and done.read_text() == project.requirement:
         return python
@@ -121,14 +109,14 @@ def install(project: Project, folder: Path) -> Path:
     torch = re.search(r"^torch==\S+", pins, re.MULTILINE)
     assert torch is not None
     pip = [str(python), "-m", "pip", "install", "--quiet"]
-    # torch comes first: it alone decides between builds for the CPU and for CUDA.
+    # torch comes first, so that it alone decides between CPU and CUDA builds.
     for what, command in (
-        ("Making the environment", [sys.executable, "-m", "venv", str(folder)]),
+        ("Creating the environment", [sys.executable, "-m", "venv", str(folder)]),
         (f"Installing {torch[0]}", [*pip, torch[0]]),
         (f"Installing {project.requirement}", [*pip, torch[0], project.requirement]),
         ("Installing this package", [*pip, torch[0], "--editable", str(REPOSITORY)]),
     ):
-        console.print(f"  {what} ...", markup=False)
+        print(f"  {what} ...", flush=True)
         execute(what, command, folder.parent / f"install-{folder.name}.log")
     done.write_text(project.requirement)
     return python
@@ -145,12 +133,12 @@ class Runner:
     ) -> dict[str, Any]:
         folder = self.folder / re.sub(r"\W+", "-", name)
         shutil.rmtree(folder, ignore_errors=True)
-        load = os.getloadavg()[0]
-        arguments = ["--parts", parts, "--options", json.dumps({**self.project.base, **options})]
-        console.print(f"  {name} ...", end=" ", markup=False)
+        load = load_average()
+        arguments = ["--parts", parts, "--options", json.dumps(options)]
+        print(f"  {name} ...", end=" ", flush=True)
         began_s = time.perf_counter()
         result = self._call(folder, arguments, {"LIGHTNING_GPU_TOOLS": "advise"} if advise else {})
-        console.print(f"{result['fit_s']:.1f} s (with everything {time.perf_counter() - began_s:.0f} s)")
+        print(f"fit {result['fit_s']:.1f} s, in total {time.perf_counter() - began_s:.0f} s")
         report = max(folder.rglob("gpu_report.json"), key=lambda file: file.stat().st_mtime, default=None)
         if report is not None:
             result["report"] = summary(json.loads(report.read_text()))
@@ -166,7 +154,7 @@ class Runner:
 
 
 def summary(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what counts of a gpu_report.json."""
+    """Return the parts of a gpu_report.json that the result needs."""
     diagnosis = report["diagnosis"]
     keys = ("cause", "share", "ceiling", "ceiling_lower", "basis", "advice", "evidence")
     return {
@@ -187,7 +175,7 @@ def measure(runner: Runner, rounds: int) -> dict[str, Any]:
     variants |= {name: {"options": options} for name, options in project.switches.items()}
     runs: dict[str, list[dict[str, Any]]] = {}
     for turn in range(rounds):
-        console.print(f" round {turn + 1} of {rounds}")
+        print(f" round {turn + 1} of {rounds}")
         for name, how in variants.items():
             runs.setdefault(name, []).append(runner.train(name, **how))
         if turn == 0 and project.workers:
@@ -198,10 +186,10 @@ def measure(runner: Runner, rounds: int) -> dict[str, Any]:
 
 
 def loader_variants(run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the DataLoader settings to try: those that the advice names, or without advice some that it could have."""
+    """Return the DataLoader settings to try: the advised ones, or without advice, one worker and one per core."""
     found = run["report"]["findings"] if "report" in run else []
     text = " ".join(finding["advice"] or "" for finding in found if finding["cause"] == "data_loading")
-    # As the advice words it: "DataLoader(..., num_workers=2, prefetch_factor=2) (now 0, None)".
+    # The advice has this form: "DataLoader(..., num_workers=2, prefetch_factor=2) (now 0, None)".
     code = next(iter(re.findall(r"DataLoader\(\.\.\., (.*?)\)", text)), "")
     advised = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=(\w+)", code)}
     tries = [advised] if advised else [{"num_workers": count} for count in sorted({1, os.cpu_count() or 1})]
@@ -213,7 +201,7 @@ def loader_variants(run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def exchange(runner: Runner, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Load and resume checkpoints of the project with this package, and the other way round."""
+    """Load and resume the project's checkpoints with this package, and vice versa."""
     found: dict[str, Any] = {}
 
     def keep(name: str, action: Callable[[], Any]) -> None:
@@ -239,48 +227,30 @@ def exchange(runner: Runner, plain: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def describe(result: Mapping[str, Any]) -> Table:
+def show(result: Mapping[str, Any]) -> None:
+    """Print times and states compared with the unchanged runs of the same rounds, then findings and checkpoints."""
     runs = result["runs"]
     plain = runs["as it is"]
-    table = Table("variant", "fit, s", "beside as it is", "CPU time", "weights", "random numbers", "verdict")
     for name, found in runs.items():
-        pairs = list(zip(found, plain[-len(found) :], strict=True))  # of one round each
+        pairs = list(zip(found, plain[-len(found) :], strict=True))  # pairs of one round
         wall, cpu = (sorted(one[key] / other[key] - 1 for one, other in pairs) for key in ("fit_s", "cpu_s"))
-        equal = (len({one[key] for one in (*found, *plain)}) == 1 for key in ("weights", "random_states"))
-        report = found[0].get("report")
-        table.add_row(
-            name,
-            f"{median(one['fit_s'] for one in found):.1f}",
-            f"{median(wall):+.1%} ({wall[0]:+.1%} to {wall[-1]:+.1%})",
-            f"{median(cpu):+.1%}",
-            *("equal" if one else "different" for one in equal),
-            report["verdict"] if report else "",
+        states = {(one["weights"], one["random_states"]) for one in (*found, *plain)}
+        equal = "equal" if len(states) == 1 else "different"
+        print(
+            f"{name}: {median(one['fit_s'] for one in found):.1f} s, {median(wall):+.1%} ({wall[0]:+.1%} to "
+            f"{wall[-1]:+.1%}), CPU time {median(cpu):+.1%}, weights and random states {equal}"
         )
-    return table
-
-
-def print_findings(result: Mapping[str, Any]) -> None:
-    for name, found in result["runs"].items():
-        report = found[0].get("report", {"findings": [], "search": None})
+        report = found[0].get("report", {"findings": []})
         for finding in report["findings"]:
-            ceiling = "" if finding["ceiling"] is None else f", up to {finding['ceiling']:.2f}x"
-            console.print(f"{name}: {finding['cause']}{ceiling}: {finding['advice']}", markup=False)
-        if search := report["search"]:
-            console.print(f"{name}: searched for {search['seconds']:.1f} s. {search['reason']}", markup=False)
-    for name, found in result["checkpoints"].items():
-        console.print(f"checkpoints, {name}:", markup=False)
-        for who, outcome in found.items() if isinstance(found, dict) else [("weights", found)]:
-            console.print(f"  {who}: {outcome.splitlines()[0]}", markup=False)
+            print(f"    {finding['cause']}: {finding['advice']}")
+    print(json.dumps(result["checkpoints"], indent=1))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("projects", nargs="*", help=f"of {', '.join(PROJECTS)} (default: all)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="keeps environments and runs (default: a temporary folder)")
-    parser.add_argument(
-        "--output", type=Path, help="also write the results as JSON; those of other projects in it stay"
-    )
+    parser = make_parser(__doc__)
+    parser.add_argument("projects", nargs="*", help=f"any of {', '.join(PROJECTS)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="folder to keep environments and runs (default: temporary)")
     args = parser.parse_args()
     names = args.projects or list(PROJECTS)
     if unknown := [name for name in names if name not in PROJECTS]:
@@ -290,21 +260,20 @@ def main() -> None:
         folder = (args.folder or Path(temporary)).resolve()
         failed = 0
         for name in names:
-            console.rule(name)
+            print(f"== {name}")
             project = PROJECTS[name]
             try:
                 python = install(project, folder / re.split(r"[=\[]", project.requirement)[0])
                 result = measure(Runner(project, python, folder / "runs" / name), args.rounds)
             except FailedError as error:
-                console.print(str(error), style="red", markup=False)
+                print(error)
                 failed += 1
                 continue
-            console.print(describe(result))
-            print_findings(result)
-            if args.output:
+            show(result)
+            if args.output:  # results of other projects stay in the file
                 kept = json.loads(args.output.read_text()) if args.output.exists() else {"benchmark": "real_projects"}
                 kept.setdefault("projects", {})[name] = {"machine": describe_machine(), **result}
-                # Messages and checkpoints are named by where they were, which is nobody else's business.
+                # Messages and checkpoints contain paths of this machine.
                 text = json.dumps(kept, indent=1).replace(f"{folder}/", "").replace(f"{REPOSITORY}/", "")
                 args.output.write_text(text + "\n")
     sys.exit(1 if failed else 0)

@@ -1,16 +1,14 @@
-"""What a job of many ranks costs its rank 0: the exchange between ranks, the diagnosis, the report.
+"""Cost for rank 0 of a job with many ranks: the exchange between ranks, the diagnosis, and the report.
 
     python benchmarks/scale.py [--ranks 8 64 1024 8192] [--no-real] [--output benchmarks/results/scale.json]
 
-Ranks stand on nodes of eight. All but rank 0 are entries in a real TCPStore, filled as the ranks would fill it; its
-server is another process, and a relay between it and rank 0 adds a network's round trip. Then 32 real ranks train a
-model of ten parameters with gloo, on four nodes of torchrun that are all this machine: without a slow rank, with one,
-and with a slow node.
+There are eight ranks per node. All ranks but rank 0 are entries in a real TCPStore, written as ranks write them. The
+store's server is another process, behind a relay that adds a network's round trip. Then 32 real ranks train a model of
+ten parameters with gloo, on four torchrun nodes on this machine: without a slow rank, with one, and with a slow node.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -29,13 +27,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from harness import TESTS, free_port, load_average, make_parser, quiet_trainer, write_result
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from machine import describe_machine
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(TESTS))
 
 from run_examples import gpu_run
 from simulated_report import simulated_report
@@ -56,6 +54,7 @@ LOCAL_RANKS = 8
 ROUND_TRIP_S = 0.3e-3
 REPEATS = 5
 SLOW_RANK, SLOW_NODE = 19, 2
+# A script of its own, so that 32 ranks need not import this file's modules.
 TRAIN = """
 import sys, time, torch
 from torch.utils.data import DataLoader, Dataset
@@ -86,14 +85,14 @@ torch.distributed.destroy_process_group()
 
 
 def serve() -> None:
-    """Be the host of a store."""
+    """Run as the server of a store."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     print(store.port, flush=True)
     threading.Event().wait()
 
 
 def relay(port: int) -> None:
-    """Pass connections on to a port, each way half a round trip later."""
+    """Forward connections to a port, and delay each direction by half a round trip."""
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     while True:
@@ -116,7 +115,7 @@ def _take(source: socket.socket, later: queue.Queue[tuple[float, bytes]]) -> Non
 def _give(target: socket.socket, later: queue.Queue[tuple[float, bytes]]) -> None:
     while True:
         due_s, data = later.get()
-        while time.perf_counter() < due_s:  # a sleep would take twice as long
+        while time.perf_counter() < due_s:  # a sleep takes twice as long
             pass
         if not data:
             target.shutdown(socket.SHUT_WR)
@@ -126,7 +125,7 @@ def _give(target: socket.socket, later: queue.Queue[tuple[float, bytes]]) -> Non
 
 @contextlib.contextmanager
 def child(*arguments: str) -> Iterator[int]:
-    """Run this program in another process; gives the port that it listens on."""
+    """Run this program in another process, and yield the port on which it listens."""
     process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=-1, text=True)
     assert process.stdout is not None
     try:
@@ -147,7 +146,7 @@ def timed_s(function: Callable[[], object]) -> float:
 
 
 def facts_of(place: RankPlace, chance: random.Random) -> dict[str, Any]:
-    """Return what a rank publishes, as long as from a training on GPUs; rank 9 is slow."""
+    """Return the entry of a rank, as long as in a job on GPUs. Rank 9 is slow."""
     phases = ("data_loading", "host_to_device_copy", "forward", "backward", "optimizer", "callback/EarlyStopping")
     phase_s = {phase: round(0.01 + 0.001 * chance.random(), 9) for phase in phases}
     over_time = [round(sum(phase_s.values()) + 0.02 * (place.rank == 9), 6)] * 16
@@ -182,7 +181,7 @@ def facts_of(place: RankPlace, chance: random.Random) -> dict[str, Any]:
 
 
 class Job:
-    """A job with rank 0 here and its other ranks as entries in a store."""
+    """A job with rank 0 in this process, and its other ranks as entries in a store."""
 
     def __init__(self, ranks: int, direct: TCPStore, far: TCPStore, name: str) -> None:
         nodes = ranks // LOCAL_RANKS
@@ -195,27 +194,22 @@ class Job:
             for which in ("measured", "read")
         }
 
-    def fill(self, which: str, dead: Sequence[int] = (), **more: Any) -> int:
-        """Let all other ranks but dead ones post, and the first ranks of nodes post that again; return the bytes."""
-        size = 0
+    def fill(self, which: str, **more: Any) -> None:
+        """Post the entries of all other ranks, and then those that the first rank of each node merges."""
         for board, place in zip(self._boards[which], self.places[1:], strict=True):
-            if place.rank not in dead:
-                facts = {**more, **facts_of(place, self._chance)}
-                board.post(**facts)
-                size += len(json.dumps(board.entries[place.rank]))
+            board.post(**more, **facts_of(place, self._chance))
         for board, place in zip(self._boards[which], self.places[1:], strict=True):
-            if place.local_rank == 0 and place.rank not in dead:
+            if place.local_rank == 0:
                 board.read(place.mates)
                 board.post_node()
-        return size
 
 
 def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
-    """Return what a job of this size costs rank 0."""
+    """Return the costs of a job of this size for rank 0."""
     job = Job(ranks, direct, far, f"{ranks} ranks")
     walls_s, cpus_s = [], []
     for _ in range(REPEATS):
-        size = job.fill("read")
+        job.fill("read")
         began_s = time.thread_time()
         walls_s.append(timed_s(job.board.read_all))
         cpus_s.append(time.thread_time() - began_s)
@@ -224,7 +218,7 @@ def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
     own = facts_of(job.places[0], random.Random(0))
     job.fill("measured")
     publishing_s = [timed_s(lambda: job.exchange.publish(**own)) for _ in range(50)]
-    while len(job.exchange.entries()) < ranks:  # which the thread gathers soon
+    while len(job.exchange.entries()) < ranks:  # the thread is still gathering
         job.exchange.publish()
         time.sleep(0.2)
     entries = job.exchange.entries()
@@ -235,20 +229,13 @@ def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
     assert ranks < 10 or (found is not None and found.evidence["who"] == "rank 9"), found
     job.fill("measured", is_last=True)
     end_s = timed_s(lambda: job.exchange.finish(TIMEOUT_S))
-    ends_s = {}
-    for name, dead in (("first rank of a node", [ranks - LOCAL_RANKS]), ("all others", [*range(1, ranks)])):
-        if ranks > LOCAL_RANKS or name == "all others":
-            other = Job(ranks, direct, far, f"{ranks} ranks, {name} dead")
-            other.exchange.publish(**own)
-            if name != "all others":
-                other.fill("measured", dead, is_last=True)
-            ends_s[name] = timed_s(lambda job=other: job.exchange.finish(TIMEOUT_S))
-            came = len(other.exchange.entries())
-            assert came == (1 if name == "all others" else ranks - 1), came
+    alone = Job(ranks, direct, far, f"{ranks} ranks, all others dead")
+    alone.exchange.publish(**own)
+    alone_s = timed_s(lambda: alone.exchange.finish(TIMEOUT_S))
+    assert len(alone.exchange.entries()) == 1
     return {
         "ranks": ranks,
         "nodes": ranks // LOCAL_RANKS,
-        "entries_bytes": size,
         "publish_s": median(publishing_s),
         "gather_s": median(walls_s),
         "gather_cpu_s": median(cpus_s),
@@ -256,21 +243,21 @@ def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:
         "list_s": listing_s,
         "judge_s": judging_s,
         "end_s": end_s,
-        "end_dead_s": ends_s,
+        "end_dead_s": {"all others": alone_s},
         **of_running_report([entry for entry in entries if entry["rank"]]),
         **of_report(ranks),
     }
 
 
 def read_alone(board: Board, store: TCPStore, rank: int) -> None:
-    """Read an entry by itself, as this package did before: ask whether it is there, then for what it is."""
+    """Read a single entry with two requests, for comparison: does it exist, and what is it?"""
     key = board._key(f"rank {rank}")
     if store.check([key]):
         json.loads(store.get(key))
 
 
 class AskForReports(Callback):
-    """Has the running report measured some times, as on rank 0 when these entries of other ranks have come in."""
+    """A callback that times the running report on rank 0, after the entries of other ranks have arrived."""
 
     def __init__(self, entries: list[dict[str, Any]]) -> None:
         self.entries = entries
@@ -284,14 +271,14 @@ class AskForReports(Callback):
         session.ranks.exchange._board.entries |= {entry["rank"]: entry for entry in self.entries}
         session.begin().receive(session.ranks.exchange.entries())
         report_file = Path(running.file.path)
-        running._host = session.begin().read_host()  # as the background thread does before it asks
+        running._host = session.begin().read_host()  # as the background thread does before
         took_s, pauses_s, cpus_s = [], [], []
         for _ in range(REPEATS):
             before = report_file.stat().st_mtime_ns
             began_cpu_s = session.background.cpu_s
             took_s.append(timed_s(running.measure))
             pause_s, seen_s = 0.0, time.perf_counter()
-            while report_file.stat().st_mtime_ns == before:  # it works on, and sees how long it is kept from it
+            while report_file.stat().st_mtime_ns == before:  # computes, and records the longest interruption
                 now_s = time.perf_counter()
                 pause_s, seen_s = max(pause_s, now_s - seen_s), now_s
             pauses_s.append(pause_s)
@@ -299,7 +286,6 @@ class AskForReports(Callback):
             cpus_s.append(session.background.cpu_s - began_cpu_s)
         self.found = {
             "running_report_s": median(took_s),
-            "running_report_max_s": max(took_s),
             "running_report_pause_s": median(pauses_s),
             "running_report_thread_cpu_s": median(cpus_s),
             "running_report_all_here_s": timed_s(lambda: describe(session, RUNNING)),
@@ -307,25 +293,16 @@ class AskForReports(Callback):
 
 
 def of_running_report(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the running report takes of the training thread and of the one that writes it."""
+    """Return the time that the running report takes in the training thread and in the writing thread."""
     asked = AskForReports(entries)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        trainer = Trainer(
-            max_steps=151,
-            accelerator="cpu",
-            logger=False,
-            default_root_dir=folder,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[asked.monitor, asked],
-        )
+        trainer = quiet_trainer(folder, max_steps=151, callbacks=[asked.monitor, asked])
         trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 200)))
     return asked.found
 
 
 def of_report(ranks: int) -> dict[str, Any]:
-    """Return what the report of a job with so many GPUs takes."""
+    """Return the time and size of a report with one GPU per rank."""
     report = simulated_report(nodes=ranks // LOCAL_RANKS, gpus=LOCAL_RANKS)
     with tempfile.TemporaryDirectory() as folder:
         picture_s = timed_s(lambda: save_plot(report, folder))
@@ -341,14 +318,11 @@ def of_report(ranks: int) -> dict[str, Any]:
 
 
 def train(slow: Sequence[int], *, nodes: int = 4) -> dict[str, Any]:
-    """Train with real ranks, and return what the report says."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    """Train with real ranks, and return the report's answer."""
+    with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
         script.write_text(TRAIN)
-        options = [f"--nnodes={nodes}", f"--nproc-per-node={LOCAL_RANKS}", f"--master-port={port}"]
+        options = [f"--nnodes={nodes}", f"--nproc-per-node={LOCAL_RANKS}", f"--master-port={free_port()}"]
         command = [sys.executable, "-m", "torch.distributed.run", *options, "--master-addr=127.0.0.1"]
         began_s = time.perf_counter()
         agents = [
@@ -378,31 +352,23 @@ def main() -> None:
         return serve()
     if sys.argv[1:2] == ["--relay"]:
         return relay(int(sys.argv[2]))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024, 8192])
-    parser.add_argument("--no-real", action="store_true", help="leave out the 32 real ranks")
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
-    options = parser.parse_args()
-    found: dict[str, Any] = {"machine": describe_machine(), "load_average_before": load_average()}
+    parser = make_parser(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024, 8192], help="sizes of the job")
+    parser.add_argument("--no-real", action="store_true", help="skip the 32 real ranks")
+    args = parser.parse_args()
+    found: dict[str, Any] = {"load_average_before": load_average(), "sizes": []}
     with child("--serve") as port, child("--relay", str(port)) as far_port:
         direct, far = client(port), client(far_port)
-        trips_s = [timed_s(lambda: far.check(["nothing"])) for _ in range(500)]
-        found["round_trip_s"] = median(trips_s)
-        found["sizes"] = []
-        for ranks in options.ranks:
+        found["round_trip_s"] = median(timed_s(lambda: far.check(["nothing"])) for _ in range(500))
+        for ranks in args.ranks:
             found["sizes"].append(measure(ranks, direct, far))
             print(json.dumps(found["sizes"][-1]), flush=True)
-    if not options.no_real:
+    if not args.no_real:
         node = range(SLOW_NODE * LOCAL_RANKS, (SLOW_NODE + 1) * LOCAL_RANKS)
         found["real"] = [train(slow) for slow in ((), (SLOW_RANK,), node)]
         print(json.dumps(found["real"], indent=1))
-    if options.output is not None:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+    write_result(args.output, "scale", **found)
     return None
-
-
-def load_average() -> float:
-    return round(float(Path("/proc/loadavg").read_text().split()[0]), 2)
 
 
 if __name__ == "__main__":

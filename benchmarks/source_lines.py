@@ -1,18 +1,15 @@
-"""How well sampled source lines agree with the truth, and what a sample costs.
+"""Accuracy of sampled source lines, and the cost of a sample.
 
     python benchmarks/source_lines.py [--seconds 60] [--output results.json]
 
-A plain loop under watch() does five kinds of work in each step, one in a line each, and times them itself: each for
-some milliseconds at a time, and then for about one. The package samples it as it does every training, but for a window
-as long as the run. The same is done with Python's own switch interval of 5 ms, to show why it is shortened. The cost is
-the CPU time of the sampling thread.
+A plain loop under watch() does five kinds of work in each step, each on a line of its own, and times them. They take
+some milliseconds at a time in the first run, and about one in the second. The package samples the loop as it does every
+run, but for the whole run. A third run with Python's default switch interval of 5 ms shows why the package shortens it.
+The cost is the CPU time of the sampling thread.
 """
 
-import argparse
 import contextlib
 import io
-import json
-import os
 import sys
 import tempfile
 import time
@@ -22,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe_machine
+from harness import load_average, make_parser, write_result
 
 from lightning_gpu_tools import load_report, watch
 from lightning_gpu_tools.training import line_sampler
 
-LONG, SHORT = 5, 1  # how much there is to do at a time
+LONG, SHORT = 5, 1  # amount of work at a time
 SQUARES = {LONG: torch.randn(700, 700), SHORT: torch.randn(400, 400)}
 DATA = {much: list(range(30_000 * much)) for much in (LONG, SHORT)}
 
@@ -56,7 +53,7 @@ WORK: tuple[Callable[[int], Any], ...] = (pure_python, in_torch, c_that_calls_py
 
 
 def measure(seconds: float, switch_s: float, much: int) -> dict[str, Any]:
-    """Return the shares of time and of samples of each kind of work, and the cost of a sample."""
+    """Return each kind of work's share of the time and of the samples, and the cost of a sample."""
     line_sampler.WINDOW_SAMPLES, line_sampler.SWITCH_S = 10**9, switch_s
     truth: Counter[str] = Counter()
     sampler: Any = None
@@ -67,14 +64,14 @@ def measure(seconds: float, switch_s: float, much: int) -> dict[str, Any]:
                 for do in WORK:
                     began_s = time.perf_counter()
                     do(much)
-                    if step > 20:  # as the package counts
+                    if step > 20:  # the package's warm-up
                         truth[do.__name__] += time.perf_counter() - began_s
                 if time.perf_counter() > ends_s:
                     break
             sampler = run._training.session.recorder.lines
             cpu_s = sampler.cpu_s
         lines = load_report(folder).lines
-    # A lambda is a function of its own, in the same line.
+    # By line, because a lambda is another function on the same line.
     of_line = {do.__code__.co_firstlineno + 1: do.__name__ for do in WORK}
     seen: Counter[str] = Counter()
     for one in lines:
@@ -90,25 +87,20 @@ def measure(seconds: float, switch_s: float, much: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each run (default: %(default)g)")
-    parser.add_argument("--output", type=Path, help="where to write the result")
-    options = parser.parse_args()
-    load = os.getloadavg()[0]
+    args = make_parser(__doc__, seconds=60.0).parse_args()
+    load = load_average()
     torch.set_num_threads(1)
     ours_s, pythons_s = line_sampler.SWITCH_S, sys.getswitchinterval()
     runs = {
-        "milliseconds at a time": measure(options.seconds, ours_s, LONG),
-        "one millisecond at a time": measure(options.seconds, ours_s, SHORT),
-        "milliseconds at a time, with Python's switch interval": measure(options.seconds, pythons_s, LONG),
+        "milliseconds at a time": measure(args.seconds, ours_s, LONG),
+        "one millisecond at a time": measure(args.seconds, ours_s, SHORT),
+        "milliseconds at a time, with Python's switch interval": measure(args.seconds, pythons_s, LONG),
     }
     for name, found in runs.items():
         print(f"{name}: {found['samples']} samples, {found['us_per_sample']:.0f} us of CPU time each")
         for work, percent in found["true_percent"].items():
-            print(f"  {work:24} true {percent:5.1f} %  seen {found['seen_percent'][work]:5.1f} %")
-    if options.output:
-        result = {"machine": describe_machine(), "load_average_before": load, "seconds": options.seconds, "runs": runs}
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+            print(f"  {work:24} true {percent:5.1f} %  sampled {found['seen_percent'][work]:5.1f} %")
+    write_result(args.output, "source_lines", load_average_before=load, seconds=args.seconds, runs=runs)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Trainings that hang for one known reason each, and trainings that only seem to: real processes on the CPU."""
+"""Runs that hang for one known reason each, and slow but healthy runs: real processes on the CPU."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from harness import quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader, Dataset
@@ -25,17 +25,16 @@ from lightning_gpu_tools.training.lock_alarm import STACKS_NAME
 
 StallAfter = float | Literal["auto"]
 
-# At which batch, step or sample what is wrong goes wrong.
-AT = 12
+AT = 12  # the step, batch, or sample at which the run hangs
 
 
 def hang() -> None:
-    """Wait for good, as for a lock that nobody gives back."""
+    """Wait forever, as for a lock that is never released."""
     threading.Event().wait()
 
 
 class Data(Dataset[torch.Tensor]):
-    """Samples of which some do something before they are loaded."""
+    """A dataset that calls a function with the index of each sample."""
 
     def __init__(self, act: Callable[[int], None] = lambda index: None, length: int = 200) -> None:
         self.act, self.length = act, length
@@ -49,7 +48,7 @@ class Data(Dataset[torch.Tensor]):
 
 
 class Model(LightningModule):
-    """A model that does something in each training step and each batch of validation."""
+    """A model that calls a function in each training step, and one in each validation batch."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Model(LightningModule):
 
 
 class Acting(Callback):
-    """Does something in one hook."""
+    """A callback that calls a function in one hook."""
 
     def __init__(self, hook: str, act: Callable[[Trainer], None]) -> None:
         setattr(self, hook, lambda trainer, *args, **kwargs: act(trainer))
@@ -90,27 +89,26 @@ def fit(
     validation: DataLoader[torch.Tensor] | None = None,
     **options: Any,
 ) -> None:
-    """Train some 200 steps on the CPU, with the monitor."""
+    """Train for one epoch, by default of 100 steps on the CPU, with the monitor."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": ranks,
-        "strategy": "ddp" if ranks > 1 else "auto",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": folder,
-        "use_distributed_sampler": False,
-    }
     monitor = GPUUtilizationMonitor(stall_after_s=stall_after_s)
-    trainer = Trainer(**{**defaults, **options}, callbacks=[monitor, *callbacks])
+    options = {"devices": ranks, "strategy": "ddp" if ranks > 1 else "auto", **options}
+    trainer = quiet_trainer(folder, callbacks=[monitor, *callbacks], use_distributed_sampler=False, **options)
     loader = DataLoader(data or Data(), batch_size=2, num_workers=num_workers)
     trainer.fit(model or Model(), loader, validation)
 
 
-# Trainings that hang
+def save_at_step(folder: Path) -> Acting:
+    """Return a callback that saves a checkpoint at one step."""
+
+    def act(trainer: Trainer) -> None:
+        if trainer.global_step == AT:
+            trainer.save_checkpoint(folder / "last.ckpt")
+
+    return Acting("on_train_batch_end", act)
+
+
+# Runs that hang
 
 
 def blocked_worker(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
@@ -119,7 +117,7 @@ def blocked_worker(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
 
 def deadlocked_workers(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
     lock = threading.Lock()
-    lock.acquire()  # as a thread of a library holds it while workers are forked
+    lock.acquire()  # as a library's thread may while workers are forked
 
     def act(index: int) -> None:
         with lock:
@@ -133,7 +131,7 @@ def dataset(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
 
 
 def silent_storage(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Open a file that never opens, as one on a dead file server."""
+    """Open a pipe without a writer, which blocks like a file on a dead file server."""
     os.mkfifo(folder / "sample")
 
     def act(index: int) -> None:
@@ -152,7 +150,7 @@ def waiting_callback(folder: Path, rank: int, stall_after_s: StallAfter) -> None
 
 
 def swapping(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Stand still on a machine that swaps, by what stands in for the files of the kernel."""
+    """Hang on a machine that swaps, according to replaced kernel files."""
     proc = folder / "proc"
     (proc / "pressure").mkdir(parents=True)
     (proc / "vmstat").write_text("pswpin 1000\npswpout 1000\n")
@@ -162,7 +160,7 @@ def swapping(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
 
 
 def evaluation(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Hang in the sanity check, before training begins."""
+    """Hang in the sanity check."""
     validation = DataLoader(Data(lambda index: hang()), num_workers=1)
     fit(folder, stall_after_s, validation=validation, num_sanity_val_steps=1)
 
@@ -170,7 +168,7 @@ def evaluation(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
 def swallowed_error(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
     def act(model: Model, step: int) -> None:
         if rank == 1 and step == AT:
-            raise ValueError("a broken sample")
+            raise ValueError("corrupt sample")
 
     try:
         fit(folder, stall_after_s, model=Model(act))
@@ -184,14 +182,13 @@ def uneven_batches(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
 
 
 def hold(seconds: int) -> None:
-    """Sleep in C code that keeps Python's lock."""
+    """Sleep in C code that holds the global interpreter lock."""
     ctypes.PyDLL(None).sleep(seconds)
 
 
 def held_lock(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Keep Python's lock for good, as soon as there is a file to say so in."""
-
     def act(model: Model, step: int) -> None:
+        # The alarm for a held lock writes to this file, so it must exist first.
         if step >= AT and (folder / "gpu_report" / STACKS_NAME).exists():
             hold(10_000)
 
@@ -207,11 +204,7 @@ def sync_on_one_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None
 
 
 def save_on_one_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    def act(trainer: Trainer) -> None:
-        if rank == 0 and trainer.global_step == AT:
-            trainer.save_checkpoint(folder / "last.ckpt")
-
-    fit(folder, stall_after_s, Acting("on_train_batch_end", act))
+    fit(folder, stall_after_s, *([save_at_step(folder)] if rank == 0 else []))
 
 
 def stopped_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
@@ -223,7 +216,7 @@ def stopped_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
 
 
 def late_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Load data on one rank without end, while the other waits in backward."""
+    """Hang while loading data on one rank; the other waits in backward."""
     fit(folder, stall_after_s, data=Data(lambda index: hang() if rank == 1 and index == 2 * AT else None))
 
 
@@ -238,10 +231,10 @@ def another_collective(folder: Path, rank: int, stall_after_s: StallAfter) -> No
 
 
 def validation_on_one_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Validate without end on one rank, while the other one trains on."""
+    """Hang in validation on one rank, while the other continues to train."""
     every = AT if rank == 1 else 1.0
     fit(folder, stall_after_s, model=Model(validate=lambda batch: hang()), validation=DataLoader(Data(length=2)),
-        num_sanity_val_steps=0, val_check_interval=every)  # fmt: skip
+        val_check_interval=every)  # fmt: skip
 
 
 def endless_loop(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
@@ -252,13 +245,13 @@ def endless_loop(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
     fit(folder, stall_after_s, model=Model(act))
 
 
-# Trainings that go on: nothing may be said of them. MIN_S and UNKNOWN_S are those of a scaled package, see `scale`.
+# Healthy runs, in which no stall may be reported. With ``stall_after_s="auto"``, they run under shorter thresholds.
 
 MIN_S, UNKNOWN_S = 1.5, 6.0
 
 
 def scale() -> None:
-    """Make a minute 1.5 s and ten minutes 6 s, where a training is judged by itself."""
+    """Shorten the package's thresholds of one minute and ten minutes to 1.5 s and 6 s."""
     from lightning_gpu_tools.advice import stall_patience
 
     stall_patience.MIN_S, stall_patience.UNKNOWN_S = MIN_S, UNKNOWN_S
@@ -276,7 +269,7 @@ def first_batch(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
 
 
 def compiling(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Compile anew in mid-run, for longer than ten minutes (of those above)."""
+    """Compile during the run for longer than UNKNOWN_S."""
 
     def backend(graph: Any, inputs: Any) -> Any:
         time.sleep(1.2 * UNKNOWN_S)
@@ -288,15 +281,13 @@ def compiling(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
 
 def long_validation(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
     validation = DataLoader(Data(length=2))
-    fit(folder, stall_after_s, model=Model(validate=lambda i: time.sleep(LONG_S)), validation=validation,
-        num_sanity_val_steps=0)  # fmt: skip
+    fit(folder, stall_after_s, model=Model(validate=lambda i: time.sleep(LONG_S)), validation=validation)
 
 
 def slow_metrics(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Compute for long after the last batch of validation."""
+    """Compute for LONG_S after the last validation batch."""
     compute = Acting("on_validation_epoch_end", lambda trainer: time.sleep(LONG_S))
-    fit(folder, stall_after_s, compute, model=Model(validate=lambda i: None), validation=DataLoader(Data(length=50)),
-        num_sanity_val_steps=0)  # fmt: skip
+    fit(folder, stall_after_s, compute, model=Model(validate=lambda i: None), validation=DataLoader(Data(length=50)))
 
 
 def sanity_check(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
@@ -307,6 +298,8 @@ def sanity_check(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
 
 
 class _Writing(TorchCheckpointIO):
+    """A checkpoint plugin that writes for some seconds."""
+
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
@@ -321,31 +314,26 @@ class _Writing(TorchCheckpointIO):
 
 
 def large_checkpoint(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Write for longer than ten minutes (of those above)."""
-
-    def act(trainer: Trainer) -> None:
-        if trainer.global_step == AT:
-            trainer.save_checkpoint(folder / "last.ckpt")
-
-    fit(folder, stall_after_s, Acting("on_train_batch_end", act), plugins=[_Writing(1.2 * UNKNOWN_S)])
+    """Write a checkpoint for longer than UNKNOWN_S."""
+    fit(folder, stall_after_s, save_at_step(folder), plugins=[_Writing(1.2 * UNKNOWN_S)])
 
 
 def debugger(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Stop at a breakpoint while a person thinks, longer than ten minutes (of those above)."""
+    """Wait at a breakpoint for longer than UNKNOWN_S."""
     import pdb
 
-    keyboard, person = os.pipe()
+    keyboard, typist = os.pipe()
 
     def act(trainer: Trainer) -> None:
         if trainer.global_step == AT:
-            threading.Timer(1.2 * UNKNOWN_S, os.write, (person, b"continue\n")).start()
-            pdb.Pdb(stdin=open(keyboard), stdout=StringIO()).set_trace()  # noqa: SIM115 - as long as the process
+            threading.Timer(1.2 * UNKNOWN_S, os.write, (typist, b"continue\n")).start()
+            pdb.Pdb(stdin=open(keyboard), stdout=StringIO()).set_trace()  # noqa: SIM115 - open until the process ends
 
     fit(folder, stall_after_s, Acting("on_train_batch_end", act))
 
 
 def suspended(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Be stopped by another process for some seconds, as by Ctrl-Z or a scheduler."""
+    """Suspend the process for 8 seconds, as Ctrl-Z or a scheduler does."""
 
     def act(model: Model, step: int) -> None:
         if step == AT:
@@ -361,14 +349,14 @@ def suspended(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
 
 
 def slow_data(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Load each batch more slowly than the one before, four times at most."""
+    """Double the loading time of a batch three times."""
     waits = {2 * AT: 1.0, 2 * AT + 2: 2.0, 2 * AT + 4: 4.0}
     scale_s = 0.9 * MIN_S
     fit(folder, stall_after_s, data=Data(lambda index: time.sleep(scale_s * waits.get(index, 0.0)), length=80))
 
 
 def outside_of_the_loop(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Wait between two loops, as in a notebook whose next cell is not run yet."""
+    """Wait after a loop, as in a notebook before the next cell runs."""
     layer = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
     with watch(folder=str(folder), stall_after_s=stall_after_s) as run:
@@ -380,29 +368,25 @@ def outside_of_the_loop(folder: Path, rank: int, stall_after_s: StallAfter) -> N
 
 
 def checkpoint_of_rank_zero(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    """Let a rank wait while the other one writes a checkpoint."""
+    """Save a checkpoint on rank 0, while rank 1 waits."""
 
     class Slow(TorchCheckpointIO):
         def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
             time.sleep(LONG_S)
 
-    def act(trainer: Trainer) -> None:
-        if trainer.global_step == AT:
-            trainer.save_checkpoint(folder / "last.ckpt")
-
-    fit(folder, stall_after_s, Acting("on_train_batch_end", act), plugins=[Slow()])
+    fit(folder, stall_after_s, save_at_step(folder), plugins=[Slow()])
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training.
+    """A run and its expected stall.
 
     Attributes:
-        train: Trains in a folder, as a rank, with this ``stall_after_s``.
-        cause: What is to be said of it; ``None`` = nothing.
-        words: Part of the reason.
-        ranks: How many processes train.
-        rank: The rank that is behind.
+        train: Trains in a folder, as a rank, with a value for ``stall_after_s``.
+        cause: Expected cause; ``None`` = no stall.
+        words: Text that the reported reason must contain.
+        ranks: Number of processes.
+        rank: The rank that the report must blame.
     """
 
     train: Callable[[Path, int, StallAfter], None]
@@ -438,7 +422,7 @@ STALLS = {
         validation_on_one_rank, "code", "All ranks wait for rank 1, at step 12, in validation.", 2, 1
     ),
 }
-HAS_RECORD = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # of gloo's calls, since torch 2.8
+HAS_RECORD = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # torch 2.8 and later record gloo's calls
 if not HAS_RECORD:
     del STALLS["another collective on one rank"]
 HEALTHY = {
@@ -455,18 +439,3 @@ HEALTHY = {
     "code between two loops": Case(outside_of_the_loop),
     "a checkpoint that only rank 0 writes": Case(checkpoint_of_rank_zero, ranks=2),
 }
-
-
-def main() -> None:
-    """Be a rank of one case: the arguments are its name, the folder and ``stall_after_s``."""
-    name, folder, stall_after = sys.argv[1:]
-    if stall_after == "auto":
-        scale()
-    case = (STALLS | HEALTHY)[name]
-    case.train(
-        Path(folder), int(os.environ.get("RANK", "0")), stall_after if stall_after == "auto" else float(stall_after)
-    )
-
-
-if __name__ == "__main__":
-    main()

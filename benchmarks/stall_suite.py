@@ -1,19 +1,14 @@
-"""Trainings that hang for one known reason each: what is said of them, and how soon? Healthy ones must stay unnamed.
+"""Runs that hang for one known reason each: is the cause reported, and how soon? Healthy runs must get no warning.
 
     python benchmarks/stall_suite.py [--stall-after 10] [--output results.json]
 
-Each case of benchmarks/stall_cases.py is real processes on the CPU, several ranks with gloo. One that hangs is ended
-when its report names a stall. The healthy ones take longer in one place than a minute or ten minutes, of a package
-whose minute lasts 1.5 s.
+Each case of benchmarks/stall_cases.py is one or more real processes on the CPU, connected by gloo. A hanging case is
+killed once its report names a stall. Each healthy case exceeds one of the package's thresholds, which are shortened
+from one and ten minutes to 1.5 and 6 seconds.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,37 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from machine import describe_machine
-from stall_cases import HEALTHY, STALLS, Case
+from harness import TESTS, exit_code, make_parser, print_answer, write_result
+from stall_cases import HEALTHY, STALLS, StallAfter, scale
+
+sys.path.append(str(TESTS))
+
+from rank_processes import start_ranks
 
 from lightning_gpu_tools import load_report
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import ReportError
 
+CASES = STALLS | HEALTHY
 _TIMEOUT_S = 120.0
-# A cause has to be named so long after the training is said to have stalled, at most.
-MAX_LATE_S = 10.0
+MAX_LATE_S = 10.0  # after ``stall_after_s``, a report must name the cause within this time
 
 
-def start(name: str, case: Case, folder: Path, stall_after: str) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank in range(case.ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "MASTER_PORT": port, "GROUP_RANK": 0}
-        env = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        command = [sys.executable, str(Path(__file__).with_name("stall_cases.py")), name, str(folder), stall_after]
-        with (folder / f"output{rank}").open("wb") as output:
-            started.append(
-                subprocess.Popen(
-                    command,
-                    env=os.environ | (env | {"TORCHELASTIC_RUN_ID": "suite"} if case.ranks > 1 else {}),
-                    stdout=output,
-                    stderr=output,
-                )
-            )
-    return started
+def train(folder: Path, rank: int, name: str, stall_after_s: StallAfter) -> None:
+    """Train one rank of a case."""
+    if stall_after_s == "auto":
+        scale()
+    CASES[name].train(folder, rank, stall_after_s)
 
 
 def stalls_of(folder: Path) -> tuple[Stall, ...]:
@@ -61,23 +46,26 @@ def stalls_of(folder: Path) -> tuple[Stall, ...]:
     return ()
 
 
-def run(name: str, case: Case, stall_after: str) -> dict[str, Any]:
-    """Run a case to its end, or until a stall is named, and return what was said."""
+def run(name: str, stall_after_s: float) -> dict[str, Any]:
+    """Run a case until it ends or a stall is reported, and return the answer."""
+    case = CASES[name]
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        processes = start(name, case, folder, stall_after)
+        options = {"name": name, "stall_after_s": "auto" if case.cause is None else stall_after_s}
+        processes = start_ranks(folder, train, ranks=case.ranks, options=options)
         until_s = time.monotonic() + _TIMEOUT_S
-        while time.monotonic() < until_s and any(process.poll() is None for process in processes):
+        while time.monotonic() < until_s and any(process.is_alive() for process in processes):
             if case.cause is not None and stalls_of(folder):
                 break
             time.sleep(0.1)
-        has_ended = all(process.poll() == 0 for process in processes)
+        has_ended = all(process.exitcode == 0 for process in processes)
         for process in processes:
-            if process.poll() is None:
-                for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                for one in psutil.Process(process.pid).children(recursive=True):
                     one.kill()
-            process.wait()
-        outputs = [(folder / f"output{rank}").read_text() for rank in range(case.ranks)]
+            process.kill()
+            process.join()
+        outputs = [(folder / f"stderr{rank}").read_text() for rank in range(case.ranks)]
         stalls = stalls_of(folder)
     row: dict[str, Any] = {"training": name, "known": case.cause, "ranks": case.ranks}
     if case.cause is None:
@@ -86,35 +74,24 @@ def run(name: str, case: Case, stall_after: str) -> dict[str, Any]:
     if not stalls:
         return row | {"said": None, "right": False, "output": outputs[0][-2000:]}
     first = stalls[0]
-    late_s = first.lasted_s - float(stall_after)
+    late_s = first.lasted_s - stall_after_s
     is_right = first.cause == case.cause and first.rank == case.rank and case.words in first.why
     why = first.why.replace(f"{Path(__file__).parents[1]}/", "")
-    said = {"said": first.cause, "rank": first.rank, "why": why, "next": first.next_step}
-    return row | said | {"late_s": round(late_s, 2), "right": is_right and late_s <= MAX_LATE_S}
+    given = {"said": first.cause, "rank": first.rank, "why": why, "next": first.next_step}
+    return row | given | {"late_s": round(late_s, 2), "right": is_right and late_s <= MAX_LATE_S}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--stall-after", type=float, default=10.0, help="stall_after_s (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=[*STALLS, *HEALTHY], default=[*STALLS, *HEALTHY])
-    parser.add_argument("--output", type=Path, help="also write the result as JSON")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES], help="only these cases")
     args = parser.parse_args()
     rows = []
     for name in args.only:
-        case = (STALLS | HEALTHY)[name]
-        row = run(name, case, "auto" if case.cause is None else str(args.stall_after))
-        rows.append(row)
-        print(f"{'right' if row['right'] else 'WRONG'}  {name}: {row['said']}; {row.get('why', '')}", flush=True)
-        if not row["right"]:
-            print(row.get("output", ""))
-    of_stalls, of_healthy = (
-        [row["right"] for row in rows if (row["known"] is None) == healthy] for healthy in (False, True)
-    )
-    print(f"{sum(of_stalls)} of {len(of_stalls)} stalls named, {sum(of_healthy)} of {len(of_healthy)} healthy runs not")
-    if args.output:
-        result = {"benchmark": "stall_suite", "machine": describe_machine(), "stall_after_s": args.stall_after}
-        args.output.write_text(json.dumps(result | {"answers": rows}, indent=1) + "\n")
-    return 0 if all(row["right"] for row in rows) else 1
+        rows.append(run(name, args.stall_after))
+        print_answer(rows[-1], rows[-1].get("why"), rows[-1].get("output"))
+    write_result(args.output, "stall_suite", stall_after_s=args.stall_after, answers=rows)
+    return exit_code(rows)
 
 
 if __name__ == "__main__":

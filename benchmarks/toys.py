@@ -1,14 +1,13 @@
-"""Trainings with one known cause of waiting each, slowed down in one real place by sleeping or by computing.
+"""Small training runs on the CPU, each slowed down in one place by sleeping or computing, with the expected diagnosis.
 
-    python benchmarks/toys.py NAME [--seconds 6]         # one of them, with nothing that watches it
+    python benchmarks/toys.py NAME [--seconds 6]         # one run without this package
 
-On the CPU, with nothing to download. The first twelve are those that other tools were tried on: "e", "n" and "g" of
-them are healthy or too short, and must stay without a finding.
+Nothing is downloaded. The first twelve runs were also used to compare other tools. Runs labeled "healthy" or
+"too_short" must get no finding.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import os
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from harness import be_quiet, make_parser, quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -35,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 
 def compute(seconds: float) -> None:
-    """Keep a core busy for some seconds of this thread's own CPU time."""
+    """Compute for some seconds of this thread's CPU time."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
@@ -43,9 +42,9 @@ def compute(seconds: float) -> None:
 
 @functools.cache
 def cycles_per_s() -> float:
-    """Return how many cycles the GPU waits in a second, once its clock has risen from that of an idle GPU."""
+    """Return the GPU's clock rate."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(200_000_000)
+    torch.cuda._sleep(200_000_000)  # raises the clock from its idle rate
     begin.record()
     torch.cuda._sleep(50_000_000)
     end.record()
@@ -54,18 +53,19 @@ def cycles_per_s() -> float:
 
 
 def occupy(seconds: float) -> None:
-    """Keep the GPU busy for some seconds, and the host for hardly any time."""
+    """Keep the GPU busy for some seconds without blocking the host."""
     torch.cuda._sleep(int(seconds * cycles_per_s()))
 
 
 class Slow(Dataset):
-    """Samples that take some seconds each.
+    """A dataset whose samples take some seconds to load.
 
     Args:
-        seconds: How long.
-        spend: How the time goes by.
-        slow_worker: Only this worker takes that long.
-        slow_rank: Only this rank takes that long.
+        seconds: Time for each sample.
+        spend: Function that spends the time.
+        slow_worker: The only slow worker; by default, all are slow.
+        slow_rank: The only slow rank; by default, all are slow.
+        length: Number of samples.
     """
 
     def __init__(
@@ -91,26 +91,41 @@ class Slow(Dataset):
         return torch.full((4,), float(index))
 
 
+class Repeated(Dataset[torch.Tensor]):
+    """A dataset that returns the same batch every time, after some seconds."""
+
+    def __init__(self, batch: torch.Tensor, seconds: float = 0.0) -> None:
+        self.batch, self.seconds = batch, seconds
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return self.batch
+
+
 @contextmanager
 def computing_on_one_core(programs: int) -> Iterator[None]:
-    """Put this process on one core, with so many other programs that compute all the time."""
+    """Pin this process to one core, and start other programs that compute on it."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
-    # Each ends with this process. The first child ends at once, so that they are nobody's.
+    # Each program ends with this process. Their parent exits at once, so they do not count as this job's processes.
     compute_with_me = f"import os\nwhile os.path.exists('/proc/{os.getpid()}'): sum(range(100_000))"
     detach = f"import subprocess, sys\nprint(*[subprocess.Popen([sys.executable, '-c', {compute_with_me!r}], "
     detach += f"stdout=subprocess.DEVNULL).pid for _ in range({programs})])"
-    found = subprocess.run([sys.executable, "-c", detach], stdout=subprocess.PIPE, check=True)
+    started = subprocess.run([sys.executable, "-c", detach], stdout=subprocess.PIPE, check=True)
     try:
         yield
     finally:
-        for pid in found.stdout.split():
+        for pid in started.stdout.split():
             os.kill(int(pid), signal.SIGKILL)
         os.sched_setaffinity(0, before)
 
 
 class CostlyToUnpack:
-    """A batch that takes the process that gets it 10 ms of computing to unpickle, as many small objects do."""
+    """A batch that takes the receiving process 10 ms of CPU time to unpickle, as many small objects do."""
 
     def __init__(self, samples: list[torch.Tensor]) -> None:
         self.samples = samples
@@ -125,7 +140,7 @@ def _unpack(samples: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Stream:
-    """A loader that is no torch DataLoader."""
+    """A loader that is not a torch DataLoader."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -137,7 +152,7 @@ class Stream:
 
 
 class SlowLayer(torch.nn.Linear):
-    """Takes its time in ``forward``, where tools that hook into modules see it."""
+    """A layer that sleeps in ``forward``, where tools with module hooks can see it."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(4, 1)
@@ -149,7 +164,12 @@ class SlowLayer(torch.nn.Linear):
         return super().forward(batch)
 
 
-class ToyModel(LightningModule):
+class TrainedBySGD(LightningModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+
+class ToyModel(TrainedBySGD):
     def __init__(
         self,
         step_s: float = 0.0,
@@ -164,7 +184,7 @@ class ToyModel(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if batch_idx == self.fail_at:
-            raise KeyError("a label that is not in the table")
+            raise KeyError("unknown label")
         if batch_idx == self.killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
         loss = self.layer(batch).square().mean() / 1e9
@@ -174,9 +194,6 @@ class ToyModel(LightningModule):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         time.sleep(self.validation_s)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-6)
-
 
 class ComputingModel(ToyModel):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -184,24 +201,34 @@ class ComputingModel(ToyModel):
         return super().training_step(batch, batch_idx)
 
 
-class SlowHookModel(ToyModel):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+def slowed(name: str, kind: type, method: str) -> Any:
+    """Return a subclass in which one method takes 20 ms longer."""
+
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
         time.sleep(0.02)
+        return getattr(super(made, self), method)(*args, **kwargs)
+
+    made = type(name, (kind,), {method: slow})
+    return made
+
+
+SlowCallback = slowed("SlowCallback", Callback, "on_train_batch_end")
+SlowGradientCallback = slowed("SlowGradientCallback", Callback, "on_before_backward")
+SlowLogger = slowed("SlowLogger", CSVLogger, "log_metrics")
+SlowPrecision = slowed("SlowPrecision", Precision, "convert_input")  # runs in no named hook
+SlowSGD = slowed("SlowSGD", torch.optim.SGD, "step")
+SlowScheduler = slowed("SlowScheduler", torch.optim.lr_scheduler.ConstantLR, "step")
+SlowHookModel = slowed("SlowHookModel", ToyModel, "on_train_batch_start")
+SlowClippingModel = slowed("SlowClippingModel", ToyModel, "configure_gradient_clipping")
+SlowOptimizerStepModel = slowed("SlowOptimizerStepModel", ToyModel, "optimizer_step")
+SlowTransferModel = slowed("SlowTransferModel", ToyModel, "transfer_batch_to_device")
+SlowSaveModel = slowed("SlowSaveModel", ToyModel, "on_save_checkpoint")
 
 
 class SlowBackwardModel(ToyModel):
-    """Takes its time in the gradient of its loss."""
-
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
         loss.register_hook(lambda gradient: time.sleep(0.02))
-        return loss
-
-
-class SlowSGD(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        time.sleep(0.02)
         return loss
 
 
@@ -220,45 +247,14 @@ class ManualSlowOptimizerModel(SlowOptimizerModel):
         optimizer.step()
 
 
-class SlowScheduler(torch.optim.lr_scheduler.ConstantLR):
-    def step(self, *args: Any) -> None:
-        time.sleep(0.02)
-        super().step(*args)
-
-
 class SlowSchedulerModel(ToyModel):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [{"scheduler": SlowScheduler(optimizer), "interval": "step"}]
 
 
-class SlowClippingModel(ToyModel):
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0.02)
-        self.clip_gradients(optimizer, gradient_clip_val=1.0)
-
-
-class SlowOptimizerStepModel(ToyModel):
-    """Warms up, with what takes time, before the optimizer's step."""
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0.02)
-        super().optimizer_step(*args, **kwargs)
-
-
-class SlowTransferModel(ToyModel):
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        time.sleep(0.02)
-        return batch
-
-
-class SlowSaveModel(ToyModel):
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        time.sleep(0.02)
-
-
 class SlowRankModel(ToyModel):
-    """On rank 1, forward, backward or the optimizer's step takes 25 ms longer."""
+    """A model whose forward, backward, or optimizer step takes 25 ms longer on rank 1."""
 
     def __init__(self, part: str = "") -> None:
         super().__init__(0.005)
@@ -287,7 +283,7 @@ class SlowOnRank1(Callback):
 
 
 class NowAndThenModel(ToyModel):
-    """Takes 400 ms in every 20th step."""
+    """A model that takes 400 ms in every 20th step."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         time.sleep(0.02 if batch_idx % 20 else 0.4)
@@ -295,7 +291,7 @@ class NowAndThenModel(ToyModel):
 
 
 class LengthModel(ToyModel):
-    """Takes 10 ms for a batch of usual length, and longer for a longer one."""
+    """A model whose step time is proportional to the length of the batch, usually 10 ms."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         time.sleep(1e-4 * batch.numel() / 4)
@@ -303,28 +299,28 @@ class LengthModel(ToyModel):
 
 
 class Lengths(Slow):
-    """Samples of 100 times 4 numbers, and one in eight, at random, of 800."""
+    """Samples of length 100, and one in eight, at random, of length 800."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.ones(800 if random.Random(index).random() < 1 / 8 else 100, 4)
 
 
 class SlowShard(Slow):
-    """Samples of which every fortieth takes its time, as one that opens the next file."""
+    """Samples of which every 40th is slow, as when it opens the next file."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return super().__getitem__(index) if index % 40 == 0 else torch.ones(4)
 
 
 class ColdCache(Slow):
-    """Samples of which the first fifty take their time."""
+    """Samples of which the first 50 are slow."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return super().__getitem__(index) if index < 50 else torch.ones(4)
 
 
 class CollectingModel(ToyModel):
-    """Collects garbage every 25th step: torch and Lightning alone have 400,000 objects to go through."""
+    """A model that collects garbage every 25th step; torch and Lightning alone keep 400,000 objects."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx % 25 == 0:
@@ -333,7 +329,7 @@ class CollectingModel(ToyModel):
 
 
 class RecompilingModel(ToyModel):
-    """Compiles its loss again for each new length of a batch, as no limit keeps it from doing."""
+    """A model that recompiles its loss for each new batch length, without torch's limit."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         no_limit = {"cache_size_limit": 10_000, "accumulated_cache_size_limit": 10_000}
@@ -347,14 +343,14 @@ class RecompilingModel(ToyModel):
 
 
 class NewLengths(Slow):
-    """Samples of which every eighth is longer than all before it."""
+    """Samples that get longer after every eighth."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.ones(1 + index // 8, 4)
 
 
 class MedianCallback(Callback):
-    """Keeps the median of the losses of all samples, or of the latest ones, 300 in each step."""
+    """A callback that adds 300 losses per step, and sorts all of them, or the latest."""
 
     def __init__(self, latest: int | None = None) -> None:
         self.losses: deque[float] = deque(maxlen=latest)
@@ -365,7 +361,7 @@ class MedianCallback(Callback):
 
 
 class NewNamesModel(ToyModel):
-    """Logs each loss under a name of its own."""
+    """A model that logs each loss under a new name."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -374,7 +370,7 @@ class NewNamesModel(ToyModel):
 
 
 class SumModel(ToyModel):
-    """Adds up its losses with their graphs, and trains on the sum."""
+    """A model that sums its losses with their graphs, and trains on the sum."""
 
     total_loss: Any = 0.0
 
@@ -386,31 +382,8 @@ class SumModel(ToyModel):
         loss.backward(retain_graph=True)
 
 
-class SlowCallback(Callback):
-    def on_train_batch_end(self, *args: Any) -> None:
-        time.sleep(0.02)
-
-
-class SlowGradientCallback(Callback):
-    def on_before_backward(self, *args: Any) -> None:
-        time.sleep(0.02)
-
-
-class SlowPrecision(Precision):
-    """A plugin of one's own, in a place that nothing times by name."""
-
-    def convert_input(self, data: Any) -> Any:
-        time.sleep(0.02)
-        return data
-
-
-class SlowLogger(CSVLogger):
-    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0.02)
-
-
 class Stop(Callback):
-    """Ends a training after some seconds, on all ranks at once."""
+    """A callback that ends the run after some seconds, on all ranks at the same step."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -433,18 +406,18 @@ def checkpoint_every_step() -> Callback:
 
 @dataclass
 class Toy:
-    """A training and what must be said of it: a verdict, or a cause with its kind or name.
+    """A run and its expected diagnosis.
 
     Attributes:
-        known: The answer.
+        known: The expected verdict, or the expected cause with its kind or name.
         model: Makes the model.
         loader: Makes the training loader.
-        callbacks: Make the callbacks, beside those that watch.
-        options: Of the Trainer; a logger as its class.
-        validate: Whether there is something to validate on.
-        last: Whether the watching callbacks come after the others; ``None`` = it does not matter and is shuffled.
-        is_killed: Whether the process is killed, so that only the report that was written meanwhile can answer.
-        others: How many other programs compute on the one core that it has then; ``None`` = it has every core.
+        callbacks: Make the run's own callbacks.
+        options: Trainer options; a logger is given as its class.
+        validate: Whether there is a validation loader.
+        last: Whether the measuring callbacks come last; ``None`` = in random order.
+        is_killed: Whether the process is killed, so that only the report written before can have the diagnosis.
+        others: Number of other programs on the run's only core; ``None`` = it has all cores.
     """
 
     known: str
@@ -459,19 +432,19 @@ class Toy:
 
     @property
     def needs_a_process(self) -> bool:
-        """Whether it has to be trained in a process of its own."""
+        """Return whether the run needs its own process."""
         return self.is_killed or self.options.get("devices", 1) > 1
 
 
 def workers(count: int, seconds: float, **options: Any) -> Callable[[], DataLoader]:
-    """Return what makes a loader with batches of two samples, each of which takes some seconds."""
+    """Return a function that makes a loader whose samples take some seconds each."""
     more = {name: options.pop(name) for name in ("persistent_workers", "batch_size") if name in options}
     return lambda: DataLoader(Slow(seconds, **options), num_workers=count, **{"batch_size": 2, **more})
 
 
 _DDP = {"devices": 2, "strategy": "ddp"}
 TOYS = {
-    # The twelve that other tools were tried on first.
+    # The first twelve, which were also used to compare other tools.
     "a": Toy("data_loading too_few_workers", loader=workers(0, 0.01, batch_size=4)),
     "a2": Toy("data_loading too_few_workers", loader=workers(2, 0.01, batch_size=4)),
     "b": Toy("callback SlowCallback", callbacks=[SlowCallback], last=True),
@@ -498,7 +471,6 @@ TOYS = {
         for part in ("forward", "backward", "optimizer")
     },
     "ddp, no slow rank": Toy("healthy", model=lambda: ToyModel(0.03), options=_DDP),
-    # More.
     "computing data": Toy("data_loading cpu_bound", loader=workers(4, 0.01, spend=compute)),
     "one slow worker": Toy("data_loading slow_worker", loader=workers(3, 0.04, slow_worker=1, batch_size=1)),
     "costly to unpack": Toy(
@@ -557,54 +529,31 @@ TOYS = {
 }  # fmt: skip
 
 
-def train(toy: Toy, seconds: float, folder: str, watching: Sequence[Callback] = (), *, last: bool = True) -> None:
-    """Train a toy for some seconds.
-
-    Args:
-        toy: Which.
-        seconds: How long; some end sooner by themselves.
-        folder: For what it writes.
-        watching: Callbacks that watch it.
-        last: Whether they come after the toy's own.
-    """
+def train(toy: Toy, seconds: float, folder: str, measuring: Sequence[Callback] = (), *, last: bool = True) -> None:
+    """Train for at most some seconds, with measuring callbacks after or before the run's own."""
     options = dict(toy.options)
     if "logger" in options:
         options["logger"] = options["logger"](folder)
     own = [*(make() for make in toy.callbacks), Stop(seconds)]
-    trainer = Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "num_sanity_val_steps": 0,
-            **options,
-        },
-        callbacks=[*own, *watching] if last else [*watching, *own],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    trainer = quiet_trainer(folder, callbacks=[*own, *measuring] if last else [*measuring, *own], **options)
     with nullcontext() if toy.others is None else computing_on_one_core(toy.others):
         trainer.fit(toy.model(), toy.loader(), DataLoader(Slow(length=4)) if toy.validate else None)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, seconds=6.0, output=False)
     parser.add_argument("name", choices=TOYS)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of training (default: %(default)s)")
-    parser.add_argument("--traceml", action="store_true", help="with TraceML's callback")
+    parser.add_argument("--traceml", action="store_true", help="add TraceML's callback")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    watching: list[Callback] = []
+    be_quiet()
+    measuring: list[Callback] = []
     if args.traceml:
         from traceml_ai.integrations.lightning import TraceMLCallback, init
 
         init()
-        watching = [TraceMLCallback()]
+        measuring = [TraceMLCallback()]
     with tempfile.TemporaryDirectory() as folder:
-        train(TOYS[args.name], args.seconds, folder, watching)
+        train(TOYS[args.name], args.seconds, folder, measuring)
 
 
 if __name__ == "__main__":

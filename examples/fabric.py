@@ -1,9 +1,9 @@
-"""Measure a training with Fabric: two added lines, marked below.
+"""Measure a training loop with Fabric: two added lines, marked below.
 
     python examples/fabric.py
 
-needs no GPU and takes about three seconds. Backward, the optimizer's step, clipping, saving and the copy to the device
-are told apart without a line of yours, and the diagnosis goes to Fabric's loggers.
+The example needs no GPU and takes a few seconds. The report separates backward, the optimizer step, clipping, saving,
+and the copy to the device without further code. Fabric's loggers receive the diagnosis.
 """
 
 import tempfile
@@ -46,7 +46,7 @@ def main(folder: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
             if step % 5 == 0:
-                time.sleep(0.1)  # draws a picture, say: the report finds it
+                time.sleep(0.1)  # such as drawing a picture: the report finds it
             if step == 50:
                 fabric.save(folder / "half.ckpt", {"model": model})
 

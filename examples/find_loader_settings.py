@@ -2,7 +2,8 @@
 
     python examples/find_loader_settings.py
 
-needs no GPU and takes about ten seconds. With a Trainer: `Trainer(callbacks=[NumWorkersFinder()])`, see train.py.
+The example needs no GPU and takes about ten seconds. With a Trainer, use `Trainer(callbacks=[NumWorkersFinder()])`
+instead, as in train.py.
 """
 
 import time
@@ -14,7 +15,7 @@ from lightning_gpu_tools import find_loader_settings
 
 
 class FromStorage(Dataset[torch.Tensor]):
-    """Samples that take 2 ms each to arrive, as from a network drive."""
+    """Samples that take 2 ms each to load, as from a network drive."""
 
     def __len__(self) -> int:
         return 10_000
@@ -27,12 +28,12 @@ class FromStorage(Dataset[torch.Tensor]):
 def main() -> None:
     loader = DataLoader(FromStorage(), batch_size=16, shuffle=True)
 
-    # Time some steps on one batch, without loading.
+    # Time some steps on one batch, to exclude loading.
     model, batch = torch.nn.Linear(8, 1), next(iter(loader))
     began_s = time.perf_counter()
     for _ in range(100):
         model(batch).square().mean().backward()
-        time.sleep(0.010)  # the rest of a real step
+        time.sleep(0.010)  # stands for the rest of a real step
     step_time_s = (time.perf_counter() - began_s) / 100
 
     found = find_loader_settings(loader, step_time_s, budget_s=8)

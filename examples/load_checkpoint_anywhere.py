@@ -1,8 +1,8 @@
-"""Checkpoints that load anywhere: saved with one set of wrappers, loaded with three others, on any machine.
+"""Save a checkpoint with one set of wrappers, and load it with three others.
 
     python examples/load_checkpoint_anywhere.py
 
-needs no GPU and takes a few seconds.
+The example needs no GPU and takes a few seconds.
 """
 
 import tempfile
@@ -35,24 +35,24 @@ class SumOfInputs(LightningModule):
 
 
 def main(folder: Path) -> None:
-    # 1. Train with wrappers. The plugin writes clean keys, and never a partial file.
+    # 1. Train with wrappers. The plugin writes keys without wrapper prefixes, and never a partial file.
     trainer = Trainer(max_epochs=2, accelerator="cpu", plugins=[PortableCheckpointIO()], default_root_dir=folder)
     trainer.fit(SumOfInputs(parallel=True), DataLoader(torch.randn(512, 4), batch_size=32))
     checkpoint = folder / "last.ckpt"
     trainer.save_checkpoint(checkpoint)
 
-    # 2. Load into the bare network: the prefix "net." is found and removed.
+    # 2. Load into a plain network. The prefix "net." is detected and removed.
     net = make_net()
     print(load_weights(net, checkpoint))
 
-    # 3. Load into a wrapped one: the prefix is added.
+    # 3. Load into a wrapped network. Its prefixes are added.
     print(load_weights(nn.DataParallel(torch.compile(make_net())), checkpoint))
 
-    # 4. Build the LightningModule from its hyperparameters, with other wrappers than it was saved with.
+    # 4. Build the LightningModule from the saved hyperparameters, with different wrappers.
     module = load_from_checkpoint(SumOfInputs, checkpoint, parallel=False)
     assert torch.equal(module.net[0].weight, net[0].weight)
 
-    # 5. Ambiguous and broken files raise errors that say what to do.
+    # 5. Ambiguous and truncated files raise errors that name the fix.
     torch.save({"student": net.state_dict(), "teacher": make_net().state_dict()}, folder / "two.pt")
     (folder / "cut.ckpt").write_bytes(checkpoint.read_bytes()[:1000])
     explain(folder / "two.pt")

@@ -1,8 +1,8 @@
-"""Pick the GPU with the most free memory, claim what the job needs, and train on it.
+"""Pick the GPU with the most free memory, claim it, and train on it.
 
     python examples/pick_gpus.py
 
-Without an NVIDIA GPU it says why, and trains on the CPU.
+Without an NVIDIA GPU, the example prints the reason and trains on the CPU.
 """
 
 from lightning.pytorch import Trainer
@@ -16,11 +16,11 @@ def main() -> None:
     try:
         for gpu in list_gpus():
             print(f"GPU {gpu.index} {gpu.name}: {gpu.memory_free_bytes} bytes free, {gpu.utilization_percent} % busy")
-        # A preview: it claims nothing.
+        # A preview, without a claim.
         print(select_gpus(min_free="1GiB", claim=False).reason)
     except (NvmlUnavailableError, NotEnoughGpusError) as error:
         print(f"No GPU: {error}")
-    # Also unavailable if torch was built without CUDA.
+    # This is also False if torch was built without CUDA.
     usable = FreeMemoryCUDAAccelerator.is_available()
     accelerator = FreeMemoryCUDAAccelerator(min_free="1GiB") if usable else "cpu"
     trainer = Trainer(accelerator=accelerator, devices=1, max_steps=10, logger=False, enable_checkpointing=False)

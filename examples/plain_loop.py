@@ -1,9 +1,9 @@
 """Measure a training loop of your own, without Lightning: two added lines, marked below.
 
     python examples/plain_loop.py                             # one process
-    torchrun --nproc-per-node 2 examples/plain_loop.py        # two, with one report
+    torchrun --nproc-per-node 2 examples/plain_loop.py        # two processes, one report
 
-needs no GPU and takes about three seconds.
+The example needs no GPU and takes a few seconds.
 """
 
 import os
@@ -17,7 +17,7 @@ from lightning_gpu_tools import watch
 
 
 class FromStorage(Dataset[torch.Tensor]):
-    """Samples that take 1 ms each to arrive, as from a network drive."""
+    """Samples that take 1 ms each to load, as from a network drive."""
 
     def __len__(self) -> int:
         return 1_200
@@ -42,7 +42,7 @@ def main(folder: str) -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            with run.phase("validation"), torch.no_grad():  # not needed: it gives validation a line of its own
+            with run.phase("validation"), torch.no_grad():  # optional: lists validation separately
                 model(batch)
 
     assert run.diagnosis is not None

@@ -1,13 +1,12 @@
 """Train a small network on real photographs, with every part of lightning_gpu_tools enabled.
 
-The two classes are the two sample photographs of scikit-learn. Each sample is a random crop, decoded from the JPEG file
-and augmented on the fly, so loading takes time. The network is small, so a step takes little, as on a GPU. The test
-crops are from a part of the photographs that training never sees. It runs on the GPUs with the most free memory, or on
-the CPU.
-
-    python examples/train.py                      # slow: no workers; read its report
+    python examples/train.py                      # slow, without workers: read the report
     python examples/train.py --num-workers 2      # follow the report's advice
     python examples/train.py --find-workers       # or find the settings during training
+
+The two classes are scikit-learn's two sample photographs. Each sample is a random crop, decoded from the JPEG file and
+augmented, so loading takes time. The network is small, so a step is short, as on a GPU. The test crops are from a part
+of the photographs that training never sees. The example uses the GPUs with the most free memory, or the CPU.
 """
 
 import argparse
@@ -36,11 +35,11 @@ CROP, SIZE = 96, 16  # pixels of the photograph, pixels after scaling
 
 
 class PhotoCrops(Dataset):
-    """Random crops of photographs; the class of a crop is its photograph.
+    """Random crops of photographs. The class of a crop is its photograph.
 
     Args:
         columns: The part of each photograph to crop from, as fractions of its width.
-        length: Crops in an epoch.
+        length: Number of crops in an epoch.
     """
 
     def __init__(self, columns: tuple[float, float], length: int) -> None:
@@ -58,13 +57,13 @@ class PhotoCrops(Dataset):
         left = int(random.integers(self.columns[0] * photo.width, self.columns[1] * photo.width - CROP))
         top = int(random.integers(0, photo.height - CROP))
         crop = photo.crop((left, top, left + CROP, top + CROP)).resize((SIZE, SIZE))
-        crop = ImageEnhance.Color(crop).enhance(random.uniform(0.0, 1.2))  # color alone must not give the class away
+        crop = ImageEnhance.Color(crop).enhance(random.uniform(0.0, 1.2))  # color alone must not reveal the class
         crop = ImageEnhance.Brightness(crop).enhance(random.uniform(0.7, 1.3))
         return torch.from_numpy(np.asarray(crop).copy()).permute(2, 0, 1).float() / 255, label
 
 
 def build_network() -> nn.Module:
-    """Return an untrained network: a plain ``nn.Module`` without Lightning."""
+    """Return an untrained network, a plain ``nn.Module``."""
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE * SIZE, 64), nn.ReLU(), nn.Linear(64, 2))
 
 
@@ -94,16 +93,18 @@ def accuracy(network: nn.Module, crops: PhotoCrops) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=1, help="how many GPUs (default: %(default)s)")
-    parser.add_argument("--num-workers", type=int, default=0, help="of the DataLoader (default: %(default)s)")
-    parser.add_argument("--find-workers", action="store_true", help="let NumWorkersFinder find the loader's settings")
-    parser.add_argument("--batch-size", type=int, default=32, help="(default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--min-free", type=parse_bytes, default="1GiB", help="memory a GPU must have free, e.g. 8GiB")
+    parser.add_argument("--devices", type=int, default=1, help="number of GPUs (default: %(default)s)")
+    parser.add_argument("--num-workers", type=int, default=0, help="workers of the DataLoader (default: %(default)s)")
+    parser.add_argument("--find-workers", action="store_true", help="find the loader's settings with NumWorkersFinder")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples in a batch (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="number of epochs (default: %(default)s)")
+    parser.add_argument(
+        "--min-free", type=parse_bytes, default="1GiB", help="free memory of a GPU (default: %(default)s)"
+    )
     args = parser.parse_args()
 
     seed_everything(0)
-    torch.set_num_threads(1)  # so small a network gains nothing by more: the other cores are for loading
+    torch.set_num_threads(1)  # so small a network needs no more, and loading needs the other cores
     loader = DataLoader(
         PhotoCrops((0.0, 0.7), length=40 * args.batch_size),
         batch_size=args.batch_size,

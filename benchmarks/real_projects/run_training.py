@@ -1,7 +1,7 @@
-"""Train one project in this process, in the project's own way, and keep what came of it as `result.json`.
+"""Train one project in this process, and write the result to `result.json`.
 
-`benchmarks/real_projects.py` calls this with the Python of the project's own environment. `train_<name>.py` beside it
-holds the project: `train(folder, parts, ...)` trains, `load(file)` is the project's own way to open a checkpoint.
+`benchmarks/real_projects.py` runs this with the Python of the project's environment. In `train_<name>.py`,
+`train(folder, parts, ...)` trains the project, and `load(file)` opens a checkpoint with the project's own API.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PARTS = {
 
 
 def make_parts(names: str) -> dict[str, list[Any]]:
-    """Return arguments of a Trainer with parts of this package, as `{"callbacks": [...]}`."""
+    """Return Trainer arguments with parts of this package, such as `{"callbacks": [...]}`."""
     if not names:
         return {}
     import lightning_gpu_tools
@@ -46,7 +46,7 @@ def fingerprint(parts: Iterable[bytes]) -> str:
 
 
 def weights_of(module: torch.nn.Module) -> str:
-    """Return a fingerprint of the bits of all parameters and buffers."""
+    """Return a hash of the bits of all parameters and buffers."""
     tensors = {name: one for name, one in sorted(module.state_dict().items()) if isinstance(one, torch.Tensor)}
     return fingerprint(
         part
@@ -61,12 +61,12 @@ def random_states() -> str:
 
 
 def timing_fit(lightning: ModuleType, result: dict[str, Any]) -> None:
-    """Keep the wall time of `Trainer.fit`, the CPU time of this process meanwhile, and the state that it leaves."""
-    fit_itself = lightning.Trainer.fit
+    """Patch `Trainer.fit` to record its wall time, this process's CPU time, and the final state."""
+    original = lightning.Trainer.fit
 
     def fit(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        fit_itself(trainer, model, *args, **kwargs)
+        original(trainer, model, *args, **kwargs)
         result["fit_s"], result["cpu_s"] = time.perf_counter() - began_s, time.process_time() - began_cpu_s
         result["steps"] = trainer.global_step
         result["threads"] = torch.get_num_threads()
@@ -78,7 +78,7 @@ def timing_fit(lightning: ModuleType, result: dict[str, Any]) -> None:
 
 
 def loads(project: ModuleType, file: Path) -> dict[str, str]:
-    """Return what each loader makes of a checkpoint: a fingerprint of the weights, or why there are none."""
+    """Return the outcome of each loader for a checkpoint: a hash of the weights, or the error."""
     from lightning_gpu_tools import load_from_checkpoint, load_weights
     from lightning_gpu_tools.errors import CheckpointError
 
@@ -99,23 +99,25 @@ def loads(project: ModuleType, file: Path) -> dict[str, str]:
             found[f"load_from_checkpoint{more}"] = weights_of(
                 load_from_checkpoint(type(model), file, weights_only=weights_only)
             )
-        except Exception as error:  # noqa: BLE001 - the project's own class may refuse, too, and that is a result
+        except Exception as error:  # noqa: BLE001 - the project's class may raise any error, which is a result
             found[f"load_from_checkpoint{more}"] = f"{type(error).__name__}: {error}"
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("project", help="the name behind train_")
-    parser.add_argument("folder", type=Path, help="where it trains; result.json comes there")
-    parser.add_argument("--parts", default="", choices=["", *PARTS], help="of this package, by the project's arguments")
-    parser.add_argument("--options", type=json.loads, default={}, help="further arguments of train(), as JSON")
-    parser.add_argument("--load", type=Path, help="do not train; open this checkpoint with every loader")
+    parser.add_argument("project", help="name of the script, without train_")
+    parser.add_argument("folder", type=Path, help="folder for the run and for result.json")
+    parser.add_argument(
+        "--parts", default="", choices=["", *PARTS], help="parts of this package to pass to the project"
+    )
+    parser.add_argument("--options", type=json.loads, default={}, help="more arguments of train(), as JSON")
+    parser.add_argument("--load", type=Path, help="open this checkpoint with every loader instead of training")
     args = parser.parse_args()
 
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    os.chdir(folder)  # before the project is imported: scvi-tools decides there where it writes
+    os.chdir(folder)  # before the import, because scvi-tools then decides where to write
     project = importlib.import_module(f"train_{args.project}")
     lightning = importlib.import_module(getattr(project, "LIGHTNING", "lightning.pytorch"))
     if args.load:

@@ -1,4 +1,4 @@
-"""chemprop's Python API, as in its training notebook; each epoch makes the graphs of the molecules anew."""
+"""chemprop's Python API, as in its training notebook. Each epoch builds the graphs of the molecules again."""
 
 import csv
 from collections.abc import Mapping
@@ -15,19 +15,19 @@ PACKAGE = "chemprop"
 CHECKPOINT = "checkpoints/last.ckpt"
 
 
-def molecules(most: int) -> list[tuple[str, float]]:
-    """Return molecules of the National Cancer Institute, which come with RDKit, and how well they dissolve in fat."""
+def molecules(count: int) -> list[tuple[str, float]]:
+    """Return molecules of the National Cancer Institute, which RDKit includes, and their logP."""
     lines = Path(RDConfig.RDDataDir, "NCI", "first_5K.smi").read_text().splitlines()
     smiles = (line.split()[0] for line in lines)
     parsed = ((one, Chem.MolFromSmiles(one)) for one in smiles)
-    # chemprop's graphs need a bond.
+    # chemprop's graphs need at least one bond.
     usable = [(one, MolLogP(molecule)) for one, molecule in parsed if molecule is not None and molecule.GetNumBonds()]
-    return usable[:most]
+    return usable[:count]
 
 
-def write_csv(file: Path, most: int) -> None:
+def write_csv(file: Path, count: int) -> None:
     with file.open("w", newline="") as stream:
-        csv.writer(stream).writerows([("smiles", "logp"), *molecules(most)])
+        csv.writer(stream).writerows([("smiles", "logp"), *molecules(count)])
 
 
 def train(

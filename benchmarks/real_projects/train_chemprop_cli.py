@@ -1,7 +1,7 @@
-"""The command `chemprop train`, which keeps the graphs that it has made unless told not to."""
+"""The command `chemprop train`, which caches graphs by default."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,11 @@ PACKAGE = "chemprop"
 CHECKPOINT = "chemprop/model_0/checkpoints/last.ckpt"
 
 
-def train(
-    folder: Path,
-    parts: dict[str, Any],
-    *,
-    loader: Mapping[str, Any] = {},
-    arguments: Sequence[str] = (),
-    epochs: int = 6,
-) -> None:
+def train(folder: Path, parts: dict[str, Any], *, loader: Mapping[str, Any] = {}, epochs: int = 6) -> None:
     if parts:
         raise ValueError("chemprop train has no argument for callbacks or plugins")
     write_csv(folder / "molecules.csv", 2000)
     command = ["chemprop", "train", "-i", str(folder / "molecules.csv"), "-o", str(folder / "chemprop")]
     workers = ["--num-workers", str(loader["num_workers"])] if loader else []
-    sys.argv = [*command, "--epochs", str(epochs), "--pytorch-seed", "0", *workers, *arguments]
+    sys.argv = [*command, "--epochs", str(epochs), "--pytorch-seed", "0", *workers]
     main()

@@ -1,4 +1,4 @@
-"""DeepAR of GluonTS, on series that GluonTS generates; they are streamed, so there is no num_workers to set."""
+"""DeepAR of GluonTS, on series that GluonTS generates. They are streamed, so there is no num_workers setting."""
 
 from pathlib import Path
 from typing import Any
@@ -28,5 +28,5 @@ def train(folder: Path, parts: dict[str, Any], *, cache_data: bool = False, epoc
 
 def load(file: Path) -> torch.nn.Module:
     module = estimator().create_lightning_module()
-    module.load_state_dict(torch.load(file)["state_dict"])  # as its estimator does after training
+    module.load_state_dict(torch.load(file)["state_dict"])  # as GluonTS does after training
     return module

@@ -1,4 +1,4 @@
-"""A Temporal Fusion Transformer of pytorch-forecasting, on the series that it generates for its own examples."""
+"""The Temporal Fusion Transformer of pytorch-forecasting, on series generated as in its examples."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A variational autoencoder of scvi-tools, on the synthetic cells that it generates."""
+"""The variational autoencoder of scvi-tools, on synthetic cells that it generates."""
 
 from collections.abc import Mapping
 from pathlib import Path

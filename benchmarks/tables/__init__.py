@@ -1,9 +1,9 @@
-"""Writes the tables of README.md and docs/: figures from benchmarks/results/, fields from docstrings, and options.
+"""Tables of README.md and docs/, generated from benchmarks/results/, docstrings, and command-line options.
 
     python -m benchmarks.tables
 
-Each stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. One with figures says how to measure them
-again, and on what machine they were measured. A test fails where a table is not what this program writes.
+Each table is between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Below measured figures are the command and
+the machine that measured them. A test fails if a table differs from the output of this program.
 """
 
 from __future__ import annotations
@@ -72,5 +72,5 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(page: str) -> str:
-    """Return a page with its tables made anew."""
+    """Return a page with new tables."""
     return _TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", page)

@@ -1,4 +1,4 @@
-"""Write the tables into the pages."""
+"""Program that writes the tables into the pages."""
 
 from . import PAGES, filled
 

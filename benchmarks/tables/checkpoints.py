@@ -29,7 +29,7 @@ def checkpoint_io() -> str:
 def checkpoint_keys() -> str:
     found = results("checkpoint_keys")
     files, harmful = found["files"], found["what must not load as it is"]
-    rules = {"torch": "consume", "this package": "ours"}  # by which a tool changes keys, if not under its own name
+    rules = {"torch": "consume", "this package": "ours"}  # rules for keys that do not have the tool's name
     names = {"this package": "ours", "torch": "torch", "Lightning's `Fabric.load_raw`": "lightning"}
     names |= {tool: tool for tool in ("timm", "mmengine", "accelerate") if tool in files}
     wrappings = [row for table_ in found["who_loads_what"].values() for row in table_.values()]
@@ -41,14 +41,14 @@ def checkpoint_keys() -> str:
         rows.append((name, keys, str(loaded), str(wrong)))
     versions = ", ".join(f"{tool} {found['machine'][tool]}" for tool in names.values() if tool != "ours")
     head = (
-        "loads into the bare network",
+        "loaded into a plain network",
         f"keys, of {len(wrappings)} wrappings",
         f"files, of {len(files['ours'])} kinds",
-        f"wrong without an error, of {len(harmful['ours'])} traps",
+        f"wrong without an error, of {len(harmful['ours'])} bad files",
     )
     return block(
         table(head, *rows),
-        f"{versions}. Peers' rules for keys are retyped, files go through the tools themselves. The kinds: "
-        f"{', '.join(files['ours'])}. The traps: {', '.join(harmful['ours'])}. "
+        f"{versions}. For keys, the other tools' rules are rewritten in the benchmark. Files are loaded with the tools "
+        f"themselves. The kinds: {', '.join(files['ours'])}. The bad files: {', '.join(harmful['ours'])}. "
         + source("checkpoint_keys.py", "checkpoint_keys"),
     )

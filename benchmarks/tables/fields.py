@@ -1,4 +1,4 @@
-"""Tables of what the package itself says: fields, causes, options and commands."""
+"""Tables generated from the package itself: fields, causes, options, and commands."""
 
 from __future__ import annotations
 
@@ -18,29 +18,13 @@ from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.schema import SCHEMA_VERSION
 from lightning_gpu_tools.selection.ranking import OPTIONS
-from lightning_gpu_tools.training.phases import (
-    CALLBACK,
-    CHECKPOINT,
-    DATA_LOADING,
-    EPOCH_START,
-    GARBAGE_COLLECTION,
-    HOST_TO_DEVICE_COPY,
-    LOGGING,
-    MONITORING,
-    OUTSIDE_LOOP,
-    PHASES,
-    RANK_WAIT,
-    TRAINER,
-    TRAINING_STEP,
-    UNEXPLAINED,
-    VALIDATION,
-)
+from lightning_gpu_tools.training.phases import PHASES
 
 from .markdown import block, table
 
 
 def fields(kind: type) -> str:
-    """Return the fields of a dataclass as its JSON object has them, with what their docstrings say."""
+    """Return the fields of a dataclass as in its JSON object, with their documentation."""
     described = inspect.getdoc(kind).split("Attributes:\n", 1)[1]  # type: ignore[union-attr]
     hints = get_type_hints(kind)
     rows = []
@@ -57,7 +41,7 @@ def fields(kind: type) -> str:
 
 
 def in_json(kind: Any) -> str:
-    """Return what a type is in JSON, in words."""
+    """Return the JSON type of a Python type, in words."""
     if get_origin(kind) in (Union, UnionType):
         return " or ".join("null" if one is NoneType else in_json(one) for one in get_args(kind))
     if get_origin(kind) is Literal:
@@ -69,21 +53,21 @@ def in_json(kind: Any) -> str:
 
 
 _IN_PHASE = {
-    CALLBACK: "in a hook of a callback, the model, the DataModule or the strategy, or in a learning rate scheduler",
-    LOGGING: "in a logger, or collecting the metrics of `self.log`",
-    CHECKPOINT: "in a checkpoint callback, or saving one",
-    VALIDATION: "in validation",
-    OUTSIDE_LOOP: "in a loop without a Trainer: in code outside of `run.batches`",
-    MONITORING: "in a hook of this package",
-    GARBAGE_COLLECTION: "in Python's garbage collector, beyond its youngest generation",
-    TRAINER: "in the Trainer's own work around a step",
-    RANK_WAIT: "waiting in a collective for other ranks; after the slash, what it was doing. Includes the check for "
-    "signals in every step, where a rank also waits for its own GPU",
-    UNEXPLAINED: "anywhere else",
-    EPOCH_START: "starting an epoch: its iterator, its workers, its first batch",
-    DATA_LOADING: "waiting for a batch",
-    HOST_TO_DEVICE_COPY: "moving the batch to the device",
-    TRAINING_STEP: "in forward, backward and optimizer",
+    "callback": "in a hook of a callback, the model, the DataModule or the strategy, or in a learning rate scheduler",
+    "logging": "in a logger, or collecting the metrics of `self.log`",
+    "checkpoint": "in a checkpoint callback, or saving one",
+    "validation": "in validation",
+    "outside_loop": "without a Trainer, in code outside `run.batches`",
+    "monitoring": "in a hook of this package",
+    "garbage_collection": "in Python's garbage collector, except for the youngest generation",
+    "trainer": "in the Trainer's own work around a step",
+    "rank_wait": "waiting in a collective for other ranks; after the slash, the phase. Includes the check for "
+    "signals in every step, in which a rank also waits for its own GPU",
+    "unexplained": "anywhere else",
+    "epoch_start": "starting an epoch: its iterator, its workers, its first batch",
+    "data_loading": "waiting for a batch",
+    "host_to_device_copy": "moving the batch to the device",
+    "training_step": "in forward, backward and optimizer",
 }
 
 
@@ -93,23 +77,23 @@ def phases() -> str:
 
 
 def causes(known: Mapping[str, AnyCause]) -> str:
-    """Return the causes of a folder, what the report says of each, what to change, and where it was seen."""
+    """Return causes with the report's words, the change to make, and where the cause was verified."""
     rows = [
         (_named(name, shape.kind), shape.says, shape.change, cause.verified_on)
         for name, cause in known.items()
         for shape in cause.shapes
     ]
-    return table(("cause", "the report says", "what to change", "seen on"), *sorted(rows))
+    return table(("cause", "the report says", "what to change", "verified on"), *sorted(rows))
 
 
 def stall_causes() -> str:
-    """Return what makes a training stand still, how that looks, what to change, and where it was seen."""
+    """Return causes of hanging runs with their symptoms, the change to make, and where the cause was verified."""
     rows = [(f"`{name}`", one.says, one.change, one.verified_on) for name, one in STALL_CAUSES.items()]
-    return table(("cause", "what you see", "what to change", "seen on"), *sorted(rows))
+    return table(("cause", "what you see", "what to change", "verified on"), *sorted(rows))
 
 
 def all_causes() -> str:
-    """Return the causes of all folders, and what to change."""
+    """Return all causes, with the change to make."""
     rows = [
         (_named(name, shape.kind), group.title, shape.change.replace("](#", f"]({group.page}#"))
         for group in GROUPS
@@ -124,16 +108,16 @@ def _named(cause: str, kind: str) -> str:
 
 
 def memory_parts() -> str:
-    return table(("part", "what it is"), *((f"`{part.name}`", part.meaning) for part in PARTS.values()))
+    return table(("part", "meaning"), *((f"`{part.name}`", part.meaning) for part in PARTS.values()))
 
 
 def options() -> str:
-    """Return the options of a selection, which the accelerator and the strategies share."""
+    """Return the options for selecting GPUs, which the accelerator and the strategies share."""
     return table(("option", "meaning"), *((f"`{name}`", text) for name, text in OPTIONS.items()))
 
 
 def commands() -> str:
-    """Return what each command does, with its arguments."""
+    """Return the description and the arguments of each command."""
     parts = []
 
     def add(command: argparse.ArgumentParser) -> None:
@@ -150,7 +134,7 @@ def commands() -> str:
 
 
 def in_words(action: argparse.Action) -> str:
-    """Return an argument as a reader of ``--help`` knows it."""
+    """Return an argument in the form of ``--help``."""
     choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else None
     value = "" if action.nargs == 0 else str(action.metavar or choices or action.dest.upper())
     return f"{', '.join(action.option_strings)} {value}".strip()

@@ -6,7 +6,7 @@ from statistics import median
 
 from .markdown import block, results, source, table
 
-MAX_WIDTH = 1.25  # of a range, the upper end over the lower one: our aim
+MAX_WIDTH = 1.25  # upper over lower end of a range: our goal
 
 
 def loader_settings() -> str:
@@ -28,15 +28,15 @@ def loader_settings() -> str:
     ]
     before, after = (found["example"][when]["steps_per_s"] for when in ("before", "after"))
     return block(
-        table(("loader", "before", "chosen (workers x prefetch)", "best of the grid", "finder / grid"), *rows),
-        "Batches per second, compared with the best of an exhaustive grid; the step sleeps. `examples/train.py`, which "
-        f"computes on the cores that its workers use, went from {before:.1f} to {after:.1f} steps per second. "
-        + source("loader_settings.py", "loader_settings"),
+        table(("loader", "before", "chosen (workers x prefetch)", "best of the grid", "time: finder, grid"), *rows),
+        "Batches per second, compared with the best of an exhaustive grid. The training step sleeps. "
+        "`examples/train.py`, which computes on the cores that its workers need, sped up from "
+        f"{before:.1f} to {after:.1f} steps per second. " + source("loader_settings.py", "loader_settings"),
     )
 
 
 def ceilings() -> str:
-    """Return what more workers were predicted to bring, and what they brought."""
+    """Return the predicted and the measured speedups of more workers."""
     found = results("ceilings")
     rows, verdicts = [], []
     for says, is_light in (("as on a GPU", True), ("that compute on the CPU", False)):
@@ -51,12 +51,12 @@ def ceilings() -> str:
             reached = ", ".join(f"{one['reached']:.2f}x" for one in runs)
             rows.append((name, workers, f"{expected}x ({lower}x to {upper}x)", reached, f"{inside} of {len(runs)}"))
         verdicts.append(
-            f"With steps {says}, the speedup reached was within the range in {held} of "
-            f"{sum(map(len, pairs.values()))} runs, and the range was at most {MAX_WIDTH:g}x wide in {narrow} of "
-            f"{len(pairs)} pairs of loader and step."
+            f"With steps {says}, the measured speedup was in the predicted range in {held} of "
+            f"{sum(map(len, pairs.values()))} runs. The upper end of the range was at most {MAX_WIDTH:g} times the "
+            f"lower end in {narrow} of {len(pairs)} pairs of loader and step."
         )
     return block(
-        table(("training on the CPU", "workers", "predicted (median run)", "reached", "in range"), *rows),
+        table(("run on the CPU", "workers", "predicted (median run)", "measured", "in range"), *rows),
         " ".join(verdicts) + " " + source("ceilings.py", "ceilings"),
     )
 
@@ -75,7 +75,7 @@ def loader_searches() -> str:
     ]
     return block(
         table(
-            ("loader", "chosen by five searches (workers x prefetch)", "batches/s", "slowest / fastest choice"), *rows
+            ("loader", "choices of five searches (workers x prefetch)", "batches/s", "slowest / fastest choice"), *rows
         ),
         source("loader_settings.py --searches 5", "loader_searches"),
     )

@@ -1,4 +1,4 @@
-"""Tables of what ran on a real GPU."""
+"""Tables of runs on a real GPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 from lightning_gpu_tools.units import format_bytes
 
-from .markdown import RESULTS, Results, block, results, source, table
+from .gpus import line
+from .markdown import RESULTS, Results, block, results, signed_percent, source, table
 
 PARTS = ("forward", "backward", "optimizer")
 
 
 def _measured(command: str, name: str) -> str:
-    """Return how figures of a real GPU came about."""
+    """Return the command, GPU, and date of figures, with a link to the raw results."""
     machine = results(name)["machine"]
     return (
         f"`python benchmarks/{command}` on one {machine['gpus'][0]}, {machine['cores']} cores, torch "
@@ -22,7 +23,7 @@ def _measured(command: str, name: str) -> str:
 
 
 def h200_gpu_times() -> str:
-    """Return the GPU times of the report next to those of torch.profiler."""
+    """Return the report's GPU times and torch.profiler's."""
     found = results("h200/gpu_times")
 
     def pair(one: Results, part: str) -> str:
@@ -32,12 +33,12 @@ def h200_gpu_times() -> str:
         (one["training"], *(pair(one, part) for part in PARTS), f"{one['elapsed_forward_ms']:.1f}")
         for one in found["trainings"]
     ]
-    head = ("training, bf16-mixed", *(f"{part}: report / profiler, ms" for part in PARTS), "elapsed in forward, ms")
+    head = ("run, bf16-mixed", *(f"{part}: report / profiler, ms" for part in PARTS), "elapsed in forward, ms")
     return block(table(head, *rows), _measured("gpu_times.py", "h200/gpu_times"))
 
 
 def h200_advice() -> str:
-    """Return how ResNet-50 got faster by what its reports said."""
+    """Return the speed of ResNet-50 after each piece of advice."""
     found = results("h200/following_advice")
 
     def settings(one: dict[str, Any]) -> str:
@@ -60,51 +61,48 @@ def h200_advice() -> str:
 
 
 def h200_diagnosis() -> str:
-    """Return what was said of trainings with a known cause."""
+    """Return the diagnoses of runs with a known cause."""
     found = results("h200/diagnosis")
 
-    def said(one: Results) -> str:
+    def reported(one: Results) -> str:
         return {"too_short": "too short to judge"}.get(one["said"], one["said"])
 
     def ms(one: Results) -> str:
         known = one["forward_ms_known"]
         return f"{one['forward_ms']:.1f} of {known:.1f}" if known else ""
 
-    rows = [
-        (one["training"], " or ".join(one["known"]), said(one), one["line_known"] and "named", ms(one))
-        for one in found["answers"]
-    ]
+    rows = [(one["training"], " or ".join(one["known"]), reported(one), line(one), ms(one)) for one in found["answers"]]
     return block(
-        table(("training, 3.5 s", "known", "said first", "line", "GPU time of forward, ms"), *rows),
+        table(("run, 3.5 s", "expected", "first finding", "line", "GPU time of forward, ms"), *rows),
         _measured("diagnosis_on_gpu.py --seconds 3.5", "h200/diagnosis"),
     )
 
 
 def h200_peaks() -> str:
-    """Return the peaks of an H200, and how far those of a dry run are from them."""
+    """Return the memory peaks of an H200, and the errors of a dry run."""
     found = results("h200/dry_run_peaks")
     keys = ("allocated", "reserved", "in use")
     rows = [
         (
             f"{one['model']}, {one['batch']} x {one['size']}",
             *(format_bytes(one["real"][key]) for key in keys),
-            *(f"{100 * one['error'][key]:+.1f} %".replace("-0.0", "0").replace("+0.0", "0") for key in keys),
+            *(signed_percent(one["error"][key]) for key in keys),
         )
         for one in found["runs"]
     ]
-    head = ("training", *(f"{key} on a real H200" for key in keys), *(f"{key}, dry run" for key in keys))
+    head = ("run", *(f"{key} on a real H200" for key in keys), *(f"{key}, dry run" for key in keys))
     return block(
         table(head, *rows),
-        f"The peaks: {_measured('dry_run_peaks.py', 'h200/peaks')} The dry run: "
+        f"Peaks: {_measured('dry_run_peaks.py', 'h200/peaks')} Dry run: "
         f"{source('dry_run_peaks.py --against h200/peaks.json', 'h200/dry_run_peaks')}",
     )
 
 
 def h100_tests() -> str:
-    """Return how many tests passed."""
+    """Return the number of tests that passed."""
     counted = Counter(outcome.partition(":")[0] for outcome in results("h100/tests")["outcomes"].values())
     failed = f"{counted['failed']} failed" if counted["failed"] else "none failed"
     return block(
-        f"**{counted['passed']} tests passed, {failed}**; {counted['skipped']} need more GPUs, a simulated one, or "
-        f"IPython: [h100/tests.json]({RESULTS}/h100/tests.json)."
+        f"**{counted['passed']} tests passed, {failed}**. {counted['skipped']} were skipped, because they need more "
+        f"GPUs, a simulated GPU, or IPython: [h100/tests.json]({RESULTS}/h100/tests.json)."
     )

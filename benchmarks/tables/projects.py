@@ -1,4 +1,4 @@
-"""Tables about programs that others wrote."""
+"""Tables about third-party projects."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from statistics import median
 
 from .markdown import RESULTS, Results, block, in_rounds, results, spread, table
 
-CASES = ("chemprop", "gluonts")  # the projects that docs/case_studies.md tells
+CASES = ("chemprop", "gluonts")  # described in docs/case_studies.md
 
 
 def real_projects() -> str:
-    """Return what each project showed, for a page in docs/."""
+    """Return the results of each project."""
     projects = results("real_projects")["projects"]
     head = (
         "project",
         "weights and random numbers",
-        "time, zero-code",
-        "time, callbacks",
+        "added time, zero-code",
+        "added time, callbacks",
         "verdicts",
         "settings advised",
     )
@@ -32,7 +32,7 @@ def real_projects() -> str:
         findings = [finding for report in reports for finding in report["findings"]]
         promised = [finding["ceiling"] for finding in findings if finding["cause"] == "data_loading"]
         advised = next((one for one in runs if one.startswith("advised")), None)
-        reached = f"up to {max(promised):.2f}x promised, {speedup(runs, advised)} reached" if advised else "none"
+        reached = f"predicted up to {max(promised):.2f}x, measured {speedup(runs, advised)}" if advised else "none"
         rows.append(
             (
                 name,
@@ -46,15 +46,15 @@ def real_projects() -> str:
 
 
 def case(project: str) -> str:
-    """Return the times of everything that was tried with one project, for a page in docs/."""
+    """Return the times of all variants of one project."""
     runs = results("real_projects")["projects"][project]["runs"]
     head = ("", "`Trainer.fit`", "speedup", "CPU time")
     rows = [
         (
             f"{name}{searched(found)}",
-            spread([run["fit_s"] for run in found], "{:.1f} s"),
+            spread([run["fit_s"] for run in found], ".1f", " s"),
             speedup(runs, name),
-            spread([run["cpu_s"] for run in found], "{:.1f} s"),
+            spread([run["cpu_s"] for run in found], ".1f", " s"),
         )
         for name, found in runs.items()
     ]
@@ -63,19 +63,19 @@ def case(project: str) -> str:
 
 def searched(found: Sequence[Results]) -> str:
     searches = [run["report"]["search"] for run in found if run.get("report", {}).get("search")]
-    return f", {median(one['seconds'] for one in searches):.1f} s of it searching" if searches else ""
+    return f", including a search of {median(one['seconds'] for one in searches):.1f} s" if searches else ""
 
 
 def more_time(runs: Results, name: str) -> str:
     wall, cpu = (
-        spread([100 * (other / plain - 1) for plain, other in in_rounds(runs, name, key)], "{:+.0f} %")
+        spread([100 * (other / plain - 1) for plain, other in in_rounds(runs, name, key)], "+.0f", " %")
         for key in ("fit_s", "cpu_s")
     )
     return f"{wall}, CPU {cpu}"
 
 
 def speedup(runs: Results, name: str) -> str:
-    return spread([plain / other for plain, other in in_rounds(runs, name, "fit_s")], "{:.2f}x")
+    return spread([plain / other for plain, other in in_rounds(runs, name, "fit_s")], ".2f", "x")
 
 
 def how_projects_ran(*names: str) -> str:
@@ -91,8 +91,8 @@ def how_projects_ran(*names: str) -> str:
         for project in found
     }
     return (
-        f"Medians and ranges of {rounds} rounds; times are compared within a round. Threads of PyTorch "
-        f"(`OMP_NUM_THREADS`): {threads}. Load average before a run: {min(loads):.1f} to {max(loads):.1f}. "
+        f"Medians and ranges of {rounds} rounds. Times are compared within a round. PyTorch used {threads} threads. "
+        f"The load average before a run was {min(loads):.1f} to {max(loads):.1f}. "
         f"{', '.join(sorted(versions))}. `python benchmarks/real_projects.py {' '.join(names)}`, "
         f"{'; '.join(sorted(machines))}: [real_projects.json]({RESULTS}/real_projects.json)."
     )
