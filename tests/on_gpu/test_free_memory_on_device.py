@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import gc
 import subprocess
 import sys
 import weakref
 from code import InteractiveInterpreter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from trainings import Model, Samples, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, free_memory
 from lightning_gpu_tools.types import FreedMemory
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("two_gib")
 
 MIB, GIB = 2**20, 2**30
 
@@ -28,16 +27,6 @@ MIB, GIB = 2**20, 2**30
 def taken(mebibytes: int) -> torch.Tensor:
     """Return a tensor of so many MiB."""
     return torch.empty(mebibytes * MIB, dtype=torch.uint8, device="cuda")
-
-
-@pytest.fixture(autouse=True)
-def _two_gib() -> Iterator[None]:
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()  # of other tests
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(2 * GIB / torch.cuda.get_device_properties(0).total_memory)
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from toys import occupy
 from trainings import Model, Samples, Spending, Watch, loader, quiet_trainer
 
 from lightning_gpu_tools import load_report, watch
@@ -19,12 +19,6 @@ from lightning_gpu_tools.training.gpu_timeline import AFTER_STEP, BEFORE_STEP
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import GpuIdle
 from lightning_gpu_tools.training.step_clock import StepClock
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from toys import occupy
-
-pytestmark = pytest.mark.gpu
 
 STEPS = 100
 
@@ -38,19 +32,20 @@ class Busy(Model):
         super().__init__()
         self.forward_s, self.backward_s, self.optimizer_s, self.item = forward_s, backward_s, optimizer_s, item
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def occupy_forward(self) -> None:
         occupy(self.forward_s)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.occupy_forward()
         loss = super().training_step(batch.flatten()[:4], batch_idx)
-        if self.backward_s:
-            loss.register_hook(lambda gradient: occupy(self.backward_s))
+        loss.register_hook(lambda gradient: occupy(self.backward_s))
         if self.item:
             loss.item()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         optimizer = super().configure_optimizers()
-        if self.optimizer_s:
-            optimizer.register_step_post_hook(lambda *_: occupy(self.optimizer_s))
+        optimizer.register_step_post_hook(lambda *_: occupy(self.optimizer_s))
         return optimizer
 
 
@@ -61,9 +56,7 @@ def train(
     watch = Watch()
     trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[watch, *others])
     trainer.fit(model, data or loader(Samples(STEPS)))
-    idle = watch.clock.gpu_idle()
-    assert idle is not None
-    return watch.clock, idle
+    return watch.clock, watch.clock.gpu_idle()
 
 
 def slow_data(seconds: float) -> DataLoader[torch.Tensor]:
@@ -94,23 +87,10 @@ def test_a_wait_that_the_gpu_feels_is_idle_time_by_its_name(tmp_path: Path, slow
     assert max(idle.idle_s, key=idle.idle_s.__getitem__) == phase
 
 
-class OneBatch(Dataset[torch.Tensor]):
-    """The same batch of 64 MB over and over."""
-
-    def __init__(self, pinned: bool) -> None:
-        self.batch = torch.zeros(16_000_000, pin_memory=pinned)
-
-    def __len__(self) -> int:
-        return STEPS // 2
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.batch
-
-
 @pytest.mark.parametrize("pinned", [False, True])
 def test_of_a_copy_the_gpu_feels_its_own_part(tmp_path: Path, pinned: bool) -> None:
     """Out of pageable memory the host waits for the step before, too; the GPU is not idle then."""
-    data = DataLoader(OneBatch(pinned), batch_size=None)
+    data = DataLoader([torch.zeros(16_000_000, pin_memory=pinned)] * (STEPS // 2), batch_size=None)  # of 64 MB
     clock, idle = train(tmp_path, Busy(0.060), data=data)
     assert max(idle.idle_s, key=idle.idle_s.__getitem__) == "host_to_device_copy"
     assert idle.idle_s["host_to_device_copy"] / idle.samples > 0.001  # which is 64 GB/s
@@ -131,15 +111,10 @@ def test_the_gpus_work_on_the_parts_of_a_step_is_measured(tmp_path: Path, starve
         def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
             torch.cuda.synchronize()  # so that no work of the step before hides what comes
 
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        def occupy_forward(self) -> None:
             occupy(self.forward_s / 2)
             time.sleep(starved_s)
             occupy(self.forward_s / 2)
-            self.forward_s, forward_s = 0.0, self.forward_s
-            try:
-                return super().training_step(batch, batch_idx)
-            finally:
-                self.forward_s = forward_s
 
     _, idle = train(tmp_path, Starved(0.006, 0.012, 0.003))
     assert {part: idle.work_s[part] for part in (FORWARD, BACKWARD, OPTIMIZER)} == {

@@ -1,11 +1,11 @@
-"""Facts about a GPU that cannot be read, in a real training on it: the report has all others."""
+"""Real trainings on a GPU of which some facts cannot be read: the report has all others."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from trainings import Model, Samples, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
@@ -14,16 +14,19 @@ from lightning_gpu_tools.runs import run_recorder
 from lightning_gpu_tools.training import compat, memory_counters
 from lightning_gpu_tools.types import Report
 
-pytestmark = pytest.mark.gpu
 STEPS = 80
-
-
-class Refused(Exception):
-    pass
+# Where a fact comes from: what the report calls it.
+SOURCES = {
+    (run_recorder, "device_facts"): "the GPU's properties",
+    (run_recorder, "left_on_cpu"): "tensors on the CPU",
+    (GpuWatch, "trained_on"): "the GPU's utilization",
+    (memory_counters, "count_holdings"): "torch's memory counters",
+    (compat, "has_context"): "CUDA contexts",
+}
 
 
 def refuse(*args: Any, **kwargs: Any) -> Any:
-    raise Refused("as a new driver may")
+    raise RuntimeError("as a new driver may")
 
 
 def trained(folder: Path, model: Model, data: DataLoader[Any]) -> Report:
@@ -33,35 +36,19 @@ def trained(folder: Path, model: Model, data: DataLoader[Any]) -> Report:
 
 
 def test_each_fact_about_a_gpu_is_left_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_recorder, "device_facts", refuse)
-    monkeypatch.setattr(run_recorder, "left_on_cpu", refuse)
-    monkeypatch.setattr(GpuWatch, "trained_on", refuse)
-    monkeypatch.setattr(memory_counters, "count_holdings", refuse)
-    monkeypatch.setattr(compat, "has_context", refuse)
+    for owner, name in SOURCES:
+        monkeypatch.setattr(owner, name, refuse)
     report = trained(tmp_path, Model(), DataLoader(Samples(2 * STEPS), batch_size=2))
     assert (report.outcome, report.steps) == ("completed", STEPS)
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
-    assert {one.partition(" (")[0] for one in report.unseen} == {
-        "the GPU's properties",
-        "tensors on the CPU",
-        "the GPU's utilization",
-        "torch's memory counters",
-        "CUDA contexts",
-    }
+    assert {one.partition(" (")[0] for one in report.unseen} == {*SOURCES.values()}
+    assert report.memory == ()
     assert report.gpu_step_s  # by events, which need none of these
 
 
-class Nested(Dataset[torch.Tensor]):
-    """Texts of different lengths."""
-
-    def __len__(self) -> int:
-        return 2 * STEPS
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((1 + index % 3, 4), float(index))
-
-
 class OfTexts(Model):
+    """A model of texts of different lengths."""
+
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return torch.stack([self.layer(text).square().mean() for text in batch.unbind()]).mean()
 
@@ -72,7 +59,8 @@ def test_a_batch_without_a_shape_is_measured_as_any_other(tmp_path: Path, layout
     def collate(texts: list[torch.Tensor]) -> torch.Tensor:
         return torch.nested.nested_tensor(texts, layout=layout)
 
-    report = trained(tmp_path, OfTexts(), DataLoader(Nested(), batch_size=2, collate_fn=collate))
+    texts = [torch.full((1 + index % 3, 4), float(index)) for index in range(2 * STEPS)]
+    report = trained(tmp_path, OfTexts(), DataLoader(texts, batch_size=2, collate_fn=collate))
     assert (report.outcome, report.steps) == ("completed", STEPS)
     assert report.unseen == ()
     assert report.memory
