@@ -92,6 +92,7 @@ def test_work_of_the_host_is_not_blamed_on_launching(tmp_path: Path) -> None:
     first = report.diagnosis.findings[0]
     assert first.cause == "host_work", report.diagnosis
     assert first.share > 0.5
+    assert report.diagnosis.gpu_idle_percent.get("data_loading", 0.0) < 5
 
 
 class LongerAndLonger(Model):

@@ -17,7 +17,7 @@ from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.types import Finding, Report
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]
+pytestmark = pytest.mark.usefixtures("two_gpus")
 
 MIB = 2**20
 

@@ -1,4 +1,4 @@
-"""The contract of nvml_contract.py on a real driver, and what only hardware can show."""
+"""The contract of nvml_contract.py on a real driver, and facts that only hardware can show."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import nvml_contract
 import pytest
+import torch
 
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
@@ -20,9 +21,6 @@ from lightning_gpu_tools.gpus.sampler import Sampler
 def session() -> Iterator[None]:
     with nvml.session():
         yield
-
-
-pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("check", nvml_contract.CHECKS)
@@ -43,26 +41,18 @@ def test_index_and_uuid_are_those_of_nvidia_smi():
     ]
 
 
-@pytest.fixture
-def cuda():
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch has no CUDA here")
-    return torch
-
-
-def test_uuid_is_the_one_torch_gives(cuda):
+def test_uuid_is_the_one_torch_gives():
     uuids = {gpu.uuid for gpu in nvml.read_gpus()}
-    assert all(f"GPU-{cuda.cuda.get_device_properties(i).uuid}" in uuids for i in range(cuda.cuda.device_count()))
+    assert all(f"GPU-{torch.cuda.get_device_properties(i).uuid}" in uuids for i in range(torch.cuda.device_count()))
 
 
-def test_a_busy_gpu_is_seen_as_busy_and_the_process_is_ours(cuda):
-    uuid = f"GPU-{cuda.cuda.get_device_properties(0).uuid}"
-    matrix = cuda.randn(8192, 8192, device="cuda:0")
+def test_a_busy_gpu_is_seen_as_busy_and_the_process_is_ours():
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    matrix = torch.randn(8192, 8192, device="cuda:0")
     with contextlib.closing(Sampler([uuid], interval_s=0.5)) as sampler:
         sampler.whole(wait_s=10)
         sampler.take()
-        deadline, done = time.monotonic() + 5, cuda.cuda.Event()
+        deadline, done = time.monotonic() + 5, torch.cuda.Event()
         while time.monotonic() < deadline:  # what is queued outlasts the host, however busy its cores are
             for _ in range(10):
                 matrix @ matrix
@@ -70,7 +60,6 @@ def test_a_busy_gpu_is_seen_as_busy_and_the_process_is_ours(cuda):
             done.record()
         sampler.whole(wait_s=10)
         window = sampler.take()[uuid]
-    print(window)
     assert sampler.failure is None
     assert window.utilization_percent_mean > 70
     assert window.utilization_observed_s > 3

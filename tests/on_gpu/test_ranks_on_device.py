@@ -1,4 +1,4 @@
-"""Ranks that wait for one of them over NCCL: which one, where, and how much of a busy GPU is waiting."""
+"""Ranks that wait for one of them over NCCL: its number, the line at which it is late, and the share of waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainings import Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]
+pytestmark = pytest.mark.usefixtures("two_gpus")
 
 
 def be_late() -> None:

@@ -1,4 +1,4 @@
-"""Selection on a real driver and a real CUDA: what the tests on the fake driver take for granted."""
+"""Selection on a real driver and a real CUDA, for facts that the tests on the fake driver take for granted."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.runs.surroundings import read_surroundings
 from lightning_gpu_tools.trainer.facts import LoopRun
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("claims_dir")]
+pytestmark = pytest.mark.usefixtures("claims_dir")
 
 
 def answer(code: str, **environment: str) -> Any:
-    """What a process of its own prints as JSON: CUDA can be started only once in each."""
+    """Return what a new process prints as JSON: CUDA can be started only once in each."""
     # Lightning sets this in the process that imports it; then torch asks NVML for GPUs, and CUDA does not start.
     environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "0", **environment}
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
@@ -41,27 +41,23 @@ print(json.dumps([list(selection.uuids), shown, torch.zeros(1, device="cuda").it
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize(
-    "start", ["torch.zeros(1, device='cuda')", "torch.cuda.is_available()"], ids=["by-a-tensor", "by-is-available"]
-)
-def test_it_is_known_whether_cuda_has_started(start: str) -> None:
-    before, after, too_late = answer(f"""
+def test_cuda_is_seen_to_have_started_without_torch() -> None:
+    before, after, too_late = answer("""
 import json, torch
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError
 from lightning_gpu_tools.selection import cuda
 before = cuda.is_initialized()
 selection = select_gpus()
-{start}
-too_late = None
+torch.cuda.is_available()
 try:
     selection.apply()
+    too_late = ""
 except CudaAlreadyInitializedError as error:
     too_late = str(error)
 print(json.dumps([before, cuda.is_initialized(), too_late]))
 """)
-    assert before is False
-    assert after is True
+    assert (before, after) == (False, True)
     assert too_late
 
 
@@ -136,54 +132,34 @@ print(json.dumps([claim.memory_bytes, effective_free_bytes(gpu, [claim]), gpu.me
     assert effective == (free if known else free - claimed)
 
 
-def test_a_trainer_computes_on_the_gpu_that_was_picked(tmp_path: Path) -> None:
-    picked, used, again = answer(f"""
+@pytest.mark.parametrize(
+    "options",
+    [
+        "accelerator=FreeMemoryCUDAAccelerator(min_free='1GiB')",
+        *(f"strategy={name!r}" for name in ("free_memory", "ddp_free_memory", "fsdp_free_memory")),
+    ],
+)
+def test_a_trainer_trains_on_the_gpu_that_was_picked(options: str, tmp_path: Path) -> None:
+    picked, used, again, steps = answer(f"""
 import json, os, torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator
-def fit():
-    trainer = Trainer(accelerator=FreeMemoryCUDAAccelerator(min_free="1GiB"), devices=1, max_steps=2, logger=False,
-                      enable_checkpointing=False, default_root_dir={str(tmp_path)!r}, enable_progress_bar=False)
-    trainer.fit(BoringModel())
-    return f"GPU-{{torch.cuda.get_device_properties(trainer.strategy.root_device).uuid}}"
-used = fit()
-print(json.dumps([os.environ.get("CUDA_VISIBLE_DEVICES", used), used, fit()]))  # one GPU needs no mask
-""")
-    assert picked == used == again
-
-
-def test_after_cuda_has_started_a_trainer_picks_by_number(tmp_path: Path) -> None:
-    number, mask = answer(f"""
-import json, os, torch
-torch.zeros(1, device="cuda")
-from lightning.pytorch import Trainer
-from lightning_gpu_tools import FreeMemoryCUDAAccelerator
-trainer = Trainer(accelerator=FreeMemoryCUDAAccelerator(), devices=1, logger=False, enable_checkpointing=False,
-                  default_root_dir={str(tmp_path)!r})
-print(json.dumps([trainer.strategy.root_device.index, os.environ.get("CUDA_VISIBLE_DEVICES")]))
-""")
-    assert isinstance(number, int)
-    assert mask is None
-
-
-@pytest.mark.parametrize("strategy", ["free_memory", "ddp_free_memory", "fsdp_free_memory"])
-def test_a_strategy_really_trains(strategy: str, tmp_path: Path) -> None:
-    steps, device = answer(f"""
-import json
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-import lightning_gpu_tools
 class Model(BoringModel):
     def configure_optimizers(self):  # FSDP makes new parameters, so that the optimizer has to come after it
-        import torch
         return torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
-trainer = Trainer(strategy={strategy!r}, devices=1, max_steps=2, limit_val_batches=0, logger=False,
-                  enable_checkpointing=False, default_root_dir={str(tmp_path)!r}, enable_progress_bar=False)
-trainer.fit(Model())
-print(json.dumps([trainer.global_step, trainer.strategy.root_device.type]))
+def fit():
+    global trainer
+    trainer = Trainer({options}, devices=1, max_steps=2, limit_val_batches=0, logger=False,
+                      enable_checkpointing=False, default_root_dir={str(tmp_path)!r}, enable_progress_bar=False)
+    trainer.fit(Model())
+    return f"GPU-{{torch.cuda.get_device_properties(trainer.strategy.root_device).uuid}}"
+used = fit()
+picked = os.environ.get("CUDA_VISIBLE_DEVICES", used)  # one GPU needs no mask
+print(json.dumps([picked, used, fit(), trainer.global_step]))
 """)
-    assert (steps, device) == (2, "cuda")
+    assert picked == used == again
+    assert steps == 2
 
 
 HOLD = """
@@ -209,7 +185,6 @@ def test_claims_of_another_job_on_the_same_gpu_are_told(
         run = LoopRun()
         assert read_surroundings(run, None).claims == ()  # its own is none
         with subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1, text=True) as other:
-            assert other.stdout is not None
             other.stdout.readline()
             (told,) = shortcomings(read_surroundings(run, None))
             other.kill()

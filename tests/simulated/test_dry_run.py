@@ -41,7 +41,6 @@ for step in range(100):
 class Ended(NamedTuple):
     code: int
     found: dict[str, Any]
-    output: str
     errors: str
 
 
@@ -66,13 +65,13 @@ def dry_run(make_machine: Callable[..., Machine], tmp_path: Path) -> DryRun:
             check=False,
         )
         assert not [*tmp_path.glob("dry-run-*")], ended.stderr
-        return Ended(ended.returncode, json.loads(ended.stdout or "{}"), ended.stdout, ended.stderr)
+        return Ended(ended.returncode, json.loads(ended.stdout or "{}"), ended.stderr)
 
     return run
 
 
 def test_a_plain_loop_that_fits(dry_run: DryRun) -> None:
-    code, found, _, errors = dry_run(LOOP, "65536", options=["--gpu", "a100-40gb"])
+    code, found, errors = dry_run(LOOP, "65536", options=["--gpu", "a100-40gb"])
     assert code == 0, errors
     assert "step 1" in errors  # with --format json, its output goes where it does not disturb
     assert "step 2" not in errors
@@ -94,7 +93,7 @@ def test_a_plain_loop_that_fits(dry_run: DryRun) -> None:
 
 
 def test_a_plain_loop_that_does_not_fit(dry_run: DryRun) -> None:
-    code, found, _, errors = dry_run(LOOP, "400000", options=["--gpu", "t4"])
+    code, found, errors = dry_run(LOOP, "400000", options=["--gpu", "t4"])
     assert code == 1, errors
     assert "OutOfMemoryError" in errors
     assert found["failure"] == [1, "forward", "train.py", 10, "forward"]
@@ -105,7 +104,7 @@ def test_a_plain_loop_that_does_not_fit(dry_run: DryRun) -> None:
 def test_the_largest_batch_by_trials_of_a_shell_script(dry_run: DryRun, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f'{sys.executable} "$1" "${{@: -1}}"')  # the last argument
     options = ["--gpu", "t4", "--vary", "{}"]
-    code, found, _, errors = dry_run(LOOP, "65536", options=options, program=["bash", "run.sh"])
+    code, found, errors = dry_run(LOOP, "65536", options=options, program=["bash", "run.sh"])
     assert code == 0, errors
     fits = [int(number) for number, does in found["trials"].items() if does]
     too_large = [int(number) for number, does in found["trials"].items() if not does]
@@ -138,7 +137,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_a_trainer_on_one_gpu_and_on_two(dry_run: DryRun, strategy: str) -> None:
     gpus = 1 if strategy == "auto" else 2
-    code, found, _, errors = dry_run(LIGHTNING, str(gpus), strategy, options=["--gpu", "t4", "-n", str(gpus)])
+    code, found, errors = dry_run(LIGHTNING, str(gpus), strategy, options=["--gpu", "t4", "-n", str(gpus)])
     assert code == 0, errors
     assert found["world_size"] == gpus
     assert found["batch_size"] == 8
