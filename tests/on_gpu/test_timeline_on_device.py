@@ -38,14 +38,16 @@ class Busy(Model):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.occupy_forward()
         loss = super().training_step(batch.flatten()[:4], batch_idx)
-        loss.register_hook(lambda gradient: occupy(self.backward_s))
+        if self.backward_s:
+            loss.register_hook(lambda gradient: occupy(self.backward_s))
         if self.item:
             loss.item()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         optimizer = super().configure_optimizers()
-        optimizer.register_step_post_hook(lambda *_: occupy(self.optimizer_s))
+        if self.optimizer_s:
+            optimizer.register_step_post_hook(lambda *_: occupy(self.optimizer_s))
         return optimizer
 
 
