@@ -71,7 +71,7 @@ def start_ranks(
 
 
 def run_ranks(folder: Path, function: Callable[..., None], **options: Any) -> list[subprocess.CompletedProcess[str]]:
-    """Let ranks do the same as ``start_ranks`` says, and return how each of them ended."""
+    """Do the same as ``start_ranks``, and return how each rank ended."""
     started = start_ranks(folder, function, **options)
     for process in started:
         process.join(150)
@@ -120,7 +120,7 @@ def train_on_two_nodes(folder: Path, rank: int, *, slower_s: float, failing_rank
 
 
 class _SlowSaving(TorchCheckpointIO):
-    """Only rank 0 saves; the others wait for it."""
+    """Takes its time to save on rank 0, for which the others wait."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -135,7 +135,7 @@ def occupy(seconds: float) -> None:
 
 
 class _Slow(LightningModule):
-    """Its GPU takes its time, or without one its host.
+    """A model whose GPU takes its time, or without one its host.
 
     Ranks meet in its forward pass, too: for the buffers of its BatchNorm and, without a GPU, to log a metric.
     """

@@ -149,7 +149,7 @@ def test_importing_the_package_imports_nothing_but_five_small_files(
 
 
 def test_only_the_dry_run_knows_the_simulated_machine() -> None:
-    """Only a program that was started on it may be on it."""
+    """Programs are on it only if they were started on it."""
     users = {module for module in FILES for one in imports(FILES[module]) if one.startswith(f"{NAME}/simulated")}
     assert {module for module in users if room(module) < room("simulated")} == {
         *("cli/dry_run", "dry_run/launch", "dry_run/result")  # which start programs on it, and know its models

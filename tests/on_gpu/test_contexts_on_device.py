@@ -27,7 +27,7 @@ def strays(report: Report) -> list[Finding]:
 
 
 class Touches(Model):
-    """Rank 1 uses GPU 0, in a hook or at a step."""
+    """Uses GPU 0 on rank 1, in a hook or at a step."""
 
     def __init__(self, when: str | int) -> None:
         super().__init__()

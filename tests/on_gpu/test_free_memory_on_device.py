@@ -1,4 +1,4 @@
-"""What is freed after a real out-of-memory error, and who is said to hold the rest."""
+"""Memory that is freed after a real out-of-memory error, and the names of those that hold the rest."""
 
 from __future__ import annotations
 
@@ -219,14 +219,14 @@ def test_the_last_result_at_a_prompt_is_let_go_of(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_each_gpu_is_told(prompt: Callable[..., None]) -> None:
+def test_each_gpu_is_named(prompt: Callable[..., None]) -> None:
     prompt("", pair=[taken(64), taken(64).to("cuda:1")])
     freed = free_memory()
     assert [gpu.index for gpu in freed.gpus] == [0, 1]
     assert held(freed)["pair"] == ("list", 128)
 
 
-def test_a_cuda_that_has_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_cuda_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be ...")
 

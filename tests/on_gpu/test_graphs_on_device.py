@@ -66,7 +66,7 @@ class Training:
 
 
 def test_a_recorded_graph_has_the_same_operations_as_without_the_monitor(tmp_path: Path) -> None:
-    """Whatever kind of sample is taken of the step that records it."""
+    """Samples of every kind are taken of the steps that record it."""
     training = Training()
     without = nodes(training.recorded(keep_graph=True))
     with watch(folder=tmp_path) as run:
@@ -156,7 +156,7 @@ def test_allocations_that_graphs_keep_predict_no_largest_batch(
 
 
 def test_compiled_code_that_waits_for_the_gpu_is_compiled_once(tmp_path: Path) -> None:
-    """Also in the steps in which the lines that wait are recorded."""
+    """Lines that wait are recorded in some of the steps."""
     training, compiled = Training(), []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:

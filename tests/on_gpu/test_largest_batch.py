@@ -43,7 +43,7 @@ def is_recording() -> bool:
 
 
 def train(folder: Path, batch_size: int, **options: Any) -> tuple[RankMemory, int | None]:
-    """Train 4 steps, and return what was recorded and the largest batch."""
+    """Train 4 steps, and return the record and the largest batch."""
     trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[GPUUtilizationMonitor()], **options)
     session = FitSession.of(trainer, Callback())
     trainer.fit(Deep(), DataLoader(Samples(4 * batch_size), batch_size=batch_size))
@@ -54,7 +54,7 @@ def train(folder: Path, batch_size: int, **options: Any) -> tuple[RankMemory, in
 
 @pytest.mark.usefixtures("two_gib")
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}])
-def test_what_is_said_to_fit_trains_and_hardly_more(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_the_largest_batch_trains_and_hardly_more(tmp_path: Path, options: dict[str, Any]) -> None:
     small, larger = (train(tmp_path, size, **options)[1] for size in (64, 256))
     assert small == pytest.approx(larger, rel=0.05)  # copies of weights, and blocks, do not grow with the batch
     train(tmp_path, larger, **options)
@@ -104,7 +104,7 @@ def test_a_loop_of_ones_own_is_recorded_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_model_of_the_allocator_takes_what_torch_takes(seed: int) -> None:
-    """Next to what other tests have left, too."""
+    """Segments of other tests may be there, too."""
     chance, room = random.Random(seed), (2**40, 900 * 2**20)[seed % 2]
     gc.collect()
     torch.cuda.empty_cache()

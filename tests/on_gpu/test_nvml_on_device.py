@@ -41,11 +41,6 @@ def test_index_and_uuid_are_those_of_nvidia_smi():
     ]
 
 
-def test_uuid_is_the_one_torch_gives():
-    uuids = {gpu.uuid for gpu in nvml.read_gpus()}
-    assert all(f"GPU-{torch.cuda.get_device_properties(i).uuid}" in uuids for i in range(torch.cuda.device_count()))
-
-
 def test_a_busy_gpu_is_seen_as_busy_and_the_process_is_ours():
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     matrix = torch.randn(8192, 8192, device="cuda:0")
@@ -73,7 +68,7 @@ def test_a_busy_gpu_is_seen_as_busy_and_the_process_is_ours():
 
 
 def test_a_poll_is_cheap():
-    """The thread's share of a core, at one poll a second."""
+    """A poll a second takes at most 2 % of a core."""
     for gpu in nvml.read_gpus():
         with contextlib.closing(GpuProbe(gpu.uuid)) as probe:
             probe.read()

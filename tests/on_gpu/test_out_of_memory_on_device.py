@@ -55,7 +55,7 @@ def test_an_allocator_of_the_driver_is_read_as_far_as_it_counts(tmp_path: Path) 
         said = answer(name, folder)
         assert said["right"], "\n".join(map(str, said.items()))
         report = load_report(folder)
-        if CASES[name].known:  # as it was then: in backward, the graph is gone when the error comes
+        if CASES[name].known:  # read at that moment: torch frees the graph before the error comes
             sizes = [report.diagnosis.findings[0].evidence[f"{one}_bytes"] for one in ("allocated", "requested")]
             assert sum(sizes) > report.diagnosis.findings[0].evidence["allowed_bytes"]
         (account,) = report.memory
@@ -190,7 +190,7 @@ def test_a_loop_of_ones_own_says_where_it_ran_out(tmp_path: Path, part: str) -> 
     assert report.outcome.startswith(f"out of memory in {part} at step ")
 
 
-def test_errors_that_are_caught_are_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_that_are_caught_are_counted_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Catches(Model):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             if batch_idx in (5, 9):

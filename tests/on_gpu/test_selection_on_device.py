@@ -175,7 +175,7 @@ sys.stdin.read()
     ("count", "options", "who", "what"),
     [(3, {"min_free": "1MiB"}, "3 claims", "3.00 MiB"), (1, {}, "pid {pid}", "all")],
 )
-def test_claims_of_another_job_on_the_same_gpu_are_told(
+def test_claims_of_another_job_on_the_same_gpu_are_named(
     monkeypatch: pytest.MonkeyPatch, count: int, options: dict[str, object], who: str, what: str
 ) -> None:
     held = torch.zeros(1, device="cuda")

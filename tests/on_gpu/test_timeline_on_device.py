@@ -1,4 +1,4 @@
-"""The GPU's idle time by its own events, against what a training was built to leave idle."""
+"""The GPU's idle time by its own events, in trainings that are built to leave it idle for so long."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def slow_data(seconds: float) -> DataLoader[torch.Tensor]:
 
 
 def idle_share(idle: GpuIdle, phase: str) -> float:
-    """Return in which share of the host's time for a phase the GPU was idle; a busy host takes longer for both."""
+    """Return the idle share of the host's time for a phase; on a busy host both are longer."""
     return idle.idle_s.get(phase, 0.0) / idle.host_s[phase]
 
 
@@ -78,7 +78,7 @@ def test_a_wait_behind_gpu_work_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("item", [False, True], ids=["nothing-waits", "behind-a-sync"])
 @pytest.mark.parametrize("slow", ["on_train_batch_start", "on_train_batch_end", "data_loading"])
 def test_a_wait_that_the_gpu_feels_is_idle_time_by_its_name(tmp_path: Path, slow: str, item: bool) -> None:
-    """With a sync the host waits for the GPU in forward, so that the GPU feels all that comes behind it."""
+    """A sync has the host wait for the GPU in forward, so that the GPU feels all that comes behind it."""
     model = Busy(0.010 if item else 0.001, item=item)
     if slow == "data_loading":
         _, idle = train(tmp_path, model, data=slow_data(0.020))
@@ -91,7 +91,7 @@ def test_a_wait_that_the_gpu_feels_is_idle_time_by_its_name(tmp_path: Path, slow
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_of_a_copy_the_gpu_feels_its_own_part(tmp_path: Path, pinned: bool) -> None:
-    """Out of pageable memory the host waits for the step before, too; the GPU is not idle then."""
+    """A copy from pageable memory waits for the step before, too; the GPU is not idle then."""
     data = DataLoader([torch.zeros(16_000_000, pin_memory=pinned)] * (STEPS // 2), batch_size=None)  # of 64 MB
     clock, idle = train(tmp_path, Busy(0.060), data=data)
     assert max(idle.idle_s, key=idle.idle_s.__getitem__) == "host_to_device_copy"
@@ -107,8 +107,6 @@ def as_built(seconds: float) -> Any:
 
 @pytest.mark.parametrize("starved_s", [0.0, 0.020], ids=["overlapping", "starved"])
 def test_the_gpus_work_on_the_parts_of_a_step_is_measured(tmp_path: Path, starved_s: float) -> None:
-    """Also where it is idle within the step."""
-
     class Starved(Busy):
         def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
             torch.cuda.synchronize()  # so that no work of the step before hides what comes
@@ -161,7 +159,7 @@ def test_work_between_two_steps_is_no_idle_time(tmp_path: Path, callbacks: tuple
     assert sum(idle.idle_s.values()) / idle.samples < 0.008
 
 
-def test_the_wait_for_a_slow_hook_is_told_from_work_before_it(tmp_path: Path) -> None:
+def test_the_wait_for_a_slow_hook_begins_after_the_work_before_it(tmp_path: Path) -> None:
     _, idle = train(tmp_path, Busy(0.003), Averages(), Spending(time.sleep, "on_train_batch_start", 0.060))
     # Of 60 ms, in the first 20 of which the GPU works, unless the copy of the batch has waited for that.
     assert 0.55 < idle_share(idle, "callback/Spending") <= 1.02

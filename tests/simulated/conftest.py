@@ -1,4 +1,4 @@
-"""The simulated machine itself: its tests run programs on machines of their own, with torch's CUDA build."""
+"""Fixtures for tests of the simulated machine, which run programs on it with torch's CUDA build."""
 
 from __future__ import annotations
 

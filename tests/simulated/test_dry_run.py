@@ -176,7 +176,7 @@ for step in range(100):
         ("print('no torch')", "No process of the command imported torch"),
     ],
 )
-def test_what_cannot_be_told(dry_run: DryRun, code: str, reason: str) -> None:
+def test_runs_that_show_nothing(dry_run: DryRun, code: str, reason: str) -> None:
     ended = dry_run(code, options=["--gpu", "t4"])
     assert ended.code == 3
     assert ended.found["verdict"] == "cannot_be_told"

@@ -164,7 +164,7 @@ try:
 except torch.OutOfMemoryError as error:
     seen.append(str(error).splitlines()[0])
 del buffer
-address = ctypes.c_void_p()  # a library takes more than fits beside what the pool keeps
+address = ctypes.c_void_p()  # a library takes more than fits next to the pool
 ctypes.CDLL("libcuda.so.1").cudaMalloc(ctypes.byref(address), ctypes.c_size_t(22 << 30))
 seen.append(counts())
 print(json.dumps(seen))
@@ -215,7 +215,7 @@ def test_a_context_is_made_by_the_first_call_that_needs_one(
     assert answer(make_machine(["h100-80gb"] * 2), CONTEXTS, *calls) == contexts
 
 
-def test_processes_that_begin_at_once_are_told_apart(make_machine: MakeMachine, answer: Answer) -> None:
+def test_processes_that_begin_at_once_are_counted_one_by_one(make_machine: MakeMachine, answer: Answer) -> None:
     listed = answer(
         make_machine(),
         """
