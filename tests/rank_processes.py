@@ -15,7 +15,6 @@ from typing import Any
 import fake_driver
 import quiet_kernel
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -134,7 +133,7 @@ def occupy(seconds: float) -> None:
     torch.cuda._sleep(int(seconds * 2e9))  # in cycles, of which no GPU makes more in a second
 
 
-class _Slow(LightningModule):
+class _Slow(Model):
     """A model whose GPU takes its time, or without one its host.
 
     Ranks meet in its forward pass, too: for the buffers of its BatchNorm and, without a GPU, to log a metric.
@@ -142,21 +141,20 @@ class _Slow(LightningModule):
 
     def __init__(self, forward_s: float, backward_s: float, optimizer_s: float, *, on_gpu: bool) -> None:
         super().__init__()
-        self.spend, meets = (occupy, False) if on_gpu else (time.sleep, True)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
-        self.meets = meets
+        self.spend, self.meets = (occupy, False) if on_gpu else (time.sleep, True)
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
         self.forward_s, self.backward_s, self.optimizer_s = forward_s, backward_s, optimizer_s
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.spend(self.forward_s)
-        output = self.layers(batch)
+        output = self.layer(batch)
         output.register_hook(lambda gradient: self.spend(self.backward_s))
         loss = output.square().mean()
         self.log("loss", loss, sync_dist=self.meets)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(self.parameters(), lr=1e-6)
+        optimizer = super().configure_optimizers()
         optimizer.register_step_post_hook(lambda *_: self.spend(self.optimizer_s))
         return optimizer
 

@@ -132,6 +132,7 @@ def test_a_step_that_needs_far_more_for_the_same_batch_is_named(tmp_path: Path) 
     assert first.evidence["step_bytes"] == pytest.approx(2.2 * GIB, rel=0.05)
     assert " in taken" in str(first.evidence["asked_at"])
     assert "times as much as earlier steps (at most 12" in report.diagnosis.why
+    assert report.allocator_failures == 1  # the error at step 4, which did not end the run
 
 
 def test_what_steps_leave_is_named_by_line_before_memory_is_full(tmp_path: Path) -> None:
@@ -188,23 +189,6 @@ def test_a_loop_of_ones_own_says_where_it_ran_out(tmp_path: Path, part: str) -> 
     report = load_report(tmp_path)
     assert report.diagnosis.verdict == "out_of_memory"
     assert report.outcome.startswith(f"out of memory in {part} at step ")
-
-
-def test_errors_that_are_caught_are_counted_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Catches(Model):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if batch_idx in (5, 9):
-                with contextlib.suppress(torch.OutOfMemoryError):
-                    taken(6)
-            return super().training_step(batch, batch_idx)
-
-    trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=[GPUUtilizationMonitor()])
-    trainer.fit(Catches(), loader(Samples(12)))
-    report = load_report(tmp_path)
-    assert report.outcome == "completed"
-    assert report.diagnosis.verdict == "too_short"
-    assert report.allocator_failures == 2
-    assert "torch's allocator ran out of memory 2 times, and the run continued." in capsys.readouterr().out
 
 
 def test_a_search_for_the_batch_size_is_no_end(tmp_path: Path) -> None:

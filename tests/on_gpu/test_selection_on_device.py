@@ -20,22 +20,29 @@ from lightning_gpu_tools.trainer.facts import LoopRun
 pytestmark = pytest.mark.usefixtures("claims_dir")
 
 
-def answer(code: str, **environment: str) -> Any:
-    """Return what a new process prints as JSON: CUDA can be started only once in each."""
+BEGIN = """
+import json, os, torch
+from lightning_gpu_tools import FreeMemoryCUDAAccelerator, list_gpus, select_gpus
+from lightning_gpu_tools.errors import CudaAlreadyInitializedError
+from lightning_gpu_tools.selection import cuda
+def uuid(device): return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+"""
+
+
+def answer(code: str) -> Any:
+    """Return the JSON that a new process prints: CUDA can be started only once in each."""
     # Lightning sets this in the process that imports it; then torch asks NVML for GPUs, and CUDA does not start.
-    environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "0", **environment}
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    environ = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "0"}
+    child = subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True, env=environ)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.splitlines()[-1])
 
 
 def test_after_apply_cuda_shows_exactly_the_gpus_picked_in_their_order() -> None:
     seen = answer("""
-import json, torch
-from lightning_gpu_tools import list_gpus, select_gpus
 selection = select_gpus(len([gpu for gpu in list_gpus() if not gpu.error and not gpu.mig_mode]) or 1)
 selection.apply()
-shown = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
+shown = [uuid(device) for device in range(torch.cuda.device_count())]
 print(json.dumps([list(selection.uuids), shown, torch.zeros(1, device="cuda").item()]))
 """)
     assert seen[0] == seen[1]
@@ -43,10 +50,6 @@ print(json.dumps([list(selection.uuids), shown, torch.zeros(1, device="cuda").it
 
 def test_cuda_is_seen_to_have_started_without_torch() -> None:
     before, after, too_late = answer("""
-import json, torch
-from lightning_gpu_tools import select_gpus
-from lightning_gpu_tools.errors import CudaAlreadyInitializedError
-from lightning_gpu_tools.selection import cuda
 before = cuda.is_initialized()
 selection = select_gpus()
 torch.cuda.is_available()
@@ -102,19 +105,13 @@ def test_the_next_job_gets_what_the_last_one_needed(tmp_path: Path, claims_dir: 
 
 def test_cudas_own_order_is_that_of_torch() -> None:
     asked, shown = answer("""
-import json, torch
-from lightning_gpu_tools.selection import cuda
-asked = cuda.device_order()
-shown = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
-print(json.dumps([asked, shown]))
+print(json.dumps([cuda.device_order(), [uuid(device) for device in range(torch.cuda.device_count())]]))
 """)
     assert asked == shown
 
 
 def test_memory_that_the_holder_uses_by_now_does_not_count_twice() -> None:
     claimed, effective, free, known = answer("""
-import json, os, torch
-from lightning_gpu_tools import select_gpus
 selection = select_gpus(min_free="4GiB")
 selection.apply()
 buffer = torch.zeros(2**30, device="cuda")  # 4 GiB
@@ -141,10 +138,8 @@ print(json.dumps([claim.memory_bytes, effective_free_bytes(gpu, [claim]), gpu.me
 )
 def test_a_trainer_trains_on_the_gpu_that_was_picked(options: str, tmp_path: Path) -> None:
     picked, used, again, steps = answer(f"""
-import json, os, torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_gpu_tools import FreeMemoryCUDAAccelerator
 class Model(BoringModel):
     def configure_optimizers(self):  # FSDP makes new parameters, so that the optimizer has to come after it
         return torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
@@ -153,7 +148,7 @@ def fit():
     trainer = Trainer({options}, devices=1, max_steps=2, limit_val_batches=0, logger=False,
                       enable_checkpointing=False, default_root_dir={str(tmp_path)!r}, enable_progress_bar=False)
     trainer.fit(Model())
-    return f"GPU-{{torch.cuda.get_device_properties(trainer.strategy.root_device).uuid}}"
+    return uuid(trainer.strategy.root_device)
 used = fit()
 picked = os.environ.get("CUDA_VISIBLE_DEVICES", used)  # one GPU needs no mask
 print(json.dumps([picked, used, fit(), trainer.global_step]))
