@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import fake_driver
 import quiet_kernel
 import torch
+from launched_jobs import free_port
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -50,10 +50,7 @@ def start_ranks(
 
     One rank alone is a program that nobody has launched as a part of a job.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    started = []
+    port, started = free_port(), []
     for rank in range(ranks):
         node, local_rank = divmod(rank, ranks // nodes)
         place = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "WORLD_SIZE": ranks}
