@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run, so that a failure is due to the change; --hypothesis-profile=thorough finds others.
-# How long an example takes says nothing on a machine that is shared.
+# Examples have no time limit, because the machine may be shared.
 _HYPOTHESIS = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
 hypothesis.settings.register_profile("ci", max_examples=60, derandomize=True, **_HYPOTHESIS)
 hypothesis.settings.register_profile("thorough", max_examples=2000, **_HYPOTHESIS)
@@ -74,7 +74,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_driver.Driver]:
-    """A machine without GPUs, to which the test gives some. Holds in this process and in the children it starts."""
+    """A machine without GPUs, to which the test gives some, for this process and the children it starts."""
     import pynvml
 
     machine = fake_driver.Driver(tmp_path)
@@ -137,7 +137,7 @@ def memory_files() -> Iterator[type[MemoryFileSystem]]:
 
 @pytest.fixture
 def hand_clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
-    """The clock by which everything is timed that a session measures."""
+    """Return the clock that times everything in a session."""
     from trainings import HandClock  # which imports Lightning
 
     from lightning_gpu_tools.runs import session
@@ -150,7 +150,7 @@ def hand_clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
 
 @pytest.fixture
 def core_waits() -> None:
-    """Have trainings of this process see how long they wait for a core, which depends on what else runs here."""
+    """Have trainings of this process see their real waits for a core, which depend on other programs."""
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +163,6 @@ def no_core_waits(
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[dict[str, str]]:
-    """A real SLURM, and what its commands need in their environment."""
+    """Start a real SLURM, and yield the environment that its commands need."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, slurm_cluster(Path(folder)) as environment:
         yield environment

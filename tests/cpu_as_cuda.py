@@ -71,7 +71,7 @@ def uuids() -> list[str]:
         for index, one in enumerate(machine["gpus"] if not machine["library_missing"] else [])
     ]
     found = [str(gpu.uuid) for gpu in visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), None, list)]
-    # CUDA shows a process only the first MIG instance, and nothing beside it.
+    # CUDA shows a process only the first MIG instance, and nothing else.
     return [uuid for uuid in found if uuid.startswith("MIG-")][:1] or found
 
 

@@ -1,4 +1,4 @@
-"""Scripts for jobs of several processes, what launchers put into their environment, and what the processes said."""
+"""Scripts for jobs of several processes, the environment that launchers give them, and their output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fake_driver import Driver
 from lightning_gpu_tools.gpus.readings import GpuClaim
 from lightning_gpu_tools.selection.claims import HeldClaim, open_ledger, read_ledger
 
-# What the accelerator does underneath, without the seconds that it takes to import Lightning.
+# The accelerator does the same underneath, and takes seconds to import Lightning.
 PLACE = """
 import os, sys
 from lightning_gpu_tools.selection.placement import how_many, place
@@ -66,7 +66,7 @@ def mpirun(rank: int, **changed: str) -> dict[str, str]:
 
 
 def mpiexec(rank: int, **changed: str) -> dict[str, str]:
-    """Return the environment that MPICH and Intel MPI gives a process of two on one node."""
+    """Return the environment that MPICH and Intel MPI give a process of two on one node."""
     names = {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": str(rank), "PMI_SIZE": "2", "PMI_RANK": str(rank)}
     return {**os.environ, **names, **changed}
 
@@ -79,7 +79,7 @@ def jsrun(rank: int, **changed: str) -> dict[str, str]:
 
 
 def by_hand(rank: int, **changed: str) -> dict[str, str]:
-    """Return the environment of a rank without a launcher, from Lightning's guide to general-purpose clusters."""
+    """Return the environment of a rank without a launcher, as Lightning's guide to general-purpose clusters sets it."""
     names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "NODE_RANK": "0"}
     return {**os.environ, **names, "LOCAL_RANK": str(rank), **changed}
 
@@ -95,7 +95,7 @@ def positions(driver: Driver, uuids: list[str]) -> list[int]:
 
 
 def said(output: str, driver: Driver) -> dict[str, dict[int, list[int]]]:
-    """Parse the output of processes: action -> rank -> positions of the GPUs, in the order of the ranks."""
+    """Return the output of the processes: action -> rank -> positions of the GPUs in the order of the ranks."""
     found: dict[str, dict[int, list[int]]] = {}
     for line in output.splitlines():
         if line.startswith("SAID"):

@@ -1,4 +1,4 @@
-"""A network for loops without a Trainer, and the traces that a `watch` of them may leave."""
+"""Models for loops without a Trainer, and the traces that a `watch` of them may leave behind."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
+from trainings import quiet_trainer
 
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointIO
 
@@ -64,14 +65,12 @@ def loader(batch_size: int = 4) -> DataLoader[Any]:
 
 def trainer(folder: Path, plugin: Any = None, *, epochs: int = 1, **options: Any) -> Trainer:
     keeps = any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ()))
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     plugins = [PortableCheckpointIO() if plugin is None else plugin]
-    defaults = {**quiet, "enable_checkpointing": keeps, "plugins": plugins}
-    return Trainer(accelerator="cpu", max_epochs=epochs, default_root_dir=folder, **{**defaults, **options})
+    return quiet_trainer(folder, **{"max_epochs": epochs, "enable_checkpointing": keeps, "plugins": plugins, **options})
 
 
 def trained(folder: Path, wrapping: str = "plain", plugin: Any = None, **options: Any) -> tuple[Trainer, Lit]:
-    """A Trainer and its model after a fit, saved as ``a.ckpt``."""
+    """Return a Trainer and its model after a fit, saved as ``a.ckpt``."""
     run, model = trainer(folder, plugin, **options), Lit(wrapping)
     run.fit(model)
     run.save_checkpoint(folder / "a.ckpt")
@@ -88,6 +87,6 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.fixture(autouse=True)
 def no_tracing() -> Iterator[None]:
-    """Compiled modules run as they are: their names are what is tested here."""
+    """Run compiled modules as they are: only their names are tested here."""
     with torch.compiler.set_stance("force_eager"):
         yield

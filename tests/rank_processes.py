@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import fake_driver
 import quiet_kernel
 import torch
-from lightning.pytorch import LightningModule
+from launched_jobs import free_port
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -51,10 +50,7 @@ def start_ranks(
 
     One rank alone is a program that nobody has launched as a part of a job.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    started = []
+    port, started = free_port(), []
     for rank in range(ranks):
         node, local_rank = divmod(rank, ranks // nodes)
         place = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "WORLD_SIZE": ranks}
@@ -71,7 +67,7 @@ def start_ranks(
 
 
 def run_ranks(folder: Path, function: Callable[..., None], **options: Any) -> list[subprocess.CompletedProcess[str]]:
-    """Let ranks do the same as ``start_ranks`` says, and return how each of them ended."""
+    """Do the same as ``start_ranks``, and return how each rank ended."""
     started = start_ranks(folder, function, **options)
     for process in started:
         process.join(150)
@@ -120,7 +116,7 @@ def train_on_two_nodes(folder: Path, rank: int, *, slower_s: float, failing_rank
 
 
 class _SlowSaving(TorchCheckpointIO):
-    """Only rank 0 saves; the others wait for it."""
+    """Takes its time to save on rank 0, for which the others wait."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -134,29 +130,28 @@ def occupy(seconds: float) -> None:
     torch.cuda._sleep(int(seconds * 2e9))  # in cycles, of which no GPU makes more in a second
 
 
-class _Slow(LightningModule):
-    """Its GPU takes its time, or without one its host.
+class _Slow(Model):
+    """A model whose GPU takes its time, or without one its host.
 
     Ranks meet in its forward pass, too: for the buffers of its BatchNorm and, without a GPU, to log a metric.
     """
 
     def __init__(self, forward_s: float, backward_s: float, optimizer_s: float, *, on_gpu: bool) -> None:
         super().__init__()
-        self.spend, meets = (occupy, False) if on_gpu else (time.sleep, True)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
-        self.meets = meets
+        self.spend, self.meets = (occupy, False) if on_gpu else (time.sleep, True)
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
         self.forward_s, self.backward_s, self.optimizer_s = forward_s, backward_s, optimizer_s
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.spend(self.forward_s)
-        output = self.layers(batch)
+        output = self.layer(batch)
         output.register_hook(lambda gradient: self.spend(self.backward_s))
         loss = output.square().mean()
         self.log("loss", loss, sync_dist=self.meets)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(self.parameters(), lr=1e-6)
+        optimizer = super().configure_optimizers()
         optimizer.register_step_post_hook(lambda *_: self.spend(self.optimizer_s))
         return optimizer
 

@@ -102,7 +102,7 @@ TRAINED = replace(
 
 
 def of_size(count: int, report: Report = REPORT, *, per_node: int = 8) -> Report:
-    """The report with its first GPU multiplied, and a rank for each: they differ a little, and none stands out."""
+    """Return the report with so many copies of its first GPU, and a rank for each; they differ a little."""
     gpu = replace(report.gpus[0], power_watts_mean=300.0, temperature_celsius_max=65.0, energy_joules=3.6e6)
     gpus = [
         replace(

@@ -17,7 +17,7 @@ from lightning_gpu_tools.training.stopwatch import PhaseTimeline
 from lightning_gpu_tools.training.timeline import Series, Timeline
 
 DAY_S = 86_400.0
-# What an epoch is spent on, one after the other, and how busy a GPU is meanwhile.
+# The parts of an epoch in their order, their shares of it, and how busy a GPU is in each, in percent.
 _EPOCH = (("epoch_start", 0.02, 5.0), ("training", 0.80, 93.0), ("validation", 0.15, 60.0), ("checkpoint", 0.03, 0.0))
 _MEAN_BUSY = sum(length * busy for _, length, busy in _EPOCH)
 _STEP = {
@@ -151,7 +151,7 @@ def simulated_report(*, nodes: int = 1, gpus: int = 8, seconds: float = DAY_S, e
 
 
 def _at(time_s: float, epoch_s: float) -> tuple[str, float]:
-    """Return what a training does at a moment, and how busy it keeps a GPU."""
+    """Return the activity of a training at a moment, and how busy it keeps a GPU, in percent."""
     share = time_s / epoch_s % 1
     until = accumulate(length for _, length, _ in _EPOCH)
     return next((activity, busy) for (activity, _, busy), end in zip(_EPOCH, until, strict=True) if share <= end + 1e-9)

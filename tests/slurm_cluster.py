@@ -47,7 +47,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Start it, and yield what its commands need in their environment."""
+    """Start SLURM, and yield the environment that its commands need."""
     with ExitStack() as probes:
         sockets = [probes.enter_context(socket.socket()) for _ in range(3)]
         for one in sockets:
@@ -62,7 +62,7 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     configuration = _CONFIGURATION.format(folder=folder, ports=ports, host=socket.gethostname().partition(".")[0])
     (folder / "slurm.conf").write_text(configuration)
     environment = {"SLURM_CONF": str(folder / "slurm.conf")}
-    # Its own key: who has it can run anything as anybody.
+    # The cluster gets a key of its own, whose owner can run anything as anybody.
     with open(folder / "munge.key", "wb", opener=lambda path, flags: os.open(path, flags, mode=0o400)) as key:
         key.write(os.urandom(128))
     names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}

@@ -1,13 +1,8 @@
-"""The cases of benchmarks/diagnosis_suite.py that take no time, and that every cause has one."""
+"""The cases of benchmarks/diagnosis_suite.py that take no time; every cause has one."""
 
-import sys
-from pathlib import Path
 from typing import get_args
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
 from diagnosis_suite import in_words
 from gpu_cases import MEASURED
 from out_of_memory import CASES

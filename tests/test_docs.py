@@ -1,7 +1,6 @@
 """The pages name every cause and verdict, their links work, and every table is what its source gives."""
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -10,6 +9,8 @@ from typing import get_args
 import pytest
 from matrix import MATRIX
 from sample_report import REPORT
+from tables import PAGES, TABLES, filled
+from tables.markdown import ROOT, results
 
 import lightning_gpu_tools
 from lightning_gpu_tools import errors, strategies, types
@@ -21,11 +22,6 @@ from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.schema import SCHEMA_VERSION
 from lightning_gpu_tools.reports.text import render_text
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-from tables import PAGES, TABLES, filled
-from tables.markdown import ROOT, results
 
 DOCS = ROOT / "docs"
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()  # what .ci/run has
@@ -69,7 +65,7 @@ def linked_file(target: str, page: Path) -> Path | None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what a link to a place in the page can name, as Markdown makes it of the headings."""
+    """Return the anchors of a page, as Markdown makes them of its headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = [re.sub(r"[^\w\s-]", "", one).strip().lower() for one in re.findall(r"^#+ (.*)", text, re.MULTILINE)]
     return {re.sub(r"[-\s]+", "-", one) for one in headings} | set(re.findall(r"\{ #(\w+) \}", text))

@@ -1,4 +1,4 @@
-"""Errors pass between spawned ranks, so they survive pickling with their data."""
+"""Errors survive pickling with their data, because they pass between spawned ranks."""
 
 import inspect
 import pickle

@@ -1,20 +1,67 @@
-"""The code blocks of README.md and docs/, and the examples, run as a reader would."""
+"""The code blocks of README.md and docs/, and the examples: they run as a reader would run them.
 
+Of blocks that cannot run here, the names, options and files exist.
+"""
+
+from __future__ import annotations
+
+import ast
 import contextlib
 import dataclasses
+import importlib
+import importlib.util
 import inspect
 import json
 import os
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
+import pytest
 import torch
-from code_blocks import ROOT, code_blocks
 from fake_driver import Driver, gpu
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from rank_processes import run_ranks
 
-RUNNABLE = {block.place: block.text for block in code_blocks() if block.language == "python" and not block.needs}
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, PortableCheckpointIO
+from lightning_gpu_tools.cli import parser
+from lightning_gpu_tools.gpus.metrics import GpuWindow, gpu_metrics
+from lightning_gpu_tools.gpus.readings import Sharing
+from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_BLOCK = re.compile(r"(?:<!-- needs (.*?) -->\n)?^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A code block; ``needs`` is from the comment above it, and names programs that a machine may lack."""
+
+    place: str
+    needs: str
+    language: str
+    text: str
+
+
+def code_blocks() -> list[Block]:
+    """Return the blocks of every page, each text once."""
+    found: dict[str, Block] = {}
+    for page in PAGES:
+        text = page.read_text()
+        for match in _BLOCK.finditer(text):
+            needs, language, block = match.groups(default="")
+            place = f"{page.stem} line {text.count(chr(10), 0, match.start()) + 1}"
+            found.setdefault(block, Block(place, needs, language, block))
+    return [*found.values()]
+
+
+BLOCKS = code_blocks()
+RUNNABLE = {block.place: block.text for block in BLOCKS if block.language == "python" and not block.needs}
 
 
 def test_the_readme_has_a_runnable_block_for_every_part() -> None:
@@ -72,10 +119,6 @@ def test_blocks_and_examples_run(driver: Driver, claims_dir: Path, tmp_path: Pat
 
 
 def test_the_metrics_of_docs_and_docstring_are_the_logged_ones() -> None:
-    from lightning_gpu_tools import GPUUtilizationMonitor
-    from lightning_gpu_tools.gpus.metrics import GpuWindow, gpu_metrics
-    from lightning_gpu_tools.gpus.readings import Sharing
-
     window = GpuWindow(**{field.name: 1 for field in dataclasses.fields(GpuWindow)})  # type: ignore[arg-type]
     logged = gpu_metrics(0, window, Sharing(*[1] * len(Sharing._fields)), energy_joules=1.0)
     docstring = str(inspect.getdoc(GPUUtilizationMonitor)).replace("``", "`")
@@ -86,3 +129,74 @@ def test_the_metrics_of_docs_and_docstring_are_the_logged_ones() -> None:
             before, choices, after = re.fullmatch(r"([^{]*)(?:\{(.*?)\})?(.*)", name).groups()  # type: ignore[union-attr]
             listed |= {f"gpu/0/{before}{choice}{after}" for choice in (choices or "").split(",")}
         assert listed == set(logged)
+
+
+# --- blocks that cannot run here
+
+
+def blocks_of(language: str) -> pytest.MarkDecorator:
+    found = [one for one in BLOCKS if one.language == language and (one.needs or language != "python")]
+    return pytest.mark.parametrize("block", found, ids=[one.place for one in found])
+
+
+def test_every_block_is_of_a_kind_that_is_checked() -> None:
+    assert {block.language for block in BLOCKS} <= {"python", "bash", "yaml", "text", ""}
+
+
+@blocks_of("python")
+def test_names_and_options_of_blocks_that_cannot_run_here_exist(block: Block) -> None:
+    known: dict[str, object] = {}
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom) and importlib.util.find_spec(str(node.module).partition(".")[0]):
+            module = importlib.import_module(str(node.module))
+            known |= {one.asname or one.name: getattr(module, one.name) for one in node.names}
+    assert known
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
+            named = {str(one.arg) for one in node.keywords}
+            taken = inspect.signature(known[node.func.id]).parameters  # type: ignore[arg-type]
+            assert named <= taken.keys() or any(one.kind is one.VAR_KEYWORD for one in taken.values())
+
+
+@blocks_of("bash")
+def test_shell_blocks_are_valid_and_name_existing_files(block: Block) -> None:
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    for name in re.findall(r"(?:^| )((?:examples|benchmarks|tests)/\S+\.py)", block.text, re.MULTILINE):
+        assert (ROOT / name).exists(), name
+
+
+COMMANDS = sorted(
+    {
+        command.strip()
+        for text in [block.text for block in BLOCKS if block.language == "bash"]
+        + [inline for page in PAGES for inline in re.findall(r"`([^`\n]+)`", page.read_text())]
+        for command in re.findall(r"lightning-gpu-tools ([a-z][^|>)&#\n]*)", text)
+        if not re.search(r"\.\.\.|\[|CMD|checkpoint$", command)
+    }
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shown_is_accepted(command: str) -> None:
+    try:
+        parser().parse_args(shlex.split(command))
+    except SystemExit as error:
+        pytest.fail(f"exit code {error.code}")
+
+
+@pytest.mark.usefixtures("driver", "claims_dir")
+@pytest.mark.filterwarnings("ignore:FreeMemoryDDPStrategy picks no GPU")
+def test_the_configurations_build_what_they_name(tmp_path: Path) -> None:
+    arguments = []
+    for number, block in enumerate(one for one in BLOCKS if one.language == "yaml"):
+        (tmp_path / f"{number}.yaml").write_text(block.text)
+        arguments += ["--config", str(tmp_path / f"{number}.yaml")]
+    options = ["--trainer.accelerator=cpu", *arguments]
+    trainer: Trainer = LightningCLI(
+        BoringModel, BoringDataModule, run=False, args=options, save_config_callback=None
+    ).trainer
+    assert isinstance(trainer.strategy, FreeMemoryDDPStrategy)
+    assert isinstance(trainer.strategy.checkpoint_io, PortableCheckpointIO)
+    built = {type(callback): callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
+    assert built[GPUUtilizationAdvisor].min_utilization_percent == 80
+    assert NumWorkersFinder in built

@@ -60,7 +60,7 @@ class Samples(Dataset[torch.Tensor]):
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """The same samples without a length."""
+    """Samples without a length."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples

@@ -18,7 +18,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet() -> nn.Module:
-    """As timm names its parts."""
+    """Return a network whose parts have the names that timm gives them."""
     net = nn.Sequential()
     net.conv1, net.bn1 = nn.Conv2d(3, 4, 7, bias=False), nn.BatchNorm2d(4)
     for stage in range(1, 4):

@@ -17,7 +17,7 @@ from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.types import Finding, Report
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]
+pytestmark = pytest.mark.usefixtures("two_gpus")
 
 MIB = 2**20
 
@@ -27,7 +27,7 @@ def strays(report: Report) -> list[Finding]:
 
 
 class Touches(Model):
-    """Rank 1 uses GPU 0, in a hook or at a step."""
+    """Uses GPU 0 on rank 1, in a hook or at a step."""
 
     def __init__(self, when: str | int) -> None:
         super().__init__()

@@ -1,15 +1,14 @@
-"""What is freed after a real out-of-memory error, and who is said to hold the rest."""
+"""Memory that is freed after a real out-of-memory error, and the names of those that hold the rest."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
-import gc
 import subprocess
 import sys
 import weakref
 from code import InteractiveInterpreter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from trainings import Model, Samples, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, free_memory
 from lightning_gpu_tools.types import FreedMemory
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("two_gib")
 
 MIB, GIB = 2**20, 2**30
 
@@ -28,16 +27,6 @@ MIB, GIB = 2**20, 2**30
 def taken(mebibytes: int) -> torch.Tensor:
     """Return a tensor of so many MiB."""
     return torch.empty(mebibytes * MIB, dtype=torch.uint8, device="cuda")
-
-
-@pytest.fixture(autouse=True)
-def _two_gib() -> Iterator[None]:
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()  # of other tests
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(2 * GIB / torch.cuda.get_device_properties(0).total_memory)
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.fixture
@@ -230,14 +219,14 @@ def test_the_last_result_at_a_prompt_is_let_go_of(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_each_gpu_is_told(prompt: Callable[..., None]) -> None:
+def test_each_gpu_is_named(prompt: Callable[..., None]) -> None:
     prompt("", pair=[taken(64), taken(64).to("cuda:1")])
     freed = free_memory()
     assert [gpu.index for gpu in freed.gpus] == [0, 1]
     assert held(freed)["pair"] == ("list", 128)
 
 
-def test_a_cuda_that_has_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_cuda_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be ...")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,20 @@ import torch
 import torch._dynamo
 from lightning.pytorch import Callback, Trainer
 from torch._dynamo.utils import get_compilation_metrics
+from toys import occupy
 from trainings import Model, Samples, Spending, Watch, loader, quiet_trainer
 
-from lightning_gpu_tools import load_report, watch
+from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.reports.text import render_text
+from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training import gpu_timeline
 from lightning_gpu_tools.training.phases import BACKWARD, CAPTURED, FORWARD, OPTIMIZER
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from toys import occupy
-
-pytestmark = pytest.mark.gpu
 
 STEPS = 60
 WORK_S = 0.005
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _samples_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_SAMPLE_EVERY", "_SAMPLE_LATER_EVERY", "_SETTLED"):
         monkeypatch.setattr(gpu_timeline, name, 1)
@@ -51,6 +46,11 @@ class Training:
         self.layer = torch.nn.Linear(4, 1).cuda()
         self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=1e-3)
         self.batch = torch.ones(1, 4, device="cuda")
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):  # the warm-up that a graph needs
+            for _ in range(3):
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)
@@ -64,19 +64,10 @@ class Training:
             self.step()
         return graph
 
-    def warm_up(self) -> None:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
 
-
-@pytest.mark.usefixtures("_samples_every_step")
 def test_a_recorded_graph_has_the_same_operations_as_without_the_monitor(tmp_path: Path) -> None:
-    """Whatever kind of sample is taken of the step that records it."""
+    """Samples of every kind are taken of the steps that record it."""
     training = Training()
-    training.warm_up()
     without = nodes(training.recorded(keep_graph=True))
     with watch(folder=tmp_path) as run:
         found = [nodes(training.recorded(keep_graph=True)) for _ in run.batches(loader(Samples(STEPS)))]
@@ -84,10 +75,8 @@ def test_a_recorded_graph_has_the_same_operations_as_without_the_monitor(tmp_pat
     assert load_report(tmp_path).unseen == ()
 
 
-@pytest.mark.usefixtures("_samples_every_step")
 def test_a_replayed_step_is_measured_as_one_part(tmp_path: Path) -> None:
     training, graph = Training(), None
-    training.warm_up()
     with watch(folder=tmp_path) as run:
         for batch in run.batches(loader(Samples(3 * STEPS))):
             training.batch.copy_(batch)
@@ -126,7 +115,6 @@ class Records(Callback):
             self.recorded += 1
 
 
-@pytest.mark.usefixtures("_samples_every_step")
 def test_the_sampling_goes_on_after_steps_that_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_timeline, "_NEW_ORIGIN_S", 0.0)  # as after a minute
     seen, records, slow = Watch(), Records(), Spending(time.sleep, "on_train_batch_end", 0.020)
@@ -134,8 +122,6 @@ def test_the_sampling_goes_on_after_steps_that_are_recorded(tmp_path: Path, monk
     trainer.fit(Eager(), loader(Samples(STEPS)))
     idle = seen.clock.gpu_idle()
     assert records.recorded == STEPS // 10
-    assert idle is not None
-    assert seen.timer.memory is not None
     assert seen.timer.memory.failure is None
     assert idle.samples > STEPS / 2
     assert idle.work_s[FORWARD] == pytest.approx(WORK_S, rel=0.1)
@@ -154,9 +140,7 @@ def test_graphed_callables_are_measured_as_forward_and_backward(tmp_path: Path) 
     seen = Watch()
     trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=[seen])
     trainer.fit(Graphed(), loader(Samples(2 * STEPS)))
-    idle = seen.clock.gpu_idle()
-    assert idle is not None
-    assert {FORWARD, BACKWARD, OPTIMIZER} <= {*idle.step_s}
+    assert {FORWARD, BACKWARD, OPTIMIZER} <= {*seen.clock.gpu_idle().step_s}
     assert seen.clock.replays == 2 * 2 * STEPS
 
 
@@ -164,23 +148,15 @@ def test_graphed_callables_are_measured_as_forward_and_backward(tmp_path: Path) 
 def test_allocations_that_graphs_keep_predict_no_largest_batch(
     tmp_path: Path, model: type[Model], is_recorded: bool
 ) -> None:
-    class Notes(Callback):
-        def on_train_batch_end(
-            self, trainer: Trainer, pl_module: Any, outputs: Any, batch: torch.Tensor, *_: Any
-        ) -> None:
-            seen.timer.memory.note_batch(tuple(batch.shape))  # type: ignore[union-attr]
-
-    seen = Watch()
-    trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=[seen, Notes()])
+    trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=[GPUUtilizationMonitor(report=False)])
+    session = FitSession.of(trainer, Callback())
     trainer.fit(model(), loader(Samples(10)))
-    assert seen.timer.memory is not None
-    assert seen.timer.memory.failure is None
-    assert (seen.timer.memory.recorded is not None) is is_recorded
+    assert session.timer.memory.failure is None
+    assert (session.timer.memory.recorded is not None) is is_recorded
 
 
-@pytest.mark.usefixtures("_samples_every_step")
 def test_compiled_code_that_waits_for_the_gpu_is_compiled_once(tmp_path: Path) -> None:
-    """Also in the steps in which the lines that wait are recorded."""
+    """Lines that wait are recorded in some of the steps."""
     training, compiled = Training(), []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -1,17 +1,16 @@
-"""The largest batch by a record of one step of a real training, and what the record leaves behind."""
+"""The largest batch by a record of one step of a real training, and the traces of that record."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 from trainings import Boom, Samples, quiet_trainer
@@ -22,9 +21,7 @@ from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training.memory_readings import RankMemory
 from lightning_gpu_tools.training.memory_trace import segments
 
-pytestmark = pytest.mark.gpu
 WIDTH, DEPTH = 1024, 6
-ALLOWED = 2**31
 
 
 class Deep(LightningModule):
@@ -41,52 +38,24 @@ class Deep(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-6)
 
 
-class Seen(Callback):
-    """What was recorded, and the largest batch, at the end."""
-
-    memory: RankMemory | None = None
-    largest: int | None = None
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.session = FitSession.of(trainer, self)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        recorder = self.session.begin()
-        assert recorder.memory is not None
-        recorder.find_largest_batch()
-        self.memory, self.largest = recorder.memory.facts(), recorder.largest_batch_size
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.session.release(self)
-
-
 def is_recording() -> bool:
     return bool(torch._C._cuda_isHistoryEnabled())
 
 
-def train(folder: Path, batch_size: int, steps: int = 4, **options: Any) -> Seen:
-    seen = Seen()
-    trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[GPUUtilizationMonitor(), seen], **options)
-    trainer.fit(Deep(), DataLoader(Samples(batch_size * steps), batch_size=batch_size))
-    return seen
+def train(folder: Path, batch_size: int, **options: Any) -> tuple[RankMemory, int | None]:
+    """Train 4 steps, and return the record and the largest batch."""
+    trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[GPUUtilizationMonitor()], **options)
+    session = FitSession.of(trainer, Callback())
+    trainer.fit(Deep(), DataLoader(Samples(4 * batch_size), batch_size=batch_size))
+    recorder = session.recorder
+    recorder.find_largest_batch()
+    return recorder.memory.facts(), recorder.largest_batch_size
 
 
-@pytest.fixture
-def little_memory() -> Iterator[None]:
-    """torch may use 2 GiB."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(ALLOWED / total)
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-@pytest.mark.usefixtures("little_memory")
+@pytest.mark.usefixtures("two_gib")
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}])
-def test_what_is_said_to_fit_trains_and_hardly_more(tmp_path: Path, options: dict[str, Any]) -> None:
-    small, larger = (train(tmp_path, size, **options).largest for size in (64, 256))
-    assert small is not None
-    assert larger is not None
+def test_the_largest_batch_trains_and_hardly_more(tmp_path: Path, options: dict[str, Any]) -> None:
+    small, larger = (train(tmp_path, size, **options)[1] for size in (64, 256))
     assert small == pytest.approx(larger, rel=0.05)  # copies of weights, and blocks, do not grow with the batch
     train(tmp_path, larger, **options)
     with pytest.raises(torch.OutOfMemoryError):
@@ -110,11 +79,10 @@ def test_a_record_of_the_programs_is_its_own(tmp_path: Path) -> None:
     record: Any = torch.cuda.memory._record_memory_history
     record(max_entries=10_000)
     try:
-        seen = train(tmp_path, 8)
-        assert seen.memory is not None
-        assert (seen.memory.recorded, seen.largest) == (None, None)
+        memory, largest = train(tmp_path, 8)
+        assert (memory.recorded, largest) == (None, None)
         assert is_recording()
-        assert torch.cuda.memory._snapshot()["device_traces"][0]  # type: ignore[no-untyped-call]
+        assert torch.cuda.memory._snapshot()["device_traces"][0]
     finally:
         record(enabled=None)
 
@@ -127,9 +95,7 @@ def test_a_loop_of_ones_own_is_recorded_too(tmp_path: Path) -> None:
             optimizer.zero_grad()
             model.training_step(batch.cuda(), 0).backward()
             optimizer.step()
-        memory = run._training.session.recorder.memory.facts()  # type: ignore[union-attr]
-    assert memory is not None
-    assert memory.recorded is not None
+        memory = run._training.session.recorder.memory.facts()
     assert [one.step for one in memory.recorded.steps] == [1, 2]
     for step in memory.recorded.steps:
         assert sum(event.size for event in step.events if event.grows) >= DEPTH * 32 * WIDTH * 4
@@ -138,7 +104,7 @@ def test_a_loop_of_ones_own_is_recorded_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_model_of_the_allocator_takes_what_torch_takes(seed: int) -> None:
-    """Next to what other tests have left, too."""
+    """Segments of other tests may be there, too."""
     chance, room = random.Random(seed), (2**40, 900 * 2**20)[seed % 2]
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,28 +1,28 @@
-"""Ranks that wait for one of them over NCCL: which one, where, and how much of a busy GPU is waiting."""
+"""Ranks that wait for one of them over NCCL: its number, the line at which it is late, and the share of waiting."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from rank_processes import occupy, run_ranks
-from trainings import Samples, loader, quiet_trainer
+from rank_processes import occupy, run_ranks, train_slow_ranks
+from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]
+pytestmark = pytest.mark.usefixtures("two_gpus")
 
 
 def be_late() -> None:
     time.sleep(0.030)
 
 
-class Late(LightningModule):
-    """Its second rank is late in one part of a step, on its host."""
+class Late(Model):
+    """A model whose second rank is late in one part of a step, on its host."""
 
     def __init__(self, part: str) -> None:
         super().__init__()
@@ -39,9 +39,6 @@ class Late(LightningModule):
         loss = self.layer(batch).square().mean()
         loss.register_hook(lambda _: self.late_in("backward"))
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
 CASES = [("forward", "ddp_find_unused_parameters_true"), ("backward", "ddp"), ("forward", "fsdp")]
@@ -72,3 +69,11 @@ def test_the_late_rank_is_named_with_its_line(tmp_path: Path) -> None:
         assert "device_sync" not in causes  # Lightning's check of signals
         waits = {gpu.index: gpu.rank_wait_percent or 0.0 for gpu in report.gpus}
         assert waits[0] > 10 + waits[1]
+
+
+def test_gpus_of_ranks_are_compared_by_their_own_clock(tmp_path: Path) -> None:
+    slow_ranks = {"healthy": None, "forward": 1, "backward": 0, "optimizer": 1}
+    results = run_ranks(tmp_path, train_slow_ranks, options={"slow_ranks": slow_ranks, "on_gpu": True})
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr
+    blamed = json.loads((tmp_path / "blamed.json").read_text())
+    assert blamed == {phase: [] if rank is None else [[rank, phase]] for phase, rank in slow_ranks.items()}

@@ -1,4 +1,4 @@
-"""Selection on a real driver and a real CUDA: what the tests on the fake driver take for granted."""
+"""Selection on a real driver and a real CUDA, for facts that the tests on the fake driver take for granted."""
 
 from __future__ import annotations
 
@@ -17,51 +17,50 @@ from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.runs.surroundings import read_surroundings
 from lightning_gpu_tools.trainer.facts import LoopRun
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("claims_dir")]
+pytestmark = pytest.mark.usefixtures("claims_dir")
 
 
-def answer(code: str, **environment: str) -> Any:
-    """What a process of its own prints as JSON: CUDA can be started only once in each."""
+BEGIN = """
+import json, os, torch
+from lightning_gpu_tools import FreeMemoryCUDAAccelerator, list_gpus, select_gpus
+from lightning_gpu_tools.errors import CudaAlreadyInitializedError
+from lightning_gpu_tools.selection import cuda
+def uuid(device): return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+"""
+
+
+def answer(code: str) -> Any:
+    """Return the JSON that a new process prints: CUDA can be started only once in each."""
     # Lightning sets this in the process that imports it; then torch asks NVML for GPUs, and CUDA does not start.
-    environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "0", **environment}
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    environ = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "0"}
+    child = subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True, env=environ)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.splitlines()[-1])
 
 
 def test_after_apply_cuda_shows_exactly_the_gpus_picked_in_their_order() -> None:
     seen = answer("""
-import json, torch
-from lightning_gpu_tools import list_gpus, select_gpus
 selection = select_gpus(len([gpu for gpu in list_gpus() if not gpu.error and not gpu.mig_mode]) or 1)
 selection.apply()
-shown = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
+shown = [uuid(device) for device in range(torch.cuda.device_count())]
 print(json.dumps([list(selection.uuids), shown, torch.zeros(1, device="cuda").item()]))
 """)
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize(
-    "start", ["torch.zeros(1, device='cuda')", "torch.cuda.is_available()"], ids=["by-a-tensor", "by-is-available"]
-)
-def test_it_is_known_whether_cuda_has_started(start: str) -> None:
-    before, after, too_late = answer(f"""
-import json, torch
-from lightning_gpu_tools import select_gpus
-from lightning_gpu_tools.errors import CudaAlreadyInitializedError
-from lightning_gpu_tools.selection import cuda
+def test_cuda_is_seen_to_have_started_without_torch() -> None:
+    before, after, too_late = answer("""
 before = cuda.is_initialized()
 selection = select_gpus()
-{start}
-too_late = None
+torch.cuda.is_available()
 try:
     selection.apply()
+    too_late = ""
 except CudaAlreadyInitializedError as error:
     too_late = str(error)
 print(json.dumps([before, cuda.is_initialized(), too_late]))
 """)
-    assert before is False
-    assert after is True
+    assert (before, after) == (False, True)
     assert too_late
 
 
@@ -106,19 +105,13 @@ def test_the_next_job_gets_what_the_last_one_needed(tmp_path: Path, claims_dir: 
 
 def test_cudas_own_order_is_that_of_torch() -> None:
     asked, shown = answer("""
-import json, torch
-from lightning_gpu_tools.selection import cuda
-asked = cuda.device_order()
-shown = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
-print(json.dumps([asked, shown]))
+print(json.dumps([cuda.device_order(), [uuid(device) for device in range(torch.cuda.device_count())]]))
 """)
     assert asked == shown
 
 
 def test_memory_that_the_holder_uses_by_now_does_not_count_twice() -> None:
     claimed, effective, free, known = answer("""
-import json, os, torch
-from lightning_gpu_tools import select_gpus
 selection = select_gpus(min_free="4GiB")
 selection.apply()
 buffer = torch.zeros(2**30, device="cuda")  # 4 GiB
@@ -136,54 +129,32 @@ print(json.dumps([claim.memory_bytes, effective_free_bytes(gpu, [claim]), gpu.me
     assert effective == (free if known else free - claimed)
 
 
-def test_a_trainer_computes_on_the_gpu_that_was_picked(tmp_path: Path) -> None:
-    picked, used, again = answer(f"""
-import json, os, torch
+@pytest.mark.parametrize(
+    "options",
+    [
+        "accelerator=FreeMemoryCUDAAccelerator(min_free='1GiB')",
+        *(f"strategy={name!r}" for name in ("free_memory", "ddp_free_memory", "fsdp_free_memory")),
+    ],
+)
+def test_a_trainer_trains_on_the_gpu_that_was_picked(options: str, tmp_path: Path) -> None:
+    picked, used, again, steps = answer(f"""
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_gpu_tools import FreeMemoryCUDAAccelerator
-def fit():
-    trainer = Trainer(accelerator=FreeMemoryCUDAAccelerator(min_free="1GiB"), devices=1, max_steps=2, logger=False,
-                      enable_checkpointing=False, default_root_dir={str(tmp_path)!r}, enable_progress_bar=False)
-    trainer.fit(BoringModel())
-    return f"GPU-{{torch.cuda.get_device_properties(trainer.strategy.root_device).uuid}}"
-used = fit()
-print(json.dumps([os.environ.get("CUDA_VISIBLE_DEVICES", used), used, fit()]))  # one GPU needs no mask
-""")
-    assert picked == used == again
-
-
-def test_after_cuda_has_started_a_trainer_picks_by_number(tmp_path: Path) -> None:
-    number, mask = answer(f"""
-import json, os, torch
-torch.zeros(1, device="cuda")
-from lightning.pytorch import Trainer
-from lightning_gpu_tools import FreeMemoryCUDAAccelerator
-trainer = Trainer(accelerator=FreeMemoryCUDAAccelerator(), devices=1, logger=False, enable_checkpointing=False,
-                  default_root_dir={str(tmp_path)!r})
-print(json.dumps([trainer.strategy.root_device.index, os.environ.get("CUDA_VISIBLE_DEVICES")]))
-""")
-    assert isinstance(number, int)
-    assert mask is None
-
-
-@pytest.mark.parametrize("strategy", ["free_memory", "ddp_free_memory", "fsdp_free_memory"])
-def test_a_strategy_really_trains(strategy: str, tmp_path: Path) -> None:
-    steps, device = answer(f"""
-import json
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-import lightning_gpu_tools
 class Model(BoringModel):
     def configure_optimizers(self):  # FSDP makes new parameters, so that the optimizer has to come after it
-        import torch
         return torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
-trainer = Trainer(strategy={strategy!r}, devices=1, max_steps=2, limit_val_batches=0, logger=False,
-                  enable_checkpointing=False, default_root_dir={str(tmp_path)!r}, enable_progress_bar=False)
-trainer.fit(Model())
-print(json.dumps([trainer.global_step, trainer.strategy.root_device.type]))
+def fit():
+    global trainer
+    trainer = Trainer({options}, devices=1, max_steps=2, limit_val_batches=0, logger=False,
+                      enable_checkpointing=False, default_root_dir={str(tmp_path)!r}, enable_progress_bar=False)
+    trainer.fit(Model())
+    return uuid(trainer.strategy.root_device)
+used = fit()
+picked = os.environ.get("CUDA_VISIBLE_DEVICES", used)  # one GPU needs no mask
+print(json.dumps([picked, used, fit(), trainer.global_step]))
 """)
-    assert (steps, device) == (2, "cuda")
+    assert picked == used == again
+    assert steps == 2
 
 
 HOLD = """
@@ -199,7 +170,7 @@ sys.stdin.read()
     ("count", "options", "who", "what"),
     [(3, {"min_free": "1MiB"}, "3 claims", "3.00 MiB"), (1, {}, "pid {pid}", "all")],
 )
-def test_claims_of_another_job_on_the_same_gpu_are_told(
+def test_claims_of_another_job_on_the_same_gpu_are_named(
     monkeypatch: pytest.MonkeyPatch, count: int, options: dict[str, object], who: str, what: str
 ) -> None:
     held = torch.zeros(1, device="cuda")
@@ -209,7 +180,6 @@ def test_claims_of_another_job_on_the_same_gpu_are_told(
         run = LoopRun()
         assert read_surroundings(run, None).claims == ()  # its own is none
         with subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1, text=True) as other:
-            assert other.stdout is not None
             other.stdout.readline()
             (told,) = shortcomings(read_surroundings(run, None))
             other.kill()

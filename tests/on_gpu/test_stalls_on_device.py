@@ -1,36 +1,27 @@
-"""Ranks that hang in collectives of NCCL, in which the host does not wait: what torch's record of them shows."""
+"""Ranks that hang in collectives of NCCL, in which the host does not wait, by torch's own record of collectives."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rank_processes import start_ranks
+from stall_cases import AT, Data, Model, fit, hang
 
 from lightning_gpu_tools import load_report
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.errors import ReportError
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from stall_cases import AT, Data, Model, fit, hang
-
-pytestmark = pytest.mark.gpu
-
-STALL_S = 2.0
-
-
-def on_gpu(folder: Path, **options: Any) -> None:
-    fit(folder, STALL_S, accelerator="cuda", **options)
+Stalls = dict[Callable[..., None], Stall]
+on_gpu = partial(fit, stall_after_s=2.0, accelerator="cuda")
 
 
 def killed(folder: Path, rank: int) -> None:
@@ -54,13 +45,11 @@ def loading(folder: Path, rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def stalls(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., None], Stall]:
-    """What is said of each training, of which all hang at the same time."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two NVIDIA GPUs, or simulated ones: .ci/simulated_gpu has them")
+def stalls(tmp_path_factory: pytest.TempPathFactory, two_gpus: None) -> Stalls:
+    """Return the stall that each training reports; all of them hang at the same time."""
     folders = {train: tmp_path_factory.mktemp("hangs") for train in (killed, other_size, loading)}
     started = [process for train, folder in folders.items() for process in start_ranks(folder, train)]
-    found: dict[Callable[..., None], Stall] = {}
+    found: Stalls = {}
     until_s = time.monotonic() + 90
     try:
         while time.monotonic() < until_s and len(found) < len(folders):
@@ -75,13 +64,13 @@ def stalls(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., None]
     return found
 
 
-def test_a_killed_rank_leaves_the_others_in_a_collective(stalls: dict[Callable[..., None], Stall]) -> None:
+def test_a_killed_rank_leaves_the_others_in_a_collective(stalls: Stalls) -> None:
     stall = stalls[killed]
     assert (stall.cause, stall.rank) == ("rank_silent", 1)
     assert re.search(r"\. Rank 0 waits for all_reduce no\. \d+ of 5 float32 numbers\.$", stall.why)
 
 
-def test_calls_with_different_sizes_are_named(stalls: dict[Callable[..., None], Stall]) -> None:
+def test_calls_with_different_sizes_are_named(stalls: Stalls) -> None:
     """The stacks of both ranks show the same later call."""
     stall = stalls[other_size]
     assert (stall.cause, stall.rank) == ("collective_mismatch", None)
@@ -89,7 +78,7 @@ def test_calls_with_different_sizes_are_named(stalls: dict[Callable[..., None], 
     assert re.search(rf" As no\. \d+, {re.escape(sizes)}$", stall.why)
 
 
-def test_the_rank_that_has_not_called_it_is_behind(stalls: dict[Callable[..., None], Stall]) -> None:
+def test_the_rank_that_has_not_called_it_is_behind(stalls: Stalls) -> None:
     stall = stalls[loading]
     assert (stall.cause, stall.rank) == ("dataset", 1)
     called = re.search(r"Rank 0 waits for all_reduce no\. (\d+) of 5 .*; rank 1 has called only (\d+)\.$", stall.why)

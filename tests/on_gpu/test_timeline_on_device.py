@@ -1,9 +1,8 @@
-"""The GPU's idle time by its own events, against what a training was built to leave idle."""
+"""The GPU's idle time by its own events, in trainings that are built to leave it idle for so long."""
 
 from __future__ import annotations
 
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from toys import occupy
 from trainings import Model, Samples, Spending, Watch, loader, quiet_trainer
 
 from lightning_gpu_tools import load_report, watch
@@ -19,12 +19,6 @@ from lightning_gpu_tools.training.gpu_timeline import AFTER_STEP, BEFORE_STEP
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import GpuIdle
 from lightning_gpu_tools.training.step_clock import StepClock
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from toys import occupy
-
-pytestmark = pytest.mark.gpu
 
 STEPS = 100
 
@@ -38,8 +32,11 @@ class Busy(Model):
         super().__init__()
         self.forward_s, self.backward_s, self.optimizer_s, self.item = forward_s, backward_s, optimizer_s, item
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def occupy_forward(self) -> None:
         occupy(self.forward_s)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.occupy_forward()
         loss = super().training_step(batch.flatten()[:4], batch_idx)
         if self.backward_s:
             loss.register_hook(lambda gradient: occupy(self.backward_s))
@@ -61,9 +58,7 @@ def train(
     watch = Watch()
     trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[watch, *others])
     trainer.fit(model, data or loader(Samples(STEPS)))
-    idle = watch.clock.gpu_idle()
-    assert idle is not None
-    return watch.clock, idle
+    return watch.clock, watch.clock.gpu_idle()
 
 
 def slow_data(seconds: float) -> DataLoader[torch.Tensor]:
@@ -71,7 +66,7 @@ def slow_data(seconds: float) -> DataLoader[torch.Tensor]:
 
 
 def idle_share(idle: GpuIdle, phase: str) -> float:
-    """Return in which share of the host's time for a phase the GPU was idle; a busy host takes longer for both."""
+    """Return the idle share of the host's time for a phase; on a busy host both are longer."""
     return idle.idle_s.get(phase, 0.0) / idle.host_s[phase]
 
 
@@ -83,7 +78,7 @@ def test_a_wait_behind_gpu_work_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("item", [False, True], ids=["nothing-waits", "behind-a-sync"])
 @pytest.mark.parametrize("slow", ["on_train_batch_start", "on_train_batch_end", "data_loading"])
 def test_a_wait_that_the_gpu_feels_is_idle_time_by_its_name(tmp_path: Path, slow: str, item: bool) -> None:
-    """With a sync the host waits for the GPU in forward, so that the GPU feels all that comes behind it."""
+    """A sync has the host wait for the GPU in forward, so that the GPU feels all that comes behind it."""
     model = Busy(0.010 if item else 0.001, item=item)
     if slow == "data_loading":
         _, idle = train(tmp_path, model, data=slow_data(0.020))
@@ -94,23 +89,10 @@ def test_a_wait_that_the_gpu_feels_is_idle_time_by_its_name(tmp_path: Path, slow
     assert max(idle.idle_s, key=idle.idle_s.__getitem__) == phase
 
 
-class OneBatch(Dataset[torch.Tensor]):
-    """The same batch of 64 MB over and over."""
-
-    def __init__(self, pinned: bool) -> None:
-        self.batch = torch.zeros(16_000_000, pin_memory=pinned)
-
-    def __len__(self) -> int:
-        return STEPS // 2
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.batch
-
-
 @pytest.mark.parametrize("pinned", [False, True])
 def test_of_a_copy_the_gpu_feels_its_own_part(tmp_path: Path, pinned: bool) -> None:
-    """Out of pageable memory the host waits for the step before, too; the GPU is not idle then."""
-    data = DataLoader(OneBatch(pinned), batch_size=None)
+    """A copy from pageable memory waits for the step before, too; the GPU is not idle then."""
+    data = DataLoader([torch.zeros(16_000_000, pin_memory=pinned)] * (STEPS // 2), batch_size=None)  # of 64 MB
     clock, idle = train(tmp_path, Busy(0.060), data=data)
     assert max(idle.idle_s, key=idle.idle_s.__getitem__) == "host_to_device_copy"
     assert idle.idle_s["host_to_device_copy"] / idle.samples > 0.001  # which is 64 GB/s
@@ -125,21 +107,14 @@ def as_built(seconds: float) -> Any:
 
 @pytest.mark.parametrize("starved_s", [0.0, 0.020], ids=["overlapping", "starved"])
 def test_the_gpus_work_on_the_parts_of_a_step_is_measured(tmp_path: Path, starved_s: float) -> None:
-    """Also where it is idle within the step."""
-
     class Starved(Busy):
         def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
             torch.cuda.synchronize()  # so that no work of the step before hides what comes
 
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        def occupy_forward(self) -> None:
             occupy(self.forward_s / 2)
             time.sleep(starved_s)
             occupy(self.forward_s / 2)
-            self.forward_s, forward_s = 0.0, self.forward_s
-            try:
-                return super().training_step(batch, batch_idx)
-            finally:
-                self.forward_s = forward_s
 
     _, idle = train(tmp_path, Starved(0.006, 0.012, 0.003))
     assert {part: idle.work_s[part] for part in (FORWARD, BACKWARD, OPTIMIZER)} == {
@@ -184,7 +159,7 @@ def test_work_between_two_steps_is_no_idle_time(tmp_path: Path, callbacks: tuple
     assert sum(idle.idle_s.values()) / idle.samples < 0.008
 
 
-def test_the_wait_for_a_slow_hook_is_told_from_work_before_it(tmp_path: Path) -> None:
+def test_the_wait_for_a_slow_hook_begins_after_the_work_before_it(tmp_path: Path) -> None:
     _, idle = train(tmp_path, Busy(0.003), Averages(), Spending(time.sleep, "on_train_batch_start", 0.060))
     # Of 60 ms, in the first 20 of which the GPU works, unless the copy of the batch has waited for that.
     assert 0.55 < idle_share(idle, "callback/Spending") <= 1.02

@@ -1,38 +1,33 @@
-"""A real training on a real GPU: what the monitor logs, what the report says, what the advisor finds."""
+"""A real training on a real GPU: the metrics that the monitor logs, the report, and the advisor's findings."""
 
-import csv
 import importlib
-import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
-from rank_processes import run_ranks, train_slow_ranks
 from torch.utils.data import DataLoader
-from trainings import Samples, loader, logged, quiet_trainer
+from trainings import Model, Samples, loader, logged, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO, load_weights, watch
-from lightning_gpu_tools.gpus import nvml
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, watch
+from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import load_report
-
-pytestmark = pytest.mark.gpu
-
+from lightning_gpu_tools.runs import run_recorder
+from lightning_gpu_tools.training import compat, memory_counters
 
 BUFFER_BYTES = 2**28
 
 
-class Busy(LightningModule):
+class Busy(Model):
     """Keeps the GPU busy for so many milliseconds a step, or a little longer, with matrix products."""
 
     def __init__(self, milliseconds: float) -> None:
         super().__init__()
         self.milliseconds = milliseconds
-        self.layer = torch.nn.Linear(4, 1)
 
     def on_fit_start(self) -> None:
         self.kept = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=self.device)
@@ -51,70 +46,43 @@ class Busy(LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         for _ in range(self.products):
             self.matrix @ self.matrix
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-6)
+        return super().training_step(batch, batch_idx)
 
 
-def train(folder: Path, model: Busy, data: DataLoader[torch.Tensor]) -> tuple[Report, dict[str, list[float]]]:
-    logger = CSVLogger(folder)
-    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=2)]
+def train(folder: Path, model: Model, data: DataLoader[Any], min_seconds: float = 2.0) -> Report:
     trainer = quiet_trainer(
         folder,
         accelerator="gpu",
-        callbacks=callbacks,
-        logger=logger,
+        callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=min_seconds)],
+        logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=50,
-        plugins=[PortableCheckpointIO()],
     )
     trainer.fit(model, data)
-    trainer.save_checkpoint(folder / "last.ckpt")
-    load_weights(Busy(1), folder / "last.ckpt")
-    metrics: dict[str, list[float]] = {}
-    with (Path(logger.log_dir) / "metrics.csv").open() as file:
-        for row in csv.DictReader(file):
-            for name, text in row.items():
-                if text:
-                    metrics.setdefault(name, []).append(float(text))
-    return load_report(logger.log_dir), metrics
+    return load_report(folder)
 
 
 def test_a_busy_gpu_is_logged_as_busy_and_found_healthy(tmp_path: Path) -> None:
-    report, metrics = train(tmp_path, Busy(40), loader(Samples(200)))
-    index = torch.cuda.current_device()
-    assert max(metrics[f"gpu/{index}/utilization_percent/mean"]) > 80  # a busy host starves it now and then
-    assert metrics[f"gpu/{index}/memory_used_bytes"][-1] >= BUFFER_BYTES
-    assert metrics[f"gpu/{index}/power_watts"][-1] > 0
-    assert metrics[f"gpu/{index}/energy_joules"][-1] > metrics[f"gpu/{index}/energy_joules"][0]
+    report = train(tmp_path, Busy(40), loader(Samples(200)))
     (gpu,) = report.gpus
-    assert gpu.uuid in {reading.uuid for reading in nvml.read_gpus()}
+    metrics = {name: [*values.values()] for name, values in logged(tmp_path).items()}
+    assert max(metrics[f"gpu/{gpu.index}/utilization_percent/mean"]) > 80  # a busy host starves it now and then
+    assert metrics[f"gpu/{gpu.index}/memory_used_bytes"][-1] >= BUFFER_BYTES
+    assert metrics[f"gpu/{gpu.index}/power_watts"][-1] > 0
+    assert metrics[f"gpu/{gpu.index}/energy_joules"][-1] > metrics[f"gpu/{gpu.index}/energy_joules"][0]
+    assert gpu.uuid == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     assert report.diagnosis.verdict == "healthy", report.diagnosis.why
 
 
 def test_a_gpu_that_waits_for_data_is_found_low_and_why(tmp_path: Path) -> None:
-    report, _ = train(tmp_path, Busy(2), loader(Samples(200, time.sleep, 0.02), num_workers=0))
+    report = train(tmp_path, Busy(2), loader(Samples(200, time.sleep, 0.02), num_workers=0))
     assert report.diagnosis.verdict == "low"
     assert report.diagnosis.findings[0].cause == "data_loading"
     assert "pin_memory=True) (now 0, None, False, False)" in report.diagnosis.findings[0].advice
 
 
-def test_a_gpu_that_waits_for_its_host_idles_inside_the_step(tmp_path: Path) -> None:
-    class SlowHost(Busy):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            time.sleep(0.030)
-            return super().training_step(batch, batch_idx)
-
-    report, _ = train(tmp_path, SlowHost(10), loader(Samples(100)))
-    first = report.diagnosis.findings[0]
-    assert first.cause == "host_work", report.diagnosis
-    assert first.share > 0.4
-    assert report.diagnosis.gpu_idle_percent.get("data_loading", 0.0) < 5
-
-
 @pytest.mark.parametrize("family", ["lightning.fabric", "lightning_fabric"])
 def test_a_loop_with_fabric_samples_and_logs_its_gpu(tmp_path: Path, family: str) -> None:
-    """Of each step, the GPU waits for data for some 30 ms."""
+    """The GPU waits for data for some 30 ms of each step."""
     logger = importlib.import_module(f"{family}.loggers").CSVLogger(tmp_path)
     fabric = importlib.import_module(family).Fabric(accelerator="cuda", devices=1, loggers=[logger])
     layer = torch.nn.Linear(4, 1)
@@ -133,10 +101,50 @@ def test_a_loop_with_fabric_samples_and_logs_its_gpu(tmp_path: Path, family: str
     assert logged(Path(logger.log_dir))["gpu/0/utilization_percent/mean"]
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_gpus_of_ranks_are_compared_by_their_own_clock(tmp_path: Path) -> None:
-    slow_ranks = {"healthy": None, "forward": 1, "backward": 0, "optimizer": 1}
-    results = run_ranks(tmp_path, train_slow_ranks, options={"slow_ranks": slow_ranks, "on_gpu": True})
-    assert [result.returncode for result in results] == [0, 0], results[0].stderr
-    blamed = json.loads((tmp_path / "blamed.json").read_text())
-    assert blamed == {phase: [] if rank is None else [[rank, phase]] for phase, rank in slow_ranks.items()}
+# --- facts that cannot be read
+
+STEPS = 80
+# Where a fact comes from: what the report calls it.
+SOURCES = {
+    (run_recorder, "device_facts"): "the GPU's properties",
+    (run_recorder, "left_on_cpu"): "tensors on the CPU",
+    (GpuWatch, "trained_on"): "the GPU's utilization",
+    (memory_counters, "count_holdings"): "torch's memory counters",
+    (compat, "has_context"): "CUDA contexts",
+}
+
+
+def refuse(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("as a new driver may")
+
+
+def test_each_fact_about_a_gpu_is_left_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in SOURCES:
+        monkeypatch.setattr(owner, name, refuse)
+    report = train(tmp_path, Model(), loader(Samples(STEPS)), min_seconds=0.001)
+    assert (report.outcome, report.steps) == ("completed", STEPS)
+    assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
+    assert {one.partition(" (")[0] for one in report.unseen} == {*SOURCES.values()}
+    assert report.memory == ()
+    assert report.gpu_step_s  # by events, which need none of these
+
+
+class OfTexts(Model):
+    """A model of texts of different lengths."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return torch.stack([self.layer(text).square().mean() for text in batch.unbind()]).mean()
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_batch_without_a_shape_is_measured_as_any_other(tmp_path: Path, layout: torch.layout) -> None:
+    def collate(texts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.nested_tensor(texts, layout=layout)
+
+    texts = [torch.full((1 + index % 3, 4), float(index)) for index in range(2 * STEPS)]
+    report = train(tmp_path, OfTexts(), DataLoader(texts, batch_size=2, collate_fn=collate), min_seconds=0.001)
+    assert (report.outcome, report.steps) == ("completed", STEPS)
+    assert report.unseen == ()
+    assert report.memory
+    assert report.samples_per_s is not None

@@ -1,10 +1,9 @@
-"""The simulated machine itself: its tests run programs on machines of their own, with torch's CUDA build."""
+"""Fixtures for tests of the simulated machine, which run programs on it with torch's CUDA build."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched_jobs import free_port
 
 from lightning_gpu_tools.simulated import Machine, SimulatedCudaError
 
@@ -65,10 +65,7 @@ def start_ranks(start: Start) -> Callable[..., list[subprocess.Popen[str]]]:
     """``start_ranks(machine, 2, code)``: the ranks of a job, as torchrun would start them."""
 
     def run(machine: Machine, ranks: int, *program: Any, **environment: str) -> list[subprocess.Popen[str]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
         places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         return [start(machine, *program, **{**job, **place, **environment}) for place in places]
 

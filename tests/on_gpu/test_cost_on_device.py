@@ -1,0 +1,48 @@
+"""The cost of the package for a training on a GPU, in numbers that no busy machine changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from trainer.test_step_cost import FROM, STEPS, Counted, Empty
+from trainings import Model, Samples, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools.simulated import SimulatedCudaError, host_waits
+
+
+def fit(folder: Path, model: Model, *callbacks: Callback, **options: Any) -> None:
+    trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[*callbacks], **options)
+    trainer.fit(model, loader(Samples(FROM + STEPS + 1)))
+
+
+def test_a_step_makes_fewer_calls_than_with_two_empty_callbacks(tmp_path: Path) -> None:
+    with_ours, with_empty = Counted(), Counted()
+    fit(tmp_path / "ours", with_ours, GPUUtilizationMonitor(report=False), GPUUtilizationAdvisor())
+    fit(tmp_path / "empty", with_empty, Empty(), Empty())
+    assert with_ours.calls.all < with_empty.calls.all
+
+
+class Waits(Callback):
+    """Counts the host's waits for the GPU between the first training step and the last."""
+
+    def on_train_start(self, *args: Any) -> None:
+        self.before = host_waits()
+
+    def on_train_end(self, *args: Any) -> None:
+        self.added = {name: number - self.before[name] for name, number in host_waits().items()}
+
+
+def test_the_package_makes_the_host_wait_no_more_often(tmp_path: Path) -> None:
+    try:
+        host_waits()
+    except SimulatedCudaError:
+        pytest.skip("only the simulated GPU counts waits; on hardware, the test of the sync debug mode asks for them")
+    without, with_ours = Waits(), Waits()
+    ours = GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0.1)
+    for name, callbacks in {"without": [without], "with": [with_ours, *ours]}.items():
+        fit(tmp_path / name, Model(), *callbacks, logger=CSVLogger(tmp_path / name), log_every_n_steps=10)
+    assert sum(without.added.values()) >= STEPS / 10  # for each logged loss; batches of pageable memory come on top
+    assert with_ours.added == without.added
