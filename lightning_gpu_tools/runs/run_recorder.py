@@ -234,15 +234,15 @@ class RunRecorder:
             cores=os.cpu_count() or 1, memory_available_bytes=sys.maxsize, shm_free_bytes=None, local_ranks=ranks
         )
         return HostReading(
-            perf_counter(),
-            read("the host's cores and memory", partial(read_host_budget, local_ranks=ranks), without_limit),
-            time.process_time(),
-            read("the workers' CPU time", children_cpu_s, None),
-            read("the idle time of the cores", idle_cpu_s, None),
-            read("the runnable threads", runnable_s, {}),
-            read("the cgroup's quota", throttled_periods, (0, 0)),
-            read("the CPU pressure", pressure_s, None),
-            read("the I/O pressure", io_pressure_s, None),
+            at_s=perf_counter(),
+            budget=read("the host's cores and memory", partial(read_host_budget, local_ranks=ranks), without_limit),
+            own_cpu_s=time.process_time(),
+            children_cpu_s=read("the workers' CPU time", children_cpu_s, None),
+            idle_cpu_s=read("the idle time of the cores", idle_cpu_s, None),
+            runnable_s=read("the runnable threads", runnable_s, {}),
+            throttled_periods=read("the cgroup's quota", throttled_periods, (0, 0)),
+            pressure_s=read("the CPU pressure", pressure_s, None),
+            io_pressure_s=read("the I/O pressure", io_pressure_s, None),
         )
 
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
@@ -333,9 +333,6 @@ class RunRecorder:
         affinity, steady = affinity_cores(), sum(self._clock.blocks, StepBlock())
         counts = zip(began.throttled_periods, now.throttled_periods, strict=True)
         throttled, periods = (after - before for before, after in counts)
-        pressure = None
-        if began.pressure_s is not None and now.pressure_s is not None:
-            pressure = (now.pressure_s - began.pressure_s) / elapsed_s
         loading, workers = self._workers.facts(), 0 if self.loader is None else self.loader.num_workers
         runnable = added_s(began.runnable_s, now.runnable_s) / elapsed_s + workers * (loading.runnable_share or 0.0)
         return CoreFacts(
@@ -346,7 +343,7 @@ class RunRecorder:
             machine_cores=os.cpu_count() or 0,
             affinity_cores=affinity,
             throttled_share=throttled / periods if periods else 0.0,
-            pressure_share=pressure,
+            pressure_share=_per(now.pressure_s, began.pressure_s, elapsed_s),
             torch_threads=torch.get_num_threads(),
             niceness=os.getpriority(os.PRIO_PROCESS, 0),
             in_slurm="SLURM_JOB_ID" in os.environ,

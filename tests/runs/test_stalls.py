@@ -250,23 +250,21 @@ def test_a_broken_file_of_stacks_is_passed_over(said: dict[str, tuple[Stall, Pat
 ALARM = "from lightning_gpu_tools.training.lock_alarm import LockAlarm\nalarm = LockAlarm(1)\nalarm.arm(100)\n"
 
 
-def test_a_timer_that_was_set_before_the_run_goes_first(
-    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+@pytest.mark.parametrize(
+    ("theirs", "dumps", "note"),
+    [("dump_traceback_later(0.3)", 1, " may use faulthandler's timer."), ("enable()", 0, "None")],
+)
+def test_only_a_timer_that_was_set_before_the_run_goes_first(
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]], theirs: str, dumps: int, note: str
 ) -> None:
-    theirs = "import faulthandler, time\nfaulthandler.dump_traceback_later(0.3)\n"
     script = tmp_path / "theirs.py"
-    script.write_text(f"{theirs}{ALARM}print(alarm.note)\nalarm.close()\ntime.sleep(0.8)")
+    script.write_text(
+        f"import faulthandler, time\nfaulthandler.{theirs}\n{ALARM}print(alarm.note)\nalarm.close()\ntime.sleep(0.8)"
+    )
     child = run_python(str(script))
-    assert child.stderr.count("Timeout") == 1
-    assert f": {script} may use faulthandler's timer." in child.stdout
-
-
-def test_a_program_that_only_enables_faulthandler_has_a_free_timer(
-    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    script = tmp_path / "enables.py"
-    script.write_text(f"import faulthandler\nfaulthandler.enable()\n{ALARM}print(alarm.note)\nalarm.close()\n")
-    assert run_python(str(script)).stdout == "None\n"
+    assert child.stderr.count("Timeout") == dumps
+    assert child.stdout.endswith(f"{note}\n")
+    assert (str(script) in child.stdout) == bool(dumps)
 
 
 def test_stacks_written_before_the_last_beat_are_no_stall(

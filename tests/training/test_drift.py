@@ -37,7 +37,7 @@ def summed(count: int) -> torch.Tensor:
     return total
 
 
-def test_a_graph_is_looked_at_in_ever_fewer_steps(clock: StepClock) -> None:
+def test_a_graph_is_counted_in_ever_fewer_steps(clock: StepClock) -> None:
     graph, ran = GraphSizes(clock), []
     backward = graph.around(lambda loss, *args, **kwargs: ran.append((loss, args, kwargs)))
     loss = summed(0)
@@ -75,7 +75,7 @@ def test_a_huge_graph_is_walked_through_up_to_a_bound(clock: StepClock, monkeypa
     assert graph.points == [(clock.steps, 100)]
 
 
-def test_a_loss_that_raises_is_not_looked_at_again(clock: StepClock) -> None:
+def test_the_graph_of_a_loss_that_raises_is_not_counted_again(clock: StepClock) -> None:
     class Odd(torch.Tensor):
         @property
         def grad_fn(self) -> Any:

@@ -114,7 +114,7 @@ def sampled() -> Iterator[Sampled]:
     yield training
     training.sampler.close()
     training.clock.stop()
-    assert sys.getswitchinterval() == before_s
+    sys.setswitchinterval(before_s)
 
 
 @pytest.fixture
@@ -177,26 +177,25 @@ def test_windows_come_to_an_end(steady: Sampled) -> None:
     assert steady.seen() == {TRAINING_STEP: 5 * WINDOW_SAMPLES}
 
 
-def test_a_switch_interval_that_the_program_sets_stays(steady: Sampled) -> None:
+def test_a_sampler_that_is_closed_puts_the_switch_interval_back(steady: Sampled) -> None:
     before_s = sys.getswitchinterval()
-    try:
-        steady.sample(TRAINING_STEP)
-        sys.setswitchinterval(0.02)
-        steady.sample(TRAINING_STEP)
-        steady.sampler.close()
-        assert sys.getswitchinterval() == pytest.approx(0.02)
-    finally:
-        sys.setswitchinterval(before_s)
+    steady.sample(TRAINING_STEP)
+    steady.sampler.close()
+    assert sys.getswitchinterval() == before_s
+
+
+def test_a_switch_interval_that_the_program_sets_stays(steady: Sampled) -> None:
+    steady.sample(TRAINING_STEP)
+    sys.setswitchinterval(0.02)
+    steady.sample(TRAINING_STEP)
+    steady.sampler.close()
+    assert sys.getswitchinterval() == pytest.approx(0.02)
 
 
 def test_a_shorter_switch_interval_of_the_program_is_used(steady: Sampled) -> None:
-    before_s = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(SWITCH_S / 5)
-        steady.sample(TRAINING_STEP)
-        assert sys.getswitchinterval() == pytest.approx(SWITCH_S / 5)
-    finally:
-        sys.setswitchinterval(before_s)
+    sys.setswitchinterval(SWITCH_S / 5)
+    steady.sample(TRAINING_STEP)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_S / 5)
 
 
 def test_a_fault_puts_the_switch_interval_back(steady: Sampled, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from trainings import HandClock
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.phases import BACKWARD, FORWARD
-from lightning_gpu_tools.training.rank_waits import RankWaits
+from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, RANK_WAIT_IN_STEP
+from lightning_gpu_tools.training.rank_waits import BucketWaits, RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 
 WAIT = "rank_wait/training step"
@@ -121,3 +123,108 @@ def test_a_backward_that_is_compiled_is_compiled_as_it_is_and_unseen() -> None:
     without, found = graphs
     assert found == without
     assert model.waits.unseen
+
+
+# Where a GPU waits within backward
+
+
+class Bucketed:
+    """A DDP model that sends its gradients in two buckets, and the marks at them: phase, and collectives before it."""
+
+    def __init__(self) -> None:
+        layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+        self.ddp = DistributedDataParallel(layers, bucket_cap_mb=3)
+        self.marks: list[tuple[str, int]] = []
+        self.waits = BucketWaits(self.ddp.parameters, self._mark)
+
+    def _mark(self, phase: str) -> None:
+        self.marks.append((phase, compat.collectives_started()))
+
+    def backward(self, *, is_sampled: bool = False) -> int:
+        """Return the number of collectives before this backward."""
+        loss = self.ddp(torch.ones(2, 512)).sum()
+        before = compat.collectives_started()
+        self.marks.clear()
+        with self.waits.around_backward(is_sampled=is_sampled):
+            loss.backward()
+        return before
+
+
+@pytest.fixture
+def bucketed(tmp_path: Path) -> Iterator[Bucketed]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield Bucketed()
+    torch.distributed.destroy_process_group()
+
+
+def test_each_bucket_is_sent_between_two_marks(bucketed: Bucketed) -> None:
+    for _ in range(3):
+        bucketed.backward()
+        assert bucketed.marks == []
+    for _ in range(2):
+        before = bucketed.backward(is_sampled=True)
+        assert bucketed.marks == [
+            (RANK_WAIT_IN_STEP, before),
+            (BACKWARD, before + 1),
+            (RANK_WAIT_IN_STEP, before + 1),
+            (BACKWARD, before + 2),
+        ]
+    bucketed.backward()
+    assert bucketed.marks == []
+
+
+def test_gradients_that_are_not_sent_teach_nothing(bucketed: Bucketed) -> None:
+    """Accumulate gradients first."""
+    with bucketed.ddp.no_sync():
+        for _ in range(4):
+            bucketed.backward()
+    bucketed.backward()
+    assert bucketed.marks == []
+    bucketed.backward()
+    bucketed.backward(is_sampled=True)
+    assert len(bucketed.marks) == 4
+
+
+def test_buckets_without_marks_are_noticed_and_learned(bucketed: Bucketed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "waits_for_each_bucket", lambda: True)
+    bucketed.backward(is_sampled=True)
+    assert bucketed.waits.unseen
+    for _ in range(2):
+        bucketed.backward()
+    bucketed.backward(is_sampled=True)
+    assert len(bucketed.marks) == 4
+    assert not bucketed.waits.unseen
+
+
+def test_an_error_in_backward_leaves_no_hook(bucketed: Bucketed) -> None:
+    for _ in range(3):
+        bucketed.backward()
+    loss = bucketed.ddp(torch.ones(2, 512)).sum()
+    handle = loss.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError), bucketed.waits.around_backward(is_sampled=True):
+        loss.backward()
+    handle.remove()
+    assert not bucketed.ddp.module[0].weight._post_accumulate_grad_hooks
+
+
+def test_a_model_without_buckets_in_backward_is_not_searched_in_each_step(bucketed: Bucketed) -> None:
+    searched = []
+    bucketed.waits._weights = lambda: searched.append(1) or ()
+    for _ in range(10):
+        bucketed.backward()
+    assert len(searched) == 3
+
+
+def test_weights_that_allow_no_hooks_do_not_stop_training(bucketed: Bucketed) -> None:
+    bucketed.backward()
+    bucketed.waits._weights = lambda: [bucketed.ddp.module[0].weight, NoHooks()]
+    for is_sampled in (False, True, False):
+        bucketed.backward(is_sampled=is_sampled)
+        assert not bucketed.ddp.module[0].weight._post_accumulate_grad_hooks
+    assert bucketed.ddp.module[0].weight.grad is not None
+
+
+class NoHooks:
+    """A weight of an odd class."""
+
+    requires_grad = is_leaf = True

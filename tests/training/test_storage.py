@@ -175,8 +175,8 @@ class Burning(Folder):
         return 90
 
 
-class UntilLooked(Callback):
-    """Waits after the first step until the background thread has looked at the storage, or failed to."""
+class UntilPolled(Callback):
+    """Waits after the first step until the background thread has polled the storage, or failed to."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.session = FitSession.of(trainer, self)
@@ -190,16 +190,16 @@ class UntilLooked(Callback):
 def test_the_diagnosis_of_a_training_names_the_file_system_of_its_data(tmp_path: Path) -> None:
     advisor = GPUUtilizationAdvisor(min_seconds=0.01)
     with pytest.warns(LowGPUUtilizationWarning):
-        quiet_trainer(tmp_path, callbacks=[advisor, UntilLooked()]).fit(Model(), loader(Burning(root=tmp_path)))
+        quiet_trainer(tmp_path, callbacks=[advisor, UntilPolled()]).fit(Model(), loader(Burning(root=tmp_path)))
     (evidence,) = [one.evidence for one in advisor.diagnosis.findings if one.cause == "data_loading"]
     assert evidence["storage_path"] == os.path.realpath(tmp_path)
     assert evidence["file_system"] == file_system_of(tmp_path)
 
 
-def test_storage_that_cannot_be_looked_at_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_cannot_be_read_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "read_mounts", lambda: 1 / 0)
     monitor = GPUUtilizationMonitor()
-    quiet_trainer(tmp_path, callbacks=[monitor, UntilLooked()]).fit(Model(), loader(Burning(root=tmp_path)))
+    quiet_trainer(tmp_path, callbacks=[monitor, UntilPolled()]).fit(Model(), loader(Burning(root=tmp_path)))
     report = load_report(tmp_path)
     assert (report.outcome, report.steps) == ("completed", 90)
     assert report.unseen == ("the storage of the dataset (ZeroDivisionError: division by zero)",)
