@@ -53,7 +53,7 @@ def zipped(records: list[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -
 
 
 def described_by(program: bytes, blocks: int = 1) -> bytes:
-    """A file whose description is this pickle program, with blocks of four numbers."""
+    """Return a file whose description is this pickle program, with blocks of four numbers."""
     numbers = struct.pack("<4f", 1, 2, 3, 4)
     records = [("archive/data.pkl", b"\x80\x02" + program + b"."), ("archive/version", b"3\n")]
     return zipped(records + [(f"archive/data/{block}", numbers) for block in range(blocks)])
@@ -117,7 +117,7 @@ def refuse_everywhere(path: Path, match: str) -> None:
 
 
 class Exploit:
-    """Makes a folder when it is opened."""
+    """An object that makes a folder when it is opened."""
 
     def __init__(self, witness: Path) -> None:
         self.witness = witness

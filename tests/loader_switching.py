@@ -20,7 +20,7 @@ from trainings import Boom, Model, Samples, quiet_trainer
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.loaders import plan, search
 from lightning_gpu_tools.loaders.handover import restore, switchable
-from lightning_gpu_tools.loaders.search import random_states
+from lightning_gpu_tools.loaders.random_states import random_states
 from lightning_gpu_tools.trainer import num_workers_finder
 from lightning_gpu_tools.types import LoaderSettings
 
@@ -54,7 +54,7 @@ class Items(Dataset[torch.Tensor]):
 
 
 class Hanging(Samples):
-    """Hangs in a worker from one sample on, and does not hear that it is to end."""
+    """A dataset that hangs in a worker from one sample on, and ignores SIGTERM."""
 
     def __init__(self, count: int, begins_at: int = 0) -> None:
         super().__init__(count)
@@ -92,7 +92,7 @@ class DrawsAlways(Sampler[int]):
 
 
 class Wrapping(DataLoader[Any]):
-    """Does more with its batches, and begins when the first one is asked for."""
+    """A loader that does more with its batches, and begins when the first one is asked for."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in super().__iter__():
@@ -162,7 +162,7 @@ class Drawing(Model):
 
 
 class SwitchAt(Callback):
-    """Changes the settings of all training loaders after some batches of an epoch."""
+    """A callback that changes the settings of all training loaders after some batches of an epoch."""
 
     def __init__(self, epoch: int = 0, done: int = 4, after: LoaderSettings | None = None) -> None:
         self.epoch, self.done, self.after = epoch, done, after

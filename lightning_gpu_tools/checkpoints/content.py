@@ -12,6 +12,8 @@ from lightning_gpu_tools.checkpoints.structure import MAX_DEPTH, Opaque, StandIn
 from lightning_gpu_tools.errors import BrokenCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
 
+Entries = Mapping[str, Mapping[str, Any]]  # sets of weights by the name of their entry
+
 LIGHTNING_VERSION = "pytorch-lightning_version"
 # The entry that PortableCheckpointIO adds to a Lightning checkpoint: primitives only, for weights_only=True.
 MANIFEST = "lightning_gpu_tools"
@@ -23,9 +25,6 @@ _MAX_LEVELS = 3  # "callbacks", "StochasticWeightAveraging", "average_model_stat
 # Our default, ten times more than in any real model. A hostile file can hold one module in a billion places.
 _MAX_PARTS = 1_000_000
 _QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
-
-
-Entries = Mapping[str, Mapping[str, Any]]  # sets of weights by the name of their entry
 
 
 def likely(entries: Entries) -> dict[str, Mapping[str, Any]]:

@@ -27,7 +27,7 @@ def path_of(file: BinaryIO) -> str:
 
 
 def mapped_bytes(file: BinaryIO) -> torch.Tensor:
-    """Return all bytes of an open file, mapped."""
+    """Return all bytes of an open file, mapped unless they are in memory."""
     if isinstance(file, io.BytesIO):
         return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
     size_bytes = file.seek(0, os.SEEK_END)

@@ -82,14 +82,17 @@ def part_of(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def errors_about(file: str, model: str = "") -> Iterator[None]:
-    """Prefix checkpoint errors with the file and, for mismatches, the model."""
+def errors_about(file: str, model: str = "", note: str = "") -> Iterator[None]:
+    """Prefix checkpoint errors with the file. Name the model in mismatches, and append ``note`` to them."""
     try:
         yield
     except CheckpointError as error:
-        subject = f"{file} does not fit {model}." if isinstance(error, CheckpointMismatchError) else f"{file}:"
         message = error.args[0].replace("FILE TARGET", f"{shlex.quote(file)} renamed.pt")
-        error.args = (f"{subject} {message}", *error.args[1:])
+        if isinstance(error, CheckpointMismatchError):
+            message = f"{file} does not fit {model}. {message}{note}"
+        else:
+            message = f"{file}: {message}"
+        error.args = (message, *error.args[1:])
         raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, Root, is_average, plan_renaming, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import counted, list_groups, shortened
 from lightning_gpu_tools.checkpoints.model_keys import read_model
-from lightning_gpu_tools.checkpoints.reading import Unread, read_weights
+from lightning_gpu_tools.checkpoints.reading import read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     others_of_this_model,
@@ -119,31 +119,20 @@ def load_weights(
     """
     content, unread = read_weights(path, weights_only=weights_only)
     entries = weights_in(content, path)
-    with naming_file(path, type(model)), _naming_unopened(unread):
+    unopened = [
+        f"{printable(k)} ({printable(kind)})" for values in unread.values.values() for k, kind in values.items()
+    ]
+    note = f"\n  not opened, because this would run code: {shortened(unopened)}" if unopened else ""
+    with naming_file(path, type(model), note):
         fit = fit_weights(model, entries, root, strict)
         plan, loaded = copy_weights(model, fit)
     warn_of_what_is_left(path, model, fit)
     return _report(str(path), fit, plan, loaded, unread.classes)
 
 
-@contextlib.contextmanager
-def _naming_unopened(unread: Unread) -> Iterator[None]:
-    """Append objects that the file has instead of weights to a mismatch error."""
-    try:
-        yield
-    except CheckpointMismatchError as error:
-        unopened = [
-            f"{printable(k)} ({printable(kind)})" for values in unread.values.values() for k, kind in values.items()
-        ]
-        if unopened:
-            message = f"{error.args[0]}\n  not opened, because this would run code: {shortened(unopened)}"
-            error.args = (message, *error.args[1:])
-        raise
-
-
-def naming_file(path: str | os.PathLike[str], model_class: type) -> contextlib.AbstractContextManager[None]:
-    """Prefix checkpoint errors with the file and, for mismatches, the model."""
-    return errors_about(printable_path(path), printable(model_class.__name__))
+def naming_file(path: object, model_class: type, note: str = "") -> contextlib.AbstractContextManager[None]:
+    """Prefix checkpoint errors with the file. Name the model in mismatches, and append ``note`` to them."""
+    return errors_about(printable_path(path), printable(model_class.__name__), note)
 
 
 def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fit) -> None:

@@ -20,9 +20,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.loaders.plan import Fetch
-from lightning_gpu_tools.loaders.search import (
+from lightning_gpu_tools.loaders.random_states import (
     draw_seed,
-    in_one_line,
     peek_seed,
     put_back,
     random_states,
@@ -30,6 +29,7 @@ from lightning_gpu_tools.loaders.search import (
     seeded_states,
     undisturbed,
 )
+from lightning_gpu_tools.loaders.search import in_one_line
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, fingerprint, plain_loader, settings_of, why_fixed
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.training.run_measurements import LoaderSettings

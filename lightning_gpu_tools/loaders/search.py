@@ -8,7 +8,6 @@ import functools
 import hashlib
 import itertools
 import math
-import random
 import statistics
 import sys
 import threading
@@ -18,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -28,64 +26,11 @@ from lightning_gpu_tools.advice.failures import without_index
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderResult, LoaderTrial, trial_of
 from lightning_gpu_tools.host import HostBudget, private_memory_bytes, read_host_budget
 from lightning_gpu_tools.loaders.plan import LoaderCase, StepCost, choose, next_trial
+from lightning_gpu_tools.loaders.random_states import undisturbed
 from lightning_gpu_tools.loaders.settings import batch_bytes, fingerprint, plain_loader, settings_of, why_fixed
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 from lightning_gpu_tools.units import printable
-
-RandomStates = tuple[Any, Any, Any]
-
-
-def random_states() -> RandomStates:
-    """Return the states of torch's (CPU), NumPy's and Python's global generators."""
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def put_back(states: RandomStates) -> None:
-    """Set the global generators to these states."""
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
-
-
-def same_states(one: RandomStates, other: RandomStates) -> bool:
-    """Return whether no global generator was used between the two states."""
-    _, keys, *place = one[1]
-    _, other_keys, *other_place = other[1]
-    same_numpy = place == other_place and np.array_equal(keys, other_keys)
-    return same_numpy and one[2] == other[2] and torch.equal(one[0], other[0])
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Restore the global random states when the block ends."""
-    before = random_states()
-    try:
-        yield
-    finally:
-        put_back(before)
-
-
-def draw_seed(generator: torch.Generator | None) -> int:
-    """Draw the seed of a new iterator like torch's DataLoader; ``None`` means the global generator."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-
-
-def peek_seed(generator: torch.Generator | None) -> int:
-    """Return the seed that :func:`draw_seed` would draw, without drawing it."""
-    state = torch.get_rng_state() if generator is None else generator.get_state()
-    return draw_seed(torch.Generator().set_state(state))
-
-
-def seeded_states(seed: int) -> RandomStates:
-    """Return the states of the global generators after seeding."""
-    return (
-        # Not torch.manual_seed, which also seeds the GPUs.
-        torch.Generator().manual_seed(seed).get_state(),
-        np.random.RandomState(seed % 2**32).get_state(),
-        random.Random(seed).getstate(),
-    )
-
 
 _MAX_INDICES = 1024  # from the sampler; a search loads a few hundred batches
 _MAX_SAMPLING_S = 1.0

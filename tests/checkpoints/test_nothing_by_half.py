@@ -18,7 +18,7 @@ from lightning_gpu_tools.errors import CheckpointError
 
 
 class Noted(nn.Linear):
-    """Has a number in its extra state, which it changes in place."""
+    """A layer with a number in its extra state, which it changes in place."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
@@ -32,7 +32,7 @@ class Noted(nn.Linear):
 
 
 class Net(LightningModule):
-    """Everything that goes wrong below concerns what is loaded last."""
+    """A model; everything that goes wrong below concerns what is loaded last."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
 
 
 class Resized(nn.Module):
-    """Takes its positions from a file with more or fewer of them, as vision transformers do."""
+    """A module that takes positions from a file with more or fewer of them, like vision transformers."""
 
     def __init__(self, positions: int) -> None:
         super().__init__()

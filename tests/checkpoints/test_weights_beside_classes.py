@@ -36,7 +36,7 @@ class Config:
 
 
 class Config2(dict):  # type: ignore[type-arg]
-    """Stands for OmegaConf's DictConfig."""
+    """A stand-in for OmegaConf's DictConfig."""
 
 
 def net() -> nn.Module:
@@ -151,7 +151,7 @@ class Subclass(torch.Tensor):
 
 
 class Packed:
-    """Is written like the parameters of a library that quantizes."""
+    """An object that is written like the parameters of a library that quantizes."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self.parts = [{"numbers": numbers}]

@@ -1,4 +1,4 @@
-"""Zip files of any tool load to the bit; what two readers could read differently is refused."""
+"""Zip files of any tool load to the bit. Archives that two readers could read differently are refused."""
 
 import io
 import os
@@ -132,7 +132,7 @@ OTHER = saved(OrderedDict(weight=torch.zeros(20, 30), bias=torch.zeros(20)))
 
 
 def repeated(name: str, by: str = "") -> bytes:
-    """A second record of that name, with the contents of another file."""
+    """Add a second record of that name, with the contents of another file."""
     return zipped([*records_of(GOOD), (by or f"archive/{name}", dict(records_of(OTHER))[f"archive/{name}"])])
 
 
@@ -151,7 +151,7 @@ def edited(
 
 
 def aliased() -> bytes:
-    """The entry of data/1 points at the bytes of data/0."""
+    """Point the entry of data/1 at the bytes of data/0."""
     with zipfile.ZipFile(io.BytesIO(PLAIN)) as archive:
         target = archive.getinfo("archive/data/0")
     place = struct.pack("<L", target.header_offset)
@@ -160,7 +160,7 @@ def aliased() -> bytes:
 
 
 def one_after_the_other() -> bytes:
-    """Two archives, each of them whole."""
+    """Return two archives in one file, each of them whole."""
     buffer = io.BytesIO(zipped(records_of(OTHER)))
     with zipfile.ZipFile(buffer, "a") as archive:
         archive.filelist.clear()
@@ -172,7 +172,7 @@ def one_after_the_other() -> bytes:
 
 
 def inserted(data: bytes) -> bytes:
-    """Bytes before the index that belong to nothing; its place is corrected."""
+    """Insert bytes before the index that belong to nothing, and correct its place."""
     end = data.rindex(b"PK\5\6")
     length, start = struct.unpack_from("<2L", data, end + 12)
     assert start + length == end

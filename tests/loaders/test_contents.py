@@ -23,14 +23,14 @@ class Holding:
 
 
 class Reopening(Holding):
-    """Can be pickled, because it leaves out what a forked process would get."""
+    """A holder that can be pickled, because it leaves out what a forked process would get."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
 
 class Index:
-    """Leaves a cache out, as pandas does, whose parts cannot be pickled."""
+    """An object that leaves out a cache, like pandas, whose parts cannot be pickled."""
 
     class Engine:
         def __reduce__(self) -> Any:

@@ -98,7 +98,7 @@ def test_workers_that_hang_are_killed_all_at_once() -> None:
 
 
 class HoldsALock(Samples):
-    """Loads in a worker that keeps the lock of torch's event for the end, which it otherwise has for a moment."""
+    """A dataset whose worker keeps the lock of torch's event for the end, which it otherwise has for a moment."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         frame = sys._getframe()

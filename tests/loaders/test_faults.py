@@ -1,4 +1,4 @@
-"""Settings that do not work are given up: nothing is lost, nothing comes twice, and the user's own errors stay his."""
+"""Settings that do not work are given up: nothing is lost, nothing comes twice, and the user's own errors stay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IN_ORDER = list(range(40))
 
 
 class Act(Dataset[int]):
-    """Sample i is i; at one of them the worker that loads it does something."""
+    """A dataset whose sample i is i; at one of them, the worker that loads it does something."""
 
     def __init__(self, action: Callable[[], object], at: int = 9) -> None:
         self.action, self.at, self.home = action, at, os.getpid()

@@ -50,7 +50,7 @@ def test_batches_and_random_numbers_are_those_of_an_untouched_fit(
 
 
 class Peek(Callback):
-    """Logs a batch of the training data in mid-epoch."""
+    """A callback that logs a batch of the training data in mid-epoch."""
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if index == 5:

@@ -247,7 +247,7 @@ def search_when_busy(seed: int) -> int:
 
 
 def test_a_busy_machine_does_not_change_the_choice() -> None:
-    """Two workers make 83 batches a second, three 92, and four 91."""
+    """Expect three workers: two make 83 batches a second, three 92, and four 91."""
     chosen = [search_when_busy(seed) for seed in range(100)]
     assert chosen.count(3) >= 90
     assert set(chosen) <= {2, 3, 4}
