@@ -12,9 +12,6 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from measured_runs import COPIES
-
-from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.examples import (
     HOPPER,
     NO_WORKERS,
@@ -25,6 +22,9 @@ from lightning_gpu_tools.advice.examples import (
     on_hopper,
     sampled_idle,
 )
+from measured_runs import COPIES
+
+from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import (
     LoadingFacts,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import itertools
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -15,9 +13,8 @@ from typing import Any, BinaryIO
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lightning_gpu_tools.checkpoints.content import are_versions
 from lightning_gpu_tools.checkpoints.faults import Fault
-from lightning_gpu_tools.checkpoints.structure import Part, SplitTensorInfo, Structure, collector_paused
+from lightning_gpu_tools.checkpoints.structure import Part, SplitTensorInfo, Structure
 from lightning_gpu_tools.units import printable
 
 
@@ -49,46 +46,12 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def safetensors_weights(structure: Structure, map_location: Any) -> OrderedDict[str, Any]:
-    """Return the weights of a safetensors file, which holds nothing else."""
-    numbers = mapped_bytes(structure.file)
-    weights: OrderedDict[str, Any] = OrderedDict()
-    with collector_paused():
-        for dtype_name, run in itertools.groupby(structure.content.items(), key=lambda item: item[1].dtype):
-            dtype, named = dtype_of(dtype_name), list(run)
-            start = structure.places[named[0][0]]
-            sizes = [info.storage.numel for _, info in named]
-            part = numbers[start : start + sum(sizes) * dtype.itemsize]
-            if start % dtype.itemsize:  # torch reads aligned numbers only
-                part = part.clone()
-            parts = torch.unsafe_split_with_sizes(part.view(dtype), sizes)
-            for (name, info), value in zip(named, parts, strict=True):
-                weights[name] = value if len(info.shape) == 1 else value.view(info.shape)
-        if map_location != "cpu":
-            weights.update((name, moved(value, map_location)) for name, value in weights.items())
-    restore_metadata(weights, structure.metadata)
-    return weights
-
-
-def restore_metadata(weights: OrderedDict[str, Any], texts: Mapping[str, str]) -> None:
-    """Restore the module versions and the second names of tied weights, if ``convert`` wrote these texts."""
-    versions = _json_object(texts.get("module_versions", ""))
-    if versions and are_versions(versions):
-        weights._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    for key, other in _json_object(texts.get("tied", "")).items():
-        if isinstance(other, str) and other in weights:
-            weights.setdefault(key, weights[other])
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def with_numbers(content: Any, shards: Mapping[str, Structure], map_location: Any, made: Callable[[Any], Any]) -> Any:
+def with_numbers(
+    content: Any,
+    shards: Mapping[str, Structure],
+    map_location: Any,
+    made: Callable[[Any], Any] = lambda leaf: leaf,
+) -> Any:
     """Return the content of a folder with descriptions replaced by tensors, and other leaves by ``made(leaf)``."""
     numbers: dict[str, torch.UntypedStorage] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import stat
@@ -11,14 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged, faults_of
-from lightning_gpu_tools.checkpoints.formats import FileFormat, safetensors, torch_legacy, torch_zip
+from lightning_gpu_tools.checkpoints.formats import file_formats
 from lightning_gpu_tools.checkpoints.key_tree import listed
-from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Structure, collector_paused
+from lightning_gpu_tools.checkpoints.structure import Structure, collector_paused
 from lightning_gpu_tools.errors import CheckpointNotFoundError
 from lightning_gpu_tools.files import local_copy
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
-_FORMATS: tuple[FileFormat, ...] = (torch_zip, torch_legacy, safetensors)
 # First bytes of a file (in any case, after any whitespace), what the file is, and what to do.
 _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
     ((b"version https://git-lfs",), "is a git-lfs pointer, not the file itself", "To fetch the file: git lfs pull"),
@@ -57,7 +57,8 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 def _open(path: str) -> BinaryIO:
     if os.path.isdir(path):
-        inside = sorted(name for name in os.listdir(path) if name.endswith(SUFFIXES))
+        suffixes = tuple(suffix for form in file_formats() for suffix in form.SUFFIXES)
+        inside = sorted(name for name in os.listdir(path) if name.endswith(suffixes))
         if inside:
             raise Fault("is a folder", f"Use a file in it: {listed(inside, 5)}.")
         raise Fault("is a folder without shards of a checkpoint", "Use a file, or the folder with all shards.")
@@ -75,10 +76,10 @@ def describe(file: BinaryIO, path: str) -> Structure:
     file.seek(0)
     head = file.read(1024)
     with faults_of(path):
-        for form in _FORMATS:
+        for form in file_formats():
             if form.recognizes(head):
                 with collector_paused(), any_error_is(damaged("its description and its contents do not match")):
-                    return form.describe(file, path, size_bytes)
+                    return dataclasses.replace(form.describe(file, path, size_bytes), form=form)
         raise _something_else(head, size_bytes)
 
 

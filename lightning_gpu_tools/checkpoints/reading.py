@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shlex
 from collections import OrderedDict, defaultdict
@@ -11,13 +10,10 @@ from typing import Any, NamedTuple
 
 from lightning_gpu_tools.checkpoints.content import all_state_dicts, check_contents, put_weights
 from lightning_gpu_tools.checkpoints.faults import faults_of
-from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
-from lightning_gpu_tools.checkpoints.formats.torch_distributed import Place
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
-from lightning_gpu_tools.checkpoints.opening import describe
 from lightning_gpu_tools.checkpoints.sources import opened_source
 from lightning_gpu_tools.checkpoints.structure import Opaque, Structure, compare_with_checksums
-from lightning_gpu_tools.checkpoints.torch_loading import described_weights, holds_tensors, is_plain, load_file, refusal
+from lightning_gpu_tools.checkpoints.torch_loading import described_weights, holds_tensors, is_plain, refusal
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable_path
@@ -37,7 +33,7 @@ def read_checkpoint(
 
     def load(structure: Structure) -> Any:
         try:
-            return load_file(structure, map_location, weights_only)
+            return structure.form.load(structure, map_location, weights_only)
         except UnsafeCheckpointError as error:
             entries = check_contents(structure.content, structure.path)
             values = [value for weights in entries.values() for value in weights.values()]
@@ -71,14 +67,14 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
     values: defaultdict[str, dict[str, str]] = defaultdict(dict)
 
     def load(structure: Structure) -> Any:
-        if not weights_only or structure.format == "safetensors":
-            return load_file(structure, "cpu", weights_only)
+        if not weights_only or structure.form.HOLDS_ONLY_WEIGHTS:
+            return structure.form.load(structure, "cpu", weights_only)
         entries = check_contents(structure.content, structure.path)
         content, left_out = described_weights(structure, entries)
         refused = refusal(structure)
         if left_out and refused is None:
             try:
-                return load_file(structure, "cpu", weights_only)
+                return structure.form.load(structure, "cpu", weights_only)
             except UnsafeCheckpointError as error:
                 refused = error
         weights = {
@@ -116,16 +112,6 @@ def _read(
             raise structure.part
         for file in structure.files if verify else ():
             compare_with_checksums(file)
-        assembly = structure.assembly
-        if assembly is None:
+        if structure.assembly is None:
             return load(structure)
-
-        def load_object(leaf: Any) -> Any:
-            if not isinstance(leaf, Place):
-                return leaf
-            shard = assembly.shards[leaf.file]
-            shard.file.seek(leaf.start)
-            return load(describe(io.BytesIO(shard.file.read(leaf.size_bytes)), shard.path))
-
-        content = assembly.assemble({name: load(assembly.shards[name]) for name in assembly.loaded})
-        return with_numbers(content, assembly.shards, map_location, load_object)
+        return structure.form.load(structure.assembly, load, map_location)

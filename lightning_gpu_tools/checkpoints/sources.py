@@ -10,7 +10,13 @@ from pathlib import Path
 
 from lightning_gpu_tools.checkpoints.content import check_contents, is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
-from lightning_gpu_tools.checkpoints.formats import FolderFormat, deepspeed, shard_index, torch_distributed
+from lightning_gpu_tools.checkpoints.formats import (
+    FolderFormat,
+    deepspeed,
+    folder_formats,
+    shard_index,
+    torch_distributed,
+)
 from lightning_gpu_tools.checkpoints.opening import Folder, describe, opened
 from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
@@ -61,9 +67,6 @@ def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iter
         yield structure
 
 
-_FORMATS: tuple[FolderFormat, ...] = (torch_distributed, deepspeed, shard_index)
-
-
 def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> Structure | None:
     """Open and describe a checkpoint of several files; ``None`` for anything else."""
     local = os.path.expanduser(path)
@@ -75,17 +78,17 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     elif os.path.isdir(local):
         place = deepspeed.folder_in(local)
         names = set(os.listdir(place))
-        for form in _FORMATS:
+        for form in folder_formats():
             if any(map(form.FILES.fullmatch, names)):
-                return _assembled(path, form.describe(Folder(place, stack), names, to_load=to_load))
+                return _assembled(path, form.describe(Folder(place, stack), names, to_load=to_load), form)
     elif (part := _part(path)) and torch_distributed.PART.fullmatch(name):  # cannot be described alone
         raise part
     elif is_index and os.path.isfile(local):
-        return _assembled(path, shard_index.describe_index(Folder(folder, stack), name))
+        return _assembled(path, shard_index.describe_index(Folder(folder, stack), name), shard_index)
     return None
 
 
-def _assembled(path: str, assembly: Assembly) -> Structure:
+def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:
     shards = assembly.shards
     with any_error_is(damaged("its files do not belong together")):
         content = assembly.assemble({name: shards[name].content for name in assembly.loaded})
@@ -98,13 +101,14 @@ def _assembled(path: str, assembly: Assembly) -> Structure:
         set().union(*(shards[name].globals for name in assembly.loaded)),
         set().union(*(shard.devices for shard in shards.values())),
         assembly=assembly,
+        form=form,
     )
 
 
 def _part(path: str) -> Fault | None:
     """Return a fault if the name of a file marks it as one of several; otherwise ``None``."""
     folder, name = os.path.split(path)
-    if not any(form.PART.fullmatch(name) for form in _FORMATS):
+    if not any(form.PART.fullmatch(name) for form in folder_formats()):
         return None
     advice = f"Use the folder with all files: {printable_path(folder or '.')}"
     return Fault("is one of several files of a checkpoint", advice)

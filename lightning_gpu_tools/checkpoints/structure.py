@@ -7,14 +7,13 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from lightning_gpu_tools.checkpoints.faults import Fault, faults_of
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.checkpoints.zip_records import Record
 
-SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
-Format = Literal["zip", "legacy", "safetensors", "dcp", "deepspeed"]  # the last two are folders
+WRITTEN_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")  # of files that this package writes
 BYTES_OF_DTYPE = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32", "bcomplex32"), 4),
@@ -121,7 +120,7 @@ class Structure:
     file: Any  # open while it is used; None for a folder
     path: str
     size_bytes: int
-    format: Format
+    format: str  # NAME of its format
     content: Any  # as returned by torch.load, but with descriptions instead of tensors and other objects
     globals: set[str]  # as in StructureReader
     devices: set[str]  # that it was saved from
@@ -131,6 +130,7 @@ class Structure:
     filled: set[str] = field(default_factory=set)  # as in StructureReader
     part: Fault | None = None  # set if it is one shard of a checkpoint
     assembly: Assembly | None = None  # of a folder
+    form: Any = None  # the module of ``formats`` that has described it, and loads it
 
     @property
     def name(self) -> str:
@@ -152,10 +152,17 @@ class Structure:
 class Assembly:
     """Several files whose contents make up one checkpoint."""
 
-    format: Format
+    format: str  # as in Structure
     shards: Mapping[str, Structure]
     loaded: tuple[str, ...]  # from the other shards, only numbers are read
     assemble: Callable[[Mapping[str, Any]], Any]  # takes the contents of these, described or loaded
+
+    def load(self, load_file: LoadFile) -> Any:
+        """Return the checkpoint, with the numbers of other shards only described."""
+        return self.assemble({name: load_file(self.shards[name]) for name in self.loaded})
+
+
+LoadFile = Callable[[Structure], Any]
 
 
 @contextlib.contextmanager

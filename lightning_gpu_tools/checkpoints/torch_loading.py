@@ -16,22 +16,20 @@ import torch
 
 from lightning_gpu_tools.checkpoints.content import Entries, put_weights
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
-from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, path_of, safetensors_weights
+from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, path_of
 from lightning_gpu_tools.checkpoints.structure import Opaque, StorageInfo, Structure, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable
 
 
-def load_file(structure: Structure, map_location: Any, weights_only: bool) -> Any:
-    """Return the contents of an open file; its numbers are mapped where possible.
+def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *, can_be_mapped: bool) -> Any:
+    """Return the contents of an open file. ``can_be_mapped`` is whether ``torch.load`` can map it.
 
     Raises:
         UnsafeCheckpointError: The file holds more than plain data, and ``weights_only`` is true.
         BrokenCheckpointError: Torch cannot rebuild the contents.
     """
-    if structure.format == "safetensors":
-        return safetensors_weights(structure, map_location)
     refused = refusal(structure) if weights_only else None
     if refused is not None and any(name.endswith("(...)") for name in structure.globals):  # torch would allow it
         raise refused
@@ -41,7 +39,7 @@ def load_file(structure: Structure, map_location: Any, weights_only: bool) -> An
             with contextlib.suppress(NotPlainError):
                 return _Builder(structure).build(structure.content)
     file = structure.file
-    mapped = structure.format == "zip" and not isinstance(file, io.BytesIO)  # torch.load can map no other file
+    mapped = can_be_mapped and not isinstance(file, io.BytesIO)
     file.seek(0)
     try:
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # off by default in torch

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 
 from lightning_gpu_tools.checkpoints import sources, summary
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
-from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Progress, collector_paused, no_progress
+from lightning_gpu_tools.checkpoints.structure import WRITTEN_SUFFIXES, Progress, collector_paused, no_progress
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.files import exists
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
+_SUFFIXES = ", ".join(WRITTEN_SUFFIXES)
 _MIN_PROGRESS_BYTES = 256 << 20  # our default: smaller files take no noticeable time
 _ANY = "a file, a folder of shards, its index file, or the URL of a file"
 _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong usage."
@@ -64,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"bfloat16. {_EXIT_CODES} On failure TARGET is unchanged.",
     )
     convert.add_argument("source", metavar="SOURCE", help=_ANY)
-    convert.add_argument("target", metavar="TARGET", type=_target, help=f"output file, ends in {', '.join(SUFFIXES)}")
+    convert.add_argument(
+        "target", metavar="TARGET", type=_target, help=f"output file, ends in {', '.join(WRITTEN_SUFFIXES)}"
+    )
     convert.add_argument("--entry", metavar="NAME", help="entry of SOURCE with the weights, if it has several")
     names = convert.add_mutually_exclusive_group()
     names.add_argument(
@@ -181,8 +184,8 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _target(path: str) -> str:
-    if not path.endswith(SUFFIXES):
-        raise argparse.ArgumentTypeError(f"{printable_path(path)} must end in {', '.join(SUFFIXES)}")
+    if not path.endswith(WRITTEN_SUFFIXES):
+        raise argparse.ArgumentTypeError(f"{printable_path(path)} must end in {_SUFFIXES}")
     return path
 
 

@@ -30,7 +30,7 @@ from checkpoint_files import (
     text,
 )
 
-from lightning_gpu_tools.checkpoints.file_tensors import restore_metadata
+from lightning_gpu_tools.checkpoints.formats.safetensors import restore_metadata
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, TensorInfo

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+from lightning_gpu_tools.checkpoints.content import are_versions
 from lightning_gpu_tools.checkpoints.faults import Fault
-from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, StorageInfo, Structure, TensorInfo, are_sizes
+from lightning_gpu_tools.checkpoints.structure import (
+    BYTES_OF_DTYPE,
+    StorageInfo,
+    Structure,
+    TensorInfo,
+    are_sizes,
+    collector_paused,
+)
 from lightning_gpu_tools.units import printable
 
+NAME = "safetensors"
+SUFFIXES = (".safetensors",)
+HOLDS_ONLY_WEIGHTS = True
 _MAX_HEADER_BYTES = 100_000_000  # as in the format's own library
-
-
 DTYPE_OF_SAFETENSORS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
@@ -64,7 +76,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         places[name] = start + first
     if start + end != size_bytes:
         raise ValueError("bytes that belong to nothing")
-    return Structure(file, path, size_bytes, "safetensors", content, set(), {"cpu"}, metadata, places=places)
+    return Structure(file, path, size_bytes, NAME, content, set(), {"cpu"}, metadata, places=places)
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,3 +85,46 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) != len(pairs):
         raise ValueError("a name is there twice")
     return unique
+
+
+def load(structure: Structure, map_location: Any, weights_only: bool) -> OrderedDict[str, Any]:
+    """Return the weights, mapped to the file."""
+    import torch
+
+    from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, moved
+
+    numbers = mapped_bytes(structure.file)
+    weights: OrderedDict[str, Any] = OrderedDict()
+    with collector_paused():
+        for dtype_name, run in itertools.groupby(structure.content.items(), key=lambda item: item[1].dtype):
+            dtype, named = dtype_of(dtype_name), list(run)
+            start = structure.places[named[0][0]]
+            sizes = [info.storage.numel for _, info in named]
+            part = numbers[start : start + sum(sizes) * dtype.itemsize]
+            if start % dtype.itemsize:  # torch reads aligned numbers only
+                part = part.clone()
+            parts = torch.unsafe_split_with_sizes(part.view(dtype), sizes)
+            for (name, info), value in zip(named, parts, strict=True):
+                weights[name] = value if len(info.shape) == 1 else value.view(info.shape)
+        if map_location != "cpu":
+            weights.update((name, moved(value, map_location)) for name, value in weights.items())
+    restore_metadata(weights, structure.metadata)
+    return weights
+
+
+def restore_metadata(weights: OrderedDict[str, Any], texts: Mapping[str, str]) -> None:
+    """Restore the module versions and the second names of tied weights, if ``convert`` wrote these texts."""
+    versions = _json_object(texts.get("module_versions", ""))
+    if versions and are_versions(versions):
+        weights._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    for key, other in _json_object(texts.get("tied", "")).items():
+        if isinstance(other, str) and other in weights:
+            weights.setdefault(key, weights[other])
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import struct
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.structure import Structure
 
+NAME = "legacy"
+SUFFIXES = ()  # those of torch_zip
+HOLDS_ONLY_WEIGHTS = False
 # torch.serialization.MAGIC_NUMBER, pickled: in protocol 2 to 5, or 0.
 _LEGACY_START = re.compile(
     rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L119547037146038801333356L\n\.", re.DOTALL
@@ -42,4 +45,11 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
             raise ValueError("cut short, or a storage of another length")
     devices = {storage.location for storage in storages.values()}
-    return Structure(file, path, size_bytes, "legacy", content, named, devices, places=places, filled=readers[3].filled)
+    return Structure(file, path, size_bytes, NAME, content, named, devices, places=places, filled=readers[3].filled)
+
+
+def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
+    """Build the described content, mapped, or let torch load it, which reads it into memory."""
+    from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
+
+    return load_by_torch(structure, map_location, weights_only, can_be_mapped=False)

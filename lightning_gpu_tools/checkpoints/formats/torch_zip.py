@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from io import BytesIO
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.faults import Fault
 from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, StorageInfo, Structure
 from lightning_gpu_tools.checkpoints.zip_records import Record, read_records
+
+NAME = "zip"
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
+HOLDS_ONLY_WEIGHTS = False
 
 
 def recognizes(head: bytes) -> bool:
@@ -37,7 +41,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         file,
         path,
         size_bytes,
-        "zip",
+        NAME,
         content,
         reader.globals,
         {storage.location for storage in reader.storages.values()},
@@ -45,6 +49,13 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         places={key: _start_of(storage, records) for key, storage in reader.storages.items()},
         filled=reader.filled,
     )
+
+
+def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
+    """Build the described content, or let torch load it; tensors are mapped either way."""
+    from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
+
+    return load_by_torch(structure, map_location, weights_only, can_be_mapped=True)
 
 
 def _start_of(storage: StorageInfo, records: Mapping[str, Record]) -> int:
