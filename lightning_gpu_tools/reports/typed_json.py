@@ -78,14 +78,15 @@ def _read_fields(kind: type, value: Any, kinds: Mapping[str, Any], place: str) -
 
 
 def _is_in_range(value: Any, place: str, depth: int | None) -> bool:
-    """Return whether a value has a size that reports have; ``depth``: levels allowed in a value of any type."""
+    """Return whether a value has a size that reports have; ``depth``: levels allowed in plain data, else ``None``."""
     if isinstance(value, (list, dict)):
         items = value.values() if isinstance(value, dict) else value
         is_shallow = depth is None or (depth > 0 and all(_is_in_range(one, place, depth - 1) for one in items))
         return len(value) <= _MAX_ITEMS and is_shallow
     if isinstance(value, (int, float)):
-        is_signed = depth is not None or (isinstance(value, float) and not _OF_TIMES.search(place))
-        return abs(value) <= _MAX_NUMBER and (value >= 0 or is_signed)  # false for NaN
+        if value < 0 and depth is None and (isinstance(value, int) or _OF_TIMES.search(place)):
+            return False
+        return abs(value) <= _MAX_NUMBER  # false for NaN
     return True
 
 
