@@ -109,12 +109,12 @@ class Sampler:
 
     def idle_s(self, uuids: Sequence[str]) -> float | None:
         """Return the seconds for which all these GPUs have been idle; ``None`` if the driver does not report it."""
-        times = self._collected(lambda: [self._idle[uuid].seconds(time.time()) for uuid in uuids], [])
+        times = self._collected(lambda: [self._idle[uuid].seconds(time.time()) for uuid in uuids]) or []
         return None if None in times else min(known(times), default=None)
 
     def enter(self, phase: Phase) -> None:
         """Assign samples to this phase from now on. The first phase is training."""
-        self._collected(lambda: self._phases.enter(phase, time.time()), None)
+        self._collected(lambda: self._phases.enter(phase, time.time()))
 
     def take(self, phase: Phase = "training") -> dict[str, GpuWindow]:
         """Return the windows of a phase since the last call for it, by UUID. Windows of both phases have the errors."""
@@ -126,11 +126,11 @@ class Sampler:
 
     def latest_listed(self) -> dict[str, GpuSample]:
         """Return the last sample of each GPU that includes the process list, by UUID."""
-        return self._collected(lambda: dict(self._latest_listed), {})
+        return self._collected(lambda: dict(self._latest_listed)) or {}
 
     def timelines(self, uuid: str) -> dict[str, Series]:
         """Return the timelines of a GPU over the whole run."""
-        return self._collected(lambda: self._timelines[uuid].series(), {})
+        return self._collected(lambda: self._timelines[uuid].series()) or {}
 
     def close(self) -> None:
         """End the threads. Collected data can still be taken."""
@@ -141,10 +141,10 @@ class Sampler:
             for poller in self._pollers:
                 poller.join(0 if poller.is_late else max(0.0, until_s - time.monotonic()))
 
-    def _collected(self, read: Callable[[], _T], otherwise: _T) -> _T:
-        """Call a function with the lock; return ``otherwise`` in a forked child, where a thread may hold it forever."""
+    def _collected(self, read: Callable[[], _T]) -> _T | None:
+        """Call a function with the lock; return ``None`` in a forked child, where a thread may hold it forever."""
         if self._pid != os.getpid():
-            return otherwise
+            return None
         with self._polled:
             return read()
 
