@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from lightning_gpu_tools.processes import read_kernel_file
@@ -49,7 +49,9 @@ def parse_mounts(mountinfo: str) -> dict[str, Mount]:
 
 def mount_of(path: str, mounts: Mapping[str, Mount]) -> Mount | None:
     """Return the mount with the longest mount point that contains a real path; ``None`` if there is none."""
-    return next((mounts[folder] for folder in (path, *map(str, Path(path).parents)) if folder in mounts), None)
+    while path not in mounts and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return mounts.get(path)
 
 
 def is_network(file_system: str) -> bool | None:

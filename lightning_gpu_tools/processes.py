@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,8 +59,11 @@ def pid_namespace() -> str | None:
 def running_kernel() -> str:
     """Return 12 hex digits that identify this boot of this machine, including across containers and NFS."""
     boot = read_kernel_file("/proc/sys/kernel/random/boot_id")
-    # Some sandboxes hide the boot. There, all boots of a machine count as one.
-    return boot.replace("-", "")[:12] or f"{uuid.getnode():012x}"
+    if boot:
+        return boot.replace("-", "")[:12]
+    import uuid  # not needed elsewhere
+
+    return f"{uuid.getnode():012x}"  # some sandboxes hide the boot: there, all boots of a machine count as one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

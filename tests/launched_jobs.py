@@ -6,13 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fake_driver import Driver
+from slurm_cluster import wait_for
 
 from lightning_gpu_tools.gpus.readings import GpuClaim
 from lightning_gpu_tools.selection.claims import HeldClaim, open_ledger, read_ledger
@@ -121,13 +121,6 @@ def take(folder: os.PathLike[str], kind: Any = "whole", memory_bytes: int | None
         return ledger.take(["GPU-a"], kind, memory_bytes, **options)
 
 
-def until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not happen within a minute"
-        time.sleep(0.02)
-
-
 WAIT = """
 import sys
 from lightning_gpu_tools import select_gpus
@@ -145,7 +138,7 @@ def waiting(claims_dir: Path, name: str = "served", **options: Any) -> Iterator[
     command = [sys.executable, "-c", WAIT, name]
     with subprocess.Popen(command, **{"stdout": -1, "stderr": -1, "text": True, **options}) as job:
         try:
-            until(lambda: len(list(claims_dir.glob("wait-*.json"))) > before)
+            wait_for(lambda: len(list(claims_dir.glob("wait-*.json"))) > before)
             yield job
         finally:
             job.kill()

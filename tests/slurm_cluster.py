@@ -82,7 +82,7 @@ def _answer(environment: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=30).stdout
 
 
-def wait_for(happens: Callable[[], bool], log: Path | None = None) -> None:
+def wait_for(happens: Callable[[], object], log: Path | None = None) -> None:
     """Wait for something that takes well under a second on a quiet machine."""
     deadline = time.monotonic() + 60
     while not happens():

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
@@ -21,6 +21,7 @@ from lightning_gpu_tools.training.timeline import Series
 if TYPE_CHECKING:
     from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
 
+_T = TypeVar("_T")
 Phase = Literal["training", "validation"]  # each window covers one of them
 
 _MAX_INTERVAL_S = 10.0  # the driver's buffer holds about 20 s
@@ -108,17 +109,12 @@ class Sampler:
 
     def idle_s(self, uuids: Sequence[str]) -> float | None:
         """Return the seconds for which all these GPUs have been idle; ``None`` if the driver does not report it."""
-        if self._pid != os.getpid():
-            return None
-        with self._polled:
-            times = [self._idle[uuid].seconds(time.time()) for uuid in uuids]
+        times = self._collected(lambda: [self._idle[uuid].seconds(time.time()) for uuid in uuids]) or []
         return None if None in times else min(known(times), default=None)
 
     def enter(self, phase: Phase) -> None:
         """Assign samples to this phase from now on. The first phase is training."""
-        if self._pid == os.getpid():
-            with self._polled:
-                self._phases.enter(phase, time.time())
+        self._collected(lambda: self._phases.enter(phase, time.time()))
 
     def take(self, phase: Phase = "training") -> dict[str, GpuWindow]:
         """Return the windows of a phase since the last call for it, by UUID. Windows of both phases have the errors."""
@@ -130,17 +126,11 @@ class Sampler:
 
     def latest_listed(self) -> dict[str, GpuSample]:
         """Return the last sample of each GPU that includes the process list, by UUID."""
-        if self._pid != os.getpid():
-            return {}
-        with self._polled:
-            return dict(self._latest_listed)
+        return self._collected(lambda: dict(self._latest_listed)) or {}
 
     def timelines(self, uuid: str) -> dict[str, Series]:
         """Return the timelines of a GPU over the whole run."""
-        if self._pid != os.getpid():
-            return {}
-        with self._polled:
-            return self._timelines[uuid].series()
+        return self._collected(lambda: self._timelines[uuid].series()) or {}
 
     def close(self) -> None:
         """End the threads. Collected data can still be taken."""
@@ -150,6 +140,13 @@ class Sampler:
             until_s = time.monotonic() + limits.LIMIT_S
             for poller in self._pollers:
                 poller.join(0 if poller.is_late else max(0.0, until_s - time.monotonic()))
+
+    def _collected(self, read: Callable[[], _T]) -> _T | None:
+        """Call a function with the lock; return ``None`` in a forked child, where a thread may hold it forever."""
+        if self._pid != os.getpid():
+            return None
+        with self._polled:
+            return read()
 
     def _stop(self) -> None:
         self._stopping = True

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu, process
-from launched_jobs import until, waiting
+from launched_jobs import waiting
+from slurm_cluster import wait_for
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.errors import NotEnoughGpusError
@@ -105,7 +106,7 @@ def test_a_removed_place_in_the_queue_is_taken_again(driver: Driver, claims_dir:
         with open_ledger(str(claims_dir)):
             for file in claims_dir.glob("wait-*"):
                 file.unlink()
-        until(lambda: list(claims_dir.glob("wait-*.json")))
+        wait_for(lambda: list(claims_dir.glob("wait-*.json")))
         with waiting(claims_dir, "b") as second:
             second.send_signal(signal.SIGSTOP)
             mine.release()

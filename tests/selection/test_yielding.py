@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from fake_driver import Driver, gpu, mig
 from fake_driver.state import Call
-from launched_jobs import torchrun, until, waiting
+from launched_jobs import torchrun, waiting
+from slurm_cluster import wait_for
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.selection import claims, yielding
@@ -61,7 +62,7 @@ def job(code: str, *arguments: str, env: dict[str, str] | None = None) -> Iterat
 def let_poll(driver: Driver, polls: int = 6) -> None:
     """Wait until the holder has read the utilization so many times, which takes longer than what it agreed to."""
     driver.forget_calls()
-    until(lambda: [call.function for call in sampler_calls(driver)].count("nvmlDeviceGetSamples") >= polls)
+    wait_for(lambda: [call.function for call in sampler_calls(driver)].count("nvmlDeviceGetSamples") >= polls)
 
 
 def sampler_calls(driver: Driver) -> list[Call]:
@@ -133,6 +134,7 @@ else:
     if sys.argv[1:]:
         signal.signal(signal.SIGTERM, lambda *_: print("passes it on", flush=True))
     subprocess.run([sys.executable, "-c", sys.argv[0], *sys.argv[1:]], env={{**os.environ, "LOCAL_RANK": "1"}})
+    sys.stdin.read()  # so that it is still there when it gets its own signal
 """
 
 
@@ -212,7 +214,7 @@ def test_a_gpu_of_unknown_utilization_is_kept_which_is_said_once(
         assert "The driver does not report the utilization of " in line
         assert "Until this changes, this job does not yield its GPUs (yield_after)." in line
         driver.forget_calls()
-        until(lambda: len(sampler_calls(driver)) > 50)
+        wait_for(lambda: len(sampler_calls(driver)) > 50)
         assert holder.poll() is None
         holder.kill()
         assert holder.stderr.read() == ""
