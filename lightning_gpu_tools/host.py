@@ -7,6 +7,7 @@ import functools
 import os
 import platform
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,12 @@ def throttled_periods() -> tuple[int, int]:
 
 def affinity_cores() -> int:
     """Return the number of cores that this process may run on, ignoring quotas."""
-    return len(os.sched_getaffinity(0))
+    return len(own_cores())
+
+
+def own_cores() -> Collection[int]:
+    """Return the numbers of these cores; all of the machine's on macOS, which has no affinity."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def shared_memory_bytes() -> int | None:
@@ -96,7 +102,7 @@ def idle_cpu_s() -> float:
         per_core = psutil.cpu_times(percpu=True)
     except OSError:  # /proc is mounted with subset=pid
         return 0.0
-    mine = (per_core[core] for core in os.sched_getaffinity(0) if core < len(per_core))
+    mine = (per_core[core] for core in own_cores() if core < len(per_core))
     # A core that waits for a disk is also free for other threads.
     return sum(core.idle + getattr(core, "iowait", 0.0) for core in mine)
 

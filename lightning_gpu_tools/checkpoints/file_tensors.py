@@ -20,7 +20,8 @@ from lightning_gpu_tools.units import printable
 
 def path_of(file: BinaryIO) -> str:
     """Return a path of an open file, even if another file is now at its old path."""
-    return f"/proc/self/fd/{file.fileno()}"
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"  # macOS
+    return f"{folder}/{file.fileno()}"
 
 
 def mapped_bytes(file: BinaryIO) -> torch.Tensor:

@@ -160,7 +160,10 @@ def ready_share(iterator: object) -> float | None:
 def is_batch_ready(iterator: object) -> bool | None:
     """Return whether a batch is ready. Without it, a loader that keeps up seems to lag."""
     queue = getattr(iterator, "_data_queue", None)
-    return None if queue is None else queue.qsize() > 0
+    try:
+        return None if queue is None else queue.qsize() > 0
+    except NotImplementedError:  # macOS
+        return None
 
 
 def worker_loop() -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from time import monotonic  # by name: a program's tests may replace those of `time`
 from typing import NamedTuple
 
+from lightning_gpu_tools.host import own_cores
 from lightning_gpu_tools.processes import read_kernel_file
 from lightning_gpu_tools.training.run_measurements import CoreUser
 from lightning_gpu_tools.training.stacks import TICKS_PER_S
@@ -53,7 +54,8 @@ class ThreadWait:
 def runnable_s() -> dict[int, float]:
     """Return the seconds that each thread of this process has run or waited for a core, by thread ID."""
     found = {}
-    for thread in os.listdir("/proc/self/task"):
+    with_threads = os.path.isdir("/proc/self/task")  # not on macOS
+    for thread in os.listdir("/proc/self/task") if with_threads else ():
         counts = read_kernel_file(f"/proc/self/task/{thread}/schedstat").split()
         if counts:
             found[int(thread)] = (int(counts[0]) + int(counts[1])) / 1e9
@@ -108,7 +110,7 @@ class CoreUsers:
         return max(_INTERVAL_S, (monotonic() - began_s) / _SCAN_SHARE)
 
     def _add(self, now: dict[int, _Process], elapsed_s: float) -> None:
-        own, cores = _family(now, {os.getpid(), *self._own_pids()}), os.sched_getaffinity(0)
+        own, cores = _family(now, {os.getpid(), *self._own_pids()}), own_cores()
         self._watched_s += elapsed_s
         for pid, process in now.items():
             before = self._before.get(pid)

@@ -155,7 +155,7 @@ class LockAlarm:
         self._watcher: int | None = None
         self._armed_s, self._after_s, self._switches = monotonic(), 0.0, 0
         self._path: Path | None = None
-        self._file = self._opened(os.memfd_create("stacks"))
+        self._file = self._opened(os.memfd_create("stacks")) if hasattr(os, "memfd_create") else -1  # -1: on macOS
         _timer.open()
 
     def _opened(self, file: int) -> int:

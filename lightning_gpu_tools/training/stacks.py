@@ -121,7 +121,7 @@ def memory_stall_percent() -> float:
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN = str(Path(__file__).parents[1]) + os.sep
 # Rarely used by programs: one of Linux's last real-time signals.
-_SIGNAL = signal.SIGRTMAX - 3
+_SIGNAL: int = getattr(signal, "SIGRTMAX", 64) - 3  # not used on macOS, which also lacks memfd_create
 _ANSWER_S = 0.3  # our default; on an idle core it takes microseconds
 _POLL_S = 0.02
 _LINE = re.compile(r'^\s*File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
@@ -169,7 +169,7 @@ class ForkedStacks:
     def __init__(self) -> None:
         self._file = -1
         # An existing handler of other code stays.
-        if signal.getsignal(_SIGNAL) is signal.SIG_DFL:
+        if hasattr(os, "memfd_create") and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
             self._file = os.memfd_create("stacks")
             faulthandler.register(_SIGNAL, file=self._file, all_threads=False)
 
