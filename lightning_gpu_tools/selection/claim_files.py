@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import socket
 
 TIMEOUT_LOCK_S = 30.0  # about 300 picks of 0.1 s; after that, the holder hangs or keeps the lock on purpose
+_TIMEOUT_CREATION_S = 2.0  # mkdir to chmod takes microseconds, unless the process loses the CPU
 MAX_RECORD_BYTES = 64 * 1024  # a record of 16 GPUs with 7 MIG instances each has 6 KiB
 _MAX_RECORDS_PER_USER = 1000  # the latest ones; a job has one record per process
 _MAX_ATTEMPTS = 10  # our default: an attacker who races for a new name wins once in fifty attempts
@@ -354,16 +355,29 @@ def why_private(path: str) -> str | None:
 
 
 def _create_and_open(path: str) -> int:
-    try:
-        os.makedirs(path, mode=0o1777)
-    except FileExistsError:
-        return _open(path)
-    except OSError as error:
-        advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
-        raise _unusable(path, f"it cannot be created ({error.strerror})", advice) from error
-    descriptor = _open(path)
-    os.fchmod(descriptor, 0o1777)  # regardless of this process's umask
-    return descriptor
+    give_up_s = time.monotonic() + _TIMEOUT_CREATION_S
+    while True:
+        made = True
+        try:
+            os.makedirs(path, mode=0o1777)
+        except FileExistsError:
+            made = False
+        except OSError as error:
+            advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
+            raise _unusable(path, f"it cannot be created ({error.strerror})", advice) from error
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            if made or not _is_being_made(path) or time.monotonic() > give_up_s:
+                descriptor = _open(path)
+                if made:
+                    os.fchmod(descriptor, 0o1777)  # regardless of this process's umask
+                return descriptor
+        time.sleep(0.01)
+
+
+def _is_being_made(path: str) -> bool:
+    """Return whether another user may have created the folder just now and not yet opened it to everybody."""
+    found = os.lstat(path)
+    return found.st_uid != os.geteuid() and not found.st_mode & 0o002 and time.time() - found.st_ctime < 1
 
 
 def _open(path: str) -> int:
