@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from run_examples import cpu_run
 from trainings import HandClock
 
+from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.training.step_clock import StepClock
 

@@ -25,8 +25,8 @@ from lightning_gpu_tools.training.phases import PHASES
 
 SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools"
 _ADVICE = "lightning_gpu_tools.advice"
-# These files make predictions and texts, and decide on no cause.
-_NO_JUDGES = {"batch_size", "caching_allocator", "lines", "loader_plan", "memory_remedies"}
+# These files make predictions, texts and examples, and decide on no cause.
+_NO_JUDGES = {"batch_size", "caching_allocator", "examples", "lines", "loader_plan", "memory_remedies"}
 _CONSTANT = re.compile(r"(?P<name>_?[A-Z][A-Z0-9_]*) = .*?(?:  # (?P<meaning>.*))?")
 _OF_ALL = re.compile(r"(Our defaults[^.:]*\.)\s*(.*)")
 

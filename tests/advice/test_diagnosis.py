@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_examples import NO_WORKERS, a_block, cpu_run, gpu_run, sampled_idle
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import NO_WORKERS, a_block, cpu_run, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import MIN_CEILING
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, RunMeasurements, StepBlock, without_warm_up
 from lightning_gpu_tools.training.stopwatch import PhaseSpan

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stall_examples import a_call, a_group, a_rank
 
 from lightning_gpu_tools.advice.cause import Explanation
 from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC, SYNC_DIST
 from lightning_gpu_tools.advice.open_collectives import open_collective
+from lightning_gpu_tools.advice.stall_examples import a_call, a_group, a_rank
 from lightning_gpu_tools.advice.stalls import describe_rank, explain_ranks
 from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import Collective, GroupCalls, RankFacts

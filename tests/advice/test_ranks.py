@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from measured_runs import waiting_ranks
-from run_examples import cpu_run, gpu_run
 
 from lightning_gpu_tools.advice.causes import straggler
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.ranks import usual_s, with_waits
 from lightning_gpu_tools.training.run_measurements import GpuIdle, RankStep, RunMeasurements, SourceLine, WatchedSteps

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from measured_runs import run_of
-from run_examples import a_block, cpu_run, gpu_run
 
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.causes.slowing_down import slowing_down
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import a_block, cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.training.phases import TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import GpuFacts, LogFile, RunMeasurements, SourceLine, StepBlock

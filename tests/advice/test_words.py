@@ -8,18 +8,28 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import memory_examples
 import pytest
-import run_examples
 from measured_runs import run_of, waiting_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_cases import MEASURED
-from run_examples import COPIES, LOADER, STEP, WAITS, contended, cpu_run, gpu_run, on_hopper, ranks
 
+from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import (
+    COPIES,
+    LOADER,
+    STEP,
+    WAITS,
+    contended,
+    cpu_run,
+    gpu_run,
+    on_hopper,
+    ranks,
+)
 from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, SELF_LOG, TRAINER
 from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasurements
@@ -47,7 +57,7 @@ def uneven(phase: str, every: int, slow_s: float, **options: Any) -> RunMeasurem
 
 RUNS = [
     *(case.run for case in MEASURED.values()),
-    *(sick for sick, _ in run_examples.EXAMPLES.values()),
+    *(cause.sick for cause in CAUSES.values()),
     *map(work, ("callback", "callback/StepLR.step", "callback/LitModel.optimizer_step", "callback/a.log")),
     *map(work, ("logging", "logging/self.log", "host_to_device_copy", "training_step", TRAINER, OUTSIDE_LOOP)),
     cpu_run(WAITS, loader=None),
@@ -66,7 +76,11 @@ RUNS = [
 
 DIAGNOSES = [
     *((run, {}) for run in RUNS),
-    *((gpu_run(STEP), {"out_of_memory": error}) for pair in memory_examples.EXAMPLES.values() for error in pair),
+    *(
+        (gpu_run(STEP), {"out_of_memory": error})
+        for cause in MEMORY_CAUSES.values()
+        for error in (cause.sick, cause.healthy)
+    ),
     *(
         (gpu_run(STEP, 97.0), {"growth": [MemoryGrowth(whose=whose, bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)]})
         for whose in ("gpu", "process", "workers")

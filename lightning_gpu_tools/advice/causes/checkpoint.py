@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
 from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
@@ -37,4 +38,6 @@ CAUSE = Cause(
     find=find,
     phases=[CHECKPOINT],
     verified_on="cpu",
+    sick=cpu_run({"checkpoint": 30, **STEP}),
+    healthy=cpu_run({"checkpoint": 1, **STEP}),
 )

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import contended
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted, with_share
 from lightning_gpu_tools.advice.lines import sentence
 from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
@@ -193,4 +194,6 @@ CAUSE = Cause(
     needs=("cores.wait_share",),
     counts_while_busy=True,
     verified_on="cpu",
+    sick=contended(throttled_share=0.4, quota_cores=2.0),
+    healthy=contended(0.05),
 )

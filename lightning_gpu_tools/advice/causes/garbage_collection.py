@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
 from lightning_gpu_tools.training.phases import GARBAGE_COLLECTION
@@ -30,4 +31,6 @@ CAUSE = Cause(
     find=find,
     phases=[GARBAGE_COLLECTION],
     verified_on="cpu",
+    sick=cpu_run({"garbage_collection": 10, **STEP}),
+    healthy=cpu_run({"garbage_collection": 0.4, **STEP}),
 )

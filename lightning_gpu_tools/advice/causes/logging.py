@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import HostPhase, named_phase, phases_of
 from lightning_gpu_tools.training.phases import LOGGING
@@ -49,4 +50,6 @@ CAUSE = Cause(
     find=find,
     phases=named_phase(LOGGING),
     verified_on="cpu",
+    sick=cpu_run({"logging/CSVLogger": 20, **STEP}),
+    healthy=cpu_run({"logging/CSVLogger": 0.4, **STEP}),
 )

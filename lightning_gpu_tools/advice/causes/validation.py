@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Finding, counted
 from lightning_gpu_tools.advice.host_phases import seconds_of, times_less
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
@@ -52,4 +53,6 @@ CAUSE = Cause(
     find=find,
     phases=[VALIDATION],
     verified_on="cpu",
+    sick=cpu_run({"validation": 50, **STEP}),
+    healthy=cpu_run({"validation": 12, **STEP}),
 )
