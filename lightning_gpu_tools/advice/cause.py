@@ -54,6 +54,8 @@ class Cause(AnyCause):
     phases: Sequence[str] | Callable[[Mapping[str, float | str]], Sequence[str]] = ()
     time: str = "this time"  # words for the time spent in these lines
     needs: Sequence[str] = ()  # attributes of RunMeasurements that must not be None to judge it
+    # Its time is that of the phase of its name, which occurs now and then: up to three times may be chance.
+    is_of_events: bool = False
     is_remark: bool = False  # it slows a busy GPU down but leaves none idle, so it makes no run "low"
     counts_while_busy: bool = False  # it makes a run "low" even if the GPU looks busy
     sick: RunMeasurements  # their first finding is this cause

@@ -60,6 +60,7 @@ CAUSE = Cause(
     "early from it in most steps",
     find=find,
     phases=named_phase(CALLBACK),
+    is_of_events=True,
     verified_on="hardware",
     sick=cpu_run({"callback/A": 20, **STEP}),
     healthy=cpu_run({"callback/A": 0.4, **STEP}),

@@ -37,6 +37,7 @@ CAUSE = Cause(
     change="save less often, by the factor in the advice; `AsyncCheckpointIO`; save to the local disk in the advice",
     find=find,
     phases=[CHECKPOINT],
+    is_of_events=True,
     verified_on="cpu",
     sick=cpu_run({"checkpoint": 30, **STEP}),
     healthy=cpu_run({"checkpoint": 1, **STEP}),

@@ -31,6 +31,7 @@ CAUSE = Cause(
     change="longer epochs; `persistent_workers=True`",
     find=find,
     phases=[EPOCH_START],
+    is_of_events=True,
     verified_on="cpu",
     sick=cpu_run({"epoch_start": 20, **STEP}),
     healthy=cpu_run({"epoch_start": 0.4, **STEP}),

@@ -30,6 +30,7 @@ CAUSE = Cause(
     change="call `gc.collect()` and `gc.freeze()` once before training; call `gc.collect()` less often",
     find=find,
     phases=[GARBAGE_COLLECTION],
+    is_of_events=True,
     verified_on="cpu",
     sick=cpu_run({"garbage_collection": 10, **STEP}),
     healthy=cpu_run({"garbage_collection": 0.4, **STEP}),

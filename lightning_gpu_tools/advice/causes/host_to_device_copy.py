@@ -73,6 +73,7 @@ CAUSE = Cause(
     change="`pin_memory=True`; `uint8` images; `register_buffer` for tensors left on the CPU",
     find=find,
     phases=[COPY],
+    is_of_events=True,
     verified_on="hardware",
     sick=gpu_run(**COPIES),
     healthy=gpu_run(**{**COPIES, "utilization": 97.0, "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 0.5))}),

@@ -49,6 +49,7 @@ CAUSE = Cause(
     change="`log_every_n_steps`; fewer metrics in `self.log`",
     find=find,
     phases=named_phase(LOGGING),
+    is_of_events=True,
     verified_on="cpu",
     sick=cpu_run({"logging/CSVLogger": 20, **STEP}),
     healthy=cpu_run({"logging/CSVLogger": 0.4, **STEP}),
