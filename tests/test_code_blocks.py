@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import inspect
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -16,12 +14,13 @@ from code_blocks import PAGES, ROOT, Block, code_blocks
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from real_names import VARIABLES, is_command, unknown_options, unknown_variables
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, NumWorkersFinder, PortableCheckpointIO
-from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy
 
 BLOCKS = code_blocks()
+OWN = "LIGHTNING_GPU_TOOLS"
 
 
 def blocks_of(language: str) -> pytest.MarkDecorator:
@@ -43,9 +42,7 @@ def test_names_and_options_of_blocks_that_cannot_run_here_exist(block: Block) ->
     assert known
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
-            named = {str(one.arg) for one in node.keywords}
-            taken = inspect.signature(known[node.func.id]).parameters  # type: ignore[arg-type]
-            assert named <= taken.keys() or any(one.kind is one.VAR_KEYWORD for one in taken.values())
+            assert not unknown_options(known[node.func.id], [str(one.arg) for one in node.keywords])
 
 
 @blocks_of("bash")
@@ -68,10 +65,18 @@ COMMANDS = sorted(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_shown_is_accepted(command: str) -> None:
-    try:
-        parser().parse_args(shlex.split(command))
-    except SystemExit as error:
-        pytest.fail(f"exit code {error.code}")
+    assert is_command(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_variable_of_the_package_is_one_that_it_reads(page: Path) -> None:
+    assert unknown_variables(page.read_text(), OWN) == []
+
+
+def test_the_known_variables_of_the_package_are_those_that_it_reads() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "lightning_gpu_tools").rglob("*.py"))
+    for name in VARIABLES:
+        assert not name.startswith(OWN) or f'environ.get("{name}"' in source, name
 
 
 @pytest.mark.usefixtures("driver", "claims_dir")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from measured_runs import run_of, waiting_ranks
+from real_names import unknown_names
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -30,9 +32,12 @@ from lightning_gpu_tools.advice.examples import (
 )
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.advice.stalls import explain_process, explain_ranks
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, PHASES, SELF_LOG, TRAINER
 from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasurements
+from lightning_gpu_tools.training.stall_facts import StallFacts
 
 OF_A_TRAINER = (
     r"Trainer|NumWorkersFinder|GPUUtilization|ModelCheckpoint|CheckpointIO|FreeMemoryCUDA|DDPStrategy|self\.log|"
@@ -88,6 +93,15 @@ DIAGNOSES = [
 ]
 
 
+SHAPES = [
+    text
+    for known in (CAUSES, MEMORY_CAUSES, STALL_CAUSES)
+    for cause in known.values()
+    for shape in cause.shapes
+    for text in (shape.says, shape.change)
+]
+
+
 def texts(diagnosis: Diagnosis) -> list[str]:
     return [diagnosis.why, diagnosis.next_step, *(finding.advice for finding in diagnosis.findings)]
 
@@ -103,6 +117,25 @@ def test_advice_names_only_what_the_user_has(has_trainer: bool, foreign: str) ->
         if impossible.isdisjoint(run.phase_s):
             for text in texts(diagnose(dataclasses.replace(run, has_trainer=has_trainer), **more)):
                 assert not re.search(foreign, text), text
+
+
+def texts_of_stalls() -> Iterator[str]:
+    for cause in STALL_CAUSES.values():
+        for facts in (cause.sick, cause.healthy):
+            found = explain_process(facts) if isinstance(facts, StallFacts) else explain_ranks(facts)
+            yield from (found.why, found.next_step) if found else ()
+
+
+def test_variables_commands_classes_and_options_in_advice_exist() -> None:
+    diagnoses = (
+        diagnose(dataclasses.replace(run, has_trainer=has_trainer), **more)
+        for run, more in DIAGNOSES
+        for has_trainer in (True, False)
+    )
+    for text in {*SHAPES, *texts_of_stalls(), *(text for diagnosis in diagnoses for text in texts(diagnosis))}:
+        assert unknown_names(text) == [], (
+            f"{text!r} names what does not exist; if it does, add it to tests/real_names.py"
+        )
 
 
 @pytest.mark.parametrize(
