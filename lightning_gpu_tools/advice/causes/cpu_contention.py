@@ -25,7 +25,7 @@ _MIN_THROTTLED = 0.10  # of the quota's periods: from here on, the job waits for
 _MIN_OTHERS = 0.20  # of the cores: with less, this job's own threads compete with each other,
 _FEW_OTHERS = 0.05  # unless they are fewer than the cores, and other programs use at least this much
 _FULL = 1.1  # runnable threads per core: more than measuring adds
-_MIN_NAMED = 0.10  # of what all other programs use, to name one of them
+_MIN_NAMED = 0.10  # of what all other programs use, to name one of them in the report
 
 
 def cpu_contention(run: RunMeasurements, loading: Finding | None) -> Finding | None:

@@ -17,8 +17,8 @@ from lightning_gpu_tools.training.phases import LOGGING
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
-_USUAL_STEPS = 50  # Lightning's default of log_every_n_steps
-_MAX_STEPS = 1000  # our default: less frequent metrics show too little
+_USUAL_STEPS = 50  # Lightning's default of log_every_n_steps; that in the advice is a multiple
+_MAX_STEPS = 1000  # our default, the most in the advice: less frequent metrics show too little
 
 
 def _advice(one: HostPhase, run: RunMeasurements) -> str:

@@ -19,7 +19,7 @@ from lightning_gpu_tools.units import printable
 # Our defaults. Compiling a function again to make a size dynamic is normal, and happens for a few sizes.
 _MIN_COUNT = 3
 _MAX_LINES = 3  # in the report
-_MAX_REASON = 200  # characters of torch's reason
+_MAX_REASON = 200  # characters of torch's reason in the report
 _SIZE = re.compile(r"tensor '(?P<tensor>.+?)' (?:size|stride) mismatch at index (?P<dimension>\d+)")
 
 

@@ -16,8 +16,8 @@ from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasure
 
 # Our defaults.
 MAX_USUAL = 0.25  # of the wall time; with 20 % as many samples, forward alone takes about 7 %
-_USUAL = 0.10  # of the wall time, after the advised change
-_MAX_EPOCHS_APART = 10  # the most in advice: noticing overfitting later wastes time
+_USUAL = 0.10  # of the wall time, after the change in the advice
+_MAX_EPOCHS_APART = 10  # the most in the advice: noticing overfitting later wastes time
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
