@@ -13,7 +13,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 
-from run_examples import EXAMPLES, HOPPER, NO_WORKERS, STEP, WAITS, contended, gpu_run, on_hopper, sampled_idle
+from measured_runs import EXAMPLES
+from run_examples import HOPPER, NO_WORKERS, STEP, WAITS, contended, gpu_run, on_hopper, sampled_idle
 
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import LoadingFacts, RunMeasurements

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType
 
+import measured_runs
 import memory_examples
 import pytest
-import run_examples
 import stall_examples
 from run_examples import STEP, gpu_run
 
@@ -28,7 +28,7 @@ TRAINING = gpu_run(STEP, 95.0)
 @pytest.mark.parametrize(
     ("folder", "known", "examples"),
     [
-        (causes, CAUSES, run_examples),
+        (causes, CAUSES, measured_runs),
         (memory_causes, MEMORY_CAUSES, memory_examples),
         (stall_causes, STALL_CAUSES, stall_examples),
     ],
@@ -42,7 +42,7 @@ def test_a_file_is_named_as_its_cause(folder: ModuleType, known: Mapping[str, An
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_a_run_with_the_cause_has_it_first_and_a_similar_run_has_not(name: str) -> None:
-    sick, healthy = run_examples.EXAMPLES[name]
+    sick, healthy = measured_runs.EXAMPLES[name]
     first = diagnose(sick).findings[0]
     assert first.cause == name
     assert first.evidence.get("kind", "") in {shape.kind for shape in CAUSES[name].shapes}
@@ -51,7 +51,7 @@ def test_a_run_with_the_cause_has_it_first_and_a_similar_run_has_not(name: str) 
 
 @pytest.mark.parametrize("name", [name for name, cause in CAUSES.items() if cause.needs])
 def test_a_cause_is_not_judged_without_what_it_needs(name: str) -> None:
-    sick, _ = run_examples.EXAMPLES[name]
+    sick, _ = measured_runs.EXAMPLES[name]
     for need in CAUSES[name].needs:
         part, _, attribute = need.partition(".")
         unknown = replace(getattr(sick, part), **{attribute: None}) if attribute else None

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import measured_runs
 import memory_examples
 import pytest
-import run_examples
 from measured_runs import run_of, waiting_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -47,7 +47,7 @@ def uneven(phase: str, every: int, slow_s: float, **options: Any) -> RunMeasurem
 
 RUNS = [
     *(case.run for case in MEASURED.values()),
-    *(sick for sick, _ in run_examples.EXAMPLES.values()),
+    *(sick for sick, _ in measured_runs.EXAMPLES.values()),
     *map(work, ("callback", "callback/StepLR.step", "callback/LitModel.optimizer_step", "callback/a.log")),
     *map(work, ("logging", "logging/self.log", "host_to_device_copy", "training_step", TRAINER, OUTSIDE_LOOP)),
     cpu_run(WAITS, loader=None),
