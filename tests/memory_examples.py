@@ -131,7 +131,7 @@ EXAMPLES = {
     ),
     "fragmentation": (
         an_error(begins=FLAT, allocated=18 * GIB, cached=5 * GIB),
-        an_error(begins=FLAT, cached=30 * MIB),
+        an_error(begins=FLAT, cached=300 * MIB),
     ),
     "leftover_process": (an_error(**_OTHERS, orphans=(9,)), an_error(**_OTHERS)),
     "loading_checkpoint": (an_error(phase=LOADING_CHECKPOINT), an_error(phase=SETUP)),
