@@ -35,11 +35,11 @@ from torch.utils.data import DataLoader
 
 sys.path.append(str(TESTS))
 
-from run_examples import gpu_run
 from simulated_report import simulated_report
 
 from lightning_gpu_tools import GPUUtilizationMonitor
 from lightning_gpu_tools.advice.causes import straggler
+from lightning_gpu_tools.advice.examples import gpu_run
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSummary
 from lightning_gpu_tools.reports.plot import save_plot
 from lightning_gpu_tools.reports.report import RUNNING

@@ -1,21 +1,20 @@
-"""Made-up measurements of trainings, for tests and benchmarks."""
+"""Synthetic measurements of trainings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from run_examples import cpu_run
 from trainings import HandClock
 
-from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
+from lightning_gpu_tools.advice.examples import cpu_run, ranks
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_clock import StepClock
 
 
 def waiting_ranks(phase: str) -> RunMeasurements:
     """Return a run of two equal ranks that wait for each other for two thirds of the time."""
-    ranks = tuple(RankStep(rank=i, node=0, own_step_s=0.01, phase_s={phase: 0.01}, wait_s=0.02) for i in range(2))
-    return cpu_run({"training_step": 30}, ranks=ranks)
+    return cpu_run({"training_step": 30}, **ranks({phase: 0.01}, {phase: 0.01}, wait_s=0.02))
 
 
 def timed_steps(steps: Sequence[dict[str, float]]) -> StepClock:

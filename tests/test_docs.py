@@ -37,7 +37,7 @@ READ = (DOCS / "how_to_read_the_report.md").read_text()
 def test_every_cause_is_explained() -> None:
     first_column = "".join(re.findall(r"^\| ([^|]+) \|", LOW + FULL + HANGS, re.MULTILINE))
     for cause in (*CAUSES, *MEMORY_CAUSES, *STALL_CAUSES):
-        assert f"`{cause}`" in first_column, cause
+        assert f"`{cause}`" in first_column, f"{cause}; run: python -m benchmarks.tables"
 
 
 def test_the_pages_that_explain_names_exist() -> None:

@@ -14,7 +14,6 @@ import inspect
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +26,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from rank_processes import run_ranks
+from real_names import VARIABLES, is_command, unknown_options, unknown_variables
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, PortableCheckpointIO
-from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.gpus.metrics import GpuWindow, gpu_metrics
 from lightning_gpu_tools.gpus.readings import Sharing
 from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy
@@ -61,6 +60,7 @@ def code_blocks() -> list[Block]:
 
 
 BLOCKS = code_blocks()
+OWN = "LIGHTNING_GPU_TOOLS"
 RUNNABLE = {block.place: block.text for block in BLOCKS if block.language == "python" and not block.needs}
 
 
@@ -153,9 +153,7 @@ def test_names_and_options_of_blocks_that_cannot_run_here_exist(block: Block) ->
     assert known
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
-            named = {str(one.arg) for one in node.keywords}
-            taken = inspect.signature(known[node.func.id]).parameters  # type: ignore[arg-type]
-            assert named <= taken.keys() or any(one.kind is one.VAR_KEYWORD for one in taken.values())
+            assert not unknown_options(known[node.func.id], [str(one.arg) for one in node.keywords])
 
 
 @blocks_of("bash")
@@ -178,10 +176,18 @@ COMMANDS = sorted(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_shown_is_accepted(command: str) -> None:
-    try:
-        parser().parse_args(shlex.split(command))
-    except SystemExit as error:
-        pytest.fail(f"exit code {error.code}")
+    assert is_command(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_variable_of_the_package_is_one_that_it_reads(page: Path) -> None:
+    assert unknown_variables(page.read_text(), OWN) == []
+
+
+def test_the_known_variables_of_the_package_are_those_that_it_reads() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "lightning_gpu_tools").rglob("*.py"))
+    for name in VARIABLES:
+        assert not name.startswith(OWN) or f'environ.get("{name}"' in source, name
 
 
 @pytest.mark.usefixtures("driver", "claims_dir")

@@ -1,6 +1,10 @@
-"""Program that writes the tables into the pages."""
+"""Program that writes the tables into the pages, and prints which pages it changed."""
 
-from . import PAGES, filled
+from . import PAGES, ROOT, filled
 
-for path in PAGES:
-    path.write_text(filled(path.read_text()))
+changed = {path: new for path in PAGES if (new := filled(path.read_text())) != path.read_text()}
+for path, new in changed.items():
+    path.write_text(new)
+    print(path.relative_to(ROOT))
+if not changed:
+    print("All pages are up to date")

@@ -57,10 +57,10 @@ _IN_PHASE = {
     "logging": "in a logger, or collecting the metrics of `self.log`",
     "checkpoint": "in a checkpoint callback, or saving one",
     "validation": "in validation",
-    "outside_loop": "without a Trainer, in code outside `run.batches`",
+    "outside_loop": "in code outside `run.batches`",
     "monitoring": "in a hook of this package",
     "garbage_collection": "in Python's garbage collector, except for the youngest generation",
-    "trainer": "in the Trainer's own work around a step",
+    "trainer": "in its own work around a step",
     "rank_wait": "waiting in a collective for other ranks; after the slash, the phase. Includes the check for "
     "signals in every step, in which a rank also waits for its own GPU",
     "unexplained": "anywhere else",
@@ -72,7 +72,8 @@ _IN_PHASE = {
 
 
 def phases() -> str:
-    rows = [(f"`{phase}`", _IN_PHASE[phase]) for phase in PHASES]
+    only = {None: "", True: "with a Trainer, ", False: "without a Trainer, "}
+    rows = [(f"`{phase}`", only[one.has_trainer] + _IN_PHASE[phase]) for phase, one in PHASES.items()]
     return table(("phase", "the training thread is"), *rows)
 
 

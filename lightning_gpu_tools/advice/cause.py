@@ -54,8 +54,12 @@ class Cause(AnyCause):
     phases: Sequence[str] | Callable[[Mapping[str, float | str]], Sequence[str]] = ()
     time: str = "this time"  # words for the time spent in these lines
     needs: Sequence[str] = ()  # attributes of RunMeasurements that must not be None to judge it
+    # Its time is that of the phase of its name, which occurs now and then: up to three times may be chance.
+    is_of_events: bool = False
     is_remark: bool = False  # it slows a busy GPU down but leaves none idle, so it makes no run "low"
     counts_while_busy: bool = False  # it makes a run "low" even if the GPU looks busy
+    sick: RunMeasurements  # their first finding is this cause
+    healthy: RunMeasurements  # similar ones without it
 
 
 class Ruling(NamedTuple):
@@ -76,6 +80,8 @@ class MemoryCause(AnyCause):
     find: Rule  # returns its rulings on an error of a GPU; none if it is not a cause
     find_on_host: Rule | None = None  # the same for an error of the host; None if it does not fill the host's memory
     is_last_resort: bool = False  # it is judged last, and only if no other cause has a ruling
+    sick: OutOfMemory  # an error of a GPU whose first finding is this cause
+    healthy: OutOfMemory  # a similar one without it
 
 
 class Explanation(NamedTuple):
@@ -94,6 +100,8 @@ class StallCause(AnyCause):
     # Both return why a process, or several ranks, have stalled; None if this is not the reason.
     find: Callable[[StallFacts], Explanation | None] | None = None
     find_among_ranks: Callable[[Sequence[RankFacts]], Explanation | None] | None = None
+    sick: StallFacts | Sequence[RankFacts]  # a process, or ranks, stalled for this reason
+    healthy: StallFacts | Sequence[RankFacts]  # similar ones, stalled for another reason
 
 
 def in_folder(package: str, path: Iterable[str]) -> dict[str, Any]:

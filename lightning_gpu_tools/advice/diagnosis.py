@@ -49,11 +49,6 @@ from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
 from lightning_gpu_tools.advice.uneven_steps import details
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import (
-    CALLBACK,
-    CHECKPOINT,
-    EPOCH_START,
-    GARBAGE_COLLECTION,
-    LOGGING,
     PHASES,
     RANK_WAIT,
     TRAINER,
@@ -64,8 +59,6 @@ from lightning_gpu_tools.training.run_measurements import COPY, DATA_LOADING, TR
 from lightning_gpu_tools.units import format_duration, printable
 
 _MAX_FINDINGS = 4  # our default: users with more to change start with these
-# Phases that occur now and then; their times are added up.
-_EVENTS = (CALLBACK, LOGGING, CHECKPOINT, GARBAGE_COLLECTION, EPOCH_START, COPY)
 
 
 def diagnose(
@@ -236,7 +229,7 @@ def _repeated(run: RunMeasurements, finding: Finding) -> float:
 
     Up to three events may be chance: one in twenty runs would have none of them.
     """
-    if finding.cause not in _EVENTS or (run.on_gpu and finding.cause == COPY):
+    if not CAUSES[finding.cause].is_of_events or (run.on_gpu and finding.cause == COPY):
         return 1.0
     seconds = [span.phase_s.get(finding.cause, 0.0) for span in run.spans]
     interval = mean_interval(seconds)

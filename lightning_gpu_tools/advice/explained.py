@@ -3,7 +3,8 @@
 The docstring of a cause's file contains its name and meaning, and after an empty line how it is measured. A threshold
 is a number in a constant of the file, or in a constant that its functions use from other files of ``advice``. The
 comment after it on its line, and the comment above it, give its meaning and source. A threshold without a comment
-shares the comment of the one above. "Our defaults." at the start of a comment applies up to the next empty line.
+shares the comment of the one above. "Our defaults." at the start of a comment applies up to the next empty line. If the
+comment after a number says "in the report" or "in the advice", it is for the text alone, and no threshold.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from lightning_gpu_tools.training.phases import PHASES
 
 SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools"
 _ADVICE = "lightning_gpu_tools.advice"
-# These files make predictions and texts, and decide on no cause.
-_NO_JUDGES = {"batch_size", "caching_allocator", "lines", "loader_plan", "memory_remedies"}
+# These files make predictions, texts and examples, and decide on no cause.
+_NO_JUDGES = {"batch_size", "caching_allocator", "examples", "lines", "loader_plan", "memory_remedies"}
 _CONSTANT = re.compile(r"(?P<name>_?[A-Z][A-Z0-9_]*) = .*?(?:  # (?P<meaning>.*))?")
+_OF_TEXT = re.compile(r"in the (report|advice)\b")
 _OF_ALL = re.compile(r"(Our defaults[^.:]*\.)\s*(.*)")
 
 
@@ -200,7 +202,7 @@ def thresholds_in(file: str) -> Sequence[Threshold]:
                 of_all, above = match.groups()
         elif constant is None:
             of_all = above = ""
-        elif _is_number(value := vars(module)[constant["name"]]):
+        elif _is_number(value := vars(module)[constant["name"]]) and not _OF_TEXT.search(constant["meaning"] or ""):
             meaning = constant["meaning"] or ""
             about = above if is_below_comment or not meaning else ""
             name = constant["name"].lstrip("_")

@@ -10,7 +10,7 @@ from lightning_gpu_tools.advice.findings import Evidence
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
-_REST_SHARE = 0.02  # our default: the share of the cause after the advised change
+_REST_SHARE = 0.02  # our default: the share of the cause after the change in the advice
 
 
 class HostPhase(NamedTuple):

@@ -29,7 +29,7 @@ _MIN_SLOW_STEPS = 3  # fewer are chance, which no change would prevent
 # 75 % of the intervals are multiples of the period. At least two, and 50 % of all, equal it.
 _REGULAR = 0.75
 _MIN_INTERVALS = 2
-_MANY = 100.0  # times; larger numbers are shown as "over 100"
+_MANY = 100.0  # times; larger numbers are "over 100" in the report
 _LONGER = 1.5  # times as many elements as in other batches
 ACCUMULATION = {True: "accumulate_grad_batches", False: "gradient accumulation"}  # by has_trainer
 

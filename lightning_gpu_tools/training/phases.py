@@ -40,6 +40,7 @@ class Phase(NamedTuple):
     label: str  # in the text of the report
     color: str  # Okabe and Ito's palette, for all common color blindness, plus three grays and four dark colors
     group: Literal["step", "between", "pause"]  # a pause is not part of a steady step
+    has_trainer: bool | None = None  # whether only a run with, or only one without a Trainer has it; None: all have
 
 
 # In the order in which the host passes through them from the end of one step to the end of the next.
@@ -50,10 +51,10 @@ PHASES = {
         Phase(LOGGING, "logging", "#F0E442", "between"),
         Phase(CHECKPOINT, "writing checkpoints", "#0072B2", "pause"),
         Phase(VALIDATION, "validation", "#56B4E9", "pause"),
-        Phase(OUTSIDE_LOOP, "outside of the loop", "#AA4499", "pause"),
+        Phase(OUTSIDE_LOOP, "outside of the loop", "#AA4499", "pause", has_trainer=False),
         Phase(MONITORING, "this package", "#000000", "between"),
         Phase(GARBAGE_COLLECTION, "garbage collection", "#999933", "between"),
-        Phase(TRAINER, "Trainer overhead", "#999999", "between"),
+        Phase(TRAINER, "Trainer overhead", "#999999", "between", has_trainer=True),
         Phase(RANK_WAIT, "waiting for other ranks", "#332288", "between"),
         Phase(UNEXPLAINED, "unexplained", "#DDDDDD", "between"),
         Phase(EPOCH_START, "starting epochs", "#882255", "pause"),

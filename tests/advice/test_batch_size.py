@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -45,6 +46,12 @@ def needed(size: int, *, sample_mib: int = 4, weights: int = 100 * MIB, keeps: b
     return 2 * weights + max(2 * output + (weights if keeps else 0), output + weights)
 
 
+def fitting(run: RecordedSteps, room: int, **options: Any) -> int:
+    size = largest_batch(run, room, **options).size
+    assert size is not None
+    return size
+
+
 samples_mib, weights_mib = st.sampled_from([2, 4, 6, 10]), st.sampled_from([100, 400])
 
 
@@ -53,8 +60,7 @@ def test_the_largest_batch_fits_and_a_little_more_does_not(
     batch_size: int, sample_mib: int, weights_mib: int, room_mib: int, keeps: bool
 ) -> None:
     run = recorded(batch_size, sample_mib, weights_mib * MIB)
-    fits = largest_batch(run, room_mib * MIB, keeps_gradients=keeps).size
-    assert fits is not None
+    fits = fitting(run, room_mib * MIB, keeps_gradients=keeps)
     model = {"sample_mib": sample_mib, "weights": weights_mib * MIB}
     assert fits == 0 or needed(fits, keeps=keeps, **model) <= 0.98 * room_mib * MIB
     # The state may lie in a block from which an output could have been cut, and a search is exact to a percent.
@@ -65,31 +71,26 @@ def test_the_largest_batch_fits_and_a_little_more_does_not(
 
 def test_a_batch_takes_room_too() -> None:
     run = recorded()
-    with_batch, without = (largest_batch(run, 4 * GIB, batch_bytes=size).size for size in (80 * MIB, 0))
-    assert with_batch is not None
-    assert without is not None
+    with_batch, without = (fitting(run, 4 * GIB, batch_bytes=size) for size in (80 * MIB, 0))
     assert with_batch < 0.6 * without
     assert needed(with_batch) + (with_batch - 8) * 10 * MIB <= 0.98 * 4 * GIB
 
 
 def test_elements_count_where_samples_differ() -> None:
     run = recorded()
-    by_samples, by_items = (largest_batch(run, 4 * GIB, by_items=by_items).size for by_items in (False, True))
-    assert by_samples is not None
+    by_samples, by_items = (fitting(run, 4 * GIB, by_items=by_items) for by_items in (False, True))
     assert by_items == pytest.approx(512 * by_samples, rel=0.02)
 
 
 def test_the_first_step_alone_tells_what_the_second_needs() -> None:
     run = recorded()
     first = replace(run, steps=run.steps[:1])
-    whole, of_first = (largest_batch(one, 2 * GIB).size for one in (run, first))
-    assert whole is not None
-    assert of_first is not None
+    whole, of_first = (fitting(one, 2 * GIB) for one in (run, first))
     assert 0.85 * whole <= of_first <= whole  # the old gradient stays until forward is over
 
 
 def test_the_model_alone_may_not_fit() -> None:
-    assert largest_batch(recorded(), 250 * MIB).size == 0
+    assert fitting(recorded(), 250 * MIB) == 0
 
 
 def test_a_batch_that_leaves_no_trace_has_no_limit() -> None:

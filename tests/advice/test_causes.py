@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_cases import cold_cache
-from run_examples import (
+
+from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import (
     COPIES,
     GIB,
     LOADER,
@@ -29,8 +31,6 @@ from run_examples import (
     ranks,
     watched,
 )
-
-from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.idle_in_step import idle_in_step
 from lightning_gpu_tools.host import HostBudget

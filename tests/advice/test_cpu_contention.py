@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 from measured_runs import run_of
-from run_examples import BUSY_HOST, a_host, contended, cpu_run, gpu_run, ranks
 
+from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import a_host, contended, cpu_run, gpu_run, ranks
 from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RankStep, RunMeasurements
 
 EVE = (CoreUser(user="eve", name="train\x1b[31m", cores=1.1), CoreUser(user="root", name="cron", cores=0.01))
@@ -149,7 +150,7 @@ def test_findings_that_missing_cores_explain_are_not_reported() -> None:
     ("file", "causes"), [("train.py", {"cpu_contention", "host_work"}), ("torch/nn.py", {"cpu_contention"})]
 )
 def test_work_of_the_host_at_no_line_of_the_program_may_be_the_wait_for_a_core(file: str, causes: set[str]) -> None:
-    run = gpu_run({"training_step": 50.0}, 40.0, **BUSY_HOST)
+    run = CAUSES["host_work"].sick
     lines = tuple(dataclasses.replace(one, file=file) for one in run.lines)
     waiting = dataclasses.replace(run, cores=contended(0.9).cores, lines=lines)
     assert {one.cause for one in diagnose(waiting).findings} == causes

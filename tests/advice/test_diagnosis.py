@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_examples import NO_WORKERS, a_block, cpu_run, gpu_run, sampled_idle
 
+from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import NO_WORKERS, a_block, cpu_run, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import MIN_CEILING
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, RunMeasurements, StepBlock, without_warm_up
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
@@ -53,7 +54,7 @@ def spans(*seconds: float, phase: str) -> dict[str, Any]:
     return {"spans": [PhaseSpan(end_s, end_s, part, 10) for end_s, part in zip(ends, parts, strict=True)]}
 
 
-@pytest.mark.parametrize("phase", ["garbage_collection", "callback", "logging", "checkpoint", "epoch_start"])
+@pytest.mark.parametrize("phase", [name for name, cause in CAUSES.items() if cause.is_of_events])
 @pytest.mark.parametrize(("events", "verdict"), [(1, "healthy"), (3, "healthy"), (8, "low")])
 def test_an_accident_decides_no_verdict(phase: str, events: int, verdict: str) -> None:
     run = cpu_run({"training_step": 80, phase: 20}, **spans(*[4 / events] * events, phase=phase))

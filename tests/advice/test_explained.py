@@ -16,6 +16,7 @@ THIRD = 3  # of its own
 FOURTH = (7, 0)  # and more
 _WORDS = "no number"
 IS_NO_NUMBER = True
+_MAX_LINES = 3  # lines in the report
 
 FIFTH = 1 / 4  # after an empty line
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_examples import LOADER, WAITS, cpu_run, with_slow_steps
 
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import LOADER, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION
 from lightning_gpu_tools.advice.lines import MIN_SAMPLES, seen_in, sentence, where, worth_reporting
 from lightning_gpu_tools.training.phases import BACKWARD, DATA_LOADING, IN_WORKER, OPTIMIZER
@@ -125,7 +125,7 @@ def test_a_finding_on_the_host_names_its_line(
 
 def test_slow_steps_name_what_the_others_do_not_do() -> None:
     lines = (seen("training_step", 1000, line=3), seen("slow_step/training_step", 30))
-    finding = diagnose(replace(with_slow_steps(15.0), lines=lines)).findings[0]
+    finding = diagnose(replace(CAUSES["slow_steps"].sick, lines=lines)).findings[0]
     assert finding.cause == "slow_steps"
     assert finding.evidence["source_lines"] == "data.py:41 in decode (100 %)"
     assert finding.advice.endswith(" 100 % of the extra time is at data.py:41 in decode.")

@@ -6,9 +6,9 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_examples import GIB, NO_WORKERS, a_host, gpu_run
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import GIB, NO_WORKERS, a_host, gpu_run
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderPlan, LoaderResult, LoaderTrial, plan_loader
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import LoaderSettings

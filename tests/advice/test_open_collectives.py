@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stall_examples import a_call, a_group, a_rank
 
 from lightning_gpu_tools.advice.cause import Explanation
 from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC, SYNC_DIST
 from lightning_gpu_tools.advice.open_collectives import open_collective
+from lightning_gpu_tools.advice.stall_examples import a_call, a_group, a_rank
 from lightning_gpu_tools.advice.stalls import describe_rank, explain_ranks
 from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import Collective, GroupCalls, RankFacts
@@ -34,6 +34,7 @@ def of_calls(*groups: tuple[GroupCalls, ...], **facts: str) -> Explanation:
 
 def test_ranks_that_wait_and_the_rank_behind_are_named() -> None:
     waiting, behind = a_rank(0, groups=a_group(DONE, a_call(4)), line=HERE), a_rank(1, groups=a_group(DONE), **LOADS)
+    assert explained(waiting, behind).cause == "dataset"
     assert explained(waiting, behind).why == (
         "All ranks wait for rank 1, at step 5, while waiting for data. It sleeps in __getitem__ (data.py:12). Rank 0 "
         "waits for all_reduce no. 4 of 7 float32 numbers in training_step (train.py:5); rank 1 has called only 3."

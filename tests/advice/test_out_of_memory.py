@@ -7,14 +7,15 @@ import re
 from typing import Any
 
 import pytest
-import run_examples as examples
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_examples import EXAMPLES, FLAT, GROWING, MIB, an_error, counted_steps
 from out_of_memory_texts import torch_text
-from run_examples import GIB, cpu_run, gpu_run
 
+from lightning_gpu_tools.advice import examples
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import GIB, cpu_run, gpu_run
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.memory_examples import FLAT, GROWING, MIB, an_error, counted_steps
 from lightning_gpu_tools.advice.memory_remedies import largest_that_fits
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
@@ -282,7 +283,7 @@ def test_the_step_and_the_lines_that_hold_the_memory_are_named(options: dict[str
 
 
 def test_a_long_batch_is_told_by_its_numbers_and_what_would_fit() -> None:
-    _, text = said(EXAMPLES["spike"][0])
+    _, text = said(MEMORY_CAUSES["spike"].sick)
     assert "This batch has 4 times as many elements as usual (64 x 2048; median 32,768)." in text
     assert "elements fit in a batch" in text
 

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from measured_runs import waiting_ranks
-from run_examples import cpu_run, gpu_run
 
 from lightning_gpu_tools.advice.causes import straggler
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import cpu_run, gpu_run
+from lightning_gpu_tools.advice.examples import ranks as a_job_of
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.ranks import usual_s, with_waits
 from lightning_gpu_tools.training.run_measurements import GpuIdle, RankStep, RunMeasurements, SourceLine, WatchedSteps
@@ -23,6 +24,12 @@ from lightning_gpu_tools.training.run_measurements import GpuIdle, RankStep, Run
 
 def blamed(run: RunMeasurements) -> Finding | None:
     return next(straggler.find(run), None)
+
+
+def straggler_in(run: RunMeasurements) -> Finding:
+    finding = blamed(run)
+    assert finding is not None
+    return finding
 
 
 def in_lockstep(own_s: Sequence[float], phase: str = "backward", hidden: float = 0.0) -> RunMeasurements:
@@ -33,14 +40,11 @@ def in_lockstep(own_s: Sequence[float], phase: str = "backward", hidden: float =
         phase: Where they do it.
         hidden: The share of a wait that is taken for own work.
     """
-    step_s = max(own_s)
-    ranks = []
+    step_s, ranks = max(own_s), []
     for rank, seconds in enumerate(own_s):
-        wait_s = step_s - seconds
-        seems_s = seconds + hidden * wait_s
-        ranks.append(
-            RankStep(rank=rank, node=0, own_step_s=seems_s, phase_s={phase: seems_s}, wait_s=(1 - hidden) * wait_s)
-        )
+        hidden_s, wait_s = hidden * (step_s - seconds), (1 - hidden) * (step_s - seconds)
+        own = {"own_step_s": seconds + hidden_s, "phase_s": {phase: seconds + hidden_s}}
+        ranks.append(RankStep(rank=rank, node=0, wait_s=wait_s, **own))
     return cpu_run({"training_step": 1e3 * step_s}, ranks=tuple(ranks))
 
 
@@ -86,11 +90,8 @@ def test_one_accident_among_the_samples_does_not_make_a_rank_slow() -> None:
     ("late_s", "says"), [(0.018, "a different rank is late each time"), (0.001, "send half the bytes")]
 )
 def test_a_busy_gpu_may_wait_for_later_ranks_or_send(late_s: float, says: str) -> None:
-    ranks = tuple(
-        RankStep(rank=i, node=0, own_step_s=0.01, phase_s={"backward": 0.01}, wait_s=0.02, others_late_s=late_s)
-        for i in range(2)
-    )
-    diagnosis = diagnose(gpu_run({"training_step": 30}, 99.0, ranks=ranks))
+    two = a_job_of(*[{"backward": 0.01}] * 2, wait_s=0.02, others_late_s=late_s)
+    diagnosis = diagnose(gpu_run({"training_step": 30}, 99.0, **two))
     assert (diagnosis.verdict, diagnosis.findings[0].cause) == ("low", "communication")
     assert says in diagnosis.findings[0].advice
 
@@ -98,8 +99,9 @@ def test_a_busy_gpu_may_wait_for_later_ranks_or_send(late_s: float, says: str) -
 def test_the_slow_rank_s_own_lines_are_named() -> None:
     line = SourceLine(phase="training_step/forward", file="train.py", line=57, function="augment", samples=40)
     quick, slow = (RankStep(rank=i, node=0, own_step_s=s, phase_s={"forward": s}) for i, s in enumerate((0.01, 0.03)))
-    finding = blamed(gpu_run({"training_step": 30}, 99.0, ranks=(quick, dataclasses.replace(slow, lines=(line,)))))
-    assert finding is not None
+    finding = straggler_in(
+        gpu_run({"training_step": 30}, 99.0, ranks=(quick, dataclasses.replace(slow, lines=(line,))))
+    )
     assert finding.evidence["source_lines"] == "train.py:57 in augment (100 %)"
     assert "100 % of this time is at train.py:57 in augment" in finding.advice
 
@@ -169,8 +171,7 @@ def a_job(nodes: int, local_ranks: int, more_s: Over, phase: str = "forward", **
 def test_a_slow_node_and_a_slow_rank_are_named_as_such(
     nodes: int, local_ranks: int, slow: set[int], who: str, words: str
 ) -> None:
-    finding = blamed(a_job(nodes, local_ranks, lambda rank, part: 0.03 * (rank in slow)))
-    assert finding is not None
+    finding = straggler_in(a_job(nodes, local_ranks, lambda rank, part: 0.03 * (rank in slow)))
     assert str(finding.evidence["who"]).startswith(who)
     assert finding.evidence["rank"] in slow
     assert words in finding.advice
@@ -179,8 +180,7 @@ def test_a_slow_node_and_a_slow_rank_are_named_as_such(
 
 
 def test_a_rank_far_behind_the_others_of_its_node_is_named_alone() -> None:
-    finding = blamed(a_job(2, 2, lambda rank, part: {2: 0.02, 3: 0.1}.get(rank, 0.0)))
-    assert finding is not None
+    finding = straggler_in(a_job(2, 2, lambda rank, part: {2: 0.02, 3: 0.1}.get(rank, 0.0)))
     assert finding.evidence["who"] == "rank 3"
     assert "Also slow: rank 2." in finding.advice
 
@@ -240,8 +240,7 @@ def test_ranks_that_counted_their_steps_differently_are_compared() -> None:
     for one in run.ranks[:2]:
         pairs = zip(one.own_s_over_time[::2], one.own_s_over_time[1::2], strict=True)
         halved.append(dataclasses.replace(one, own_s_over_time=tuple(map(fmean, pairs)), steps_over_time=200))
-    finding = blamed(dataclasses.replace(run, ranks=(*halved, *run.ranks[2:])))
-    assert finding is not None
+    finding = straggler_in(dataclasses.replace(run, ranks=(*halved, *run.ranks[2:])))
     assert "since about step 800, for 1 min 20 s" in finding.advice.replace("80 s", "1 min 20 s")
 
 
@@ -257,8 +256,7 @@ def test_ranks_that_counted_their_steps_differently_are_compared() -> None:
 )
 def test_slow_hardware_of_one_rank_is_tied_to_it(phase: str, facts: dict[str, dict[int, float]], words: str) -> None:
     options = {name: lambda rank, of=of: of.get(rank, 2.0) for name, of in facts.items()}
-    finding = blamed(a_job(8, 8, lambda rank, part: 0.03 * (rank == 24), phase, **options))
-    assert finding is not None
+    finding = straggler_in(a_job(8, 8, lambda rank, part: 0.03 * (rank == 24), phase, **options))
     assert words in finding.advice
     assert (" % of the time" in finding.advice) == bool(words)
     assert bool({"storage_wait_percent", "throttled_percent"} & finding.evidence.keys()) == bool(words)

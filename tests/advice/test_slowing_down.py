@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from measured_runs import run_of
-from run_examples import a_block, cpu_run, gpu_run
 
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.causes.slowing_down import slowing_down
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import a_block, cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.training.phases import TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import GpuFacts, LogFile, RunMeasurements, SourceLine, StepBlock
@@ -41,6 +41,12 @@ def of(steps: list[dict[str, float]], utilization: float | None = None, **option
 
 def rising(first: float, last: float) -> list[tuple[float, float]]:
     return [(10.0 * i, first + part * (last - first)) for i, part in enumerate(UP)]
+
+
+def slowdown_of(measured: RunMeasurements) -> Finding:
+    finding = slowing_down(measured)
+    assert finding is not None
+    return finding
 
 
 def found(diagnosis: Diagnosis) -> dict[str, Finding]:
@@ -76,16 +82,14 @@ def test_a_quantity_is_not_blamed_for_a_phase_that_it_cannot_slow_down(
     phase: str, quantity: str, ends: tuple[float, float]
 ) -> None:
     other = "training_step/optimizer" if base_phase(phase) != TRAINING_STEP else "garbage_collection"
-    finding = slowing_down(run({other: 20.0}, readings={quantity: rising(*ends)}))
-    assert finding is not None
+    finding = slowdown_of(run({other: 20.0}, readings={quantity: rising(*ends)}))
     assert finding.evidence["kind"] == "unknown"
 
 
 def test_a_few_more_objects_or_bytes_are_not_blamed_for_long_steps() -> None:
     few: Any = {"python_objects": rising(1.5e6, 1.5e6 + 1200), "resident_bytes": rising(1e9, 1.03e9)}
     for readings in (few, {"resident_bytes": rising(1e9, 3e9)}):
-        finding = slowing_down(run({CALLBACK: 1000.0}, readings=readings))
-        assert finding is not None
+        finding = slowdown_of(run({CALLBACK: 1000.0}, readings=readings))
         assert finding.evidence["kind"] == ("unknown" if readings is few else "kept_memory")
 
 
@@ -116,8 +120,7 @@ def test_the_report_says_how_much_longer_and_in_what() -> None:
 def test_noise_widens_the_interval_and_lowers_the_bound_of_the_speedup() -> None:
     rng = random.Random(0)
     steps = [{FORWARD: 20.0 * rng.lognormvariate(0, 0.03), CALLBACK: 12 * part} for part in UP]
-    finding = slowing_down(of(steps))
-    assert finding is not None
+    finding = slowdown_of(of(steps))
     assert finding.evidence["times_lower"] < 1.6 < finding.evidence["times_upper"]  # type: ignore[operator]
     assert 1.0 < finding.ceiling_lower < finding.ceiling
 
@@ -181,8 +184,7 @@ def test_a_jump_and_a_slow_beginning_are_left_to_other_causes() -> None:
 
 def test_a_long_run_is_judged_in_fewer_windows() -> None:
     steps = [{FORWARD: 20.0, CALLBACK: 12.0 * i / 126} for i in range(127)]
-    finding = slowing_down(of(steps))
-    assert finding is not None
+    finding = slowdown_of(of(steps))
     assert finding.evidence["times"] == pytest.approx(1.6, rel=0.02)
     assert finding.evidence["phase_ms_per_1000_steps"] == pytest.approx(12.0 / 1.26, rel=0.01)
 
@@ -197,8 +199,7 @@ def test_steps_that_get_longer_under_a_busy_gpu_make_no_run_healthy() -> None:
 def test_time_that_a_busy_gpu_hides_is_no_loss() -> None:
     hidden = run({CALLBACK: 12.0}, utilization=100.0)
     assert slowing_down(hidden) is None
-    half = slowing_down(run({CALLBACK: 12.0}, utilization=90.0))
-    assert half is not None
+    half = slowdown_of(run({CALLBACK: 12.0}, utilization=90.0))
     assert half.share == pytest.approx(0.1)
 
 

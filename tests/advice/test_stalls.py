@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stall_examples import EXAMPLES, a_rank, a_stack
 
 from lightning_gpu_tools.advice.collectives import collective_of
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.advice.stall_examples import a_rank, a_stack
 from lightning_gpu_tools.advice.stall_excuses import is_excused
 from lightning_gpu_tools.advice.stall_patience import AGAIN, FACTOR, MIN_S, UNKNOWN_S, Patience
 from lightning_gpu_tools.advice.stalls import describe_rank, explain_process, explain_ranks, headline
@@ -126,12 +127,12 @@ def test_compilers_and_people_may_take_their_time(stack: tuple[Frame, ...], excu
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        (EXAMPLES["dead_worker"][0], "Worker 1 (PID 101) of 2 has exited"),
-        (EXAMPLES["blocked_worker"][0], "Worker 1 (PID 101) of 2 sleeps"),
-        (EXAMPLES["storage"][0], "(/nfs/x)"),
-        (EXAMPLES["gpu"][0], "100 % busy"),
-        (EXAMPLES["code"][0], "computes (90 % of a core)"),
-        (EXAMPLES["callback"][0], "WandbLogger makes no progress"),
+        (STALL_CAUSES["dead_worker"].sick, "Worker 1 (PID 101) of 2 has exited"),
+        (STALL_CAUSES["blocked_worker"].sick, "Worker 1 (PID 101) of 2 sleeps"),
+        (STALL_CAUSES["storage"].sick, "(/nfs/x)"),
+        (STALL_CAUSES["gpu"].sick, "100 % busy"),
+        (STALL_CAUSES["code"].sick, "computes (90 % of a core)"),
+        (STALL_CAUSES["callback"].sick, "WandbLogger makes no progress"),
         (StallFacts(phase="callback/\x1b[31mA", stack=a_stack("train.py:wait")), "\\x1b[31mA makes"),
         (StallFacts(phase=f"{RANK_WAIT}/training step"), "This rank waits for others."),
     ],
@@ -142,19 +143,19 @@ def test_the_wait_of_a_process_is_named(facts: StallFacts, words: str) -> None:
 
 def test_a_rank_is_described_by_its_state() -> None:
     for name, words in (("rank_left", "ended (stopped by SystemExit at step 3)"), ("rank_silent", "silent for 30 s")):
-        _, rank = EXAMPLES[name][0]
+        rank = STALL_CAUSES[name].sick[1]
         assert describe_rank(rank) == f"rank 1: step 5 of epoch 1, {words}"
 
 
 @pytest.mark.parametrize(
     ("ranks", "cause", "behind"),
     [
-        (EXAMPLES["communication"][1], "code", 1),
-        (EXAMPLES["collective_on_one_rank"][0], "collective_on_one_rank", 0),
-        (EXAMPLES["uneven_batches"][0], "uneven_batches", 0),
+        (STALL_CAUSES["communication"].healthy, "code", 1),
+        (STALL_CAUSES["collective_on_one_rank"].sick, "collective_on_one_rank", 0),
+        (STALL_CAUSES["uneven_batches"].sick, "uneven_batches", 0),
         ((a_rank(0, collective="backward"), a_rank(1, ended="completed", step=3)), "uneven_batches", 1),
-        (EXAMPLES["rank_left"][0], "rank_left", 1),
-        (EXAMPLES["rank_silent"][0], "rank_silent", 1),
+        (STALL_CAUSES["rank_left"].sick, "rank_left", 1),
+        (STALL_CAUSES["rank_silent"].sick, "rank_silent", 1),
     ],
 )
 def test_the_rank_that_all_wait_for_is_named(ranks: Sequence[RankFacts], cause: str, behind: int | None) -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from measured_runs import run_of
-from run_examples import LOADER
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import LOADER
 from lightning_gpu_tools.advice.uneven_steps import MIN_UNEVEN, period, uneven
 from lightning_gpu_tools.training.run_measurements import Storage
 

@@ -5,24 +5,39 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import memory_examples
 import pytest
-import run_examples
 from measured_runs import run_of, waiting_ranks
+from real_names import unknown_names
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_cases import MEASURED
-from run_examples import COPIES, LOADER, STEP, WAITS, contended, cpu_run, gpu_run, on_hopper, ranks
 
+from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import (
+    COPIES,
+    LOADER,
+    STEP,
+    WAITS,
+    contended,
+    cpu_run,
+    gpu_run,
+    on_hopper,
+    ranks,
+)
 from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.advice.stalls import explain_process, explain_ranks
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
-from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, SELF_LOG, TRAINER
+from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, PHASES, SELF_LOG, TRAINER
 from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasurements
+from lightning_gpu_tools.training.stall_facts import StallFacts
 
 OF_A_TRAINER = (
     r"Trainer|NumWorkersFinder|GPUUtilization|ModelCheckpoint|CheckpointIO|FreeMemoryCUDA|DDPStrategy|self\.log|"
@@ -47,7 +62,7 @@ def uneven(phase: str, every: int, slow_s: float, **options: Any) -> RunMeasurem
 
 RUNS = [
     *(case.run for case in MEASURED.values()),
-    *(sick for sick, _ in run_examples.EXAMPLES.values()),
+    *(cause.sick for cause in CAUSES.values()),
     *map(work, ("callback", "callback/StepLR.step", "callback/LitModel.optimizer_step", "callback/a.log")),
     *map(work, ("logging", "logging/self.log", "host_to_device_copy", "training_step", TRAINER, OUTSIDE_LOOP)),
     cpu_run(WAITS, loader=None),
@@ -66,11 +81,24 @@ RUNS = [
 
 DIAGNOSES = [
     *((run, {}) for run in RUNS),
-    *((gpu_run(STEP), {"out_of_memory": error}) for pair in memory_examples.EXAMPLES.values() for error in pair),
+    *(
+        (gpu_run(STEP), {"out_of_memory": error})
+        for cause in MEMORY_CAUSES.values()
+        for error in (cause.sick, cause.healthy)
+    ),
     *(
         (gpu_run(STEP, 97.0), {"growth": [MemoryGrowth(whose=whose, bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)]})
         for whose in ("gpu", "process", "workers")
     ),
+]
+
+
+SHAPES = [
+    text
+    for known in (CAUSES, MEMORY_CAUSES, STALL_CAUSES)
+    for cause in known.values()
+    for shape in cause.shapes
+    for text in (shape.says, shape.change)
 ]
 
 
@@ -79,17 +107,36 @@ def texts(diagnosis: Diagnosis) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("has_trainer", "foreign", "impossible"),
-    [
-        pytest.param(True, OF_A_LOOP, {OUTSIDE_LOOP}, id="Trainer"),
-        pytest.param(False, OF_A_TRAINER, {TRAINER, f"{LOGGING}/{SELF_LOG}"}, id="loop"),
-    ],
+    ("has_trainer", "foreign"),
+    [pytest.param(True, OF_A_LOOP, id="Trainer"), pytest.param(False, OF_A_TRAINER, id="loop")],
 )
-def test_advice_names_only_what_the_user_has(has_trainer: bool, foreign: str, impossible: set[str]) -> None:
+def test_advice_names_only_what_the_user_has(has_trainer: bool, foreign: str) -> None:
+    impossible = {phase.name for phase in PHASES.values() if phase.has_trainer not in (None, has_trainer)}
+    impossible |= set() if has_trainer else {f"{LOGGING}/{SELF_LOG}"}
     for run, more in DIAGNOSES:
         if impossible.isdisjoint(run.phase_s):
             for text in texts(diagnose(dataclasses.replace(run, has_trainer=has_trainer), **more)):
-                assert not re.search(foreign, text), text
+                word = re.search(foreign, text)
+                assert word is None, f"only if run.has_trainer is {not has_trainer}, say {word[0]!r}: {text}"
+
+
+def texts_of_stalls() -> Iterator[str]:
+    for cause in STALL_CAUSES.values():
+        for facts in (cause.sick, cause.healthy):
+            found = explain_process(facts) if isinstance(facts, StallFacts) else explain_ranks(facts)
+            yield from (found.why, found.next_step) if found else ()
+
+
+def test_variables_commands_classes_and_options_in_advice_exist() -> None:
+    diagnoses = (
+        diagnose(dataclasses.replace(run, has_trainer=has_trainer), **more)
+        for run, more in DIAGNOSES
+        for has_trainer in (True, False)
+    )
+    for text in {*SHAPES, *texts_of_stalls(), *(text for diagnosis in diagnoses for text in texts(diagnosis))}:
+        assert unknown_names(text) == [], (
+            f"{text!r} names what does not exist; if it does, add it to tests/real_names.py"
+        )
 
 
 @pytest.mark.parametrize(

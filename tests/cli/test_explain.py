@@ -33,8 +33,9 @@ def in_one_line(text: str) -> str:
 
 
 def numbers_in(source: str) -> list[str]:
-    """Return the names of the constants of a file that are numbers, as a reader sees them."""
-    return re.findall(r"^_?([A-Z][A-Z_]+) = \(?\d[\d.e, *()/-]*(?:  #.*)?$", source, re.MULTILINE)
+    """Return the names of the constants of a file that are thresholds, as a reader sees them."""
+    of_text = "(?!.*# .*in the (?:report|advice))"
+    return re.findall(rf"^_?([A-Z][A-Z_]+) = {of_text}\(?\d[\d.e, *()/-]*(?:  #.*)?$", source, re.MULTILINE)
 
 
 @pytest.mark.parametrize("package", REGISTRIES, ids=lambda package: package.__name__.rpartition(".")[2])
@@ -74,6 +75,7 @@ def test_thresholds_are_those_that_a_cause_uses(explain: Explain) -> None:
     assert (value, about, meaning[:13]) == (1e-4, "Our defaults.", "per operation")
     assert thresholds("low_precision")["AMPERE"][0] == [8, 0]
     assert "MAX_LINES" not in thresholds("straggler")  # of the text alone
+    assert "MAX_REASON" not in thresholds("recompilation")  # likewise
     assert thresholds("loading_checkpoint") == {}
     assert "Thresholds\n  none of its own\n" in explain("loading_checkpoint")
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_examples import GIB, NO_WORKERS, a_host
 
+from lightning_gpu_tools.advice.examples import GIB, NO_WORKERS, a_host
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderTrial
 from lightning_gpu_tools.loaders.plan import (
     LoaderCase,

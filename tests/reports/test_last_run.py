@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_examples import an_error
-from run_examples import gpu_run
 from sample_report import GIB, REPORT, TRAINED, with_finding
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import gpu_run
+from lightning_gpu_tools.advice.memory_examples import an_error
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import ProcessId

@@ -11,6 +11,7 @@ from statistics import median
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import cpu_run, parts
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.training.phases import BACKWARD, RANK_WAIT, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -60,4 +61,6 @@ CAUSE = Cause(
     find=find,
     phases=[BACKWARD],
     verified_on="cpu",
+    sick=cpu_run(parts(2, 18, 2), optimizers={"Adam": "fusible"}),
+    healthy=cpu_run(parts(2, 15, 1), optimizers={"Adam": "fusible"}),
 )

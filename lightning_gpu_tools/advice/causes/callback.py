@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import HostPhase, named_phase, phases_of
 from lightning_gpu_tools.training.phases import CALLBACK
@@ -59,5 +60,8 @@ CAUSE = Cause(
     "early from it in most steps",
     find=find,
     phases=named_phase(CALLBACK),
+    is_of_events=True,
     verified_on="hardware",
+    sick=cpu_run({"callback/A": 20, **STEP}),
+    healthy=cpu_run({"callback/A": 0.4, **STEP}),
 )

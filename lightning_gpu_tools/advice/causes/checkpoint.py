@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
 from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
@@ -36,5 +37,8 @@ CAUSE = Cause(
     change="save less often, by the factor in the advice; `AsyncCheckpointIO`; save to the local disk in the advice",
     find=find,
     phases=[CHECKPOINT],
+    is_of_events=True,
     verified_on="cpu",
+    sick=cpu_run({"checkpoint": 30, **STEP}),
+    healthy=cpu_run({"checkpoint": 1, **STEP}),
 )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run, ranks
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.ranks import mean_wait_s, waits_for_cores_of_others_s
 from lightning_gpu_tools.training.phases import RANK_WAIT_IN_STEP
@@ -78,4 +79,6 @@ CAUSE = Cause(
     after=("straggler",),
     counts_while_busy=True,  # a GPU that waits for another one is busy
     verified_on="simulated GPU",
+    sick=cpu_run(STEP, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.02)),
+    healthy=cpu_run(STEP, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.001)),
 )

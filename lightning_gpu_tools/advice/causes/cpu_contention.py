@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import contended
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted, with_share
 from lightning_gpu_tools.advice.lines import sentence
 from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
@@ -24,7 +25,7 @@ _MIN_THROTTLED = 0.10  # of the quota's periods: from here on, the job waits for
 _MIN_OTHERS = 0.20  # of the cores: with less, this job's own threads compete with each other,
 _FEW_OTHERS = 0.05  # unless they are fewer than the cores, and other programs use at least this much
 _FULL = 1.1  # runnable threads per core: more than measuring adds
-_MIN_NAMED = 0.10  # of what all other programs use, to name one of them
+_MIN_NAMED = 0.10  # of what all other programs use, to name one of them in the report
 
 
 def cpu_contention(run: RunMeasurements, loading: Finding | None) -> Finding | None:
@@ -193,4 +194,6 @@ CAUSE = Cause(
     needs=("cores.wait_share",),
     counts_while_busy=True,
     verified_on="cpu",
+    sick=contended(throttled_share=0.4, quota_cores=2.0),
+    healthy=contended(0.05),
 )

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from statistics import median
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import STEP, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import (
     MIN_CEILING,
     MIN_CEILING_LOWER,
@@ -308,4 +309,6 @@ CAUSE = Cause(
     phases=_phases,
     time="the loader's time",
     verified_on="cpu",
+    sick=cpu_run(WAITS),
+    healthy=cpu_run({"data_loading": 0.2, **STEP}),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE, idle_in_step, syncs_in_step
 from lightning_gpu_tools.advice.lines import in_words
@@ -45,4 +46,6 @@ CAUSE = Cause(
     find=find,
     needs=("watched",),
     verified_on="hardware",
+    sick=gpu_run(STEP, 50.0, **watched(line=42)),
+    healthy=gpu_run(STEP, 97.0, **watched(line=42)),
 )

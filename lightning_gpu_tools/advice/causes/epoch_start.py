@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
 from lightning_gpu_tools.training.phases import EPOCH_START
@@ -30,5 +31,8 @@ CAUSE = Cause(
     change="longer epochs; `persistent_workers=True`",
     find=find,
     phases=[EPOCH_START],
+    is_of_events=True,
     verified_on="cpu",
+    sick=cpu_run({"epoch_start": 20, **STEP}),
+    healthy=cpu_run({"epoch_start": 0.4, **STEP}),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
 from lightning_gpu_tools.training.phases import GARBAGE_COLLECTION
@@ -29,5 +30,8 @@ CAUSE = Cause(
     change="call `gc.collect()` and `gc.freeze()` once before training; call `gc.collect()` less often",
     find=find,
     phases=[GARBAGE_COLLECTION],
+    is_of_events=True,
     verified_on="cpu",
+    sick=cpu_run({"garbage_collection": 10, **STEP}),
+    healthy=cpu_run({"garbage_collection": 0.4, **STEP}),
 )

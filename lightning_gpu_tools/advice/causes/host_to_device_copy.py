@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import COPIES, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
 from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE
@@ -72,5 +73,8 @@ CAUSE = Cause(
     change="`pin_memory=True`; `uint8` images; `register_buffer` for tensors left on the CPU",
     find=find,
     phases=[COPY],
+    is_of_events=True,
     verified_on="hardware",
+    sick=gpu_run(**COPIES),
+    healthy=gpu_run(**{**COPIES, "utilization": 97.0, "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 0.5))}),
 )

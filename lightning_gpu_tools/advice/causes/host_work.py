@@ -8,11 +8,14 @@ lines come from sampled stacks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Finding, counted
 from lightning_gpu_tools.advice.idle_in_step import idle_in_step, is_tiny
-from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
+from lightning_gpu_tools.training.phases import FORWARD
+from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements, SourceLine
 
 _MIN_SHARE = 0.15  # our default: even a well-fed GPU has some gaps
 
@@ -32,6 +35,14 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     yield counted("host_work", idle.host_work, evidence, advice)
 
 
+_BUSY_HOST: dict[str, Any] = {
+    **watched(operations=30),
+    "lines": (
+        SourceLine(phase=FORWARD, file="train.py", line=57, function="augment", samples=180),
+        SourceLine(phase=FORWARD, file="train.py", line=61, function="training_step", samples=20),
+    ),
+}
+
 CAUSE = Cause(
     begins="Work of the host inside the training step takes",
     says="Work of the host inside the training step takes ..., with the source line",
@@ -40,4 +51,6 @@ CAUSE = Cause(
     phases=(TRAINING_STEP,),
     needs=("watched",),
     verified_on="hardware",
+    sick=gpu_run(STEP, 40.0, **_BUSY_HOST),
+    healthy=gpu_run(STEP, 97.0, **_BUSY_HOST),
 )

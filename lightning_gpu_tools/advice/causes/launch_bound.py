@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.idle_in_step import CAVEAT_OF_LARGER_BATCH, idle_in_step, is_tiny, larger_batch
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
@@ -57,4 +58,6 @@ CAUSE = Cause(
     find=find,
     phases=(TRAINING_STEP,),
     verified_on="hardware",
+    sick=gpu_run(STEP, 40.0, **watched(1500)),
+    healthy=gpu_run(STEP, 97.0, **watched(1500)),
 )

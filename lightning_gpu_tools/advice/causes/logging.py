@@ -10,14 +10,15 @@ import math
 from collections.abc import Iterator, Mapping
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import HostPhase, named_phase, phases_of
 from lightning_gpu_tools.training.phases import LOGGING
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
-_USUAL_STEPS = 50  # Lightning's default of log_every_n_steps
-_MAX_STEPS = 1000  # our default: less frequent metrics show too little
+_USUAL_STEPS = 50  # Lightning's default of log_every_n_steps; that in the advice is a multiple
+_MAX_STEPS = 1000  # our default, the most in the advice: less frequent metrics show too little
 
 
 def _advice(one: HostPhase, run: RunMeasurements) -> str:
@@ -48,5 +49,8 @@ CAUSE = Cause(
     change="`log_every_n_steps`; fewer metrics in `self.log`",
     find=find,
     phases=named_phase(LOGGING),
+    is_of_events=True,
     verified_on="cpu",
+    sick=cpu_run({"logging/CSVLogger": 20, **STEP}),
+    healthy=cpu_run({"logging/CSVLogger": 0.4, **STEP}),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.idle_in_step import is_tiny
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -56,4 +57,6 @@ CAUSE = Cause(
     needs=("gpu.tensor_active_percent",),
     is_remark=True,
     verified_on="measurements",
+    sick=gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0)),
+    healthy=gpu_run(STEP, 97.0, precision="bf16-mixed", **on_hopper(tensor_active_percent=0.0)),
 )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes.backward import step_parts
+from lightning_gpu_tools.advice.examples import cpu_run, parts
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Evidence, Finding, counted
 from lightning_gpu_tools.training.phases import OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -42,4 +43,6 @@ CAUSE = Cause(
     phases=[OPTIMIZER],
     after=("backward",),
     verified_on="cpu",
+    sick=cpu_run(parts(2, 4, 14), optimizers={"Adam": "fusible"}),
+    healthy=cpu_run(parts(2, 4, 11), optimizers={"Adam": "fusible"}),
 )

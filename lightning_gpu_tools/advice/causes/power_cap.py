@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, capped, gpu_run
 from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Finding, counted
 from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasurements
 
@@ -50,4 +51,6 @@ CAUSE = Cause(
     needs=("gpu.power_capped_percent", "gpu.held_clock_percent", "gpu.power_limit_watts", "gpu.power_limit_watts_max"),
     is_remark=True,
     verified_on="measurements",
+    sick=gpu_run(STEP, 99.0, **capped(90.0, 70.0)),
+    healthy=gpu_run(STEP, 99.0, **capped(90.0, 70.0, 700.0)),
 )

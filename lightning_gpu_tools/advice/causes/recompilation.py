@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.lines import in_words, is_of_program
 from lightning_gpu_tools.training.run_measurements import CompiledCode, Recompiled, RunMeasurements
@@ -18,7 +19,7 @@ from lightning_gpu_tools.units import printable
 # Our defaults. Compiling a function again to make a size dynamic is normal, and happens for a few sizes.
 _MIN_COUNT = 3
 _MAX_LINES = 3  # in the report
-_MAX_REASON = 200  # characters of torch's reason
+_MAX_REASON = 200  # characters of torch's reason in the report
 _SIZE = re.compile(r"tensor '(?P<tensor>.+?)' (?:size|stride) mismatch at index (?P<dimension>\d+)")
 
 
@@ -81,6 +82,16 @@ def _advice(compiled: CompiledCode, worst: Recompiled, reason: str) -> str:
     return advice
 
 
+def _compiled_again(count: int, seconds: float, stopped_at_step: int | None = None) -> RunMeasurements:
+    """Return 200 steps of 50 ms with a function that was compiled again."""
+    reason = "tensor 'x' size mismatch at index 1. expected 128, actual 131"
+    again = Recompiled(
+        file="train.py", line=41, function="forward", count=count, seconds=seconds, reason=reason,
+        stopped_at_step=stopped_at_step,
+    )  # fmt: skip
+    return cpu_run(STEP, compiled=CompiledCode(functions=3, recompiled=(again,), limit=("recompile_limit", 8)))
+
+
 CAUSE = Cause(
     begins="Compiling the same code again takes",
     says="Compiling the same code again takes ...: the function, its line, and why; since step ..., new cases run "
@@ -89,4 +100,6 @@ CAUSE = Cause(
     find=find,
     needs=("compiled",),
     verified_on="cpu",
+    sick=_compiled_again(7, 2.0, 81),
+    healthy=_compiled_again(1, 0.3),
 )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import Basis, Finding, counted
 from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
 from lightning_gpu_tools.advice.uneven_steps import ACCUMULATION, Uneven, details, lost, quoted, rounded, uneven
@@ -24,7 +25,7 @@ from lightning_gpu_tools.training.phases import (
     UNEXPLAINED,
     base_phase,
 )
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps, StepTimes
 
 # Our defaults.
 _NEARLY_ALL = 0.90  # of the waiting
@@ -147,6 +148,19 @@ def _phases(evidence: Mapping[str, float | str]) -> Sequence[str]:
     return [f"{SLOW_STEP}/{evidence['phase']}"] if evidence["kind"] in ("periodic", "irregular") else []
 
 
+def _with_slow_steps(times: float) -> RunMeasurements:
+    """Return 250 steps of 40 ms; every 50th takes ``times`` as long."""
+    steps = (50, 100, 150, 200, 250)
+    excess_s = len(steps) * (times - 1) * 0.04
+    slow = SlowSteps(
+        phase=TRAINING_STEP, count=len(steps), seconds=len(steps) * times * 0.04, excess_s=excess_s, steps=steps
+    )
+    facts = StepTimes(count=230, seconds=9.2 + excess_s, p50_s=0.04, p95_s=0.04, max_s=times * 0.04, slow=(slow,))
+    run = cpu_run({"training_step": 40.0})
+    wall_s = run.wall_s + excess_s
+    return replace(run, wall_s=wall_s, phase_s={"training_step": wall_s}, step_times=facts)
+
+
 CAUSE = Cause(
     begins="Slow steps take",
     rows=[
@@ -174,4 +188,6 @@ CAUSE = Cause(
     phases=_phases,
     time="the extra time",
     verified_on="cpu",
+    sick=_with_slow_steps(15.0),
+    healthy=_with_slow_steps(3.0),
 )

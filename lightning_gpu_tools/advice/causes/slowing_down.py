@@ -16,12 +16,14 @@ from typing import NamedTuple
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.causes.unexplained import MAX_UNNAMED
+from lightning_gpu_tools.advice.examples import a_block, cpu_run
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Basis, Evidence, Finding, ceiling, counted, with_share
 from lightning_gpu_tools.advice.trend import rise, slope, steady_rise
 from lightning_gpu_tools.advice.uneven_steps import MIN_UNEVEN, quoted, rounded
 from lightning_gpu_tools.training.phases import (
     BACKWARD,
     DATA_LOADING,
+    FORWARD,
     GRADIENT_CLIPPING,
     HOST_TO_DEVICE_COPY,
     LOGGING,
@@ -33,7 +35,7 @@ from lightning_gpu_tools.training.phases import (
     ZERO_GRAD,
     base_phase,
 )
-from lightning_gpu_tools.training.run_measurements import Quantity, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import LogFile, Quantity, RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
 
 # Our defaults.
@@ -307,6 +309,20 @@ def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
     return f"Steps became {times} times as long (95 % interval {lower} to {upper}), {where}{grew}. The added time is"
 
 
+def _with_logging(*ms: float) -> RunMeasurements:
+    """Return windows of ten steps of 20 ms with these milliseconds in a logger that writes ever more."""
+    logging = f"{LOGGING}/CSVLogger"
+    return replace(
+        cpu_run({FORWARD: 20.0}),
+        wall_s=sum(20.0 + one for one in ms) / 100,
+        steps=10 * len(ms),
+        phase_s={FORWARD: 0.2 * len(ms), logging: sum(ms) / 100},
+        blocks=[a_block({FORWARD: 20.0, logging: one}) for one in ms],
+        readings={"written_bytes_per_step": [(10.0 * i, 5000.0 * i) for i in range(len(ms))]},
+        log_files={"CSVLogger": LogFile(name="metrics.csv", size_bytes=2_100_000, rows=41_000)},
+    )
+
+
 CAUSE = Cause(
     begins=_begins,
     rows=[
@@ -316,4 +332,6 @@ CAUSE = Cause(
     phases=lambda evidence: [str(evidence["phase"])],
     counts_while_busy=True,
     verified_on="cpu",
+    sick=_with_logging(*range(1, 31)),
+    healthy=_with_logging(*[1.0] * 15, *[16.0] * 15),
 )

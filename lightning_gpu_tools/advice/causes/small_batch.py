@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.idle_in_step import CAVEAT_OF_LARGER_BATCH, few_active_sms, larger_batch
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
@@ -37,4 +38,6 @@ CAUSE = Cause(
     needs=("gpu.sm_active_percent",),
     after=("communication",),  # which also keeps few multiprocessors busy
     verified_on="hardware",
+    sick=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496),
+    healthy=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=80.0), largest_batch_size=496),
 )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median, median_low
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, ranks
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.lines import sentence, where
 from lightning_gpu_tools.advice.ranks import PARTS_OF_STEP, own_work_s, slowest_rank, unknown_parts, waited_s
@@ -223,4 +224,6 @@ CAUSE = Cause(
     find=find,
     counts_while_busy=True,  # a rank that waits for another GPU keeps its own busy
     verified_on="simulated GPU",
+    sick=gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": 0.03})),
+    healthy=gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": 0.012})),
 )

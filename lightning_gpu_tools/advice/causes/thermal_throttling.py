@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.findings import Basis, Finding, counted
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasurements
 
 _MIN_PERCENT = 5.0  # our default: of the time
 
@@ -39,4 +40,6 @@ CAUSE = Cause(
     needs=("gpu.thermal_throttled_percent",),
     is_remark=True,
     verified_on="measurements",
+    sick=gpu_run(STEP, 100.0, gpu=GpuFacts(thermal_throttled_percent=60.0, held_clock_percent=70.0)),
+    healthy=gpu_run(STEP, 100.0, gpu=GpuFacts(thermal_throttled_percent=4.0)),
 )

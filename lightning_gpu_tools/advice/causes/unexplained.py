@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import STEP, cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Evidence, Finding, counted
 from lightning_gpu_tools.advice.host_phases import seconds_of
 from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
@@ -85,4 +86,6 @@ CAUSE = Cause(
     phases=_phases,
     counts_while_busy=True,
     verified_on="simulated GPU",
+    sick=gpu_run(STEP, 40.0),
+    healthy=cpu_run({"unexplained": 3, **STEP}),
 )

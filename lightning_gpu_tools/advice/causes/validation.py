@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Finding, counted
 from lightning_gpu_tools.advice.host_phases import seconds_of, times_less
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
 
 # Our defaults.
 MAX_USUAL = 0.25  # of the wall time; with 20 % as many samples, forward alone takes about 7 %
-_USUAL = 0.10  # of the wall time, after the advised change
-_MAX_EPOCHS_APART = 10  # the most in advice: noticing overfitting later wastes time
+_USUAL = 0.10  # of the wall time, after the change in the advice
+_MAX_EPOCHS_APART = 10  # the most in the advice: noticing overfitting later wastes time
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -52,4 +53,6 @@ CAUSE = Cause(
     find=find,
     phases=[VALIDATION],
     verified_on="cpu",
+    sick=cpu_run({"validation": 50, **STEP}),
+    healthy=cpu_run({"validation": 12, **STEP}),
 )

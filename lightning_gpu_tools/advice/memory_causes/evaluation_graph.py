@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_causes.memory_growth import kept_in_validation
+from lightning_gpu_tools.advice.memory_examples import GROWING, an_error
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.training.phases import VALIDATION
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 
@@ -29,4 +31,6 @@ CAUSE = MemoryCause(
     find=find,
     after=("other_processes",),
     verified_on="hardware",
+    sick=an_error(phase=VALIDATION, validation_begins=GROWING, grad_enabled=True),
+    healthy=an_error(phase=VALIDATION, validation_begins=GROWING, grad_enabled=False),
 )

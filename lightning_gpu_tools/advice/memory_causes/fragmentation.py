@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, MIB, an_error
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
@@ -61,4 +62,6 @@ CAUSE = MemoryCause(
     find=find,
     after=("memory_growth",),
     verified_on="hardware",
+    sick=an_error(begins=FLAT, allocated=18 * GIB, cached=5 * GIB),
+    healthy=an_error(begins=FLAT, cached=300 * MIB),
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_causes.other_processes import left_over, named, others_are_the_cause
+from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, an_error
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -31,4 +32,6 @@ CAUSE = MemoryCause(
     find=find,
     after=("spike",),
     verified_on="hardware",
+    sick=an_error(begins=FLAT, others={9: 6 * GIB}, orphans=(9,)),
+    healthy=an_error(begins=FLAT, others={9: 6 * GIB}),
 )

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.memory_examples import an_error
 from lightning_gpu_tools.advice.memory_remedies import more_room
-from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import LOADING_CHECKPOINT, SETUP, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
@@ -32,4 +33,6 @@ CAUSE = MemoryCause(
     change='`map_location="cpu"`, `PortableCheckpointIO`, `load_weights`',
     find=find,
     verified_on="hardware",
+    sick=an_error(phase=LOADING_CHECKPOINT),
+    healthy=an_error(phase=SETUP),
 )

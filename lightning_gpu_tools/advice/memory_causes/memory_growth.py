@@ -13,6 +13,7 @@ from statistics import median
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.lines import holding
+from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, GROWING, an_error
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine
@@ -140,4 +141,6 @@ CAUSE = MemoryCause(
     find_on_host=find_on_host,
     after=("evaluation_graph",),
     verified_on="hardware",
+    sick=an_error(begins=GROWING),
+    healthy=an_error(begins=[*FLAT[:50], *((step, 20.0 * GIB) for step in range(51, 100))]),
 )

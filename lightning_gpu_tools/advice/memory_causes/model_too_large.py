@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, an_error
 from lightning_gpu_tools.advice.memory_remedies import another_gpu, is_32, needed, raised_limit, sharded
-from lightning_gpu_tools.advice.out_of_memory import SETUP, OutOfMemory
+from lightning_gpu_tools.advice.out_of_memory import SETUP, ModelSize, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
@@ -51,4 +52,6 @@ CAUSE = MemoryCause(
     find=find,
     after=("optimizer_too_large",),
     verified_on="hardware",
+    sick=an_error(phase=SETUP, model=ModelSize(parameters_bytes=24 * GIB)),
+    healthy=an_error(begins=FLAT[:1]),
 )

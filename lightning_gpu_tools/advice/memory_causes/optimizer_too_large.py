@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
 from lightning_gpu_tools.advice.memory_remedies import more_room, sharded
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
-from lightning_gpu_tools.training.phases import OPTIMIZER
+from lightning_gpu_tools.training.phases import BACKWARD, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
 
@@ -39,4 +40,6 @@ CAUSE = MemoryCause(
     find=find,
     after=("fragmentation",),
     verified_on="hardware",
+    sick=an_error(phase=OPTIMIZER, begins=FLAT[:1]),
+    healthy=an_error(phase=BACKWARD, begins=FLAT[:1]),
 )

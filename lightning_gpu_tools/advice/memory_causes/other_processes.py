@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, STEPS_OF_64, an_error
 from lightning_gpu_tools.advice.memory_remedies import another_gpu, needed, needed_bytes
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.gpus.readings import GpuProcess
@@ -74,4 +75,6 @@ CAUSE = MemoryCause(
     find=find,
     after=("leftover_process",),
     verified_on="hardware",
+    sick=an_error(begins=FLAT, others={9: 6 * GIB}),
+    healthy=an_error(begins=FLAT, others={9: 6 * GIB}, memory=STEPS_OF_64),
 )

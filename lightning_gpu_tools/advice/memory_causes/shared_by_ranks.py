@@ -7,12 +7,15 @@ allocation would fit.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_causes.other_processes import named
 from lightning_gpu_tools.advice.memory_causes.stray_contexts import strays
+from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, an_error
 from lightning_gpu_tools.advice.memory_remedies import needed_bytes
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
+from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
@@ -44,6 +47,20 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     )
 
 
+_SHARED: dict[str, Any] = {
+    "allocated": 11 * GIB,
+    "pid": 40,
+    "gpus": (
+        GpuReading(
+            index=0,
+            uuid="GPU-0",
+            memory_total_bytes=24 * GIB,
+            memory_free_bytes=0,
+            processes=tuple(GpuProcess(pid=pid, memory_used_bytes=12 * GIB) for pid in (40, 41)),
+        ),
+    ),
+}
+
 CAUSE = MemoryCause(
     says="... ranks of this job share this GPU, with the memory that each of them holds",
     change="`torch.cuda.set_device(local_rank)`, and as many GPUs in `CUDA_VISIBLE_DEVICES` as there are ranks; on a "
@@ -51,4 +68,6 @@ CAUSE = MemoryCause(
     find=find,
     after=("stray_contexts",),
     verified_on="simulated GPU",
+    sick=an_error(begins=FLAT, **_SHARED, own_pids=frozenset({40, 41})),
+    healthy=an_error(begins=FLAT, **_SHARED, own_pids=frozenset({40})),
 )

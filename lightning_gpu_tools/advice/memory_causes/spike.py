@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling, Shape
+from lightning_gpu_tools.advice.memory_examples import STEPS_OF_64, an_error
 from lightning_gpu_tools.advice.memory_remedies import in_validation, largest_that_fits, levers, raised_limit
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, base_phase
@@ -106,4 +107,6 @@ CAUSE = MemoryCause(
     find=find,
     after=("stray_contexts",),
     verified_on="hardware",
+    sick=an_error(batch_shape=(64, 2048), usual_items=64 * 512, memory=STEPS_OF_64),
+    healthy=an_error(batch_shape=(64, 512), usual_items=64 * 512, memory=STEPS_OF_64),
 )

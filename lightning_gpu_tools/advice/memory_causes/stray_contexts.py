@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.findings import Finding, counted
+from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, an_error
 from lightning_gpu_tools.advice.memory_remedies import needed_bytes
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import HeldContext, RunMeasurements
@@ -108,6 +109,9 @@ def _advice(those: Sequence[HeldContext], own: str) -> str:
     )
 
 
+_OWN = [HeldContext(rank=rank, node=0, pid=40 + rank, gpu=rank, uuid=f"GPU-{rank}", is_own=True) for rank in range(4)]
+_STRAY = [replace(one, gpu=0, uuid="GPU-0", is_own=False, held_bytes=GIB // 2) for one in _OWN[1:]]
+
 CAUSE = MemoryCause(
     says="Rank ... holds ... on GPU ..., which is not its GPU, since ...; also reported, without a change of the "
     "verdict, if no error occurred",
@@ -115,4 +119,6 @@ CAUSE = MemoryCause(
     find=find,
     after=("loading_checkpoint",),
     verified_on="simulated GPU",
+    sick=an_error(begins=FLAT, contexts=(*_OWN, *_STRAY)),
+    healthy=an_error(begins=FLAT, contexts=tuple(_OWN)),
 )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.lines import holding
 from lightning_gpu_tools.advice.memory_causes.batch_too_large import has_fitted
+from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, more_room, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -52,4 +53,6 @@ CAUSE = MemoryCause(
     find_on_host=find_on_host,
     is_last_resort=True,
     verified_on="cpu",
+    sick=an_error(phase="callback/A"),
+    healthy=an_error(begins=FLAT),
 )

@@ -7,7 +7,9 @@ worker that has to deliver the next batch.
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
+from lightning_gpu_tools.advice.stall_examples import a_worker
 from lightning_gpu_tools.advice.stall_words import awaited_of, does_where, is_idle, name_of
+from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -31,4 +33,6 @@ CAUSE = StallCause(
     find=find,
     after=("deadlocked_workers",),
     verified_on="cpu",
+    sick=StallFacts(phase=DATA_LOADING, workers=(a_worker(0, "lock"), a_worker(1, "time", awaited=True))),
+    healthy=StallFacts(phase=DATA_LOADING),
 )

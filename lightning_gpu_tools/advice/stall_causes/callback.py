@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does_where
-from lightning_gpu_tools.training.phases import CALLBACK, LOGGING
+from lightning_gpu_tools.training.phases import CALLBACK, LOGGING, VALIDATION
 from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.units import printable
 
@@ -26,4 +26,6 @@ CAUSE = StallCause(
     find=find,
     after=("blocked_worker",),
     verified_on="cpu",
+    sick=StallFacts(phase=f"{LOGGING}/WandbLogger"),
+    healthy=StallFacts(phase=VALIDATION),
 )

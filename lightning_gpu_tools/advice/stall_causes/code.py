@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does_where, during
+from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 from lightning_gpu_tools.units import format_duration
 
@@ -42,4 +43,6 @@ CAUSE = StallCause(
     find_among_ranks=find_among_ranks,
     after=("gpu", "rank_silent"),
     verified_on="measurements",
+    sick=StallFacts(phase=FORWARD, gpu_busy_percent=0.0, cpu_share=0.9),
+    healthy=StallFacts(phase=FORWARD, gpu_busy_percent=100.0, cpu_share=0.9),
 )

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
+from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC
 from lightning_gpu_tools.advice.open_collectives import open_collective
+from lightning_gpu_tools.advice.stall_examples import a_call, a_group, a_rank
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 
@@ -31,4 +33,9 @@ CAUSE = StallCause(
     find_among_ranks=find_among_ranks,
     after=("collective_on_one_rank", "rank_silent"),
     verified_on="simulated GPU",
+    sick=tuple(
+        a_rank(i, collective=BACKWARD_SYNC, groups=a_group(a_call(3, is_done=True), a_call(4, size=7 - i)))
+        for i in range(2)
+    ),
+    healthy=tuple(a_rank(i, collective=BACKWARD_SYNC, groups=a_group(a_call(4))) for i in range(2)),
 )

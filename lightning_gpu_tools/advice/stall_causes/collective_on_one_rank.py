@@ -8,8 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
-from lightning_gpu_tools.advice.collectives import COMPUTE_METRIC, SAVE_CHECKPOINT, SYNC_DIST, all_waiting
+from lightning_gpu_tools.advice.collectives import (
+    BACKWARD_SYNC,
+    COMPUTE_METRIC,
+    SAVE_CHECKPOINT,
+    SYNC_DIST,
+    all_waiting,
+)
 from lightning_gpu_tools.advice.open_collectives import open_collective
+from lightning_gpu_tools.advice.stall_examples import a_rank
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 _CALL_ON_EVERY_RANK = {
@@ -41,4 +48,6 @@ CAUSE = StallCause(
     find_among_ranks=find_among_ranks,
     after=("uneven_batches",),
     verified_on="cpu",
+    sick=(a_rank(0, collective="barrier in save"), *(a_rank(i, collective=BACKWARD_SYNC) for i in (1, 2))),
+    healthy=tuple(a_rank(i, collective="barrier in save") for i in range(3)),
 )

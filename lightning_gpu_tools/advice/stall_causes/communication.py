@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
-from lightning_gpu_tools.advice.collectives import all_waiting
+from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC, all_waiting
 from lightning_gpu_tools.advice.open_collectives import open_collective
+from lightning_gpu_tools.advice.stall_examples import a_rank
 from lightning_gpu_tools.advice.stall_words import where
-from lightning_gpu_tools.training.phases import RANK_WAIT, base_phase
+from lightning_gpu_tools.training.phases import DATA_LOADING, RANK_WAIT, base_phase
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 
 
@@ -41,4 +42,6 @@ CAUSE = StallCause(
     find_among_ranks=find_among_ranks,
     after=("blocked_worker", "collective_mismatch"),
     verified_on="measurements",
+    sick=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, collective=BACKWARD_SYNC)),
+    healthy=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, phase=DATA_LOADING)),
 )

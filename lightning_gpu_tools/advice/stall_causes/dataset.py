@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does, where
-from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, base_phase
+from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, VALIDATION, base_phase
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -26,4 +26,6 @@ CAUSE = StallCause(
     find=find,
     after=("blocked_worker",),
     verified_on="cpu",
+    sick=StallFacts(phase=DATA_LOADING),
+    healthy=StallFacts(phase=VALIDATION),
 )

@@ -6,7 +6,9 @@ Reads the state of the workers' processes (/proc).
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
+from lightning_gpu_tools.advice.stall_examples import a_worker
 from lightning_gpu_tools.advice.stall_words import name_of
+from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -26,4 +28,6 @@ CAUSE = StallCause(
     find=find,
     after=("swap",),
     verified_on="measurements",
+    sick=StallFacts(phase=DATA_LOADING, workers=(a_worker(0, "events"), a_worker(1, None, "Z"))),
+    healthy=StallFacts(phase=DATA_LOADING, workers=(a_worker(0, "events"), a_worker(1, "network"))),
 )

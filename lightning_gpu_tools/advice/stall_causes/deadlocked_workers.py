@@ -6,7 +6,9 @@ Reads the system calls of all workers (/proc): each waits for a lock (futex) and
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
+from lightning_gpu_tools.advice.stall_examples import a_worker
 from lightning_gpu_tools.advice.stall_words import awaited_of, is_idle, where
+from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -29,4 +31,6 @@ CAUSE = StallCause(
     find=find,
     after=("storage",),
     verified_on="cpu",
+    sick=StallFacts(phase=DATA_LOADING, workers=(a_worker(0, "lock"), a_worker(1, "lock"))),
+    healthy=StallFacts(phase=DATA_LOADING, workers=(a_worker(0, "lock"), a_worker(1, "events"))),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import does_where
+from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 _MIN_PERCENT = 90.0  # of utilization; our default
@@ -29,4 +30,6 @@ CAUSE = StallCause(
     find=find,
     after=("communication", "dataset", "callback"),
     verified_on="measurements",
+    sick=StallFacts(phase=FORWARD, gpu_busy_percent=100.0),
+    healthy=StallFacts(phase=FORWARD, gpu_busy_percent=0.0),
 )

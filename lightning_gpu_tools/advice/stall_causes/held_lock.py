@@ -6,7 +6,9 @@ A timer of faulthandler, which needs no GIL, writes all stacks unless a Python t
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
+from lightning_gpu_tools.advice.stall_examples import a_stack
 from lightning_gpu_tools.advice.stall_words import where
+from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
@@ -27,4 +29,6 @@ CAUSE = StallCause(
     "`gil_scoped_release` in pybind11)",
     find=find,
     verified_on="cpu",
+    sick=StallFacts(phase=FORWARD, stack=a_stack("train.py:tokenize"), lock_is_held=True),
+    healthy=StallFacts(phase=FORWARD, stack=a_stack("train.py:tokenize")),
 )

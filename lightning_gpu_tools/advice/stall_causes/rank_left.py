@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
-from lightning_gpu_tools.advice.collectives import first_ended, others_wait
+from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC, first_ended, others_wait
+from lightning_gpu_tools.advice.stall_examples import a_rank
 from lightning_gpu_tools.training.stall_facts import RankFacts
 from lightning_gpu_tools.units import printable
 
@@ -32,4 +33,6 @@ CAUSE = StallCause(
     change="let the error end the process",
     find_among_ranks=find_among_ranks,
     verified_on="cpu",
+    sick=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, ended="stopped by SystemExit at step 3")),
+    healthy=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, ended="completed")),
 )

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
-from lightning_gpu_tools.advice.collectives import others_wait
+from lightning_gpu_tools.advice.collectives import BACKWARD_SYNC, others_wait
+from lightning_gpu_tools.advice.stall_examples import a_rank
 from lightning_gpu_tools.advice.stall_words import during
 from lightning_gpu_tools.training.stall_facts import RankFacts
 from lightning_gpu_tools.units import format_duration
@@ -32,4 +33,6 @@ CAUSE = StallCause(
     find_among_ranks=find_among_ranks,
     after=("rank_left", "uneven_batches"),
     verified_on="cpu",
+    sick=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, silent_s=30.0)),
+    healthy=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1)),
 )

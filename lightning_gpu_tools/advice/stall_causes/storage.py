@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_words import awaited_of, does_where, name_of
-from lightning_gpu_tools.training.stall_facts import StallFacts
+from lightning_gpu_tools.training.phases import VALIDATION
+from lightning_gpu_tools.training.stall_facts import Activity, StallFacts
 
 _CHECK = "Check the mount with `ls`, `df` and `dmesg`. Copy the data to a local disk, or write checkpoints to one."
 
@@ -33,4 +34,6 @@ CAUSE = StallCause(
     find=find,
     after=("dead_worker",),
     verified_on="cpu",
+    sick=StallFacts(phase=VALIDATION, activity=Activity(1, "D", "storage", "/nfs/x", 0.0)),
+    healthy=StallFacts(phase=VALIDATION, activity=Activity(1, "S", "network", None, 0.0)),
 )

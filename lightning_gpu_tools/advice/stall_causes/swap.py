@@ -6,6 +6,7 @@ Reads the kernel's counters of swapped pages, and of the time in which tasks wai
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
+from lightning_gpu_tools.training.phases import FORWARD
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 # Our defaults.
@@ -29,4 +30,6 @@ CAUSE = StallCause(
     find=find,
     after=("held_lock",),
     verified_on="measurements",
+    sick=StallFacts(phase=FORWARD, swapped_pages_per_s=30_000.0),
+    healthy=StallFacts(phase=FORWARD, swapped_pages_per_s=300.0),
 )

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
-from lightning_gpu_tools.advice.collectives import END_OF_EPOCH, all_waiting, first_ended, others_wait, still_there
+from lightning_gpu_tools.advice.collectives import (
+    BACKWARD_SYNC,
+    END_OF_EPOCH,
+    all_waiting,
+    first_ended,
+    others_wait,
+    still_there,
+)
+from lightning_gpu_tools.advice.stall_examples import a_rank
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 _SAME_BATCHES = (
@@ -37,4 +45,6 @@ CAUSE = StallCause(
     change="`drop_last=True`, `DistributedSampler`, `limit_train_batches`; shard an `IterableDataset` by rank",
     find_among_ranks=find_among_ranks,
     verified_on="cpu",
+    sick=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, collective=BACKWARD_SYNC, epoch=2)),
+    healthy=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, collective=BACKWARD_SYNC)),
 )

@@ -1,4 +1,4 @@
-"""Synthetic measurements of runs, and for each cause a run that has it and a similar one that has not."""
+"""Synthetic measurements: the sick and healthy examples of causes, also used by tests."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ from typing import Any
 
 from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.training.phases import FORWARD, LOGGING, TRAINING_STEP
 from lightning_gpu_tools.training.run_measurements import (
-    CompiledCode,
     CoreFacts,
     GpuFacts,
     GpuIdle,
     LoaderSettings,
-    LogFile,
     RankStep,
-    Recompiled,
     RunMeasurements,
-    SlowSteps,
     SourceLine,
     StepBlock,
-    StepTimes,
     WatchedSteps,
 )
 
@@ -163,109 +157,19 @@ def parts(forward: float, backward: float, optimizer: float) -> dict[str, float]
     return {f"training_step/{part}": value for part, value in ms.items()}
 
 
-def capped(percent: float, clock_percent: float | None, limit: float | None = 500.0) -> dict[str, GpuFacts]:
+def capped(percent: float, clock_percent: float | None, limit_watts: float | None = 500.0) -> dict[str, Any]:
     """Return the options of a run on a GPU that an administrator can set to at most 700 W."""
-    power = {"power_capped_percent": percent, "power_limit_watts": limit, "power_limit_watts_max": 700.0}
-    return {"gpu": GpuFacts(**power, held_clock_percent=clock_percent)}
-
-
-def with_slow_steps(times: float) -> RunMeasurements:
-    """Return 250 steps of 40 ms; every 50th takes ``times`` as long."""
-    steps = (50, 100, 150, 200, 250)
-    excess_s = len(steps) * (times - 1) * 0.04
-    slow = SlowSteps(
-        phase=TRAINING_STEP, count=len(steps), seconds=len(steps) * times * 0.04, excess_s=excess_s, steps=steps
+    gpu = GpuFacts(
+        power_capped_percent=percent,
+        held_clock_percent=clock_percent,
+        power_limit_watts=limit_watts,
+        power_limit_watts_max=700.0,
     )
-    facts = StepTimes(count=230, seconds=9.2 + excess_s, p50_s=0.04, p95_s=0.04, max_s=times * 0.04, slow=(slow,))
-    run = cpu_run({"training_step": 40.0})
-    wall_s = run.wall_s + excess_s
-    return replace(run, wall_s=wall_s, phase_s={"training_step": wall_s}, step_times=facts)
-
-
-def with_logging(*ms: float) -> RunMeasurements:
-    """Return windows of ten steps of 20 ms with these milliseconds in a logger that writes ever more."""
-    forward, logging = FORWARD, f"{LOGGING}/CSVLogger"
-    return replace(
-        cpu_run({forward: 20.0}),
-        wall_s=sum(20.0 + one for one in ms) / 100,
-        steps=10 * len(ms),
-        phase_s={forward: 0.2 * len(ms), logging: sum(ms) / 100},
-        blocks=[a_block({forward: 20.0, logging: one}) for one in ms],
-        readings={"written_bytes_per_step": [(10.0 * i, 5000.0 * i) for i in range(len(ms))]},
-        log_files={"CSVLogger": LogFile(name="metrics.csv", size_bytes=2_100_000, rows=41_000)},
-    )
-
-
-def compiled_again(count: int, seconds: float, stopped_at_step: int | None = None) -> RunMeasurements:
-    """Return 200 steps of 50 ms with a function that was compiled again."""
-    reason = "tensor 'x' size mismatch at index 1. expected 128, actual 131"
-    again = Recompiled(
-        file="train.py", line=41, function="forward", count=count, seconds=seconds, reason=reason,
-        stopped_at_step=stopped_at_step,
-    )  # fmt: skip
-    return cpu_run(STEP, compiled=CompiledCode(functions=3, recompiled=(again,), limit=("recompile_limit", 8)))
+    return {"gpu": gpu}
 
 
 COPIES: dict[str, Any] = {
     "phase_ms": {"host_to_device_copy": 20, "training_step": 30},
     "utilization": 60.0,
     "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 19.0)),
-}
-BUSY_HOST: dict[str, Any] = {
-    **watched(operations=30),
-    "lines": (
-        SourceLine(phase=FORWARD, file="train.py", line=57, function="augment", samples=180),
-        SourceLine(phase=FORWARD, file="train.py", line=61, function="training_step", samples=20),
-    ),
-}
-_ADAM = {"optimizers": {"Adam": "fusible"}}
-_QUICK = {"forward": 0.01}
-# By the name of a cause: a run in which it is the first finding, and a similar one without it.
-EXAMPLES = {
-    "backward": (cpu_run(parts(2, 18, 2), **_ADAM), cpu_run(parts(2, 15, 1), **_ADAM)),
-    "callback": (cpu_run({"callback/A": 20, **STEP}), cpu_run({"callback/A": 0.4, **STEP})),
-    "checkpoint": (cpu_run({"checkpoint": 30, **STEP}), cpu_run({"checkpoint": 1, **STEP})),
-    "communication": (
-        cpu_run(STEP, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.02)),
-        cpu_run(STEP, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.001)),
-    ),
-    "cpu_contention": (contended(throttled_share=0.4, quota_cores=2.0), contended(0.05)),
-    "data_loading": (cpu_run(WAITS), cpu_run({"data_loading": 0.2, **STEP})),
-    "device_sync": (gpu_run(STEP, 50.0, **watched(line=42)), gpu_run(STEP, 97.0, **watched(line=42))),
-    "epoch_start": (cpu_run({"epoch_start": 20, **STEP}), cpu_run({"epoch_start": 0.4, **STEP})),
-    "garbage_collection": (cpu_run({"garbage_collection": 10, **STEP}), cpu_run({"garbage_collection": 0.4, **STEP})),
-    "host_to_device_copy": (
-        gpu_run(**COPIES),
-        gpu_run(**{**COPIES, "utilization": 97.0, "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 0.5))}),
-    ),
-    "host_work": (gpu_run(STEP, 40.0, **BUSY_HOST), gpu_run(STEP, 97.0, **BUSY_HOST)),
-    "launch_bound": (gpu_run(STEP, 40.0, **watched(1500)), gpu_run(STEP, 97.0, **watched(1500))),
-    "logging": (cpu_run({"logging/CSVLogger": 20, **STEP}), cpu_run({"logging/CSVLogger": 0.4, **STEP})),
-    "low_precision": (
-        gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0)),
-        gpu_run(STEP, 97.0, precision="bf16-mixed", **on_hopper(tensor_active_percent=0.0)),
-    ),
-    "optimizer": (cpu_run(parts(2, 4, 14), **_ADAM), cpu_run(parts(2, 4, 11), **_ADAM)),
-    "power_cap": (gpu_run(STEP, 99.0, **capped(90.0, 70.0)), gpu_run(STEP, 99.0, **capped(90.0, 70.0, 700.0))),
-    "recompilation": (compiled_again(7, 2.0, 81), compiled_again(1, 0.3)),
-    "shared_gpu": (
-        gpu_run(WAITS, 30.0, gpu=GpuFacts(others_utilization_percent=40.0, others_memory_bytes=3 * GIB)),
-        gpu_run(WAITS, 30.0, gpu=GpuFacts(others_utilization_percent=1.0, others_memory_bytes=3 * GIB)),
-    ),
-    "slow_steps": (with_slow_steps(15.0), with_slow_steps(3.0)),
-    "slowing_down": (with_logging(*range(1, 31)), with_logging(*[1.0] * 15, *[16.0] * 15)),
-    "small_batch": (
-        gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496),
-        gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=80.0), largest_batch_size=496),
-    ),
-    "straggler": (
-        gpu_run(STEP, 99.0, **ranks(*[_QUICK] * 3, {"forward": 0.03})),
-        gpu_run(STEP, 99.0, **ranks(*[_QUICK] * 3, {"forward": 0.012})),
-    ),
-    "thermal_throttling": (
-        gpu_run(STEP, 100.0, gpu=GpuFacts(thermal_throttled_percent=60.0, held_clock_percent=70.0)),
-        gpu_run(STEP, 100.0, gpu=GpuFacts(thermal_throttled_percent=4.0)),
-    ),
-    "unexplained": (gpu_run(STEP, 40.0), cpu_run({"unexplained": 3, **STEP})),
-    "validation": (cpu_run({"validation": 50, **STEP}), cpu_run({"validation": 12, **STEP})),
 }
