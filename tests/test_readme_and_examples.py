@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import importlib
 import importlib.util
-import inspect
 import json
 import os
 import re
@@ -28,9 +26,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from rank_processes import run_ranks
 from real_names import VARIABLES, is_command, unknown_options, unknown_variables
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, PortableCheckpointIO
-from lightning_gpu_tools.gpus.metrics import GpuWindow, gpu_metrics
-from lightning_gpu_tools.gpus.readings import Sharing
+from lightning_gpu_tools import GPUUtilizationAdvisor, NumWorkersFinder, PortableCheckpointIO
 from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy
 
 ROOT = Path(__file__).parents[1]
@@ -116,19 +112,6 @@ def test_blocks_and_examples_run(driver: Driver, claims_dir: Path, tmp_path: Pat
     assert data["steps"] == 40
     assert data["settings"]["num_workers"] == 1
     assert list((tmp_path / "train.py").rglob("*.ckpt"))
-
-
-def test_the_metrics_of_docs_and_docstring_are_the_logged_ones() -> None:
-    window = GpuWindow(**{field.name: 1 for field in dataclasses.fields(GpuWindow)})  # type: ignore[arg-type]
-    logged = gpu_metrics(0, window, Sharing(*[1] * len(Sharing._fields)), energy_joules=1.0)
-    docstring = str(inspect.getdoc(GPUUtilizationMonitor)).replace("``", "`")
-    page = (ROOT / "docs" / "measurements.md").read_text().partition("| metric of each GPU")[2].partition("\n\n")[0]
-    for text, cells in ((page, r"^\| (`.*?`) \|"), (docstring, r"^- ((?:`[^`]+`(?:, )?)+):")):
-        listed = set()
-        for name in re.findall(r"`(.*?)`", "".join(re.findall(cells, text, re.MULTILINE))):
-            before, choices, after = re.fullmatch(r"([^{]*)(?:\{(.*?)\})?(.*)", name).groups()  # type: ignore[union-attr]
-            listed |= {f"gpu/0/{before}{choice}{after}" for choice in (choices or "").split(",")}
-        assert listed == set(logged)
 
 
 # --- blocks that cannot run here

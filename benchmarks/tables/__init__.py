@@ -41,6 +41,7 @@ TABLES: dict[str, Callable[[], str]] = {
             *(checkpoints.checkpoint_keys, checkpoints.checkpoint_io),
             *(projects.real_projects,),
             *(
+                fields.gpu_metrics,
                 fields.phases,
                 fields.memory_parts,
                 fields.stall_causes,

@@ -15,6 +15,7 @@ from lightning_gpu_tools.advice.explained import GROUPS
 from lightning_gpu_tools.advice.memory_account import PARTS
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.cli import parser
+from lightning_gpu_tools.gpus.metrics import LOGGED
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.schema import SCHEMA_VERSION
 from lightning_gpu_tools.selection.ranking import OPTIONS
@@ -38,6 +39,28 @@ def fields(kind: type) -> str:
         ("`summary`", "object", "The verdict and the first finding in short; see [below](#summary)."),
     )
     return table(("field", "type", "meaning"), *(first if kind is Report else ()), *rows)
+
+
+_UNITS = {
+    "percent": "%",
+    "bytes": "bytes",
+    "watts": "W",
+    "joules": "J",
+    "celsius": "degrees C",
+    "bytes_per_second": "bytes/s",
+}
+
+
+def gpu_metrics() -> str:
+    """Return the logged metrics of a GPU, whose names end with their units."""
+
+    def unit(name: str) -> str:
+        units = [_UNITS[one] for one in _UNITS if name.partition("/")[0].endswith(f"_{one}")]
+        assert units, f"_UNITS lacks the unit of {name}"
+        return units[0]
+
+    rows = ((f"`{name}`", unit(name), meaning) for name, meaning in LOGGED.items())
+    return table(("metric of each GPU, `gpu/<i>/...`", "unit", "meaning"), *rows)
 
 
 def in_json(kind: Any) -> str:

@@ -1,7 +1,7 @@
 """The table of GPU metrics: from a driver sample to a window, a logger, and the report. Pure data and functions.
 
-A new metric needs a field in :class:`GpuSample` and in :class:`GpuWindow`, and for the report a field with the same
-name in :class:`GpuSummary`. Names include units; ``None`` = not reported.
+A new metric needs a field in :class:`GpuSample` and in :class:`GpuWindow`, where it is described if it is logged, and
+for the report a field with the same name in :class:`GpuSummary`. Names include units; ``None`` = not reported.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ class Metric(NamedTuple):
     source: str  # field of GpuSample that it is derived from
     reduction: Reduction
     logged: str | None  # logged name after gpu/<i>/
+    meaning: str  # of the logged value, for the documentation
 
 
-def _by(reduction: Reduction, source: str = "", *, logged: bool | str = False) -> Any:
-    """Declare a metric. ``source`` and the logged name default to the name of the field."""
-    return dataclasses.field(default=None, metadata={"metric": (source, reduction, logged)})
+def _by(reduction: Reduction, source: str = "", *, logged: str = "", name: str = "") -> Any:
+    """Declare a metric. It is logged if ``logged`` says what it means. ``source`` and ``name`` default to the field."""
+    return dataclasses.field(default=None, metadata={"metric": (source, reduction, logged, name)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,40 +76,57 @@ class GpuWindow:
 
     uuid: str
     utilization_observed_s: float = 0.0  # seconds covered by the driver's utilization samples
-    utilization_percent_mean: float | None = _by("mean", "utilization", logged="utilization_percent/mean")
-    utilization_percent_p5: float | None = _by("p5", "utilization", logged="utilization_percent/p5")
-    utilization_percent_p95: float | None = _by("p95", "utilization", logged="utilization_percent/p95")
-    memory_used_bytes: int | None = _by("last", logged=True)
+    utilization_percent_mean: float | None = _by(
+        "mean", "utilization", logged="share of time in which at least one kernel ran", name="utilization_percent/mean"
+    )
+    utilization_percent_p5: float | None = _by(
+        "p5", "utilization", logged="5th percentile of the driver's samples", name="utilization_percent/p5"
+    )
+    utilization_percent_p95: float | None = _by(
+        "p95", "utilization", logged="95th percentile of the driver's samples", name="utilization_percent/p95"
+    )
+    memory_used_bytes: int | None = _by("last", logged="used by all processes")
     memory_used_bytes_max: int | None = _by("max", "memory_used_bytes")
-    memory_total_bytes: int | None = _by("last", logged=True)
-    power_watts: float | None = _by("last", logged=True)
+    memory_total_bytes: int | None = _by("last", logged="size of the memory")
+    power_watts: float | None = _by("last", logged="power draw at the last poll")
     energy_joules: float | None = _by("difference")
-    temperature_celsius: float | None = _by("last", logged=True)
+    temperature_celsius: float | None = _by("last", logged="of the GPU core, at the last poll")
     temperature_celsius_max: float | None = _by("max", "temperature_celsius")
-    throttled_percent: float | None = _by("percent_of_time", "throttled_s", logged=True)
+    throttled_percent: float | None = _by(
+        "percent_of_time", "throttled_s", logged="share of time in which power or heat throttled the clocks"
+    )
     power_capped_percent: float | None = _by("percent_of_time", "power_capped_s")
     thermal_throttled_percent: float | None = _by("percent_of_time", "thermal_throttled_s")
     held_clock_percent: float | None = _by("mean")
     power_limit_watts: float | None = _by("last")
     power_limit_watts_max: float | None = _by("last")
-    pcie_tx_bytes_per_second: float | None = _by("rate", "pcie_tx_bytes", logged=True)
-    pcie_rx_bytes_per_second: float | None = _by("rate", "pcie_rx_bytes", logged=True)
-    sm_active_percent: float | None = _by("mean", logged=True)
-    sm_occupancy_percent: float | None = _by("mean", logged=True)
-    tensor_active_percent: float | None = _by("mean", logged=True)
-    dram_active_percent: float | None = _by("mean", logged=True)
+    pcie_tx_bytes_per_second: float | None = _by("rate", "pcie_tx_bytes", logged="sent over PCIe")
+    pcie_rx_bytes_per_second: float | None = _by("rate", "pcie_rx_bytes", logged="received over PCIe")
+    sm_active_percent: float | None = _by("mean", logged="active multiprocessors (Hopper and later)")
+    sm_occupancy_percent: float | None = _by("mean", logged="resident warps relative to the maximum (Hopper and later)")
+    tensor_active_percent: float | None = _by("mean", logged="activity of the tensor cores (Hopper and later)")
+    dram_active_percent: float | None = _by("mean", logged="memory bandwidth in use (Hopper and later)")
     processes: tuple[GpuProcess, ...] | None = None  # at the last sample, each with its mean utilization
     errors: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
 
-def _metric(field: str, source: str, reduction: Reduction, logged: bool | str) -> Metric:
-    return Metric(field, source or field, reduction, field if logged is True else logged or None)
+def _metric(field: str, source: str, reduction: Reduction, logged: str, name: str) -> Metric:
+    return Metric(field, source or field, reduction, (name or field) if logged else None, logged)
 
 
 METRICS = tuple(
     _metric(field.name, *field.metadata["metric"]) for field in dataclasses.fields(GpuWindow) if field.metadata
 )
+# What gpu_metrics() returns: name after gpu/<i>/ -> meaning
+LOGGED = {
+    **{metric.logged: metric.meaning for metric in METRICS if metric.logged},
+    "own_memory_bytes": "used by this job",
+    "others_memory_bytes": "used by other jobs",
+    "own_utilization_percent": "share of time in which kernels of this job ran",
+    "others_utilization_percent": "share of time in which kernels of other jobs ran",
+    "energy_joules": "used since training started, by the driver's counter",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.units import number_ranges, printable
+from lightning_gpu_tools.units import format_bytes, number_ranges, printable
 
 # Our default: this fits on a screen next to the rest of the report. 16 GPUs are two machines of eight.
 _MAX_ROWS = 16
@@ -24,16 +24,29 @@ _MARGIN = 10.0
 
 
 class _Column(NamedTuple):
-    title: str
+    title: str  # in the text; "" = not in it
+    page_title: str  # on the page; likewise
     unit: str
     field: str
     of_node: bool = True  # also shown in lines about a node
     compared: bool = True  # a GPU can be an outlier in it
-    is_shown: Callable[[Sequence[float]], object] = bool  # given the known values
+    is_shown: Callable[[Sequence[float]], object] = bool  # in the text, given the known values
+    page_zeros: bool = True  # whether the page shows a zero, not an empty cell
 
     def values(self, gpus: Iterable[GpuSummary]) -> list[float]:
         known = [value for gpu in gpus if (value := getattr(gpu, self.field)) is not None]
         return [value / 2**30 for value in known] if self.unit == "GiB" else known
+
+    def page_cell(self, gpu: GpuSummary) -> str:
+        """Return a cell of the page, with its unit; empty if there is no value to show."""
+        value = getattr(gpu, self.field)
+        if value is None or not (value or self.page_zeros):
+            return ""
+        if self.unit == "GiB":
+            return format_bytes(value)
+        if self.unit == "kWh":
+            return f"{value / 3.6e6:,.2f} kWh"
+        return f"{value:,.0f} {'°C' if self.unit == 'C' else self.unit}"
 
     def range(self, gpus: Iterable[GpuSummary]) -> str:
         """Return minimum, median and maximum, or one number if they are equal; ``"?"`` without known values."""
@@ -47,20 +60,24 @@ class _Column(NamedTuple):
         return f"{value:.1f}" if self.unit == "GiB" and value < 99.95 else f"{value:.0f}"
 
 
-_COLUMNS = (
-    _Column("busy", "%", "utilization_percent_mean", is_shown=lambda values: True),
-    _Column("waits", "%", "rank_wait_percent", is_shown=any),  # of it, for other ranks
-    _Column("p5", "%", "utilization_percent_p5", of_node=False, compared=False),
-    _Column("p95", "%", "utilization_percent_p95", of_node=False, compared=False),
-    _Column("SMs", "%", "sm_active_percent"),
-    _Column("tensor", "%", "tensor_active_percent", of_node=False, compared=False),
-    _Column("peak", "GiB", "memory_used_bytes_max"),
-    _Column("of", "GiB", "memory_total_bytes", of_node=False),
-    _Column("others", "GiB", "others_memory_bytes_max", of_node=False, is_shown=any),
-    _Column("others", "%", "others_utilization_percent", of_node=False, is_shown=any),
-    _Column("power", "W", "power_watts_mean"),
-    _Column("temp", "C", "temperature_celsius_max"),
-    _Column("throttled", "%", "throttled_percent", is_shown=any),
+# The tables of the text and of the page, in their order.
+COLUMNS = (
+    _Column("busy", "busy", "%", "utilization_percent_mean", is_shown=lambda values: True),
+    _Column("waits", "waits for ranks", "%", "rank_wait_percent", is_shown=any, page_zeros=False),
+    _Column("p5", "p5", "%", "utilization_percent_p5", of_node=False, compared=False),
+    _Column("p95", "p95", "%", "utilization_percent_p95", of_node=False, compared=False),
+    _Column("", "in validation", "%", "validation_utilization_percent_mean"),
+    _Column("", "by other jobs", "%", "others_utilization_percent", page_zeros=False),
+    _Column("SMs", "SMs active", "%", "sm_active_percent"),
+    _Column("tensor", "tensor cores", "%", "tensor_active_percent", of_node=False, compared=False),
+    _Column("peak", "peak memory", "GiB", "memory_used_bytes_max"),
+    _Column("of", "of", "GiB", "memory_total_bytes", of_node=False),
+    _Column("others", "of other jobs", "GiB", "others_memory_bytes_max", of_node=False, is_shown=any, page_zeros=False),
+    _Column("others", "", "%", "others_utilization_percent", of_node=False, is_shown=any),  # beside their memory
+    _Column("power", "power", "W", "power_watts_mean"),
+    _Column("", "energy", "kWh", "energy_joules"),
+    _Column("temp", "hottest", "C", "temperature_celsius_max"),
+    _Column("throttled", "throttled", "%", "throttled_percent", is_shown=any),
 )
 
 
@@ -79,7 +96,7 @@ _Line = tuple[list[str], list[_Compared], str]
 
 def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
     """Return a report's lines on the GPUs: a table of at most 100 columns, and sentences; ``full``: a line per GPU."""
-    columns = [column for column in _COLUMNS if column.is_shown(column.values(gpus))]
+    columns = [column for column in COLUMNS if column.title and column.is_shown(column.values(gpus))]
     compared = _compare(gpus, columns)
     nodes = len({gpu.node for gpu in gpus})
     lines = []

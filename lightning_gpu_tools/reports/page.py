@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import bokeh
@@ -13,7 +13,6 @@ from bokeh.embed import components
 from lightning_gpu_tools.advice.findings import gain
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
 from lightning_gpu_tools.files import replacing
-from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.charts import (
     LINES,
     MAX_LINES,
@@ -23,6 +22,7 @@ from lightning_gpu_tools.reports.charts import (
     torch_account,
 )
 from lightning_gpu_tools.reports.comparison import compare, confirm, details, headline, steady_phase_s
+from lightning_gpu_tools.reports.gpu_table import COLUMNS
 from lightning_gpu_tools.reports.markup import Bar, element, escaped, folded, table
 from lightning_gpu_tools.reports.page_charts import Charts
 from lightning_gpu_tools.reports.report import PAGE_NAME, Report
@@ -223,40 +223,18 @@ def _gpus(report: Report, charts: Charts) -> Iterable[str]:
     for metric in LINES:
         if having := [gpu for gpu in gpus if metric in gpu.timelines]:
             yield charts.lines(metric, gpus[:1] if is_chosen else having, chosen=is_chosen)
-    columns = {name: [show(gpu) for gpu in report.gpus] for name, show in _COLUMNS.items()}
+    columns = {
+        "GPU": [gpu_label(gpu) for gpu in report.gpus],
+        "name": [gpu.name or gpu.uuid for gpu in report.gpus],
+        **{one.page_title: [one.page_cell(gpu) for gpu in report.gpus] for one in COLUMNS if one.page_title},
+        "errors": [", ".join(gpu.errors) for gpu in report.gpus],
+    }
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     yield table("GPUs over the whole run", [*columns], list(zip(*columns.values(), strict=True)))
 
 
-def _number(value: float | None, unit: str, digits: int = 0) -> str:
-    return "" if value is None else f"{value:,.{digits}f} {unit}"
-
-
 def _size(size_bytes: int | None) -> str:
     return "" if size_bytes is None else format_bytes(size_bytes)
-
-
-# Columns of the table of GPUs; an empty column is left out.
-_COLUMNS: dict[str, Callable[[GpuSummary], str]] = {
-    "GPU": gpu_label,
-    "name": lambda gpu: gpu.name or gpu.uuid,
-    "busy": lambda gpu: _number(gpu.utilization_percent_mean, "%"),
-    "waits for ranks": lambda gpu: _number(gpu.rank_wait_percent or None, "%"),
-    "p5": lambda gpu: _number(gpu.utilization_percent_p5, "%"),
-    "p95": lambda gpu: _number(gpu.utilization_percent_p95, "%"),
-    "in validation": lambda gpu: _number(gpu.validation_utilization_percent_mean, "%"),
-    "by other jobs": lambda gpu: _number(gpu.others_utilization_percent or None, "%"),
-    "SMs active": lambda gpu: _number(gpu.sm_active_percent, "%"),
-    "tensor cores": lambda gpu: _number(gpu.tensor_active_percent, "%"),
-    "peak memory": lambda gpu: _size(gpu.memory_used_bytes_max),
-    "of": lambda gpu: _size(gpu.memory_total_bytes),
-    "of other jobs": lambda gpu: _size(gpu.others_memory_bytes_max or None),
-    "power": lambda gpu: _number(gpu.power_watts_mean, "W"),
-    "energy": lambda gpu: _number(None if gpu.energy_joules is None else gpu.energy_joules / 3.6e6, "kWh", 2),
-    "hottest": lambda gpu: _number(gpu.temperature_celsius_max, "°C"),
-    "throttled": lambda gpu: _number(gpu.throttled_percent, "%"),
-    "errors": lambda gpu: ", ".join(gpu.errors),
-}
 
 
 def _memory(report: Report, charts: Charts) -> Iterable[str]:

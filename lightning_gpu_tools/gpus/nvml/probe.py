@@ -7,7 +7,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pynvml
 
@@ -80,11 +80,27 @@ class ErrorEvents:
         self._event_set = None
 
 
-# Field values, by number because older versions of nvidia-ml-py lack the names. The finer throttle counters
+class _Counter(NamedTuple):
+    """A field value of NVML, which every read asks for."""
+
+    id: int
+    name: str  # for messages if the driver refuses it
+    metric: str  # field of GpuSample
+    scale: float = 1.0  # to the metric's unit
+
+
+# A sample does not have these three as they are, so read() takes them out.
+_ECC_ERRORS, _PCIE_TX, _PCIE_RX = "ecc_errors", "pcie_tx_bytes", "pcie_rx_bytes"
+# By number because older versions of nvidia-ml-py lack the names. The finer throttle counters
 # (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN) have different numbers in R580 and in nvidia-ml-py 13.615.
-_FIELDS = 4, 74, 75, 83, 197, 198
-_ECC_UNCORRECTED, _POWER_CAPPED, _THERMAL, _ENERGY, _PCIE_TX, _PCIE_RX = _FIELDS
-_SCALES = {_POWER_CAPPED: 1e-9, _THERMAL: 1e-9, _ENERGY: 1e-3}  # from nanoseconds and millijoules
+_COUNTERS = (
+    _Counter(4, "uncorrectable ECC errors", _ECC_ERRORS),
+    _Counter(74, "throttling by power", "power_capped_s", 1e-9),  # from nanoseconds
+    _Counter(75, "throttling by heat", "thermal_throttled_s", 1e-9),
+    _Counter(83, "energy", "energy_joules", 1e-3),  # from millijoules
+    _Counter(197, "PCIe traffic sent", _PCIE_TX),
+    _Counter(198, "PCIe traffic received", _PCIE_RX),
+)
 
 # Members of nvmlValue_t in the order of nvmlValueType_t
 _VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
@@ -93,17 +109,12 @@ _VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal"
 # https://github.com/NVIDIA/dcgm-exporter/issues/721. A counter that has exceeded this value does not wrap.
 _32_BITS = 2**32
 
-# Names of counters, for messages if the driver refuses them.
-_NAMED: dict[object, str] = {
+# Names for messages if the driver refuses them.
+_NAMED = {
     "GPM": "the GPU performance monitors (GPM)",
     "error events": "Xid events",
     "counters": "the counters of energy, throttling and PCIe traffic",
-    _ECC_UNCORRECTED: "uncorrectable ECC errors",
-    _POWER_CAPPED: "throttling by power",
-    _THERMAL: "throttling by heat",
-    _ENERGY: "energy",
-    _PCIE_TX: "PCIe traffic sent",
-    _PCIE_RX: "PCIe traffic received",
+    **{counter.metric: counter.name for counter in _COUNTERS},
 }
 
 
@@ -121,12 +132,12 @@ class GpuProbe:
         self.uuid = uuid
         self._is_mig = uuid.startswith("MIG-")
         self._handle: Any = None
-        self._absent: set[object] = {"power", "temperature", "counters"} if self._is_mig else set()
+        self._absent: set[str] = {"power", "temperature", "counters"} if self._is_mig else set()
         if not gpm:
             self._absent.add("GPM")
         self._failing: set[str] = set()  # failures already reported
         self._problems: list[str] = []
-        self._refused: dict[object, str] = {}  # metric -> reason
+        self._refused: dict[str, str] = {}  # metric -> reason
         self._last_sample_us: int | None = None
         self._last_sample_s = 0.0
         self._events = ErrorEvents()
@@ -161,10 +172,11 @@ class GpuProbe:
             self._find()
         metrics: dict[int, float] = self._ask("GPM", self._monitors.read, now_s) or {}
         counters = self._read_counters()
+        errors += self._ecc(counters.pop(_ECC_ERRORS, None))
+        pcie_tx_bytes, pcie_rx_bytes = self._pcie(metrics, counters.pop(_PCIE_TX, None), counters.pop(_PCIE_RX, None))
         memory = self._ask("memory", pynvml.nvmlDeviceGetMemoryInfo)
         milliwatts = self._ask("power", pynvml.nvmlDeviceGetPowerUsage)
-        throttled_s = [counters[field] for field in (_POWER_CAPPED, _THERMAL) if field in counters]
-        pcie_tx_bytes, pcie_rx_bytes = self._pcie(metrics, counters)
+        throttled_s = [counters[name] for name in ("power_capped_s", "thermal_throttled_s") if name in counters]
         return GpuSample(
             uuid=self.uuid,
             time_s=now_s,
@@ -173,11 +185,8 @@ class GpuProbe:
             memory_total_bytes=memory and memory.total,
             driver_memory_bytes=self._driver_memory_bytes,
             power_watts=None if milliwatts is None else 1e-3 * milliwatts,
-            energy_joules=counters.get(_ENERGY),
             temperature_celsius=self._ask("temperature", pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
             throttled_s=sum(throttled_s) if throttled_s else None,
-            power_capped_s=counters.get(_POWER_CAPPED),
-            thermal_throttled_s=counters.get(_THERMAL),
             held_clock_percent=self._held_clock(sum(throttled_s)),
             power_limit_watts=self._power_limits[0],
             power_limit_watts_max=self._power_limits[1],
@@ -189,9 +198,10 @@ class GpuProbe:
             dram_active_percent=metrics.get(_gpm.DRAM),
             lists_processes=not self._is_utilizations_turn,
             processes=self._read_processes(),
-            errors=(*errors, *self._ecc(counters)),
+            errors=tuple(errors),
             problems=tuple(self._problems),
             refused=tuple(f"{_NAMED[metric]} of {self.uuid} ({why})" for metric, why in self._refused.items()),
+            **counters,
         )
 
     def _held_clock(self, held_s: float) -> float | None:
@@ -235,7 +245,7 @@ class GpuProbe:
             return value
         return None
 
-    def _note_refusal(self, metric: object, error: pynvml.NVMLError) -> None:
+    def _note_refusal(self, metric: str, error: pynvml.NVMLError) -> None:
         self._absent.add(metric)
         # Products that lack a counter are not reported, but a MIG instance may lack counters that its GPU has.
         if metric in _NAMED and (self._is_mig or not isinstance(error, pynvml.NVMLError_NotSupported)):
@@ -267,28 +277,32 @@ class GpuProbe:
         rates = self._ask("utilization", pynvml.nvmlDeviceGetUtilizationRates)
         return [] if rates is None else [UtilizationSample(time_s=now_s, percent=float(rates.gpu))]
 
-    def _read_counters(self) -> dict[int, float]:
-        wanted = [field for field in _FIELDS if field not in self._absent]
+    def _read_counters(self) -> dict[str, float]:
+        wanted = [counter for counter in _COUNTERS if counter.metric not in self._absent]
+        ids = [counter.id for counter in wanted]
+        values = self._ask("counters", pynvml.nvmlDeviceGetFieldValues, ids) if ids else None
         counters = {}
-        for value in (self._ask("counters", pynvml.nvmlDeviceGetFieldValues, wanted) if wanted else None) or ():
+        for counter, value in zip(wanted, values or (), strict=False):
             if value.nvmlReturn == pynvml.NVML_SUCCESS:
-                self._failing.discard(f"counter {value.fieldId}")
+                self._failing.discard(f"counter {counter.id}")
                 number = getattr(value.value, _VALUE_MEMBERS[value.valueType])
-                counters[value.fieldId] = number * _SCALES.get(value.fieldId, 1)
+                counters[counter.metric] = number * counter.scale
             elif isinstance(error := pynvml.NVMLError(value.nvmlReturn), (*NEVER, pynvml.NVMLError_InvalidArgument)):
-                self._note_refusal(value.fieldId, error)  # older drivers report unknown fields as invalid arguments
+                self._note_refusal(counter.metric, error)  # older drivers report unknown fields as invalid arguments
             else:
-                self._fail(f"counter {value.fieldId}", error)
+                self._fail(f"counter {counter.id}", error)
         return counters
 
-    def _ecc(self, counters: dict[int, float]) -> list[str]:
+    def _ecc(self, count: float | None) -> list[str]:
         before = self._ecc_errors
-        count = self._ecc_errors = counters.get(_ECC_UNCORRECTED, before)
+        self._ecc_errors = before if count is None else count
         if before is None or count is None or count <= before:
             return []
         return [f"{count - before:.0f} uncorrectable ECC error(s) in the GPU's memory"]
 
-    def _pcie(self, metrics: dict[int, float], counters: dict[int, float]) -> tuple[int | None, int | None]:
+    def _pcie(
+        self, metrics: dict[int, float], sent: float | None, received: float | None
+    ) -> tuple[int | None, int | None]:
         if self._pcie_by_gpm is None and (metrics or "GPM" in {*self._absent, *self._failing}):
             self._pcie_by_gpm = _gpm.PCIE_TX in metrics and _gpm.PCIE_RX in metrics
         if self._pcie_by_gpm is None:  # use only one of the two sources, because they count from different starts
@@ -297,7 +311,6 @@ class GpuProbe:
             self._absent |= {_PCIE_TX, _PCIE_RX}
             sent_bytes, received_bytes = self._monitors.pcie_bytes
             return (int(sent_bytes), int(received_bytes)) if metrics else (None, None)
-        sent, received = counters.get(_PCIE_TX), counters.get(_PCIE_RX)
         if sent is None or received is None:
             return None, None
         self._pcie_is_wide |= max(sent, received) >= _32_BITS

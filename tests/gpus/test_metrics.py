@@ -1,0 +1,51 @@
+"""A metric is where its readers look for it: in the loggers and their documentation, and in the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from types import NoneType
+from typing import get_args, get_type_hints
+
+from lightning_gpu_tools import GPUUtilizationMonitor
+from lightning_gpu_tools.gpus.metrics import LOGGED, GpuSummary, GpuWindow, gpu_metrics
+from lightning_gpu_tools.gpus.readings import Sharing
+from lightning_gpu_tools.reports.gpu_table import COLUMNS
+
+# Numbers of GpuSummary that only gpu_report.json has, and why.
+NOT_IN_TABLES = {
+    "index": "it names the GPU",
+    "node": "it names the GPU",
+    "own_memory_bytes": "the account of memory has the parts of it",
+    "own_utilization_percent": "on a shared GPU it is what others leave of busy",
+    "sm_occupancy_percent": "a detail of sm_active_percent",
+    "dram_active_percent": "a detail of sm_active_percent",
+}
+
+
+def test_docs_and_docstring_list_the_logged_metrics() -> None:
+    window = GpuWindow(**{field.name: 1 for field in dataclasses.fields(GpuWindow)})  # type: ignore[arg-type]
+    logged = gpu_metrics(0, window, Sharing(*[1] * len(Sharing._fields)), energy_joules=1.0)
+    assert {f"gpu/0/{name}" for name in LOGGED} == {*logged}, "describe it in LOGGED of gpus/metrics.py"
+
+    listed = set()
+    lines = re.findall(r"^- ((?:``[^`]+``(?:, )?)+):", str(inspect.getdoc(GPUUtilizationMonitor)), re.MULTILINE)
+    for name in re.findall(r"``(.*?)``", "".join(lines)):
+        before, choices, after = re.fullmatch(r"([^{]*)(?:\{(.*?)\})?(.*)", name).groups()  # type: ignore[union-attr]
+        listed |= {f"{before}{choice}{after}" for choice in (choices or "").split(",")}
+    assert listed == {*LOGGED}, "list it in the docstring of trainer/gpu_utilization_monitor.py"
+
+
+def test_every_number_of_a_gpu_is_in_a_table_of_the_report() -> None:
+    numbers = {name for name, hint in get_type_hints(GpuSummary).items() if is_number(hint)}
+    shown = {column.field for column in COLUMNS}
+    assert len(numbers) > 15
+    assert shown <= numbers
+    assert numbers - shown == {*NOT_IN_TABLES}, (
+        "add a line to COLUMNS of reports/gpu_table.py, or the reason why not to NOT_IN_TABLES of this test"
+    )
+
+
+def is_number(hint: type) -> bool:
+    return {*(get_args(hint) or [hint])} <= {int, float, NoneType}
