@@ -6,7 +6,8 @@
 
 The two classes are scikit-learn's two sample photographs. Each sample is a random crop, decoded from the JPEG file and
 augmented, so loading takes time. The network is small, so a step is short, as on a GPU. The test crops are from a part
-of the photographs that training never sees. The example uses the GPUs with the most free memory, or the CPU.
+of the photographs that training never sees.
+The example uses the GPUs with the most free memory, or the CPU.
 """
 
 import argparse
