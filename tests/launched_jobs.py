@@ -44,14 +44,14 @@ while len(list(pathlib.Path(__file__).parent.glob(f"train.py.{start}.*"))) < int
 
 
 def torchrun(rank: int, **changed: str) -> dict[str, str]:
-    """What torchrun tells a rank of two on one node."""
+    """Return the environment that torchrun gives a rank of two on one node."""
     names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
     elastic = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_PORT": "29500"}
     return {**os.environ, **names, **elastic, **changed}
 
 
 def slurm(task: int, **changed: str) -> dict[str, str]:
-    """What ``srun`` tells a task of two on one node."""
+    """Return the environment that ``srun`` gives a task of two on one node."""
     names = {"JOB_ID": "77", "STEP_ID": "0", "JOB_NAME": "train", "NTASKS": "2", "NTASKS_PER_NODE": "2", "NNODES": "1"}
     own = {"NODEID": "0", "PROCID": str(task), "LOCALID": str(task), "STEP_TASKS_PER_NODE": "2"}
     told = {f"SLURM_{name}": value for name, value in {**names, **own}.items()}
@@ -59,27 +59,27 @@ def slurm(task: int, **changed: str) -> dict[str, str]:
 
 
 def mpirun(rank: int, **changed: str) -> dict[str, str]:
-    """What Open MPI tells a process of two on one node."""
+    """Return the environment that Open MPI gives a process of two on one node."""
     names = {"SIZE": "2", "RANK": str(rank), "LOCAL_SIZE": "2", "LOCAL_RANK": str(rank)}
     told = {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
     return {**os.environ, **told, "PMIX_NAMESPACE": "790888449", **changed}
 
 
 def mpiexec(rank: int, **changed: str) -> dict[str, str]:
-    """What MPICH and Intel MPI tell a process of two on one node."""
+    """Return the environment that MPICH and Intel MPI give a process of two on one node."""
     names = {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": str(rank), "PMI_SIZE": "2", "PMI_RANK": str(rank)}
     return {**os.environ, **names, **changed}
 
 
 def jsrun(rank: int, **changed: str) -> dict[str, str]:
-    """What LSF's ``jsrun`` tells a process of two on one node."""
+    """Return the environment that LSF's ``jsrun`` gives a process of two on one node."""
     names = {"SIZE": "2", "RANK": str(rank), "LOCAL_SIZE": "2", "LOCAL_RANK": str(rank)}
     told = {f"JSM_NAMESPACE_{name}": value for name, value in names.items()}
     return {**os.environ, **told, "LSB_JOBID": "77", "PMIX_NAMESPACE": "1", **changed}
 
 
 def by_hand(rank: int, **changed: str) -> dict[str, str]:
-    """What a user tells a rank whom no launcher starts, as Lightning's guide to general-purpose clusters says."""
+    """Return the environment of a rank without a launcher, from Lightning's guide to general-purpose clusters."""
     names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "NODE_RANK": "0"}
     return {**os.environ, **names, "LOCAL_RANK": str(rank), **changed}
 
@@ -95,7 +95,7 @@ def positions(driver: Driver, uuids: list[str]) -> list[int]:
 
 
 def said(output: str, driver: Driver) -> dict[str, dict[int, list[int]]]:
-    """What the processes said: what was done -> rank -> positions of the GPUs in the order of the ranks."""
+    """Parse the output of processes: action -> rank -> positions of the GPUs, in the order of the ranks."""
     found: dict[str, dict[int, list[int]]] = {}
     for line in output.splitlines():
         if line.startswith("SAID"):

@@ -1,4 +1,4 @@
-"""What loops without a Trainer train, and what a `watch` of them may leave behind."""
+"""Models for loops without a Trainer, and the traces that a `watch` of them may leave behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether environment variables, commands, classes and options exist that advice and pages name."""
+"""Checks that the environment variables, commands, classes and options that advice and pages name exist."""
 
 from __future__ import annotations
 

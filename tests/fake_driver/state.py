@@ -197,7 +197,7 @@ class Driver:
         ]
 
     def stays_open(self) -> bool:
-        """Whether the driver was opened and stayed open until it was closed for good."""
+        """Return whether the driver was opened and stayed open until it was closed for good."""
         opened, closings = 0, 0
         for call in self.calls():
             opened += call.function.startswith("nvmlInit")

@@ -1,4 +1,4 @@
-"""load_from_checkpoint beside Lightning's own."""
+"""load_from_checkpoint, compared with Lightning's own."""
 
 import functools
 import os

@@ -39,7 +39,7 @@ def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Slow(Samples):
-    """Does something in worker processes beside waiting."""
+    """Does something in worker processes in addition to waiting."""
 
     def __init__(self, count: int = 40, act: Callable[[], object] = lambda: None) -> None:
         super().__init__(count, time.sleep, LOAD_S)

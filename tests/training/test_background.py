@@ -1,4 +1,4 @@
-"""A thread that does small jobs beside a training: the times of its calls, and the errors in them."""
+"""A thread that does small jobs next to a training: the times of its calls, and the errors in them."""
 
 import subprocess
 import threading
