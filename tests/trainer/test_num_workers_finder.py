@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Samples, Stream, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report
+from lightning_gpu_tools.advice import loader_plan
 from lightning_gpu_tools.loaders import plan
 from lightning_gpu_tools.types import LoaderResult
 
@@ -385,6 +386,7 @@ def test_only_settings_that_turn_out_slower_than_the_original_ones_are_taken_bac
 ) -> None:
     monkeypatch.setattr(plan, "CONFIRM_GROUP_STEPS", 2)
     monkeypatch.setattr(plan, "_DEEP_PREFETCH", 2)  # more batches under way would need a longer training
+    monkeypatch.setattr(loader_plan, "_PREFETCH_FROM_SPREAD", ())  # on a busy machine, batches come unevenly
     flag = tmp_path / "slow"
     model = SlowerSteps(flag if slower == "machine" else tmp_path / "never")
     # Four workers then take 150 ms a batch. The original 28 ms stay below that under any load.
