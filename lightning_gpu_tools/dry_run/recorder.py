@@ -33,6 +33,7 @@ from lightning_gpu_tools.advice.batch_size import largest_batch
 from lightning_gpu_tools.dry_run.peak import Peak, find_peak, moments_of, parts_at, phase_of
 from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, Moment, Plan, ProcessRecord
 from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.frames import frames_kept
 from lightning_gpu_tools.training.memory_counters import read_memory
 from lightning_gpu_tools.training.memory_holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
 from lightning_gpu_tools.training.memory_lines import Block, MemoryRecorder, by_line, live_blocks
@@ -120,7 +121,8 @@ class Recorder:
         with contextlib.suppress(Exception):  # an error here would replace torch's
             stack = _stack_of(sys._getframe(1) if sys._getframe().f_back else None)
             training = sys._current_frames().get(threading.main_thread().ident or 0)
-            seen = line_in(stack) or line_in(_stack_of(training))
+            with frames_kept():
+                seen = line_in(stack) or line_in(_stack_of(training))
             self._failures += 1
             self._failure = Moment(self._step, phase_of(stack) if self._step else "", *(seen or ())[:3])
             self._requested_bytes = requested_bytes

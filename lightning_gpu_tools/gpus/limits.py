@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
+from lightning_gpu_tools.training.frames import frames_kept
+
 _K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
 
@@ -63,10 +65,11 @@ def hangs() -> bool:
 
 def pending_function(thread: threading.Thread) -> str:
     """Return the name of the NVML function that a thread is executing."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        name = frame.f_code.co_name
-        if name.startswith("nvml") and str(frame.f_globals.get("__name__")).startswith("pynvml"):
-            return name
-        frame = frame.f_back
+    with frames_kept():
+        frame = sys._current_frames().get(thread.ident or 0)
+        while frame is not None:
+            name = frame.f_code.co_name
+            if name.startswith("nvml") and str(frame.f_globals.get("__name__")).startswith("pynvml"):
+                return name
+            frame = frame.f_back
     return "NVML"

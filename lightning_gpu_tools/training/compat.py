@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from lightning_gpu_tools.training.frames import frames_kept
+
 
 def matmul_precision() -> str | None:
     """Return the precision of float32 matrix products, in terms of ``torch.set_float32_matmul_precision``.
@@ -138,9 +140,10 @@ def iterator_waited_for(frames: Sequence[FrameType]) -> object | None:
 
     Without it, a stall in data loading is attributed to the training process.
     """
-    for frame in reversed(frames):
-        if frame.f_code.co_name in _WAITS and hasattr(iterator := frame.f_locals.get("self"), "_workers"):
-            return iterator
+    with frames_kept():
+        for frame in reversed(frames):
+            if frame.f_code.co_name in _WAITS and hasattr(iterator := frame.f_locals.get("self"), "_workers"):
+                return iterator
     return None
 
 

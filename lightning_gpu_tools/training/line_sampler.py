@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
+from lightning_gpu_tools.training.frames import frames_kept
 from lightning_gpu_tools.training.phases import IN_WORKER, MONITORING, PAUSES, SLOW_STEP, base_phase, is_backward
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import LineCounts, Seen, line_of
@@ -83,7 +84,8 @@ class _Sampler(BackgroundJobs):
                 self._switch_as_before()
                 return wait_s
             self._switch_quickly()
-            seen = line_of(self._frame(sys._current_frames()))
+            with frames_kept():
+                seen = line_of(self._frame(sys._current_frames()))
             if seen is not None:
                 for phase in self._phases(seen):
                     self._counts.add(phase, seen.file, seen.line, seen.function)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from lightning_gpu_tools.processes import read_kernel_file
+from lightning_gpu_tools.training.frames import frames_kept
 from lightning_gpu_tools.training.stall_facts import Activity, Frame, Wait
 
 # System calls by what they wait for, from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and
@@ -133,8 +134,9 @@ def _frame(file: str, line: int, function: str) -> Frame:
 
 def frames_of(thread: int) -> list[FrameType]:
     """Return the stack of a thread, outermost call first; empty if it has ended. Takes about 40 µs."""
-    frame = sys._current_frames().get(thread)
-    return [] if frame is None else [one for one, _ in traceback.walk_stack(frame)][::-1]
+    with frames_kept():
+        frame = sys._current_frames().get(thread)
+        return [] if frame is None else [one for one, _ in traceback.walk_stack(frame)][::-1]
 
 
 def frames_in(text: str) -> tuple[Frame, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.training import compat
+from lightning_gpu_tools.training.frames import frames_kept
 from lightning_gpu_tools.training.memory_holdings import plain_tensors
 from lightning_gpu_tools.units import printable
 
@@ -175,11 +176,12 @@ def _largest_unnamed(known: Container[tuple[int, int]]) -> torch.Tensor | None:
 def _running_locals() -> dict[str, object]:
     """Return the local variables of all functions that are running, by description."""
     found: dict[str, object] = {}
-    for innermost in sys._current_frames().values():
-        for frame, line in traceback.walk_stack(innermost):
-            if not _is_ours(frame):
-                place = f"the running {_in_code(frame.f_code, line)}"
-                found |= {f"local variable {name} of {place}": value for name, value in _locals(frame).items()}
+    with frames_kept():
+        for innermost in sys._current_frames().values():
+            for frame, line in traceback.walk_stack(innermost):
+                if not _is_ours(frame):
+                    place = f"the running {_in_code(frame.f_code, line)}"
+                    found |= {f"local variable {name} of {place}": value for name, value in _locals(frame).items()}
     del innermost  # this may be the frame of this call, which would hold itself and the result
     return found
 
