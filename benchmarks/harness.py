@@ -38,11 +38,9 @@ def be_quiet() -> None:
     sys.modules.update(dict.fromkeys(["matplotlib", "bokeh"]))
 
 
-def quiet_trainer(folder: str | Path, **options: Any) -> Any:
-    """Return a Trainer for one epoch on the CPU, without logger, checkpoints, and output, except for ``options``."""
-    from lightning.pytorch import Trainer  # here, because some benchmarks must not import Lightning
-
-    defaults: dict[str, Any] = {
+def quiet_options(folder: str | Path) -> dict[str, Any]:
+    """Return the options of a CPU Trainer that prints nothing and writes only below ``folder``."""
+    return {
         "accelerator": "cpu",
         "devices": 1,
         "max_epochs": 1,
@@ -50,10 +48,15 @@ def quiet_trainer(folder: str | Path, **options: Any) -> Any:
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
         "default_root_dir": folder,
     }
-    return Trainer(**{**defaults, **options})
+
+
+def quiet_trainer(folder: str | Path, **options: Any) -> Any:
+    """Return a Trainer with these options and without sanity checks, except for ``options``."""
+    from lightning.pytorch import Trainer  # here, because some benchmarks must not import Lightning
+
+    return Trainer(**{**quiet_options(folder), "num_sanity_val_steps": 0, **options})
 
 
 def write_result(output: Path | None, benchmark: str, *packages: str, **result: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import quiet_options
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -140,20 +141,6 @@ class SpendingLogger(CSVLogger):
 
 def loader(dataset: Dataset[torch.Tensor], **options: Any) -> DataLoader[torch.Tensor]:
     return DataLoader(dataset, **{"batch_size": 1, **options})
-
-
-def quiet_options(folder: Path) -> dict[str, Any]:
-    """Return the options of a CPU Trainer that prints nothing and writes only below ``folder``."""
-    return {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": folder,
-    }
 
 
 def quiet_trainer(folder: Path, **options: Any) -> Trainer:

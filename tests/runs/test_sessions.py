@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import Boom, Samples, background_threads, loader, quiet_options
+from harness import quiet_options
+from trainings import Boom, Samples, background_threads, loader
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report, watch
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING
