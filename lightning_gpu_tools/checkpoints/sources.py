@@ -22,10 +22,10 @@ from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
     Progress,
     Structure,
-    collector_paused,
     compare_with_checksums,
     no_progress,
 )
+from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.units import printable_path
 

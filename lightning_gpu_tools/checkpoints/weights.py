@@ -26,8 +26,8 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     shapes_of,
     weights_in,
 )
-from lightning_gpu_tools.checkpoints.structure import collector_paused
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
+from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,

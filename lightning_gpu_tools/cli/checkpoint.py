@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 from lightning_gpu_tools.checkpoints import sources, summary
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
-from lightning_gpu_tools.checkpoints.structure import WRITTEN_SUFFIXES, Progress, collector_paused, no_progress
+from lightning_gpu_tools.checkpoints.structure import WRITTEN_SUFFIXES, Progress, no_progress
+from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.files import exists
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path

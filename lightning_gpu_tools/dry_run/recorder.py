@@ -30,10 +30,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
+from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.dry_run.peak import Peak, find_peak, moments_of, parts_at, phase_of
 from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, Moment, Plan, ProcessRecord
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.frames import frames_kept
 from lightning_gpu_tools.training.memory_counters import read_memory
 from lightning_gpu_tools.training.memory_holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
 from lightning_gpu_tools.training.memory_lines import Block, MemoryRecorder, by_line, live_blocks

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.training.frames import frames_kept
+from lightning_gpu_tools.collector import frames_kept
 
 
 def matmul_precision() -> str | None:

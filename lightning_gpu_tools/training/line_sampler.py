@@ -27,9 +27,9 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
-from lightning_gpu_tools.training.frames import frames_kept
 from lightning_gpu_tools.training.phases import IN_WORKER, MONITORING, PAUSES, SLOW_STEP, base_phase, is_backward
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import LineCounts, Seen, line_of

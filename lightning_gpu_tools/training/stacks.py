@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.processes import read_kernel_file
-from lightning_gpu_tools.training.frames import frames_kept
 from lightning_gpu_tools.training.stall_facts import Activity, Frame, Wait
 
 # System calls by what they wait for, from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.frames import frames_kept
 from lightning_gpu_tools.training.memory_holdings import plain_tensors
 from lightning_gpu_tools.units import printable
 

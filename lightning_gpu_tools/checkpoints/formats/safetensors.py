@@ -18,8 +18,8 @@ from lightning_gpu_tools.checkpoints.structure import (
     Structure,
     TensorInfo,
     are_sizes,
-    collector_paused,
 )
+from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.units import printable
 
 NAME = "safetensors"

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from lightning_gpu_tools.training.frames import frames_kept
+from lightning_gpu_tools.collector import frames_kept
 
 # A collection in the reading thread lets the main thread run, which returns from functions with few variables and calls
 # others with many. Without the pause, Python 3.11 crashes within two seconds.
