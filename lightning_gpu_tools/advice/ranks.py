@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean, median, median_low
 from typing import Any
 
-from lightning_gpu_tools.gpus.readings import known
+from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.training.run_measurements import RankStep
 
 _USUAL = 0.9  # our default: the share of sampled steps that count, shortest first
@@ -83,7 +83,7 @@ def with_waits(ranks: tuple[RankStep, ...], waits: Mapping[int, Mapping[str, Any
         least_s = {step: min(one["by_step"][step] for one in of_ranks) for step in steps}
         sending_s = median(least_s.values())
         sampled_s = [usual_s(one["by_step"][step] - least_s[step] for step in steps) for one in of_ranks]
-        late_s = [max(known([one_s, two_s])) for one_s, two_s in zip(late_s, sampled_s, strict=True)]
+        late_s = [max(not_none([one_s, two_s])) for one_s, two_s in zip(late_s, sampled_s, strict=True)]
     return tuple(
         replace(rank, others_late_s=one_s, wait_s=None if sending_s is None or one_s is None else sending_s + one_s)
         for rank, one_s in zip(ranks, late_s, strict=True)

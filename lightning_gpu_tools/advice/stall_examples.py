@@ -41,4 +41,4 @@ def a_group(*calls: Collective, name: str = "default_pg", ranks: Sequence[int] =
 def a_rank(number: int, **facts: Any) -> RankFacts:
     """Return a rank that has made no progress for 70 s."""
     defaults = {"node": 0, "pid": 100 + number, "epoch": 1, "step": 5, "phase": FORWARD, "stuck_s": 70.0}
-    return RankFacts(rank=number, is_over=True, **{**defaults, **facts})
+    return RankFacts(rank=number, has_stalled=True, **{**defaults, **facts})

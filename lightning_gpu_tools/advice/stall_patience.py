@@ -89,7 +89,7 @@ class Patience:
         return self.limit_s * AGAIN**self._reports - self.stuck_s
 
     @property
-    def is_over(self) -> bool:
+    def has_stalled(self) -> bool:
         """Whether training has stalled."""
         return self.stuck_s >= self.limit_s and base_phase(self._phase) != OUTSIDE_LOOP
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from lightning_gpu_tools.gpus.readings import GpuProcess, Sharing, UtilizationSample, known
+from lightning_gpu_tools.gpus.readings import GpuProcess, Sharing, UtilizationSample, not_none
 from lightning_gpu_tools.training.timeline import Series
 
 
@@ -247,6 +247,6 @@ def over_run(window: GpuWindow, validation: GpuWindow) -> dict[str, Any]:
         if metric.field in GpuSummary.__dataclass_fields__:
             combine: Any = {"max": max, "last": max, "difference": sum}.get(metric.reduction)
             phases = (window,) if combine is None else (window, validation)
-            values = known(getattr(phase, metric.field) for phase in phases)
+            values = not_none(getattr(phase, metric.field) for phase in phases)
             found[metric.field] = None if not values else values[0] if combine is None else combine(values)
     return found

@@ -155,7 +155,7 @@ class UtilizationSample(NamedTuple):
     percent: float
 
 
-def known(values: Iterable[_T | None]) -> list[_T]:
+def not_none(values: Iterable[_T | None]) -> list[_T]:
     """Return the values that were reported."""
     return [value for value in values if value is not None]
 
@@ -213,10 +213,10 @@ def share_out(processes: Sequence[GpuProcess] | None, own_pids: Collection[int] 
 
 
 def _memory(processes: Sequence[GpuProcess]) -> int | None:
-    sizes = known(one.memory_used_bytes for one in processes)
+    sizes = not_none(one.memory_used_bytes for one in processes)
     return sum(sizes) if len(sizes) == len(processes) else None
 
 
 def _utilization(processes: Sequence[GpuProcess]) -> float | None:
-    percents = known(one.utilization_percent for one in processes)
+    percents = not_none(one.utilization_percent for one in processes)
     return min(sum(percents), 100.0) if len(percents) == len(processes) else None

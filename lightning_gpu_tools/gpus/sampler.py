@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.metrics import GpuSample, GpuWindow
-from lightning_gpu_tools.gpus.readings import known, mean_percent
+from lightning_gpu_tools.gpus.readings import mean_percent, not_none
 from lightning_gpu_tools.gpus.windows import GpuTimelines, IdleTime, Phases, WindowBuilder
 from lightning_gpu_tools.training.timeline import Series
 
@@ -110,7 +110,7 @@ class Sampler:
     def idle_s(self, uuids: Sequence[str]) -> float | None:
         """Return the seconds for which all these GPUs have been idle; ``None`` if the driver does not report it."""
         times = self._collected(lambda: [self._idle[uuid].seconds(time.time()) for uuid in uuids]) or []
-        return None if None in times else min(known(times), default=None)
+        return None if None in times else min(not_none(times), default=None)
 
     def enter(self, phase: Phase) -> None:
         """Assign samples to this phase from now on. The first phase is training."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 
 from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary, GpuWindow, gpu_metrics, over_run, rounded
-from lightning_gpu_tools.gpus.readings import GpuReading, Sharing, known, share_out
+from lightning_gpu_tools.gpus.readings import GpuReading, Sharing, not_none, share_out
 from lightning_gpu_tools.gpus.sampler import Phase, Sampler
 
 _LAST_POLL_S = 2.0  # limit for one more poll at the end of a run
@@ -31,7 +31,7 @@ class GpuWatch(Sampler):
     ) -> None:
         self.metrics: dict[str, float] = {}  # last result of `take_metrics`
         self._gpus = {gpu.uuid: gpu for gpu in gpus if gpu.uuid is not None}
-        self._trained_on = frozenset(known(gpu.uuid for gpu in trained_on))
+        self._trained_on = frozenset(not_none(gpu.uuid for gpu in trained_on))
         self._node = node
         self._started_s = time.time()
         self._energy_joules: dict[str, float] = {}
@@ -91,7 +91,7 @@ class GpuWatch(Sampler):
                 continue
             sharing = self.sharing(window)
             self._others_peak_bytes[uuid] = self._peak_of_others(uuid, sharing)
-            joules = known(one.energy_joules for one in (window, validation[uuid]))
+            joules = not_none(one.energy_joules for one in (window, validation[uuid]))
             self._energy_joules[uuid] = self._energy_joules.get(uuid, 0.0) + sum(joules)
             energy = self._energy_joules[uuid] if joules else None  # omitted if the GPU can no longer be read
             metrics |= gpu_metrics(gpu.index, window, sharing, energy, self._node)
@@ -104,7 +104,7 @@ class GpuWatch(Sampler):
         return metrics, problems
 
     def _peak_of_others(self, uuid: str, sharing: Sharing) -> int | None:
-        return max(known([self._others_peak_bytes.get(uuid), sharing.others_memory_bytes]), default=None)
+        return max(not_none([self._others_peak_bytes.get(uuid), sharing.others_memory_bytes]), default=None)
 
     def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
         """Return each GPU's summary of the run so far, with one more poll at the end. Safe in any thread."""

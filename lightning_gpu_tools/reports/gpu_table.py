@@ -73,7 +73,7 @@ COLUMNS = (
     _Column("peak", "peak memory", "GiB", "memory_used_bytes_max"),
     _Column("of", "of", "GiB", "memory_total_bytes", of_node=False),
     _Column("others", "of other jobs", "GiB", "others_memory_bytes_max", of_node=False, is_shown=any, page_zeros=False),
-    _Column("others", "", "%", "others_utilization_percent", of_node=False, is_shown=any),  # beside their memory
+    _Column("others", "", "%", "others_utilization_percent", of_node=False, is_shown=any),  # after their memory
     _Column("power", "power", "W", "power_watts_mean"),
     _Column("", "energy", "kWh", "energy_joules"),
     _Column("temp", "hottest", "C", "temperature_celsius_max"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_gpu_tools.advice.ranks import slowest_rank, usual_s, with_waits
-from lightning_gpu_tools.gpus.readings import known
+from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.training.phases import BACKWARD, EPOCH_START, FORWARD, OPTIMIZER, is_outside_step
 from lightning_gpu_tools.training.rank_waits import RankWaits
@@ -101,7 +101,7 @@ def received(entries: Sequence[Mapping[str, Any]], own_rank: int) -> Received:
     others = (entry for entry in entries if entry["rank"] != own_rank)
     return Received(
         ranks=_steps(entries),
-        batch_sizes=tuple(known(entry.get("largest_batch_size") for entry in entries)),
+        batch_sizes=tuple(not_none(entry.get("largest_batch_size") for entry in entries)),
         others_contexts=tuple(HeldContext(**one) for entry in others for one in entry.get("contexts", ())),
     )
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from lightning_gpu_tools.advice.memory_account import DriverMemory, MemoryAccount, account_for
 from lightning_gpu_tools.gpus.metrics import MAX_NAMED_GPUS, GpuSummary, count_gpus, job_metrics
-from lightning_gpu_tools.gpus.readings import known
+from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import FILE_NAME
 from lightning_gpu_tools.reports.typed_json import read
@@ -186,7 +186,7 @@ class Ranks:
     def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
         """Return the GPUs in the latest entries of other nodes."""
         gpus = (gpu for entry in self.exchange.entries() for gpu in entry.get("gpus", ()))
-        return tuple(known(self._read("the GPUs of another node", GpuSummary, gpu) for gpu in gpus))
+        return tuple(not_none(self._read("the GPUs of another node", GpuSummary, gpu) for gpu in gpus))
 
     def _read(self, what: str, kind: type[_T], facts: Any) -> _T | None:
         time.sleep(0)  # releases the GIL to the training thread, if this is another thread
@@ -199,7 +199,7 @@ class Ranks:
         if all_ranks:
             others = (entry for entry in self.exchange.entries() if entry["rank"] != self._place.rank)
             received = (entry["memory"] for entry in others if entry.get("memory"))
-            shares += known(self._read("the memory of another rank", MemoryShare, share) for share in received)
+            shares += not_none(self._read("the memory of another rank", MemoryShare, share) for share in received)
         return accounts(shares)
 
     def are_missing(self, measured: RunMeasurements) -> bool:

@@ -21,7 +21,7 @@ import torch
 from lightning_gpu_tools.advice.batch_size import largest_batch
 from lightning_gpu_tools.files import local_path
 from lightning_gpu_tools.gpus.metrics import GpuWindow
-from lightning_gpu_tools.gpus.readings import known, weighted_mean
+from lightning_gpu_tools.gpus.readings import not_none, weighted_mean
 from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import (
@@ -370,7 +370,7 @@ class RunRecorder:
     def _largest_on_all_ranks(self) -> int | None:
         if not self._on_gpu:
             return None
-        return min(known([self.largest_batch_size, *self._received.batch_sizes]), default=None)
+        return min(not_none([self.largest_batch_size, *self._received.batch_sizes]), default=None)
 
     def _gpu_facts(self) -> GpuFacts:
         facts = device_facts(self.run.device)
@@ -379,7 +379,7 @@ class RunRecorder:
             return facts
         sharing = [self.gpus.sharing(window) for window in windows]
         means: dict[str, Any] = {
-            name: fmean(values) for name in _GPU_MEANS if (values := known(getattr(one, name) for one in windows))
+            name: fmean(values) for name in _GPU_MEANS if (values := not_none(getattr(one, name) for one in windows))
         }
         return replace(
             facts,
@@ -418,4 +418,4 @@ def _utilization(windows: Sequence[GpuWindow]) -> float | None:
 
 
 def _largest(values: Iterable[Any]) -> Any:
-    return max(known(values), default=None)
+    return max(not_none(values), default=None)

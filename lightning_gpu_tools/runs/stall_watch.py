@@ -144,7 +144,7 @@ class StallWatch:
                 self._is_reported = False
                 self._change_stall(is_over=True, lasted_s=stuck_s)
                 self.notes.append(f"Training continued after {format_duration(stuck_s)}.")
-        if patience.is_over and patience.due_s <= 0:
+        if patience.has_stalled and patience.due_s <= 0:
             self._judge(phase)
         elif patience.stuck_s > patience.limit_s / 2:
             self._all_facts()  # early, so that silent ranks are known by the time of the report
@@ -183,7 +183,7 @@ class StallWatch:
                 self._own = None
                 return
         ranks = self._all_facts()
-        if ranks is not None and all(one.is_over or one.ended is not None or one.silent_s for one in ranks):
+        if ranks is not None and all(one.has_stalled or one.ended is not None or one.silent_s for one in ranks):
             self._report(phase, stack, explain_ranks(ranks) or self._own, ranks)
 
     def _facts(self, phase: str, stack: tuple[Frame, ...], frames: Sequence[FrameType]) -> StallFacts:
@@ -237,7 +237,7 @@ class StallWatch:
             step=clock.steps,
             phase=phase,
             stuck_s=patience.stuck_s,
-            is_over=patience.is_over and own is not None,
+            has_stalled=patience.has_stalled and own is not None,
             ended=self.ended,
             collective=collective_of(stack, phase, place.world_size),
             line=where(stack) if users_frame(stack) is not None else "",

@@ -162,13 +162,13 @@ class Drift:
         """Return the quantities that are known, in any thread; ``storage`` has bytes read from storage by step."""
         readings = list(self._readings)
 
-        def known(name: str) -> Points:
+        def points_of(name: str) -> Points:
             return [(one.step, value) for one in readings if (value := getattr(one, name)) is not None]
 
-        levels = {name: known(name) for name in get_args(Quantity) if name in _Reading._fields}
+        levels = {name: points_of(name) for name in get_args(Quantity) if name in _Reading._fields}
         found = {
             **levels,
-            "written_bytes_per_step": _rates(known("written_bytes")),
+            "written_bytes_per_step": _rates(points_of("written_bytes")),
             "storage_bytes_per_step": _rates([point for point in storage if point[0] > self._clock.warm_up_steps]),
             "graph_nodes": tuple(self._graph.points),
         }

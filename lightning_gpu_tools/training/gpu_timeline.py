@@ -49,7 +49,7 @@ AFTER_STEP, BEFORE_STEP = "after a step", "before a step"
 # On average, one of this many steps is sampled, at random, so that periodic work is neither always nor never sampled. A
 # sample takes about 200 µs. The first ones come early enough to judge short training runs.
 _SAMPLE_EVERY, _SAMPLE_LATER_EVERY, _EARLY_SAMPLES = 8, 64, 64
-_SETTLED = 4  # steps skipped at the start, while kernels are loaded, and after a held step, until the GPU finishes it
+_SKIPPED = 4  # steps skipped at the start, while kernels are loaded, and after a held step, until the GPU finishes it
 _MAX_UNREAD = 64  # samples, if the GPU is far behind the host
 _MAX_PARTS = 256  # of a step; further parts count toward the enclosing one
 _MAX_LAST_STEPS = 64
@@ -102,7 +102,7 @@ class GpuTimeline:
         self._leave_out = leave_out
         # Identical on all ranks, and a separate generator, so that training's random numbers do not change.
         self._random = random.Random(0)
-        self._steps_to_sample: float = _SETTLED
+        self._steps_to_sample: float = _SKIPPED
         self._taken = 0  # number of timed samples
         self._due: list[Literal["watched", "held"]] = []
         self.is_next_sampled = True  # whether the next step is
@@ -242,9 +242,9 @@ class GpuTimeline:
     def _step_ended(self) -> None:
         self._read()
         kind = self._due.pop(0) if self._due else "timed"
-        settled = 1 if kind == "timed" else _SETTLED
+        soonest = 1 if kind == "timed" else _SKIPPED
         every = _SAMPLE_EVERY if self._taken < _EARLY_SAMPLES else _SAMPLE_LATER_EVERY
-        self._steps_to_sample = 1 if self._due else self._random.randint(settled, 2 * every - 1)
+        self._steps_to_sample = 1 if self._due else self._random.randint(soonest, 2 * every - 1)
         if kind == "held":  # and the host may have to wait for it in the next step, for example to copy pageable memory
             self._leave_out()
         if len(self._unread) < _MAX_UNREAD:

@@ -19,7 +19,7 @@ from lightning_gpu_tools.training.phases import BACKWARD, RANK_WAIT_IN_STEP, ran
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.stopwatch import Account
 
-_SETTLED = 1  # backwards that send gradients, until DDP has rebuilt its buckets
+_SKIPPED = 1  # backwards that send gradients, until DDP has rebuilt its buckets
 _MAX_LEARNED = 3  # our default: passes to learn from, because hooks on all weights take time
 
 _Function = Callable[..., Any]
@@ -170,7 +170,7 @@ class BucketWaits:
             try:
                 if is_sampled:
                     self._mark(hooks)
-                elif self._synced >= _SETTLED:
+                elif self._synced >= _SKIPPED:
                     self._learned += 1
                     self._learn(hooks)
             except Exception:  # noqa: BLE001 - weights that allow no hooks are no reason to stop training

@@ -86,7 +86,7 @@ class RankFacts:
     step: int
     phase: str  # of its training thread
     stuck_s: float  # time without progress
-    is_over: bool  # whether stuck_s exceeds the limit
+    has_stalled: bool  # whether stuck_s exceeds the limit
     silent_s: float = 0.0  # time without a message that was due
     ended: str | None = None  # how its training ended
     collective: str | None = None  # description of where it waits for other ranks

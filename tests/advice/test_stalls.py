@@ -48,7 +48,7 @@ class Run:
 
     def poll(self, phase: str) -> bool:
         self.patience.poll(self.now_s, (self.steps, self.since_s), phase, self.since_s, self.steps, self.taken)
-        due = self.patience.is_over and self.patience.due_s <= 0
+        due = self.patience.has_stalled and self.patience.due_s <= 0
         if due:
             self.patience.reported()
         return due

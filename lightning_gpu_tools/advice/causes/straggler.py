@@ -16,7 +16,7 @@ from lightning_gpu_tools.advice.examples import STEP, gpu_run, ranks
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.lines import sentence, where
 from lightning_gpu_tools.advice.ranks import PARTS_OF_STEP, own_work_s, slowest_rank, unknown_parts, waited_s
-from lightning_gpu_tools.gpus.readings import known
+from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, IN_WORKER, PHASES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.units import format_duration, number_ranges, printable
@@ -67,7 +67,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     usual_s = max((one_s for place, one_s in enumerate(own_s) if place not in behind), default=median_low(own_s))
     share = min((max(own_s) - usual_s) / run.step_s, 1.0)
     # It may be unknown whether the others wait for it, and a phase may itself include a wait.
-    waits = known(waited_s(rank) for rank in ranks if rank is not slow)
+    waits = not_none(waited_s(rank) for rank in ranks if rank is not slow)
     own_wait_s = waited_s(slow)
     is_waited_for = own_wait_s is None or not waits or median(waits) - own_wait_s >= _MIN_WAITED * excess_s
     if share < _MIN_EXCESS or not is_waited_for:

@@ -38,17 +38,17 @@ if not hasattr(pynvml, "nvmlGpmMigSampleGet"):  # the newest function that is us
     )
 
 # Permanent errors of this hardware, driver, or user.
-NEVER = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
+REFUSED = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
 
 # After one of these errors, nothing about the GPU can be read.
-GONE = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired, pynvml.NVMLError_Uninitialized)
+GPU_LOST = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired, pynvml.NVMLError_Uninitialized)
 
 
 def ask(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call NVML; return ``None`` if it raises one of ``NEVER``."""
+    """Call NVML; return ``None`` if it raises one of ``REFUSED``."""
     try:
         return function(*arguments)
-    except NEVER:
+    except REFUSED:
         return None
 
 
@@ -238,7 +238,7 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
         try:
             try:
                 handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)
-            except (*NEVER, pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
+            except (*REFUSED, pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
                 continue  # an empty slot, which may be between others, or a slot of another container
             facts |= _identity(handle)
             facts |= _usage(handle, integrated=False)

@@ -13,8 +13,8 @@ import pynvml
 
 from lightning_gpu_tools.gpus.metrics import GpuSample
 from lightning_gpu_tools.gpus.nvml import (
-    GONE,
-    NEVER,
+    GPU_LOST,
+    REFUSED,
     call_or_none,
     process_utilization,
     session,
@@ -236,7 +236,7 @@ class GpuProbe:
             return None
         try:
             value = function(self._handle, *arguments)
-        except NEVER as error:
+        except REFUSED as error:
             self._note_refusal(metric, error)
         except pynvml.NVMLError as error:
             self._fail(metric, error)
@@ -252,7 +252,7 @@ class GpuProbe:
             self._refused[metric] = str(error).lower()
 
     def _fail(self, metric: str, error: pynvml.NVMLError) -> None:
-        if isinstance(error, GONE):
+        if isinstance(error, GPU_LOST):
             metric, self._handle = "GPU", None  # look it up again on the next read
         if metric not in self._failing:
             self._failing.add(metric)
@@ -287,7 +287,7 @@ class GpuProbe:
                 self._failing.discard(f"counter {counter.id}")
                 number = getattr(value.value, _VALUE_MEMBERS[value.valueType])
                 counters[counter.metric] = number * counter.scale
-            elif isinstance(error := pynvml.NVMLError(value.nvmlReturn), (*NEVER, pynvml.NVMLError_InvalidArgument)):
+            elif isinstance(error := pynvml.NVMLError(value.nvmlReturn), (*REFUSED, pynvml.NVMLError_InvalidArgument)):
                 self._note_refusal(counter.metric, error)  # older drivers report unknown fields as invalid arguments
             else:
                 self._fail(f"counter {counter.id}", error)
