@@ -27,7 +27,7 @@ WORK_S = 0.005
 
 @pytest.fixture(autouse=True)
 def _samples_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_SAMPLE_EVERY", "_SAMPLE_LATER_EVERY", "_SETTLED"):
+    for name in ("_SAMPLE_EVERY", "_SAMPLE_LATER_EVERY", "_SKIPPED"):
         monkeypatch.setattr(gpu_timeline, name, 1)
 
 
