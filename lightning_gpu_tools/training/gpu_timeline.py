@@ -48,7 +48,7 @@ AFTER_STEP, BEFORE_STEP = "after a step", "before a step"
 # Our defaults.
 # On average, one of this many steps is sampled, at random, so that periodic work is neither always nor never sampled. A
 # sample takes about 200 µs. The first ones come early enough to judge short training runs.
-_SAMPLE_EVERY, _SAMPLE_LATER_EVERY, _EARLY_SAMPLES = 8, 64, 64
+_SAMPLE_EVERY, _SAMPLE_LATER_EVERY, _EARLY_SAMPLES = 8, 128, 64
 _SKIPPED = 4  # steps skipped at the start, while kernels are loaded, and after a held step, until the GPU finishes it
 _MAX_UNREAD = 64  # samples, if the GPU is far behind the host
 _MAX_PARTS = 256  # of a step; further parts count toward the enclosing one
