@@ -37,6 +37,11 @@ def where(stack: tuple[Frame, ...]) -> str:
     return "" if frame is None else f" in {printable(frame.function)} ({printable(frame.file)}:{frame.line})"
 
 
+def that_line(stack: tuple[Frame, ...], otherwise: str) -> str:
+    """Return a reference to the source line that ``where`` has named; ``otherwise`` if it has named none."""
+    return "that line" if stack else otherwise
+
+
 def does_where(process: StallFacts | WorkerFacts) -> str:
     """Return a process's activity and its source line."""
     return f"{does(process)}{where(process.stack)}"

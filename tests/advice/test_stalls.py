@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -139,6 +140,16 @@ def test_compilers_and_people_may_take_their_time(stack: tuple[Frame, ...], excu
 )
 def test_the_wait_of_a_process_is_named(facts: StallFacts, words: str) -> None:
     assert words in explain_process(facts).why
+
+
+@pytest.mark.parametrize("stack", [(), a_stack("train.py:decode")])
+@pytest.mark.parametrize("name", [name for name, one in STALL_CAUSES.items() if isinstance(one.sick, StallFacts)])
+def test_advice_speaks_of_that_line_only_if_one_was_named(name: str, stack: tuple[Frame, ...]) -> None:
+    sick = STALL_CAUSES[name].sick
+    assert isinstance(sick, StallFacts)
+    workers = tuple(one._replace(stack=stack) for one in sick.workers)
+    found = explain_process(replace(sick, stack=stack, workers=workers))
+    assert "that line" not in found.next_step or "(train.py:7)" in found.why
 
 
 def test_a_rank_is_described_by_its_state() -> None:

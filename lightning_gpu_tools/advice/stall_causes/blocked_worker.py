@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
 from lightning_gpu_tools.advice.stall_examples import a_worker
-from lightning_gpu_tools.advice.stall_words import awaited_of, does_where, is_idle, name_of
+from lightning_gpu_tools.advice.stall_words import awaited_of, does_where, is_idle, name_of, that_line
 from lightning_gpu_tools.training.phases import DATA_LOADING
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
@@ -23,7 +23,8 @@ def find(facts: StallFacts) -> Explanation | None:
     rest = f" {which} worker{'s' * (others > 1)} {'is' if idle == 1 else 'are'} idle." if idle else ""
     return Explanation(
         f"{name_of(awaited)} of {len(workers)} {does_where(awaited)}. It has to deliver the next batch.{rest}",
-        "Check that line of the dataset, and the sample that it loads. DataLoader(timeout=60) raises an error instead.",
+        f"Check {that_line(awaited.stack, '__getitem__')} of the dataset, and the sample that it loads. "
+        "DataLoader(timeout=60) raises an error instead.",
     )
 
 

@@ -6,7 +6,7 @@ Takes the current phase of the training thread, and its stack.
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stall_words import does_where
+from lightning_gpu_tools.advice.stall_words import does_where, that_line
 from lightning_gpu_tools.training.phases import CALLBACK, LOGGING, VALIDATION
 from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.units import printable
@@ -17,7 +17,9 @@ def find(facts: StallFacts) -> Explanation | None:
     if base not in (CALLBACK, LOGGING) or not name:
         return None
     name = printable(name)
-    return Explanation(f"{name} {does_where(facts)}.", f"Check that line, or train without {name}.")
+    return Explanation(
+        f"{name} {does_where(facts)}.", f"Check {that_line(facts.stack, 'its code')}, or train without {name}."
+    )
 
 
 CAUSE = StallCause(

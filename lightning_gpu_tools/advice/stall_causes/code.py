@@ -19,6 +19,8 @@ def find(facts: StallFacts) -> Explanation:
     busy_percent = facts.gpu_busy_percent
     gpu = "" if busy_percent is None else f", and the GPU is {busy_percent:.0f} % busy"
     why = f"The training process {does_where(facts)}{gpu}."
+    if not facts.stack:
+        return Explanation(why, f"Check the code that runs {during(facts.phase)}.")
     return Explanation(why, "Check that line. The stack is below.")
 
 

@@ -6,7 +6,7 @@ Takes the current phase of the training thread, and its stack.
 from __future__ import annotations
 
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stall_words import does, where
+from lightning_gpu_tools.advice.stall_words import does, that_line, where
 from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, VALIDATION, base_phase
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
@@ -16,7 +16,8 @@ def find(facts: StallFacts) -> Explanation | None:
         return None
     return Explanation(
         f"The training process {does(facts)} while it loads data{where(facts.stack)}.",
-        "Check that line of the dataset. With num_workers=1 or more, training continues while samples load.",
+        f"Check {that_line(facts.stack, '__getitem__')} of the dataset. With num_workers=1 or more, training continues "
+        "while samples load.",
     )
 
 

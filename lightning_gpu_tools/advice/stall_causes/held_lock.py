@@ -16,9 +16,10 @@ def find(facts: StallFacts) -> Explanation | None:
     if not facts.lock_is_held:
         return None
     in_which = f" The training thread was{where(facts.stack)}." if facts.stack else ""
+    check = "Check that line. " if facts.stack else ""
     return Explanation(
         f"C code held the GIL, so no Python thread ran.{in_which}",
-        "Check that line. Long-running C code has to release the GIL: ctypes.CDLL instead of PyDLL, nogil in Cython, "
+        f"{check}Long-running C code has to release the GIL: ctypes.CDLL instead of PyDLL, nogil in Cython, "
         "gil_scoped_release in pybind11.",
     )
 

@@ -17,9 +17,10 @@ _MIN_PAGES_PER_S = 10_000  # 40 MiB
 def find(facts: StallFacts) -> Explanation | None:
     if facts.memory_stall_percent < _MIN_STALL_PERCENT and facts.swapped_pages_per_s < _MIN_PAGES_PER_S:
         return None
+    swaps, percent = f"The machine swaps {facts.swapped_pages_per_s:,.0f} pages per second", facts.memory_stall_percent
+    waited = f", and every task waited for memory in {percent:.0f} % of the last ten seconds" if percent >= 1 else ""
     return Explanation(
-        f"The machine swaps {facts.swapped_pages_per_s:.0f} pages per second, and every task waited for memory in "
-        f"{facts.memory_stall_percent:.0f} % of the last ten seconds.",
+        f"{swaps}{waited}.",
         "End other programs (`ps aux --sort=-rss | head`), or use fewer workers (num_workers) or smaller batches.",
     )
 
