@@ -20,6 +20,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_gpu_tools.runs.ending import Ending
+from lightning_gpu_tools.trainer.facts import TrainerRun
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
 from lightning_gpu_tools.training.step_clock import StepClock
 
@@ -124,7 +126,7 @@ class Watch(Callback):
         self.clock = StepClock(time)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.timer = FitTimer(trainer, self.clock)
+        self.timer = FitTimer(trainer, self.clock, Ending(TrainerRun(trainer), self.clock))
 
 
 class SpendingLogger(CSVLogger):

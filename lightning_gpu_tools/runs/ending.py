@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,6 @@ class Ending:
         self.out_of_memory: OutOfMemory | None = None  # if it ended training
         self.allocator = None if run.gpu is None else MemoryFailures(run.gpu, lambda: clock.current.phase)
         self._oom_kills_before = oom_kills()
-        self.begun_step = -1  # the last one, by the clock
         self._begun_validation = (-1, -1)  # step of the last validation batch, and its number
         self.listen()
 
@@ -40,12 +40,17 @@ class Ending:
             self.allocator.close()
 
     def begin_step(self, batch: Any) -> None:
-        """Record the batch of a step that begins; only the first call counts."""
-        if self.begun_step != self.clock.steps:
-            self.begun_step = self.clock.steps
-            if self.allocator is not None:
+        """Record the batch of a step that begins."""
+        if self.allocator is not None:
+            with suppress(Exception):  # an odd batch must not end training
                 size = partial(batch_bytes, batch, on_gpu=True)
-                self.allocator.begin_step(self.begun_step, batch_shape(batch), size)
+                self.allocator.begin_step(self.clock.steps, batch_shape(batch), size)
+
+    def note_failed_batch(self, batch: Any) -> None:
+        """Record the batch of a step that has failed, unless recorded when the step began."""
+        if self.allocator is not None:
+            with suppress(Exception):
+                self.allocator.batch_shape = batch_shape(batch)
 
     def begin_validation_batch(self, batch: Any, number: int) -> None:
         """Record a validation batch in the same way; number 0 begins another validation."""

@@ -7,12 +7,13 @@ import os
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
-from statistics import fmean
+from statistics import fmean, median_high
 from time import perf_counter  # by name: a program's tests may replace the functions of `time`
 from typing import Any, NamedTuple, TypeVar
 
@@ -64,6 +65,7 @@ from lightning_gpu_tools.units import printable
 _POLL_EVERY_STEPS = 10
 _SEARCH_EVERY_S = 1.0  # our default: until the steps for the largest batch are recorded
 _MAX_LINES = 8  # our default: that a rank sends to rank 0
+_MAX_BATCHES = 101  # our default: whose median is the usual size of a batch
 # Fields of GpuFacts that are means over windows of the GPUs.
 _GPU_MEANS = (
     "sm_active_percent",
@@ -147,6 +149,13 @@ class RunRecorder:
             lambda: run.checkpoint_folder,
         )
         self._next_poll = 0
+        self._batch_items: deque[int | None] = deque(maxlen=_MAX_BATCHES)  # of completed steps
+
+    @property
+    def usual_batch_items(self) -> float | None:
+        """Median number of elements in the first tensor of a batch, over the last completed steps."""
+        items = not_none(self._batch_items)
+        return float(median_high(items)) if items else None
 
     @property
     def unseen(self) -> list[str]:
@@ -174,7 +183,8 @@ class RunRecorder:
             self.facts.note_unread("the batch's size", error)
 
     def after_step(self) -> None:
-        """Sample the loader's workers if it is due."""
+        """Record the size of the batch, and sample the loader's workers if it is due."""
+        self._batch_items.append(self._clock.times.batch_items)
         if self._clock.last_fetch_s > LONG_WAIT_S:
             self.facts.read("the loader's workers", self._workers.after_long_wait, None)
         if self._clock.steps >= self._next_poll:

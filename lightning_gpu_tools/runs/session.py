@@ -223,6 +223,8 @@ class Session:
     def _enter(self, phase: sampler.Phase) -> None:
         if phase == "validation" and self.clock.running:
             self.clock.validations += 1
+        if phase == "training" and self.ending.allocator is not None:
+            self.ending.allocator.end_validation()
         if self.gpus is not None:
             self.gpus.enter(phase)
         if self.timer.memory is not None:
@@ -348,6 +350,7 @@ class Session:
             ending=self.ending,
             memory=None if memory is None else memory.facts(),
             growth=() if self.recorder is None else self.memory.growth(),
+            usual_items=None if self.recorder is None else self.recorder.usual_batch_items,
             gpus=self.gpus,
             job_pids=job_pids,
             kills=kills,

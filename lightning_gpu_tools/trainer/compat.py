@@ -6,12 +6,19 @@ The report lists names that ``fit_timer`` does not find under "Not measured".
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_gpu_tools.trainer.families import Trainer, version_of
 
 # Around forward, backward and optimizer. Lost: time between them counts as the Trainer's own work.
 RUN_STEP = "run_training_batch"
+
+
+def batch_of_step(args: Sequence[Any]) -> Any:
+    """Return the batch among the arguments of a loop's ``run`` for one step. Lost: the size of a batch that fails."""
+    return args[-1].get("batch") if args and isinstance(args[-1], dict) else None
+
 
 # Called before and after the fetch of a batch. Lost: waits and steps.
 BEFORE_FETCH = "fit_loop.epoch_loop._on_before_fetch"

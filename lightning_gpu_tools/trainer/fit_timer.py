@@ -15,6 +15,7 @@ import torch
 from typing_extensions import override
 
 from lightning_gpu_tools.gpus.sampler import Phase
+from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.failures import FETCH, noting_index
 from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer import compat
@@ -66,11 +67,15 @@ class FitTimer(Timer):
     """A timer that drives a step clock from ``Callback.setup`` to the end of the fit.
 
     Methods that Lightning has under another name stay part of the surrounding phase and are listed in ``unseen``.
-    ``enter`` is called with the phase when validation begins and when training resumes.
+    ``ending`` gets the batches of some steps, and of one that fails. ``enter`` is called with the phase when validation
+    begins and when training resumes.
     """
 
-    def __init__(self, trainer: Trainer, clock: StepClock, enter: Callable[[Phase], None] = lambda phase: None) -> None:
+    def __init__(
+        self, trainer: Trainer, clock: StepClock, ending: Ending, enter: Callable[[Phase], None] = lambda phase: None
+    ) -> None:
         self.clock = clock
+        self._ending = ending
         self.fault: Exception | None = None
         self.rank_waits = RankWaits(clock, self._weights_in_buckets)
         self.memory: MemoryCounters | None = None
@@ -182,7 +187,7 @@ class FitTimer(Timer):
         memory = self.memory = MemoryCounters(self._run, self.clock)
         self._wrappers.put(torch.cuda, "CUDAGraph.replay", gpu.counted)
         run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
-        self._wrap(run, partial(_measured_step, self.clock, gpu, memory))
+        self._wrap(run, partial(_measured_step, self.clock, gpu, memory, self._ending))
         around = {"backward": memory.around_backward}
         if is_automatic:  # else it contains the whole step
             around["training_step"] = memory.after_forward
@@ -227,16 +232,23 @@ class FitTimer(Timer):
 
 
 def _measured_step(
-    clock: StepClock, gpu: GpuTimeline, memory: MemoryCounters, run: Callable[..., Any]
+    clock: StepClock, gpu: GpuTimeline, memory: MemoryCounters, ending: Ending, run: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Wrap a function that runs a training step, with as few calls as possible in a step that is not sampled."""
+    failures = ending.allocator
 
     def measured(*args: Any, **kwargs: Any) -> Any:
+        if failures is not None and clock.steps >= failures.next_step:
+            clock.as_own_work(ending.begin_step, compat.batch_of_step(args))
         if clock.steps >= memory.next_step:
             memory.begin_step()
         if gpu.is_next_sampled:
             gpu.begin_step()
-        result = run(*args, **kwargs)
+        try:
+            result = run(*args, **kwargs)
+        except Exception:
+            ending.note_failed_batch(compat.batch_of_step(args))
+            raise
         gpu.end_step()
         if memory.is_reading:
             memory.end_step()

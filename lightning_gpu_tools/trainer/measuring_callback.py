@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +30,7 @@ class FitSession(Session):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        super().__init__(TrainerRun(trainer), partial(FitTimer, trainer))
+        super().__init__(TrainerRun(trainer), lambda clock, enter: FitTimer(trainer, clock, self.ending, enter))
         self._trainer = trainer
         self._users: list[Callback] = []
         self.acting: list[MeasuringCallback] = []  # the first one acts in each step, for all of them
@@ -148,14 +147,11 @@ class MeasuringCallback(GuardedCallback):
     def hide_hooks(self, session: FitSession) -> None:
         """Hide the hooks in which this callback does nothing, or for which another one of the session acts."""
         is_first = session.acting[0] is self
-        acts = {
-            "on_train_batch_start": is_first and session.ending.allocator is not None,
-            "on_train_batch_end": is_first,
-        }
         self._show_hooks()
         for hook in STEP_HOOKS:
             is_own = getattr(type(self), hook) is getattr(MeasuringCallback, hook)
-            if not (acts.get(hook) if is_own else overrides(self, "Callback", hook)):
+            acts = is_first and hook == "on_train_batch_end"
+            if not (acts if is_own else overrides(self, "Callback", hook)):
                 setattr(self, hook, None)
 
     def _show_hooks(self) -> None:
@@ -175,24 +171,12 @@ class MeasuringCallback(GuardedCallback):
             self._next_step = 0.0
             self._began(trainer, self._session)
 
-    # The next two run in every step, so they make as few calls as possible.
-
-    @override
-    @guards_itself
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        session = self._session
-        if session is not None and session.ending.begun_step != session.clock.steps:
-            try:
-                session.ending.begin_step(batch)
-            except Exception as error:
-                if not self.survives(error):
-                    raise
-
     @override
     @guards_itself
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # In every step, so it makes as few calls as possible.
         session = self._session
         if session is not None and session.clock.steps != session.last_step:  # only the first callback's call counts
             try:

@@ -6,10 +6,7 @@ torch calls a function of this module at the failure. By the time the error reac
 from __future__ import annotations
 
 import contextlib
-import math
-from collections import deque
 from collections.abc import Callable
-from statistics import median_high
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -24,7 +21,6 @@ from lightning_gpu_tools.training.timeline import Timeline
 # Our defaults.
 _EARLY_STEPS, _EVERY_STEPS = 64, 64  # reads at the start of the first steps, then of one step in 64; 10 to 20 µs each
 _MAX_POINTS = 200
-_MAX_BATCHES = 101
 _RECORDED_BATCHES = 3  # of each validation, whose blocks are recorded with their lines
 
 
@@ -48,12 +44,11 @@ class MemoryFailures:
         self.last: AllocatorFailure | None = None
         self.batch_shape: tuple[int, ...] | None = None  # of the first tensor of the batch in use
         self.batch_bytes = 0  # on the GPU, of the last batch at whose start the bytes in tensors were read
+        self.next_step = 0  # the next one to read at its start
         self._gpu = gpu
         self._phase = phase
         self._can_read = True
         self._recorder = MemoryRecorder()
-        self._step_shape: tuple[int, ...] | None = None
-        self._items: deque[int] = deque(maxlen=_MAX_BATCHES)
         self.begins = Timeline(_MAX_POINTS, 1.0)  # bytes in tensors at the start of steps
         self.validation_begins = Timeline(_MAX_POINTS, 1.0)  # the same for the batches of the last validation
 
@@ -76,13 +71,16 @@ class MemoryFailures:
 
     def begin_step(self, step: int, shape: tuple[int, ...] | None, batch_bytes: Callable[[], int]) -> None:
         """Record the batch of a training step at its start, and in some steps the bytes in tensors and in the batch."""
-        if self._recorder.is_recording:  # a validation may have been short
-            self._recorder.stop()
-        if self._step_shape is not None:  # the previous step has ended
-            self._items.append(math.prod(self._step_shape))
-        self._step_shape = self.batch_shape = shape
-        if step <= _EARLY_STEPS or step % _EVERY_STEPS == 0:
+        self.end_validation()  # of the batches before training
+        self.batch_shape = shape
+        if step >= self.next_step:
+            self.next_step = step + (1 if step < _EARLY_STEPS else _EVERY_STEPS)
             self._read(self.begins, step, batch_bytes)
+
+    def end_validation(self) -> None:
+        """End the record of blocks, because a validation may have been short."""
+        if self._recorder.is_recording:
+            self._recorder.stop()
 
     def begin_validation_batch(
         self, number: int, shape: tuple[int, ...] | None, batch_bytes: Callable[[], int]
@@ -118,11 +116,6 @@ class MemoryFailures:
         self.last = AllocatorFailure(self._phase(), torch.is_grad_enabled(), self.counted())
         if self.count.bit_count() == 1:  # a program may catch one in every step
             self.last = self.last._replace(lines=by_line(one for one in live_blocks(self._gpu) if one.stack))
-
-    @property
-    def usual_items(self) -> float | None:
-        """Median number of elements in the first tensor of a batch, over completed steps."""
-        return float(median_high(self._items)) if self._items else None
 
 
 _listening: WeakSet[MemoryFailures] = WeakSet()
