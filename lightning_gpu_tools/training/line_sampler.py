@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -32,7 +32,7 @@ from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.phases import IN_WORKER, MONITORING, PAUSES, SLOW_STEP, base_phase, is_backward
 from lightning_gpu_tools.training.run_measurements import SourceLine
-from lightning_gpu_tools.training.source_lines import LineCounts, Seen, line_of
+from lightning_gpu_tools.training.source_lines import LineCounts, line_of
 from lightning_gpu_tools.training.step_clock import StepClock
 
 SWITCH_S = 0.0001  # 2 % of Python's default: see above
@@ -54,6 +54,8 @@ _worker_loop = compat.worker_loop()  # before any code replaces it
 class _Sampler(BackgroundJobs):
     """A sampler of one thread of this process, running in a separate thread."""
 
+    only_loading: ClassVar[bool] = False  # ignore lines that the loader does not call
+
     def __init__(self) -> None:
         super().__init__()
         self._thread_id = 0
@@ -69,13 +71,9 @@ class _Sampler(BackgroundJobs):
         """Return the seconds until the next check; 0: sample now."""
         raise NotImplementedError
 
-    def _phases(self, seen: Seen) -> Sequence[str]:
-        """Return the phases that a sample counts for. Called right after it was taken."""
+    def _look(self) -> tuple[Sequence[str], FrameType | None]:
+        """Return the phases that a sample counts for now, and the innermost frame of the thread."""
         raise NotImplementedError
-
-    def _frame(self, frames: Mapping[int, FrameType]) -> FrameType | None:
-        """Return the innermost frame of the thread."""
-        return frames.get(self._thread_id)
 
     def _sample(self) -> float:
         try:
@@ -85,9 +83,11 @@ class _Sampler(BackgroundJobs):
                 return wait_s
             self._switch_quickly()
             with frames_kept():
-                seen = line_of(self._frame(sys._current_frames()))
-            if seen is not None:
-                for phase in self._phases(seen):
+                phases, frame = self._look()
+                seen = line_of(frame) if phases else None
+                del frame  # with the batch in it
+            if seen is not None and (seen.is_loading or not self.only_loading):
+                for phase in phases:
                     self._counts.add(phase, seen.file, seen.line, seen.function)
         except BaseException:  # in any case, because the interval applies to the whole program
             self._switch_as_before()
@@ -129,7 +129,7 @@ class LineSampler(_Sampler):
         self._workers = workers
         self._taken: Counter[str] = Counter()  # samples in this window, by pause; "" for steps
         self._windows = 1
-        self._others: set[int] = set()  # threads seen outside backward
+        self._others = set(sys._current_frames())  # threads seen before training or outside backward
         self._step_s: float | None = None  # pace in the last window, once it has ended
 
     def start(self) -> None:
@@ -164,17 +164,21 @@ class LineSampler(_Sampler):
         return True
 
     @override
-    def _frame(self, frames: Mapping[int, FrameType]) -> FrameType | None:
-        """Return the frame of autograd's thread for a GPU, if this thread waits for it and it runs Python."""
-        if not is_backward(self._clock.current.phase):
-            self._others |= frames.keys()  # autograd's runs Python only in backward
-            return super()._frame(frames)
-        autograds = (frame for thread, frame in frames.items() if thread not in self._others and _is_of_c(frame))
-        return next(autograds, None) or super()._frame(frames)
+    def _look(self) -> tuple[Sequence[str], FrameType | None]:
+        # In one expression, within which Python does not switch threads. Afterwards the thread may be elsewhere.
+        phase, frames = self._clock.current.phase, sys._current_frames()
+        return self._phases(phase), self._frame(frames, phase)
 
-    @override
-    def _phases(self, seen: Seen) -> Sequence[str]:
-        clock, phase = self._clock, self._clock.current.phase
+    def _frame(self, frames: Mapping[int, FrameType], phase: str) -> FrameType | None:
+        """Return the frame of autograd's thread for a GPU, if this thread waits for it and it runs Python."""
+        if not is_backward(phase):
+            self._others |= frames.keys()  # autograd's runs Python only in backward
+            return frames.get(self._thread_id)
+        autograds = (frame for thread, frame in frames.items() if thread not in self._others and _is_of_c(frame))
+        return next(autograds, None) or frames.get(self._thread_id)
+
+    def _phases(self, phase: str) -> Sequence[str]:
+        clock = self._clock
         group = base_phase(phase)
         if group == MONITORING:
             return ()
@@ -190,6 +194,8 @@ class LineSampler(_Sampler):
 class _WorkerSampler(_Sampler):
     """A sampler of this process, a worker, for 10 s, which saves the lines to a file."""
 
+    only_loading = True
+
     def __init__(self, folder: str) -> None:
         super().__init__()
         self._path = os.path.join(folder, f"{os.getpid()}.json")
@@ -204,8 +210,8 @@ class _WorkerSampler(_Sampler):
         return _WORKER_START_S if not self._taken else float("inf") if self._taken > WINDOW_SAMPLES else 0.0
 
     @override
-    def _phases(self, seen: Seen) -> Sequence[str]:
-        return (IN_WORKER,) if seen.is_loading else ()
+    def _look(self) -> tuple[Sequence[str], FrameType | None]:
+        return (IN_WORKER,), sys._current_frames().get(self._thread_id)
 
     def _save(self) -> None:
         if lines := self._counts.lines():

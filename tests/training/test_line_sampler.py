@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +18,15 @@ from trainings import HandClock
 
 from lightning_gpu_tools.training import line_sampler
 from lightning_gpu_tools.training.line_sampler import SWITCH_S, WINDOW_SAMPLES, LineSampler, WorkerLines
-from lightning_gpu_tools.training.phases import CALLBACK, IN_WORKER, MONITORING, SLOW_STEP, TRAINING_STEP, VALIDATION
+from lightning_gpu_tools.training.phases import (
+    BACKWARD,
+    CALLBACK,
+    IN_WORKER,
+    MONITORING,
+    SLOW_STEP,
+    TRAINING_STEP,
+    VALIDATION,
+)
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import Seen, line_in, line_of
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
@@ -209,10 +219,30 @@ def test_a_fault_puts_the_switch_interval_back(steady: Sampled, monkeypatch: pyt
 
 def test_a_worker_that_waits_is_not_counted(tmp_path: Path) -> None:
     worker = line_sampler._WorkerSampler(str(tmp_path))
+    waits_s = [worker._sample() for _ in range(10)]
     worker.close()
-    waiting = Seen("data.py", 1, "decode", is_loading=False)
-    assert worker._phases(waiting) == ()
-    assert worker._phases(waiting._replace(is_loading=True)) == (IN_WORKER,)
+    assert 0 < min(waits_s) < line_sampler._WORKER_START_S  # it has looked at this thread, in which no loader is
+    assert worker._counts.lines() == []
+
+
+def test_a_thread_from_before_training_is_not_taken_for_autograds() -> None:
+    began, ends = threading.Event(), threading.Event()
+
+    def read() -> None:
+        began.set()
+        ends.wait()
+
+    _thread.start_new_thread(read, ())  # like those of C, and unlike those of threading
+    assert began.wait(10)
+    before_s, training = sys.getswitchinterval(), Sampled()
+    training.step(WARM_UP_STEPS + 2)
+    training.sample(BACKWARD)
+    ends.set()
+    training.sampler.close()
+    training.clock.stop()
+    assert sys.getswitchinterval() == before_s
+    (line,) = training.sampler.seen(())
+    assert line.function != "read"
 
 
 def test_a_loop_that_somebody_else_has_put_there_stays() -> None:
