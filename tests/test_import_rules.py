@@ -78,7 +78,7 @@ def room(module: str) -> int:
 def test_the_architecture_is_what_it_says() -> None:
     assert len(ARCHITECTURE.splitlines()) <= 60
     assert {*ROOMS} == {module.partition("/")[0] for module in FILES}
-    named = set(re.findall(r"`(\w+/[\w/.]*)`", ARCHITECTURE.partition("`tests/` mirrors it")[2]))
+    named = set(re.findall(r"`(\w+/[\w/.]*)`", ARCHITECTURE.partition("`tests/` has the same folders")[2]))
     assert len(named) > 20
     for name in named:
         assert (PACKAGE / name).exists() or (PACKAGE.parent / name).exists(), name
