@@ -30,7 +30,7 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _pauses = max(0, _pauses - 1)  # 0: a child was forked meanwhile, and this is the child
+            _pauses = max(0, _pauses - 1)  # 0: this is a child that was forked in between
             if not _pauses and _was_enabled:
                 gc.enable()
 

@@ -45,7 +45,7 @@ class _Poller(threading.Thread):
 
     @property
     def is_late(self) -> bool:
-        since_s = self.busy_since_s  # read once, because the thread may change it meanwhile
+        since_s = self.busy_since_s  # read once, because the thread may change it
         limit_s = limits.LIMIT_S if self.begun else limits.OPENING_LIMIT_S
         return since_s is not None and time.monotonic() - since_s > limit_s
 

@@ -173,7 +173,7 @@ class Folder:
         """Remove the files of ended processes: those of this user, or of all users as root."""
         own: dict[tuple[str, int], list[str]] = {}
         for name, file in self._files():
-            with contextlib.suppress(OSError):  # released meanwhile, or unreadable
+            with contextlib.suppress(OSError):  # already released, or unreadable
                 owner_id = file.stat(follow_symlinks=False).st_uid
                 if os.geteuid() in (0, owner_id):
                     own.setdefault((name, owner_id), []).append(file.name)
@@ -218,7 +218,7 @@ class Folder:
             if file.name.startswith(f"{kind}-") and file.name.endswith(".json"):
                 try:
                     found = file.stat(follow_symlinks=False)
-                except FileNotFoundError:  # released meanwhile
+                except FileNotFoundError:  # already released
                     continue
                 except OSError as error:
                     self._skip(file.name, str(error.strerror))
@@ -325,10 +325,10 @@ def locked_folder(path: str) -> Iterator[Folder]:
     while True:
         try:
             descriptor = _create_and_open(path)
-        except FileNotFoundError:  # removed meanwhile
+        except FileNotFoundError:  # already removed
             continue
         try:
-            # The folder may have been replaced meanwhile, and locks on two folders do not exclude each other.
+            # The folder may have been replaced by now, and locks on two folders do not exclude each other.
             if _try_lock(descriptor) and _is_at(descriptor, path):
                 yield Folder(path, descriptor)
                 return
@@ -336,7 +336,7 @@ def locked_folder(path: str) -> Iterator[Folder]:
                 reason = f"{_holder_of_lock(descriptor)} has locked it for {TIMEOUT_LOCK_S:.0f} s"
                 raise ClaimsLockedError(*_unusable(path, reason, "End that process").args)
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # because a child forked meanwhile has this descriptor, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # because a child that was forked in between has this descriptor too
             os.close(descriptor)
         time.sleep(0.005 + 0.015 * os.urandom(1)[0] / 255)  # random, so that waiting processes do not poll in lockstep
 
@@ -365,7 +365,7 @@ def _create_and_open(path: str) -> int:
         except OSError as error:
             advice = f"An administrator can create it: mkdir -m 1777 {printable_path(path)}"
             raise _unusable(path, f"it cannot be created ({error.strerror})", advice) from error
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # already removed
             if made or not _is_being_made(path) or time.monotonic() > give_up_s:
                 descriptor = _open(path)
                 if made:

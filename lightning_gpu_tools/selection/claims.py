@@ -89,7 +89,7 @@ def still_waiting(jobs: Sequence[GpuWaiter]) -> list[GpuWaiter]:
     try:
         with claim_files.open_folder(directory()) as folder:
             return [waiters[name] for name in folder.without_ended([*waiters])] if folder else []
-    except ClaimsError:  # closed to this user meanwhile, as the next poll will report
+    except ClaimsError:  # closed to this user by now, as the next poll will report
         return []
 
 
@@ -157,7 +157,7 @@ class HeldClaim:
             content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
             self._held.append(ledger.put("claim", content, self._process))
             owner = ledger.foreign_owner
-        with contextlib.suppress(IndexError):  # released meanwhile
+        with contextlib.suppress(IndexError):  # already released
             self._held.pop(0).release()
         if self.is_released:
             self.release()
@@ -352,7 +352,7 @@ class Ledger:
                 if closed_file and kind != "claim":
                     raise ValueError("it is closed to other users")
                 parsed = parse(record, entry)
-            except FileNotFoundError:  # released meanwhile
+            except FileNotFoundError:  # already released
                 continue
             except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
                 # Mistakes or malice of other users must not keep anybody from using GPUs.

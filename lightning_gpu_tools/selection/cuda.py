@@ -11,7 +11,7 @@ import sys
 from lightning_gpu_tools.errors import LightningGpuToolsError
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
-_LIMIT_S = 10.0  # our default: CUDA starts in one or two seconds, and other jobs wait for the claims meanwhile
+_LIMIT_S = 10.0  # our default: CUDA starts in one or two seconds, and other jobs wait for the claims until then
 _LIBRARY = "libcuda.so.1"
 _PRINT_UUIDS = f"""
 import ctypes, uuid

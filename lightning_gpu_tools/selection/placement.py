@@ -205,6 +205,6 @@ def bind_to_gpus(uuids: Iterable[str]) -> frozenset[int] | None:
     if not cores or None in near:
         return None
     for thread_id in os.listdir("/proc/self/task"):  # OpenMP, for example, has already started its threads
-        with contextlib.suppress(ProcessLookupError):  # ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # already ended
             os.sched_setaffinity(int(thread_id), cores)
     return cores

@@ -175,7 +175,7 @@ class Agreement:
             self._say(f"{facts} This job gets SIGTERM now, as agreed (yield_after).")
         for pid in sorted(due, key=lambda pid: pid == os.getpid()):  # this process last, because it may end
             self._signaled_s[pid] = now_s
-            with contextlib.suppress(ProcessLookupError):  # ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # already ended
                 os.kill(pid, signal.SIGTERM)
 
 
@@ -234,7 +234,7 @@ def _with_other_end(pipe: int) -> set[int]:
     """Return the other processes that have the pipe open."""
     own, found = os.fstat(pipe), set()
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # owned by another user, or ended meanwhile
+        with contextlib.suppress(OSError):  # owned by another user, or already ended
             files = (os.stat(f"/proc/{pid}/fd/{descriptor}") for descriptor in os.listdir(f"/proc/{pid}/fd"))
             if int(pid) != os.getpid() and any(os.path.samestat(file, own) for file in files):
                 found.add(int(pid))
