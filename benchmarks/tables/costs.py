@@ -86,7 +86,7 @@ def scale() -> str:
         "compare the ranks": "judge_s",
         "running report, in the training thread": "running_report_s",
         "running report, CPU time in a thread": "running_report_thread_cpu_s",
-        "longest pause of training meanwhile": "running_report_pause_s",
+        "longest pause of training during it": "running_report_pause_s",
         "running report, all of it in the training thread, for comparison": "running_report_all_here_s",
         "finish, with all ranks alive": "end_s",
     }
