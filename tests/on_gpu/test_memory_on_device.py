@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -70,6 +71,7 @@ def batches(steps: int, batch_size: int = BATCH) -> DataLoader[torch.Tensor]:
 @pytest.fixture(autouse=True)
 def _every_step_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(memory_counters, "_BUDGET_S", 1e9)
+    gc.collect()  # an earlier Trainer, whose model would count as before training
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     yield
