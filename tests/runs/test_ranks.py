@@ -19,7 +19,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, Po
 from lightning_gpu_tools.reports.report_file import load_report
 
 # How much longer a sample takes on the second node.
-SLOWER_S = 0.03
+SLOWER_S = 0.06
 
 
 def two_nodes(folder: Path, failing_rank: int | None = None, gpus: int = 1) -> list[subprocess.CompletedProcess[str]]:
