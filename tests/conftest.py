@@ -19,6 +19,8 @@ import pytest
 import quiet_kernel
 from slurm_cluster import slurm_cluster
 
+from lightning_gpu_tools.selection.claims import held_claims
+
 if TYPE_CHECKING:
     from fsspec.implementations.memory import MemoryFileSystem
     from trainings import HandClock
@@ -112,6 +114,14 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
 def run_cli(run_python: Callable[..., Any]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """``run_cli("pick", "-n", "1")``: the command line as a real child process."""
     return lambda *arguments, **options: run_python("-m", "lightning_gpu_tools", *arguments, **options)
+
+
+@pytest.fixture(autouse=True)
+def no_claim_is_left() -> Iterator[None]:
+    """Release the claims of a test, such as those of a Trainer's accelerator, which last as long as this process."""
+    yield
+    for claim in held_claims():
+        claim.release()
 
 
 @pytest.fixture

@@ -1,18 +1,10 @@
 """Fixtures for tests of claims."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lightning_gpu_tools.selection.claims import held_claims, warn_once
-
-
-@pytest.fixture(autouse=True)
-def no_claim_is_left() -> Iterator[None]:
-    yield
-    for claim in held_claims():
-        claim.release()
+from lightning_gpu_tools.selection.claims import warn_once
 
 
 @pytest.fixture
