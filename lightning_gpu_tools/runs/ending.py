@@ -47,7 +47,7 @@ class Ending:
                 self.allocator.begin_step(self.clock.steps, batch_shape(batch), size)
 
     def note_failed_batch(self, batch: Any) -> None:
-        """Record the batch of a step that has failed, unless recorded when the step began."""
+        """Record the batch of a step that has failed."""
         if self.allocator is not None:
             with suppress(Exception):
                 self.allocator.batch_shape = batch_shape(batch)

@@ -246,7 +246,7 @@ def _measured_step(
             gpu.begin_step()
         try:
             result = run(*args, **kwargs)
-        except Exception:
+        except Exception:  # raised again: only its batch is recorded
             ending.note_failed_batch(compat.batch_of_step(args))
             raise
         gpu.end_step()

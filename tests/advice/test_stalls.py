@@ -152,6 +152,13 @@ def test_advice_speaks_of_that_line_only_if_one_was_named(name: str, stack: tupl
     assert "that line" not in found.next_step or "(train.py:7)" in found.why
 
 
+@pytest.mark.parametrize(("percent", "waited"), [(0.0, ""), (40.0, ", and every task waited for memory in 40 % of")])
+def test_waits_for_memory_are_named_only_if_there_were_any(percent: float, waited: str) -> None:
+    why = explain_process(StallFacts(phase=FORWARD, swapped_pages_per_s=3e4, memory_stall_percent=percent)).why
+    assert why.startswith(f"The machine swaps 30,000 pages per second{waited}")
+    assert ("waited" in why) == bool(waited)
+
+
 def test_a_rank_is_described_by_its_state() -> None:
     for name, words in (("rank_left", "ended (stopped by SystemExit at step 3)"), ("rank_silent", "silent for 30 s")):
         rank = STALL_CAUSES[name].sick[1]
