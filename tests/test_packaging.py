@@ -37,7 +37,7 @@ def test_neither_facade_nor_light_commands_import_torch(run_python: Run) -> None
 import sys
 def imported(names): return [name for name in names if name in sys.modules]
 import lightning_gpu_tools, lightning_gpu_tools.types, lightning_gpu_tools.errors
-assert not imported(["torch", "lightning", "pynvml", "rich", "numpy", "psutil"]), sys.modules
+assert not imported(["torch", "lightning", "pynvml", "rich", "numpy", "psutil", "msgspec"]), sys.modules
 from lightning_gpu_tools.cli import main
 for command in (["--help"], ["gpus", "--json"], ["pick", "-n", "1"], ["report", "no"], ["checkpoint", "inspect", "no"]):
     try: main(command)

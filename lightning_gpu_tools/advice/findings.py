@@ -53,7 +53,7 @@ class Finding:
     share: float
     ceiling: float
     ceiling_lower: float
-    evidence: Mapping[str, float | str]
+    evidence: Mapping[str, int | float | str]
     advice: str
     basis: Basis = "measured"
 

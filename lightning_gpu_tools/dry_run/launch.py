@@ -16,10 +16,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import psutil
 
 from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, VARIABLE, Plan, ProcessRecord
-from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.simulated import Machine
 
 _GRACE_S = 5.0  # our default: time for a command to end after its ranks have ended
@@ -119,7 +119,7 @@ def _code_of_ranks(records: Sequence[ProcessRecord]) -> int | None:
 
 def _records(folder: Path) -> tuple[ProcessRecord, ...]:
     files = sorted(folder.glob(RECORD.format("*")))
-    return tuple(read(ProcessRecord, json.loads(file.read_text()), {}) for file in files)
+    return tuple(msgspec.convert(json.loads(file.read_text()), ProcessRecord) for file in files)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -6,18 +6,28 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Mapping
+from typing import Any
 
-from lightning_gpu_tools.advice.findings import Finding
+import msgspec
+
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import FILE_NAME, Report
-from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.training.timeline import series_of
 from lightning_gpu_tools.units import printable, printable_path
 
 SCHEMA_VERSION = 3
+# Far more than any list or object in a report: a timeline has 2,000 points.
+_MAX_ITEMS = 20_000
+_MAX_DEPTH = 12  # twice that of a report
+# NVML counts bytes in 64 bits. Sums and products of smaller numbers cannot overflow.
+_MAX_NUMBER = 2**64
+_SHORTEST_S = 1e-9  # the resolution of time.perf_counter_ns; no quotient of two such times overflows
+# Names of times and rates, which are never negative, and of the program's own values, which may be.
+_OF_TIMES = re.compile(r"_s(_|$)|^seconds$")
+_OF_PROGRAM = frozenset({"evidence", "settings", "users"})
+_BOUNDS = ("ceiling", "ceiling_lower")  # may be infinite
 
 
 def to_json(report: Report) -> str:
@@ -65,44 +75,68 @@ def from_json(text: str, source: str = "the text") -> Report:
                 f"{printable_path(source)} has schema version {printable(version)}, but this version of "
                 f"lightning_gpu_tools reads only up to {SCHEMA_VERSION}. Upgrade the package to read it."
             )
-        report: Report = read(Report, data, _AS_WRITTEN | (_AS_ONCE_WRITTEN if version < 2 else {}))
+        _refuse_forged(data)
         if version < 2:
-            report = dataclasses.replace(report, gpus=tuple(map(_with_series, report.gpus)))
+            _use_series(data)
+        _use_infinity(data)
+        report = msgspec.convert(data, Report)
         if min(report.step_s_blocks, default=1.0) < _SHORTEST_S:
             raise ValueError("step_s_blocks holds a step of less than a nanosecond")
         if any(one.interval_s < _SHORTEST_S for gpu in report.gpus for one in gpu.timelines.values()):
             raise ValueError("gpus holds a timeline with intervals of less than a nanosecond")
-        findings = tuple(map(_unbounded, report.diagnosis.findings))
-        return dataclasses.replace(report, diagnosis=dataclasses.replace(report.diagnosis, findings=findings))
+        return report
     except RecursionError:
         reason = "it is nested too deeply"
-    except ValueError as error:
-        reason = str(error)
+    except ValueError as error:  # of msgspec, too
+        reason = printable(error, 300)
     raise ReportError(
         f"{printable_path(source)} is not a report of lightning_gpu_tools: {reason}. Pass a {FILE_NAME} that "
         "GPUUtilizationMonitor wrote."
     )
 
 
-# The fields where to_json writes null for infinity and NaN.
-_AS_WRITTEN = {"ceiling": float | None, "ceiling_lower": float | None, "evidence": Mapping[str, Any]}
+def _refuse_forged(value: Any, place: str = "$", depth: int = _MAX_DEPTH, lowest: float | None = -_MAX_NUMBER) -> None:
+    """Raise ``ValueError`` if plain data has more items, more levels or larger numbers than any report.
+
+    Args:
+        value: The data.
+        place: Its path.
+        depth: Number of levels it may have.
+        lowest: Smallest fraction it may hold, besides integers from 0; ``None``: any number, as it is the program's.
+    """
+    if isinstance(value, (list, dict)):
+        if len(value) > _MAX_ITEMS or not depth:
+            raise ValueError(f"Too many items or levels - at `{place}`")
+        if isinstance(value, list):
+            for number, one in enumerate(value):
+                _refuse_forged(one, f"{place}[{number}]", depth - 1, lowest)
+            return
+        for name, one in value.items():
+            within = None if lowest is None or name in _OF_PROGRAM else 0.0 if _OF_TIMES.search(name) else lowest
+            _refuse_forged(one, f"{place}.{name}", depth - 1, within)
+    elif isinstance(value, (int, float)):
+        least = -_MAX_NUMBER if lowest is None else 0 if isinstance(value, int) else lowest
+        if not least <= value <= _MAX_NUMBER:  # true for NaN
+            raise ValueError(f"`{printable(json.dumps(value), 40)}` is out of range - at `{place}`")
 
 
-class _Point(NamedTuple):
-    time: float
-    value: float
+def _use_series(data: dict[str, Any]) -> None:
+    """Convert the timelines of schema version 1, which are lists of points."""
+    match data:
+        case {"gpus": [*gpus]}:
+            for gpu in gpus:
+                match gpu:
+                    case {"timelines": timelines}:
+                        points = msgspec.convert(timelines, dict[str, list[tuple[float, float]]])
+                        gpu["timelines"] = {name: dataclasses.asdict(series_of(points[name])) for name in points}
 
 
-# In schema version 1, timelines were lists of points.
-_AS_ONCE_WRITTEN = {"timelines": Mapping[str, Sequence[_Point]]}
-_SHORTEST_S = 1e-9  # the resolution of time.perf_counter_ns; no quotient of two such times overflows
-
-
-def _with_series(gpu: GpuSummary) -> GpuSummary:
-    timelines: Mapping[str, Any] = gpu.timelines
-    return dataclasses.replace(gpu, timelines={name: series_of(points) for name, points in timelines.items()})
-
-
-def _unbounded(finding: Finding) -> Finding:
-    ceiling, lower = (math.inf if bound is None else bound for bound in (finding.ceiling, finding.ceiling_lower))
-    return dataclasses.replace(finding, ceiling=ceiling, ceiling_lower=lower)
+def _use_infinity(data: dict[str, Any]) -> None:
+    """Put infinity back where :func:`to_json` writes ``null`` for it, and leave out evidence that was not a number."""
+    match data:
+        case {"diagnosis": {"findings": [*findings]}}:
+            for finding in findings:
+                match finding:
+                    case {"evidence": {**evidence}}:
+                        finding |= {name: math.inf for name in _BOUNDS if finding.get(name, 0) is None}
+                        finding["evidence"] = {name: one for name, one in evidence.items() if one is not None}

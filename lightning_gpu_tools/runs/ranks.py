@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from lightning_gpu_tools.advice.memory_account import DriverMemory, MemoryAccount, account_for
 from lightning_gpu_tools.gpus.metrics import MAX_NAMED_GPUS, GpuSummary, count_gpus, job_metrics
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import FILE_NAME
-from lightning_gpu_tools.reports.typed_json import read
 from lightning_gpu_tools.runs.run import gpu_readings
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training.memory_readings import RankMemory
@@ -190,7 +191,7 @@ class Ranks:
 
     def _read(self, what: str, kind: type[_T], facts: Any) -> _T | None:
         time.sleep(0)  # releases the GIL to the training thread, if this is another thread
-        found: _T | None = self._recorder.facts.read(what, partial(read, kind, facts, {}), None)
+        found: _T | None = self._recorder.facts.read(what, partial(msgspec.convert, facts, kind), None)
         return found
 
     def memory_accounts(self, own: MemoryShare | None, *, all_ranks: bool) -> tuple[MemoryAccount, ...]:
