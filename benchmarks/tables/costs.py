@@ -48,7 +48,8 @@ def step_overhead() -> str:
         f"{plain['steps_per_turn']} steps, averaged over {plain['processes']} processes. "
         + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
         f"On a simulated GPU, monitor and advisor add {added(simulated, OURS)} µs, and two empty callbacks "
-        f"{added(simulated, EMPTY)} µs. " + source("step_overhead.py", "simulated_gpu/gpu_step_overhead"),
+        f"{added(simulated, EMPTY)} µs; in CPU time, {added(simulated, OURS, kind='cpu')} and "
+        f"{added(simulated, EMPTY, kind='cpu')} µs. " + source("step_overhead.py", "simulated_gpu/gpu_step_overhead"),
         f"On one {h100['machine']['gpus'][0]}, they add {added(h100, OURS)} µs, and two empty callbacks "
         f"{added(h100, EMPTY)} µs. {h100['rounds']} rounds are too few to distinguish them. The report's own figure is "
         f"{h100['own_count_us']:.0f} µs in a step of {h100_step_us / 1e3:.1f} ms. "

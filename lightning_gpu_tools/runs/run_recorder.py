@@ -62,7 +62,7 @@ from lightning_gpu_tools.training.storage import StorageWatch
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 from lightning_gpu_tools.units import printable
 
-_POLL_EVERY_STEPS = 10
+_POLL_EVERY_STEPS, _POLL_EVERY_S = 10, 0.05  # our defaults: of the workers and the loader's settings, which takes 40 us
 _SEARCH_EVERY_S = 1.0  # our default: until the steps for the largest batch are recorded
 _MAX_LINES = 8  # our default: that a rank sends to rank 0
 _MAX_BATCHES = 101  # our default: whose median is the usual size of a batch
@@ -148,7 +148,7 @@ class RunRecorder:
             lambda: None if run.loader is None else run.loader.dataset,
             lambda: run.checkpoint_folder,
         )
-        self._next_poll = 0
+        self._next_poll, self._next_poll_s = 0, 0.0  # step, and time by the clock
         self._batch_items: deque[int | None] = deque(maxlen=_MAX_BATCHES)  # of completed steps
 
     @property
@@ -187,8 +187,9 @@ class RunRecorder:
         self._batch_items.append(self._clock.times.batch_items)
         if self._clock.last_fetch_s > LONG_WAIT_S:
             self.facts.read("the loader's workers", self._workers.after_long_wait, None)
-        if self._clock.steps >= self._next_poll:
+        if self._clock.steps >= self._next_poll and self._clock.since_s >= self._next_poll_s:
             self._next_poll = self._clock.steps + _POLL_EVERY_STEPS
+            self._next_poll_s = self._clock.since_s + _POLL_EVERY_S
             self.facts.read("the loader's workers", self._poll_workers, None)
             self._follow_loader()
 

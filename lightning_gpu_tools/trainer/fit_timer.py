@@ -68,13 +68,20 @@ class FitTimer(Timer):
 
     Methods that Lightning has under another name stay part of the surrounding phase and are listed in ``unseen``.
     ``ending`` gets the batches of some steps, and of one that fails. ``enter`` is called with the phase when validation
-    begins and when training resumes.
+    begins and when training resumes, and ``step_ended`` with the batch of each step, unless ``misses_steps``.
     """
 
     def __init__(
-        self, trainer: Trainer, clock: StepClock, ending: Ending, enter: Callable[[Phase], None] = lambda phase: None
+        self,
+        trainer: Trainer,
+        clock: StepClock,
+        ending: Ending,
+        enter: Callable[[Phase], None] = lambda phase: None,
+        step_ended: Callable[[Any], None] = lambda batch: None,
     ) -> None:
         self.clock = clock
+        self.misses_steps = True
+        self._step_ended = step_ended
         self._ending = ending
         self.fault: Exception | None = None
         self.rank_waits = RankWaits(clock, self._weights_in_buckets)
@@ -166,8 +173,11 @@ class FitTimer(Timer):
     def _time_step(self) -> None:
         clock, model = self.clock, self._trainer.lightning_module
         is_automatic = model.automatic_optimization
+        run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
         if self._run.gpu is not None:
-            self._measure_gpu(self._run.gpu, is_automatic=is_automatic)
+            self._measure_gpu(self._run.gpu, run, is_automatic=is_automatic)
+        # A callback's hook would do, but Lightning takes 10 us to call one.
+        self.misses_steps = not self._wrap(run, partial(_followed_by, self._step_ended))
         if not is_automatic:
             self._time("strategy.backward", phases.BACKWARD)
             self._wrap("strategy.optimizer_step", clock.timed_optimizer_step)
@@ -182,11 +192,10 @@ class FitTimer(Timer):
             for method in ("scale", "unscale_", "update"):
                 self._time(f"strategy.precision_plugin.scaler.{method}", phases.GRADIENT_SCALER)
 
-    def _measure_gpu(self, device: torch.device, *, is_automatic: bool) -> None:
+    def _measure_gpu(self, device: torch.device, run: str, *, is_automatic: bool) -> None:
         gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
         memory = self.memory = MemoryCounters(self._run, self.clock)
         self._wrappers.put(torch.cuda, "CUDAGraph.replay", gpu.counted)
-        run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
         self._wrap(run, partial(_measured_step, self.clock, gpu, memory, self._ending))
         around = {"backward": memory.around_backward}
         if is_automatic:  # else it contains the whole step
@@ -229,6 +238,17 @@ class FitTimer(Timer):
         if gpu is None or isinstance(context, _Untimed) or action.rpartition(".")[2] not in _BATCH_HOOKS:
             return context
         return _Marked(gpu.enter_hook, context)
+
+
+def _followed_by(action: Callable[[Any], None], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that runs a training step to call ``action`` with its batch afterwards."""
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        action(compat.batch_of_step(args))
+        return result
+
+    return followed
 
 
 def _measured_step(

@@ -6,7 +6,7 @@ import functools
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -14,8 +14,6 @@ from lightning_gpu_tools.loaders.workers import is_of_dead_worker
 from lightning_gpu_tools.trainer.families import Callback
 from lightning_gpu_tools.trainer.import_hooks import only_warn
 from lightning_gpu_tools.units import printable
-
-_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def warn_that_off(what: str, error: Exception) -> None:
@@ -32,8 +30,7 @@ class GuardedCallback(Callback):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, hook in list(vars(cls).items()):
-            is_hook = callable(hook) and (name.startswith("on_") or name in ("setup", "teardown"))
-            if is_hook and not hasattr(hook, "guards_itself"):
+            if callable(hook) and (name.startswith("on_") or name in ("setup", "teardown")):
                 setattr(cls, name, _guarded(hook))
 
     def _give_up(self) -> None:
@@ -64,9 +61,3 @@ def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
             return None
 
     return guarded
-
-
-def guards_itself(hook: _Hook) -> _Hook:
-    """Mark a hook that calls :meth:`GuardedCallback.survives` itself, which saves a call in every step."""
-    vars(hook)["guards_itself"] = True
-    return hook

@@ -11,15 +11,17 @@ from weakref import WeakKeyDictionary
 from typing_extensions import override
 
 from lightning_gpu_tools.environment import is_disabled
+from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.loaders.workers import deaths_ignored
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun
 from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer, lookup, overrides
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
-from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback, guards_itself
+from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
+from lightning_gpu_tools.training.step_clock import StepClock
 
 
 class FitSession(Session):
@@ -30,10 +32,10 @@ class FitSession(Session):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        super().__init__(TrainerRun(trainer), lambda clock, enter: FitTimer(trainer, clock, self.ending, enter))
         self._trainer = trainer
+        super().__init__(TrainerRun(trainer), self._make_timer)
         self._users: list[Callback] = []
-        self.acting: list[MeasuringCallback] = []  # the first one acts in each step, for all of them
+        self.acting: list[MeasuringCallback] = []
         self._on_end = Wrappers()
         calls = lookup(trainer, compat.CALLS)
         self._on_end.put(calls, compat.AFTER_ERROR, self._after_error)
@@ -52,6 +54,29 @@ class FitSession(Session):
         if isinstance(user, MeasuringCallback):
             session.acting.append(user)
         return session
+
+    def _make_timer(self, clock: StepClock, enter: Callable[[Phase], None]) -> FitTimer:
+        self._fit_timer = FitTimer(self._trainer, clock, self.ending, enter, self.step_ended)
+        return self._fit_timer
+
+    @property
+    def needs_hook(self) -> bool:
+        """Whether a callback must tell this session that a step has ended."""
+        return self._fit_timer.misses_steps
+
+    def step_ended(self, batch: Any) -> None:
+        """Act after a step, for all callbacks. This runs in every step, so it makes as few calls as possible."""
+        acting = self.acting
+        if not acting or self.clock.steps == self.last_step:
+            return
+        try:
+            self.after_step(batch)
+        except Exception as error:
+            if not acting[0].survives(error):
+                raise
+        for user in self.acting:
+            if self.clock.steps >= user.next_step or self.report_wanted:
+                user.act(self._trainer, self)
 
     def release(self, user: Callback) -> None:
         """Release the session; its measurements stay readable."""
@@ -116,7 +141,7 @@ class MeasuringCallback(GuardedCallback):
     def __init__(self) -> None:
         self.yields = False  # does nothing if the user has a callback of the same class
         self._session: FitSession | None = None
-        self._next_step = 0.0
+        self.next_step = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in vars(self).items() if name not in STEP_HOOKS}
@@ -150,7 +175,7 @@ class MeasuringCallback(GuardedCallback):
         self._show_hooks()
         for hook in STEP_HOOKS:
             is_own = getattr(type(self), hook) is getattr(MeasuringCallback, hook)
-            acts = is_first and hook == "on_train_batch_end"
+            acts = is_first and hook == "on_train_batch_end" and session.needs_hook
             if not (acts if is_own else overrides(self, "Callback", hook)):
                 setattr(self, hook, None)
 
@@ -168,29 +193,21 @@ class MeasuringCallback(GuardedCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._session is not None:
             self._session.begin()
-            self._next_step = 0.0
+            self.hide_hooks(self._session)
+            self.next_step = 0.0
             self._began(trainer, self._session)
 
     @override
-    @guards_itself
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # In every step, so it makes as few calls as possible.
-        session = self._session
-        if session is not None and session.clock.steps != session.last_step:  # only the first callback's call counts
-            try:
-                session.after_step(batch)
-            except Exception as error:
-                if not self.survives(error):
-                    raise
-            for user in session.acting:
-                if session.clock.steps >= user._next_step or session.report_wanted:
-                    user._act(trainer, session)
+        if self._session is not None:
+            self._session.step_ended(batch)
 
-    def _act(self, trainer: Trainer, session: FitSession) -> None:
+    def act(self, trainer: Trainer, session: FitSession) -> None:
+        """Act after a step."""
         try:
-            self._next_step = self._stepped(trainer, session)
+            self.next_step = self._stepped(trainer, session)
         except Exception as error:
             if not self.survives(error):
                 raise

@@ -53,8 +53,11 @@ class Wrappers:
         self.missing: list[str] = []  # Class.method that could not be wrapped
         self._undo: list[Callable[[], None]] = []
 
-    def put(self, owner: object, name: str, wrapper: Callable[[_Function], _Function]) -> None:
-        """Replace a method of one object, or of one reached through attributes: ``"fit_loop.epoch_loop.run"``."""
+    def put(self, owner: object, name: str, wrapper: Callable[[_Function], _Function]) -> bool:
+        """Replace a method of one object, or of one reached through attributes: ``"fit_loop.epoch_loop.run"``.
+
+        Returns whether there is such a method.
+        """
         *_, method = steps = name.split(".")
         function: Any = owner
         for step in steps:
@@ -63,11 +66,12 @@ class Wrappers:
                 missing = f"{type(owner).__name__}.{step}"
                 if missing not in self.missing:
                     self.missing.append(missing)
-                return
+                return False
         stand_in = _StandIn(wrapper(function))
         stand_in.owner, stand_in.name, stand_in.below = owner, method, _own(owner, method, function)
         setattr(owner, method, stand_in)
         self._undo.append(functools.partial(stand_in.take_off, function))
+        return True
 
     def undo(self) -> None:
         """Remove all wrappers; a second call does nothing."""

@@ -15,6 +15,7 @@ from trainings import Model, Samples, hide, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.trainer import compat, wrappers
+from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training import compat as torch_compat
 from lightning_gpu_tools.training.rank_exchange import Board, RankExchange, RankPlace
 
@@ -83,6 +84,21 @@ def test_a_fit_whose_start_is_unseen_has_no_report(
     _, trained = train(tmp_path, GPUUtilizationMonitor(), GPUUtilizationAdvisor())
     assert "has no report, because this version of Lightning lacks _FitLoop.on_run_start" in capsys.readouterr().out
     assert all(map(torch.equal, trained, weights))
+
+
+@pytest.mark.parametrize("gone", ["nothing", "automatic_optimization"])
+def test_each_step_is_noticed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
+    noticed = []
+    after_step = FitSession.after_step
+
+    def counted(session: FitSession, batch: Any) -> None:
+        noticed.append((session.clock.steps, len(batch)))
+        after_step(session, batch)
+
+    hide(monkeypatch, wrappers, gone)
+    monkeypatch.setattr(FitSession, "after_step", counted)
+    train(tmp_path, GPUUtilizationMonitor(), GPUUtilizationAdvisor())
+    assert noticed == [(step, 1) for step in range(1, 31)]
 
 
 @pytest.fixture

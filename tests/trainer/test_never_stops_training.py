@@ -27,7 +27,7 @@ from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer import compat, num_workers_finder, wrappers
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks
 from lightning_gpu_tools.trainer.fit_timer import FitTimer
-from lightning_gpu_tools.trainer.measuring_callback import FitSession
+from lightning_gpu_tools.trainer.measuring_callback import STEP_HOOKS, FitSession, MeasuringCallback
 from lightning_gpu_tools.training import compat as torch_compat
 
 STEPS, FAILS_AT = 4, 2
@@ -90,15 +90,13 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
 
 
 def hooks_of(callback: Callback) -> dict[str, Callable[..., Any]]:
-    """Return the hooks that a callback has beside Lightning's empty ones, as they are without a guard.
-
-    Faults in those with a guard of their own are in the middle of a hook, below.
-    """
+    """Return the hooks that a callback has beside Lightning's empty ones, as they are without a guard."""
     found = {name: getattr(type(callback), name) for name in dir(Callback) if not name.startswith("_")}
+    hidden = STEP_HOOKS if isinstance(callback, MeasuringCallback) else ()
     return {
         name: getattr(hook, "__wrapped__", hook)
         for name, hook in found.items()
-        if callable(hook) and hook is not getattr(Callback, name) and not hasattr(hook, "guards_itself")
+        if callable(hook) and hook is not getattr(Callback, name) and name not in hidden
     }
 
 
