@@ -44,8 +44,9 @@ class Scaling:
 
 def kind_of_scaling(new: Report, old: Report) -> Kind | None:
     """Return the kind of scaling between two runs; ``None`` with equal numbers of ranks, or other batch sizes."""
-    ranks, batches, steps = ([report.settings.get(name, 1) or 1 for report in (new, old)] for name in SCALED)
-    if not all(isinstance(one, int) for one in (*ranks, *batches, *steps)) or ranks[0] == ranks[1]:
+    given = ([report.settings.get(name) for report in (new, old)] for name in SCALED)
+    ranks, batches, steps = ([1 if one is None else one for one in both] for both in given)
+    if not all(isinstance(one, int) and one > 0 for one in (*ranks, *batches, *steps)) or ranks[0] == ranks[1]:
         return None
     if batches[0] == batches[1] and steps[0] == steps[1]:
         return "weak"

@@ -25,9 +25,9 @@ _MAX_DEPTH = 12  # twice that of a report
 _MAX_NUMBER = 2**64
 _SHORTEST_S = 1e-9  # the resolution of time.perf_counter_ns; no quotient of two such times overflows
 # Names of times and rates, which are never negative, and of the program's own values, which may be.
-_OF_TIMES = re.compile(r"_s(_|$)|^seconds$")
-_OF_PROGRAM = frozenset({"evidence", "settings", "users"})
-_BOUNDS = ("ceiling", "ceiling_lower")  # may be infinite
+_OF_TIMES = re.compile(r"_s(_|$)|^\.seconds$")
+_OF_PROGRAM = frozenset({".evidence", ".settings", ".users"})
+_BOUNDS = (".ceiling", ".ceiling_lower")  # may be infinite
 
 
 def to_json(report: Report) -> str:
@@ -75,11 +75,11 @@ def from_json(text: str, source: str = "the text") -> Report:
                 f"{printable_path(source)} has schema version {printable(version)}, but this version of "
                 f"lightning_gpu_tools reads only up to {SCHEMA_VERSION}. Upgrade the package to read it."
             )
-        _refuse_forged(data)
         if version < 2:
             _use_series(data)
         _use_infinity(data)
         report = msgspec.convert(data, Report)
+        _refuse_forged(report)
         if min(report.step_s_blocks, default=1.0) < _SHORTEST_S:
             raise ValueError("step_s_blocks holds a step of less than a nanosecond")
         if any(one.interval_s < _SHORTEST_S for gpu in report.gpus for one in gpu.timelines.values()):
@@ -96,28 +96,35 @@ def from_json(text: str, source: str = "the text") -> Report:
 
 
 def _refuse_forged(value: Any, place: str = "$", depth: int = _MAX_DEPTH, lowest: float | None = -_MAX_NUMBER) -> None:
-    """Raise ``ValueError`` if plain data has more items, more levels or larger numbers than any report.
+    """Raise ``ValueError`` if a report or a part of it has more items, more levels or larger numbers than any report.
 
     Args:
-        value: The data.
+        value: The part.
         place: Its path.
         depth: Number of levels it may have.
         lowest: Smallest fraction it may hold, besides integers from 0; ``None``: any number, as it is the program's.
     """
-    if isinstance(value, (list, dict)):
-        if len(value) > _MAX_ITEMS or not depth:
-            raise ValueError(f"Too many items or levels - at `{place}`")
-        if isinstance(value, list):
-            for number, one in enumerate(value):
-                _refuse_forged(one, f"{place}[{number}]", depth - 1, lowest)
-            return
-        for name, one in value.items():
-            within = None if lowest is None or name in _OF_PROGRAM else 0.0 if _OF_TIMES.search(name) else lowest
-            _refuse_forged(one, f"{place}.{name}", depth - 1, within)
-    elif isinstance(value, (int, float)):
+    inside = _inside(value)
+    if inside is not None and (len(inside) > _MAX_ITEMS or not depth):
+        raise ValueError(f"Too many items or levels - at `{place}`")
+    for name, one in (inside or {}).items():
+        within = None if lowest is None or name in _OF_PROGRAM else 0.0 if _OF_TIMES.search(name) else lowest
+        _refuse_forged(one, f"{place}{name}", depth - 1, within)
+    if isinstance(value, (int, float)) and not (value == math.inf and place.endswith(_BOUNDS)):
         least = -_MAX_NUMBER if lowest is None else 0 if isinstance(value, int) else lowest
         if not least <= value <= _MAX_NUMBER:  # true for NaN
             raise ValueError(f"`{printable(json.dumps(value), 40)}` is out of range - at `{place}`")
+
+
+def _inside(value: Any) -> dict[str, Any] | None:
+    """Return what a part of a report consists of, by the end of its path; ``None`` for a number or text."""
+    if dataclasses.is_dataclass(value):
+        return {f".{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {f".{name}": one for name, one in value.items()}
+    if hasattr(value, "_asdict"):
+        return _inside(value._asdict())
+    return {f"[{i}]": one for i, one in enumerate(value)} if isinstance(value, (list, tuple)) else None
 
 
 def _use_series(data: dict[str, Any]) -> None:
@@ -128,6 +135,7 @@ def _use_series(data: dict[str, Any]) -> None:
                 match gpu:
                     case {"timelines": timelines}:
                         points = msgspec.convert(timelines, dict[str, list[tuple[float, float]]])
+                        _refuse_forged(points)
                         gpu["timelines"] = {name: dataclasses.asdict(series_of(points[name])) for name in points}
 
 
@@ -138,5 +146,5 @@ def _use_infinity(data: dict[str, Any]) -> None:
             for finding in findings:
                 match finding:
                     case {"evidence": {**evidence}}:
-                        finding |= {name: math.inf for name in _BOUNDS if finding.get(name, 0) is None}
+                        finding |= {name[1:]: math.inf for name in _BOUNDS if finding.get(name[1:], 0) is None}
                         finding["evidence"] = {name: one for name, one in evidence.items() if one is not None}

@@ -87,6 +87,7 @@ changed = st.sampled_from(places(DATA)[1:]).flatmap(lambda place: st.tuples(st.j
 
 @given(st.lists(changed, min_size=1, max_size=3), st.booleans(), st.sampled_from(["text", "markdown", "json"]))
 @example([(("steps",), 10**300)], True, "text")
+@example([(("settings", "world_size"), 0)], False, "text")
 @example([(("wall_s",), 0), (("phase_s",), {})], True, "text")
 @example([(("step_s_blocks", i), -0.05) for i in range(8)], True, "text")
 @example([(("diagnosis", "findings", 0, "cause"), "checkpoint"), (("phase_s", "checkpoint"), 1e300)], False, "text")
@@ -134,7 +135,7 @@ def test_a_full_report_is_read_back_unchanged() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (("steps",), float("inf"), "`Infinity` is out of range - at `$.steps`"),
+        (("steps",), float("inf"), "Expected `int`, got `float` - at `$.steps`"),
         (("steps",), True, "Expected `int`, got `bool` - at `$.steps`"),
         (("steps",), -1, "`-1` is out of range - at `$.steps`"),
         (("wall_s",), float("nan"), "`NaN` is out of range - at `$.wall_s`"),
