@@ -17,6 +17,10 @@ from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 # The best machine on which a cause was found in a real run; "measurements": so far only in synthetic measurements.
 Machine = Literal["measurements", "cpu", "simulated GPU", "hardware"]
 
+# The settings that advice on loading data, and on a step that needs less memory, may change.
+LOADER_SETTINGS = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
+SMALLER_STEP = ("batch_size", "precision", "accumulate_grad_batches")
+
 
 class Shape(NamedTuple):
     """One form of a cause, as a row of the table in docs/."""
@@ -34,6 +38,7 @@ class AnyCause:
     change: str = ""  # likewise
     rows: Sequence[Shape] = ()  # its forms, if it has several
     after: Sequence[str] = ()  # causes that are judged earlier
+    settings: Sequence[str] = ()  # those in the report's settings that its advice may change
     verified_on: Machine  # the best machine on which the package found it in a real run
 
     @property
@@ -54,6 +59,8 @@ class Cause(AnyCause):
     phases: Sequence[str] | Callable[[Mapping[str, float | str]], Sequence[str]] = ()
     time: str = "this time"  # words for the time spent in these lines
     needs: Sequence[str] = ()  # attributes of RunMeasurements that must not be None to judge it
+    # Whether its share is idle time inside the training step, which then is not unexplained.
+    is_in_step: bool | Callable[[Mapping[str, float | str]], bool] = False
     # Its time is that of the phase of its name, which occurs now and then: up to three times may be chance.
     is_of_events: bool = False
     is_remark: bool = False  # it slows a busy GPU down but leaves none idle, so it makes no run "low"

@@ -38,7 +38,7 @@ from lightning_gpu_tools.advice.findings import (
     gain,
     mean_interval,
 )
-from lightning_gpu_tools.advice.idle_in_step import few_active_sms, is_tiny, without_cause
+from lightning_gpu_tools.advice.idle_in_step import few_active_sms, is_tiny
 from lightning_gpu_tools.advice.lines import sentence, where
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, as_searched
 from lightning_gpu_tools.advice.memory_causes import judge
@@ -149,6 +149,11 @@ def _phases(finding: Finding) -> Sequence[str]:
     return phases(finding.evidence) if callable(phases) else phases
 
 
+def _is_in_step(finding: Finding) -> bool:
+    is_in_step = CAUSES[finding.cause].is_in_step
+    return is_in_step(finding.evidence) if callable(is_in_step) else is_in_step
+
+
 def _judge(
     run: RunMeasurements, min_utilization_percent: float, searched: LoaderResult | None
 ) -> tuple[Verdict, list[Finding]]:
@@ -167,7 +172,7 @@ def _judge(
     if is_busy and not any(CAUSES[one.cause].counts_while_busy for one in found):
         return "healthy", remarks
     idle = 1.0 - busy_percent / 100
-    rest = without_cause(run, found)
+    rest = max(0.0, (run.idle_in_step_share or 0.0) - sum(one.share for one in found if _is_in_step(one)))
     if not found or rest >= unexplained.MIN_IDLE:
         found.append(unexplained.idle_in_step(run, rest if found else idle))
     if is_tiny(run):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Finding
+from lightning_gpu_tools.advice.findings import BUSY_PERCENT
 from lightning_gpu_tools.advice.lines import MIN_SAMPLES
 from lightning_gpu_tools.training.phases import (
     HOST_TO_DEVICE_COPY,
@@ -69,14 +69,6 @@ def _share_of_lines(run: RunMeasurements, lines: Sequence[SourceLine]) -> float:
     places = {(one.file, one.line) for one in lines}
     at_lines = sum(one.samples for one in sampled if (one.file, one.line) in places)
     return at_lines / count if count >= MIN_SAMPLES else 1.0
-
-
-def without_cause(run: RunMeasurements, found: Sequence[Finding]) -> float:
-    """Return the fraction of the wall time that the GPU idles inside the step without a cause."""
-    of_step = ["device_sync", "launch_bound", "host_work", "slow_steps", "cpu_contention", "recompilation"]
-    slower = next((one.evidence["phase"] for one in found if one.cause == "slowing_down"), "")
-    of_step += ["slowing_down"] * (base_phase(str(slower)) == TRAINING_STEP)
-    return max(0.0, (run.idle_in_step_share or 0.0) - sum(one.share for one in found if one.cause in of_step))
 
 
 def is_tiny(run: RunMeasurements) -> bool:

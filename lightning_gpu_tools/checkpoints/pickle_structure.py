@@ -19,6 +19,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     StorageInfo,
     TensorInfo,
     are_sizes,
+    is_shape,
 )
 
 _ELEMENTS_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
@@ -333,11 +334,11 @@ def _is_short(value: Any) -> bool:
 def _check_view(storage: StorageInfo, offset: Any, shape: Any, strides: Any, dtype: str) -> None:
     """Raise unless all elements of a tensor are inside its storage."""
     are_lists = _is_short(shape) and _is_short(strides) and len(shape) == len(strides)
-    if not are_lists or not are_sizes((offset, *shape, *strides)) or dtype not in BYTES_OF_DTYPE:
+    if not are_lists or not is_shape(shape) or not are_sizes((offset, *strides)) or dtype not in BYTES_OF_DTYPE:
         raise _not_by_torch()
     elements = storage.size_bytes * _ELEMENTS_PER_BYTE.get(dtype, 1) // BYTES_OF_DTYPE[dtype]
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if 0 not in shape and (last >= elements or math.prod(shape) >= 2**63):
+    if 0 not in shape and last >= elements:
         raise _not_by_torch()
 
 

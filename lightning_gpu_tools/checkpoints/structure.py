@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,6 +110,11 @@ class StandIn:
 def are_sizes(numbers: Sequence[Any]) -> bool:
     """Return whether these are valid sizes, offsets or strides: non-negative integers below 2 ** 63."""
     return not numbers or ({*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**63)
+
+
+def is_shape(sizes: Sequence[Any]) -> bool:
+    """Return whether a tensor can have this shape: torch multiplies sizes even if one of them is 0."""
+    return are_sizes(sizes) and math.prod(filter(None, sizes)) < 2**63
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, Literal
 
+from lightning_gpu_tools.advice.cause import LOADER_SETTINGS
+from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.findings import Finding, mean_interval, median_interval
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.files import last_modified, matching
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report
@@ -30,27 +33,16 @@ from lightning_gpu_tools.reports.text import cause_phase, escape_markdown, phase
 from lightning_gpu_tools.training.phases import PAUSES, PHASES, RANK_WAIT, TRAINING_STEP, base_phase
 from lightning_gpu_tools.units import format_duration, printable
 
-_LOADER = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 # Settings that must match so that a difference in speed is due to the program.
 _MUST_MATCH = (
     *("cpu", "gpu", "accelerator", "world_size", "precision", "batch_size", "accumulate_grad_batches"),
-    *_LOADER,
+    *LOADER_SETTINGS,
 )
 _SAME_PROGRAM = ("model", "dataset")
-# The settings that the advice of each cause changes.
-_ADVISED: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("data_loading", "epoch_start", "slow_steps", "straggler"), _LOADER),
-    "host_to_device_copy": ("pin_memory",),
-    "low_precision": ("precision",),
-    **dict.fromkeys(("launch_bound", "small_batch"), ("batch_size",)),
-    **dict.fromkeys(
-        ("batch_too_large", "model_too_large", "optimizer_too_large", "fragmentation", "spike"),
-        ("batch_size", "precision", "accumulate_grad_batches"),
-    ),
-}
+_ADVISED = {name: cause.settings for name, cause in {**CAUSES, **MEMORY_CAUSES}.items()}
 # The phases that a setting cannot speed up, with one rank. Several ranks wait for each other in their steps.
 _UNTOUCHED: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(_LOADER, frozenset({TRAINING_STEP, "callback", "logging", "trainer"})),
+    **dict.fromkeys(LOADER_SETTINGS, frozenset({TRAINING_STEP, "callback", "logging", "trainer"})),
     "precision": frozenset({"data_loading", "callback", "logging", "trainer"}),
 }
 

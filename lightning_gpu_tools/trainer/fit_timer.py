@@ -80,7 +80,7 @@ class FitTimer(Timer):
         step_ended: Callable[[Any], None] = lambda batch: None,
     ) -> None:
         self.clock = clock
-        self.misses_steps = True
+        self.misses_steps = True  # training has not begun, or Lightning runs a step under another name
         self._step_ended = step_ended
         self._ending = ending
         self.fault: Exception | None = None

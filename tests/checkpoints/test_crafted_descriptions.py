@@ -228,6 +228,7 @@ FOREIGN = {
     "an offset beyond the storage": tensor(storage(), 1),
     "strides beyond the storage": tensor(storage(), 0, sizes(2, 2), sizes(3, 1)),
     "more elements than 64 bits": tensor(storage(), 0, sizes(2**40, 2**40), sizes(0, 0)),
+    "no elements, but sizes beyond 64 bits": tensor(storage(), 0, sizes(2**40, 2**40, 0), sizes(0, 0, 0)),
     "a negative offset": tensor(storage(), -1),
     "a negative size": tensor(storage(), 0, sizes(-1)),
     "a negative stride": tensor(storage(), 3, sizes(4), sizes(-1)),
@@ -390,6 +391,7 @@ HEADERS = {
     "metadata that is no text": safetensors({"__metadata__": {"a": 1}, "b": entry(0, 4, [1])}, bytes(4)),
     "a header nested deep": safetensors(b'{"a":' + b"[" * DEEP + b"]" * DEEP + b"}"),
     "a size beyond 64 bits": safetensors({"a": entry(0, 0, [0, 2**63])}),
+    "no elements, but sizes beyond 64 bits": safetensors({"a": entry(0, 0, [2**62, 2**62, 0])}),
 }
 
 

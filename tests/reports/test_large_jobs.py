@@ -14,6 +14,7 @@ from lightning_gpu_tools.advice.memory_account import PARTS, OtherProcess
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.reports.gpu_table import COLUMNS, gpu_lines
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.reports.text import render_markdown, render_text
@@ -122,6 +123,17 @@ def test_two_gpus_or_noise_mark_nothing() -> None:
     assert "*" not in render_text(with_odd(of_size(2), {1: SLOW}))
     noisy = {place: {"utilization_percent_mean": 30.0 + place * 37 % 50} for place in range(16)}
     assert "*" not in render_text(with_odd(of_size(16), noisy))
+
+
+# The most that a GPU of today reports, by the unit of a column.
+MOST = {"%": 100.0, "GiB": 282 * GIB, "W": 1200.0, "C": 99.0}
+
+
+@pytest.mark.parametrize("count", [8, 16, 64, 1024])
+def test_all_columns_together_fit_a_screen(count: int) -> None:
+    most = {column.field: MOST[column.unit] for column in COLUMNS if column.title}
+    report = with_odd(of_size(count), dict.fromkeys(range(count), most))
+    assert max(map(len, gpu_lines(report.gpus))) <= 100
 
 
 OTHER_PERCENTS = (

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from statistics import median
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.cause import LOADER_SETTINGS, Cause, Shape
 from lightning_gpu_tools.advice.examples import STEP, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import (
     MIN_CEILING,
@@ -308,6 +308,7 @@ CAUSE = Cause(
     find=find,
     phases=_phases,
     time="the loader's time",
+    settings=LOADER_SETTINGS,
     verified_on="cpu",
     sick=cpu_run(WAITS),
     healthy=cpu_run({"data_loading": 0.2, **STEP}),

@@ -45,6 +45,7 @@ CAUSE = Cause(
     change="remove `.item()`, `print(tensor)`, `.cpu()`, `torch.cuda.synchronize()` there",
     find=find,
     needs=("watched",),
+    is_in_step=True,
     verified_on="hardware",
     sick=gpu_run(STEP, 50.0, **watched(line=42)),
     healthy=gpu_run(STEP, 97.0, **watched(line=42)),

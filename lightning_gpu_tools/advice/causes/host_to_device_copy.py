@@ -74,6 +74,7 @@ CAUSE = Cause(
     find=find,
     phases=[COPY],
     is_of_events=True,
+    settings=("pin_memory",),
     verified_on="hardware",
     sick=gpu_run(**COPIES),
     healthy=gpu_run(**{**COPIES, "utilization": 97.0, "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 0.5))}),

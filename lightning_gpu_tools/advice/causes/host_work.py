@@ -50,6 +50,7 @@ CAUSE = Cause(
     find=find,
     phases=(TRAINING_STEP,),
     needs=("watched",),
+    is_in_step=True,
     verified_on="hardware",
     sick=gpu_run(STEP, 40.0, **_BUSY_HOST),
     healthy=gpu_run(STEP, 97.0, **_BUSY_HOST),

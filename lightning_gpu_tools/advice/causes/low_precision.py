@@ -56,6 +56,7 @@ CAUSE = Cause(
     find=find,
     needs=("gpu.tensor_active_percent",),
     is_remark=True,
+    settings=("precision",),
     verified_on="measurements",
     sick=gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0)),
     healthy=gpu_run(STEP, 97.0, precision="bf16-mixed", **on_hopper(tensor_active_percent=0.0)),

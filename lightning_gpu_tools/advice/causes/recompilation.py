@@ -99,6 +99,7 @@ CAUSE = Cause(
     change="pad to a few lengths, `mark_dynamic`, `torch._dynamo.config.recompile_limit`",
     find=find,
     needs=("compiled",),
+    is_in_step=True,
     verified_on="cpu",
     sick=_compiled_again(7, 2.0, 81),
     healthy=_compiled_again(1, 0.3),

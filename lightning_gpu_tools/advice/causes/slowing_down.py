@@ -331,6 +331,7 @@ CAUSE = Cause(
     ],
     phases=lambda evidence: [str(evidence["phase"])],
     counts_while_busy=True,
+    is_in_step=lambda evidence: base_phase(str(evidence["phase"])) == TRAINING_STEP,
     verified_on="cpu",
     sick=_with_logging(*range(1, 31)),
     healthy=_with_logging(*[1.0] * 15, *[16.0] * 15),

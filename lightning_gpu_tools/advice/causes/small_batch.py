@@ -37,6 +37,7 @@ CAUSE = Cause(
     find=find,
     needs=("gpu.sm_active_percent",),
     after=("communication",),  # which also keeps few multiprocessors busy
+    settings=("batch_size",),
     verified_on="hardware",
     sick=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496),
     healthy=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=80.0), largest_batch_size=496),

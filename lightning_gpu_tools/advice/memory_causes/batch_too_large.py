@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.cause import SMALLER_STEP, MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, STEPS_OF_64, an_error, counted_steps
 from lightning_gpu_tools.advice.memory_remedies import (
     in_validation,
@@ -76,6 +76,7 @@ CAUSE = MemoryCause(
     "it frees",
     find=find,
     after=("model_too_large",),
+    settings=SMALLER_STEP,
     verified_on="hardware",
     sick=an_error(begins=FLAT, batch_shape=(32, 512), memory=counted_steps(16, 8 * GIB, 18 * GIB)),
     healthy=an_error(begins=FLAT, batch_shape=(64, 512), usual_items=64 * 512, memory=STEPS_OF_64),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.cause import SMALLER_STEP, MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, MIB, an_error
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -61,6 +61,7 @@ CAUSE = MemoryCause(
     "in use). If it is already set: allocate long-lived tensors before training, or as one tensor",
     find=find,
     after=("memory_growth",),
+    settings=SMALLER_STEP,
     verified_on="hardware",
     sick=an_error(begins=FLAT, allocated=18 * GIB, cached=5 * GIB),
     healthy=an_error(begins=FLAT, cached=300 * MIB),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.cause import SMALLER_STEP, MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, an_error
 from lightning_gpu_tools.advice.memory_remedies import another_gpu, is_32, needed, raised_limit, sharded
 from lightning_gpu_tools.advice.out_of_memory import SETUP, ModelSize, OutOfMemory
@@ -51,6 +51,7 @@ CAUSE = MemoryCause(
     change="FSDP over the GPUs of this machine, with the memory needed on each; adapters; `bf16-true`",
     find=find,
     after=("optimizer_too_large",),
+    settings=SMALLER_STEP,
     verified_on="hardware",
     sick=an_error(phase=SETUP, model=ModelSize(parameters_bytes=24 * GIB)),
     healthy=an_error(begins=FLAT[:1]),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
+from lightning_gpu_tools.advice.cause import SMALLER_STEP, MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, an_error
 from lightning_gpu_tools.advice.memory_remedies import more_room, sharded
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
@@ -39,6 +39,7 @@ CAUSE = MemoryCause(
     change="`fused=True`, an optimizer with 8-bit states, FSDP",
     find=find,
     after=("fragmentation",),
+    settings=SMALLER_STEP,
     verified_on="hardware",
     sick=an_error(phase=OPTIMIZER, begins=FLAT[:1]),
     healthy=an_error(phase=BACKWARD, begins=FLAT[:1]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import MemoryCause, Ruling, Shape
+from lightning_gpu_tools.advice.cause import SMALLER_STEP, MemoryCause, Ruling, Shape
 from lightning_gpu_tools.advice.memory_examples import STEPS_OF_64, an_error
 from lightning_gpu_tools.advice.memory_remedies import in_validation, largest_that_fits, levers, raised_limit
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
@@ -106,6 +106,7 @@ CAUSE = MemoryCause(
     ],
     find=find,
     after=("stray_contexts",),
+    settings=SMALLER_STEP,
     verified_on="hardware",
     sick=an_error(batch_shape=(64, 2048), usual_items=64 * 512, memory=STEPS_OF_64),
     healthy=an_error(batch_shape=(64, 512), usual_items=64 * 512, memory=STEPS_OF_64),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.checkpoints.opening import Folder
     from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
 
-# The first format that recognizes a file or a folder describes and loads it.
+# No two formats recognize the same file.
 _FILES = ("torch_zip", "torch_legacy", "safetensors")
 _FOLDERS = ("torch_distributed", "deepspeed", "shard_index")
 
@@ -25,13 +25,17 @@ class FileFormat(Protocol):
 
     NAME: str  # in the output of ``checkpoint inspect``
     SUFFIXES: Sequence[str]  # usual ends of the names of its files
-    HOLDS_ONLY_WEIGHTS: bool
+    HOLDS_ONLY_WEIGHTS: bool  # whether its files have no objects, so that all their tensors are plain
 
     def recognizes(self, head: bytes) -> bool:
         """Return whether a file that begins with ``head``, its first KiB, is of this format."""
 
     def describe(self, file: BinaryIO, path: str, size_bytes: int) -> Structure:
-        """Read the description in an open file and check it against the file's contents."""
+        """Read the description in an open file and check it against the file's contents.
+
+        Errors to raise: :class:`Fault`, which may have advice; ``ValueError`` and the like mean that the
+        description and the contents do not match. ``Structure.records`` have checksums for ``checkpoint verify``.
+        """
 
     def load(self, structure: Structure, map_location: Any, weights_only: bool) -> Any:
         """Load a described file; its numbers are mapped where possible."""

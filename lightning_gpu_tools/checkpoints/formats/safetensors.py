@@ -18,6 +18,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     Structure,
     TensorInfo,
     are_sizes,
+    is_shape,
 )
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.units import printable
@@ -61,7 +62,8 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
             raise Fault(f"has {printable(name)} of type {printable(entry['dtype'])}, which torch does not have")
         first, last = entry["data_offsets"]
         shape = tuple(entry["shape"])
-        if not are_sizes((first, last, *shape)) or first != end:  # everything in the file is described exactly once
+        # Everything in the file is described exactly once.
+        if not are_sizes((first, last)) or not is_shape(shape) or first != end:
             raise ValueError("a gap, an overlap, or no sizes")
         end = last
         if dtype == TWO_IN_A_BYTE:

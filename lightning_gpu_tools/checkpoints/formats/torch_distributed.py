@@ -25,6 +25,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     Structure,
     TensorInfo,
     are_sizes,
+    is_shape,
 )
 from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
@@ -136,7 +137,7 @@ def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
         chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in of["chunks"]]
         blocks = [_Block(chunk["offsets"], chunk["sizes"], place_of[key, chunk["offsets"]]) for chunk in chunks]
         numbers = [shape, *(part for block in blocks for part in (block.offsets, block.shape))]
-        if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and are_sizes(part) for part in numbers):
+        if dtype not in BYTES_OF_DTYPE or not all(len(part) == len(shape) and is_shape(part) for part in numbers):
             raise damaged(_DAMAGE)
         filled = [block for block in blocks if 0 not in block.shape]
         if not _make_up(shape, [tuple(zip(block.offsets, block.shape, strict=True)) for block in filled]):

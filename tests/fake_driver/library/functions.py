@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _VALUE_NOT_AVAILABLE = 2**64 - 1
 _NO_INSTANCE = 2**32 - 1
 _UNSIGNED_INT, _UNSIGNED_LONG_LONG = 1, 3  # nvmlValueType_t
+_CORE, _SM = 0, 1  # NVML_TEMPERATURE_GPU, NVML_CLOCK_SM
 _COMPUTE_MODES = {"default": 0, "prohibited": 2, "exclusive_process": 3}
 
 FUNCTIONS: dict[str, Callable[..., None]] = {}
@@ -83,9 +84,12 @@ _number("nvmlDeviceGetMaxMigDeviceCount", lambda _, device: 7 if device.mig_capa
 _number("nvmlDeviceGetGpuInstanceId", lambda _, device: getattr(device, "gpu_instance", None), mig=True)
 _number("nvmlDeviceGetPowerUsage", _milliwatts)
 _number("nvmlDeviceGetPowerManagementLimit", lambda _, device: 1000 * required(device.power_limit_watts))
-_number("nvmlDeviceGetTemperature", lambda _, device, _sensor: device.temperature_celsius)
-_number("nvmlDeviceGetClockInfo", lambda _, device, _kind: device.sm_clock_mhz)
-_number("nvmlDeviceGetMaxClockInfo", lambda _, device, _kind: device.sm_clock_max_mhz)
+_number(
+    "nvmlDeviceGetTemperature",
+    lambda _, device, sensor: device.temperature_celsius if value_of(sensor) == _CORE else None,
+)
+_number("nvmlDeviceGetClockInfo", lambda _, device, kind: device.sm_clock_mhz if value_of(kind) == _SM else None)
+_number("nvmlDeviceGetMaxClockInfo", lambda _, device, kind: device.sm_clock_max_mhz if value_of(kind) == _SM else None)
 _number("nvmlDeviceGetP2PStatus", _p2p_status)
 
 
