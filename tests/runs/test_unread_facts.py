@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs import run_recorder, session
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.line_sampler import LineSampler
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.worker_watch import WorkerWatch
 from lightning_gpu_tools.types import Report
 
@@ -51,6 +54,13 @@ def trained(folder: Path) -> Report:
     trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0.001)])
     trainer.fit(Model(), DataLoader(Samples(2 * STEPS), batch_size=2))
     return load_report(folder)
+
+
+def test_every_measurement_is_made() -> None:
+    # The examples of a cause fill its measurements by hand, so they would not show that a run never does.
+    calls = (one for one in ast.walk(ast.parse(Path(run_recorder.__file__).read_text())) if isinstance(one, ast.Call))
+    made = next(call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "RunMeasurements")
+    assert {keyword.arg for keyword in made.keywords} == {field.name for field in fields(RunMeasurements)}
 
 
 def test_each_fact_is_left_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
