@@ -87,7 +87,7 @@ def from_json(text: str, source: str = "the text") -> Report:
         return report
     except RecursionError:
         reason = "it is nested too deeply"
-    except ValueError as error:  # of msgspec, too
+    except (ValueError, msgspec.ValidationError) as error:  # only in newer msgspec is one the other
         reason = printable(error, 300)
     raise ReportError(
         f"{printable_path(source)} is not a report of lightning_gpu_tools: {reason}. Pass a {FILE_NAME} that "
