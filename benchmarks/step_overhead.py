@@ -7,11 +7,10 @@ Each tool is compared with a run without callbacks and with one with two empty c
 memory layout of a process changes a step by about 10 us.
 
 Only one process trains at a time. In each round, each process has one turn of 4,999 steps, in random order. A turn
-starts with cold caches, which a training without turns does not have: in turns of 499 steps, this package took 16 us a
-step more than two empty callbacks on a simulated GPU, but not in processes that trained 8,000 steps each. All steps
-count, and 4,999 is a prime, so the turns include the work of every 10th and 50th step in proportion. The average times
-of a round are compared. The result is the median of the differences with its 95 % interval. It includes the work of a
-tool's threads and processes as far as that slows down the training thread.
+starts with cold caches, which a training without turns does not have, so it is long enough that they hardly matter. All
+steps count, and 4,999 is a prime, so the turns include the work of every 10th and 50th step in proportion. The average
+times of a round are compared. The result is the median of the differences with its 95 % interval. It includes the work
+of a tool's threads and processes as far as that slows down the training thread.
 
 nvitop's collector is included if nvitop is installed and there are GPUs. TraceML is included if traceml-ai is
 installed, under ``traceml run``, as its docs recommend. With --fake-gpus, the GPUs are those of the tests' fake driver,

@@ -47,7 +47,8 @@ def step_overhead() -> str:
         f"({fake['rounds']} with fake GPUs) and their 95 % intervals. A difference is between turns of "
         f"{plain['steps_per_turn']} steps, averaged over {plain['processes']} processes. "
         + source("step_overhead.py", "step_overhead", "step_overhead_fake_gpus"),
-        f"On a simulated GPU, monitor and advisor add {added(simulated, OURS)} µs, and two empty callbacks "
+        f"On a simulated GPU, in {simulated['rounds']} turns of {simulated['steps_per_turn']:,} steps, monitor and "
+        f"advisor add {added(simulated, OURS)} µs, and two empty callbacks "
         f"{added(simulated, EMPTY)} µs; in CPU time, {added(simulated, OURS, kind='cpu')} and "
         f"{added(simulated, EMPTY, kind='cpu')} µs. " + source("step_overhead.py", "simulated_gpu/gpu_step_overhead"),
         f"On one {h100['machine']['gpus'][0]}, they add {added(h100, OURS)} µs, and two empty callbacks "

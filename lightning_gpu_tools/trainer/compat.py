@@ -16,7 +16,7 @@ RUN_STEP = "run_training_batch"
 
 
 def batch_of_step(args: Sequence[Any]) -> Any:
-    """Return the batch among the arguments of a loop's ``run`` for one step. Lost: the size of a batch that fails."""
+    """Return the batch among the arguments of a loop's ``run`` for one step. Lost: the sizes of batches."""
     return args[-1].get("batch") if args and isinstance(args[-1], dict) else None
 
 

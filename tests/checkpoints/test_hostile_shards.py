@@ -132,6 +132,17 @@ def test_metadata_that_contradicts_itself_is_refused(edit: Any, message: str, tm
     refuse_everywhere(folder, message)
 
 
+def test_sizes_beyond_64_bits_are_refused_even_without_elements(tmp_path: Path) -> None:
+    def enlarge(metadata: Metadata) -> None:
+        described: Any = metadata.state_dict_metadata["a"]
+        described.size = described.chunks[0].sizes = torch.Size([2**62, 2**62, 0])
+
+    folder = write_distributed(tmp_path / "dcp", {"a": torch.empty(2, 2, 0)})
+    assert read_checkpoint(folder)["a"].shape == (2, 2, 0)
+    edit_metadata(folder, enlarge)
+    refuse_everywhere(folder, "does not describe a checkpoint")
+
+
 def test_metadata_that_contradicts_the_files_is_refused_before_loading(tmp_path: Path) -> None:
     folder = write_distributed(tmp_path / "dcp", {"a": torch.rand(6)})
     other = write_distributed(tmp_path / "other", {"a": torch.zeros(6, dtype=torch.int32)})
