@@ -167,7 +167,10 @@ class LineSampler(_Sampler):
     def _look(self) -> tuple[Sequence[str], FrameType | None]:
         # In one expression, within which Python does not switch threads. Afterwards the thread may be elsewhere.
         phase, frames = self._clock.current.phase, sys._current_frames()
-        return self._phases(phase), self._frame(frames, phase)
+        frame = self._frame(frames, phase)
+        # This frame is in them and would hold itself, and with it the step's batch and activations until a collection.
+        frames.clear()
+        return self._phases(phase), frame
 
     def _frame(self, frames: Mapping[int, FrameType], phase: str) -> FrameType | None:
         """Return the frame of autograd's thread for a GPU, if this thread waits for it and it runs Python."""
