@@ -129,7 +129,7 @@ def claims_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty place for claims, for this process and its children; not yet created."""
     directory = tmp_path / "claims"
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", str(directory))
-    for name in ("CUDA_VISIBLE_DEVICES", "LIGHTNING_GPU_TOOLS_JOB", "LIGHTNING_GPU_TOOLS_KEPT"):
+    for name in ("CUDA_VISIBLE_DEVICES", "LIGHTNING_GPU_TOOLS_JOB"):
         monkeypatch.setenv(name, "")  # so that it is put back, whatever a selection does with it
         monkeypatch.delenv(name)
     return directory

@@ -94,7 +94,6 @@ class GpuClaim(NamedTuple):
         group: A launcher's name for the processes of one job on this machine, by which they find the choice of the
             first process; ``None`` without a launcher.
         process_ids: PIDs of the job's processes in the driver's list, if they were recognized.
-        yields: Whether the job agreed to end once its GPUs are idle and another job waits for one of them.
     """
 
     job: str
@@ -108,7 +107,6 @@ class GpuClaim(NamedTuple):
     since_s: float
     group: str | None = None
     process_ids: frozenset[int] = frozenset()
-    yields: bool = False
 
     def __str__(self) -> str:
         return self.user if self.pid is None else f"{self.user} (pid {self.pid})"
@@ -145,7 +143,6 @@ class GpuWaiter(NamedTuple):
     pid: int  # in its own namespace
     user: str  # according to the file system
     owner_id: int = -1  # UID of the user
-    since_s: float = 0.0  # start of the wait, seconds since the epoch
 
 
 class UtilizationSample(NamedTuple):

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _Parsed = TypeVar("_Parsed")
 # Names of the jobs of this process and its children, comma-separated.
 JOB_VARIABLE = "LIGHTNING_GPU_TOOLS_JOB"
-_KEPT_VARIABLE = "LIGHTNING_GPU_TOOLS_KEPT"  # set to 1 under ``run``, where a process keeps the claim
 _DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often differs between users
 _MAX_PID = 2**22  # PID_MAX_LIMIT of 64-bit Linux, proc_sys_kernel(5)
 _MAX_UUIDS = 1024  # more than on 16 GPUs in MIG mode
@@ -53,11 +52,6 @@ def is_of_own_job(claim: GpuClaim) -> bool:
 def is_trusted(claim: GpuClaim) -> bool:
     """Return whether a claim's job and group names, which all users can copy, can be trusted."""
     return claim.owner_id in (os.geteuid(), 0)  # root may have started this job for its user
-
-
-def is_kept() -> bool:
-    """Return whether a process started by ``run`` keeps the claim of this job."""
-    return _KEPT_VARIABLE in os.environ
 
 
 def directory() -> str:
@@ -97,40 +91,21 @@ _held_claims: list[HeldClaim] = []  # a forked child has a copy of its parent's
 
 
 class HeldClaim:
-    """A claim that this process holds until it ends or releases the claim.
+    """A claim that this process holds until it ends or releases the claim."""
 
-    ``yield_after_s`` is the number of idle seconds after which the job agreed to end for others; ``None``: never.
-    """
-
-    def __init__(self, path: str, content: dict[str, Any], held: Held, yield_after_s: float | None) -> None:
+    def __init__(self, path: str, content: dict[str, Any], held: Held) -> None:
         self.job: str = content["job"]
         self._path = path
         self._content = content
-        self._process = ProcessId.of(os.getpid())
+        self.pid = os.getpid()  # a process that this one forks does not hold the claim
         self._held = [held]
-        self.is_released = False
-        self.yield_after_s = yield_after_s
+        self._is_released = False
         self._said: set[str] = set()
         _held_claims.append(self)
 
-    @property
-    def is_own(self) -> bool:
-        """Whether this process made the claim, not a process that forked this one."""
-        return self.pid == os.getpid()
-
-    @property
-    def pid(self) -> int:
-        """PID of the process that made the claim, even if it has executed a program since."""
-        return self._process.pid
-
-    @property
-    def uuids(self) -> list[str]:
-        """The claimed GPUs."""
-        return list(self._content["uuids"])
-
     def release(self) -> None:
         """Release the claim, even if forked children still hold it. Idempotent."""
-        self.is_released = True
+        self._is_released = True
         with contextlib.suppress(ValueError):
             _held_claims.remove(self)
         with contextlib.suppress(IndexError):
@@ -139,7 +114,7 @@ class HeldClaim:
 
     def keep(self) -> str:
         """Take the claim again if its files were removed. Return a message about it, or ``""`` if none is new."""
-        if self.is_released or any(held.is_in(self._path) for held in [*self._held]):
+        if self._is_released or any(held.is_in(self._path) for held in [*self._held]):
             return ""
         try:
             event = self._take_again()
@@ -155,11 +130,11 @@ class HeldClaim:
         with open_ledger(self._path) as ledger:
             rivals = ledger.rivals(uuids, kind, [self.job])
             content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
-            self._held.append(ledger.put("claim", content, self._process))
+            self._held.append(ledger.put("claim", content))
             owner = ledger.foreign_owner
         with contextlib.suppress(IndexError):  # already released
             self._held.pop(0).release()
-        if self.is_released:
+        if self._is_released:
             self.release()
         by = f", which belongs to {owner}" if owner else ""
         event = f"The claim of this job on {', '.join(uuids)} was removed from {printable_path(self._path)}{by}."
@@ -168,68 +143,19 @@ class HeldClaim:
         names = ", ".join(folded_claims(rivals, str))
         return f"{event} Meanwhile {names} claimed it. Both jobs now use it: talk to them, or stop this job."
 
-    def pass_on(self, meanwhile: Callable[[int], object]) -> None:
-        """Pass the claim on to a program that this process executes, and start a process that keeps it for as long.
-
-        The new process calls ``meanwhile`` with one end of a pipe. The program and its children have the other end.
-        """
+    def pass_on(self) -> None:
+        """Pass the claim on to a program that this process executes."""
         self._held[0].pass_on()
-        with contextlib.suppress(OSError):  # no process can be started: others may remove the claim unnoticed
-            ended, job = os.pipe()  # the program and its children have one end; the kernel closes it with the last one
-            os.set_inheritable(job, True)
-            child = os.fork()
-            if child == 0:
-                try:
-                    self._keep_until(ended, meanwhile)
-                finally:
-                    os._exit(0)
-            os.close(ended)
-            os.waitpid(child, 0)  # wait until it has closed the claim's socket
-            os.environ[_KEPT_VARIABLE] = "1"
-
-    def _keep_until(self, ended: int, meanwhile: Callable[[int], object]) -> None:
-        """Keep the claim in a detached process until a pipe is closed."""
-        import select
-
-        self._held[0].release()  # in a forked child, this only closes its descriptors
-        os.setsid()
-        os.chdir("/")
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor < 2:
-                os.dup2(nowhere, descriptor)
-            elif descriptor not in (2, ended, nowhere):
-                with contextlib.suppress(OSError):  # the descriptor of the listing itself
-                    os.close(descriptor)
-        if os.fork():
-            return
-        meanwhile(ended)
-        poll = select.poll()
-        poll.register(ended, 0)
-        while not poll.poll(KEEP_EVERY_S * 1000):
-            if event := self.keep():
-                write_line(event)
-            # Whoever reads the program's output must not have to wait for the program's children. Without children,
-            # the pipe closes before the kernel reports the end of the program.
-            if self._process.is_running is False and not poll.poll(0):
-                os.dup2(nowhere, 2)
-        self.release()
 
 
 def held_claims() -> list[HeldClaim]:
     """Return the claims that this process holds."""
-    return [claim for claim in [*_held_claims] if claim.is_own]
+    return [claim for claim in [*_held_claims] if claim.pid == os.getpid()]
 
 
 def keep_claims() -> list[str]:
     """Restore claims of this process whose files were removed. Return messages. Safe in any thread."""
     return [event for claim in held_claims() if (event := claim.keep())]
-
-
-def write_line(text: str) -> None:
-    """Write a line to stderr without Python's locks, which a thread may have held when this process was forked."""
-    with contextlib.suppress(OSError):  # stderr was closed
-        os.write(2, f"lightning-gpu-tools: {text}\n".encode())
 
 
 class Ledger:
@@ -274,11 +200,6 @@ class Ledger:
             and not (claim.job in own_jobs and is_trusted(claim))
         ]
 
-    def records(self, jobs: Collection[str]) -> list[tuple[GpuClaim, ProcessId]]:
-        """Return the claims of these jobs of this user, one for each process, earliest first."""
-        mine = [(claim, process) for claim, process in self._claim_records if claim.owner_id == os.geteuid()]
-        return [(claim, process) for claim, process in mine if process and claim.job in jobs]
-
     @functools.cached_property
     def waiters(self) -> tuple[GpuWaiter, ...]:
         """The waiting jobs in queue order."""
@@ -296,32 +217,30 @@ class Ledger:
         *,
         group: str | None = None,
         job: str | None = None,
-        yield_after_s: float | None = None,
     ) -> HeldClaim:
         """Claim GPUs as in ``GpuClaim``, for a new job or for another process of an existing job."""
         job = job or os.urandom(8).hex()
         content = {"job": job, "uuids": list(uuids), "kind": kind, "memory_bytes": memory_bytes, "group": group}
-        content["yields"] = yield_after_s is not None
-        held = self.put("claim", content, ProcessId.of(os.getpid()))
+        held = self.put("claim", content)
         assert self._folder is not None
-        return HeldClaim(self._folder.path, content, held, yield_after_s)
+        return HeldClaim(self._folder.path, content, held)
 
-    def join(self, claim: GpuClaim, yield_after_s: float | None = None) -> HeldClaim | None:
+    def join(self, claim: GpuClaim) -> HeldClaim | None:
         """Hold an existing claim in this process, too; return ``None`` if it already does."""
         own = ProcessId.of(os.getpid())
-        agreed = [one.yields for one, process in self.records([claim.job]) if process == own]
-        if agreed and (yield_after_s is None or any(agreed)):
+        mine = ((one, process) for one, process in self._claim_records if one.owner_id == os.geteuid())
+        if any(process == own and one.job == claim.job for one, process in mine):
             return None
-        take = functools.partial(self.take, group=claim.group, job=claim.job, yield_after_s=yield_after_s)
-        return take(claim.uuids, claim.kind, claim.memory_bytes)
+        return self.take(claim.uuids, claim.kind, claim.memory_bytes, group=claim.group, job=claim.job)
 
     def queue(self, uuids: Sequence[str], count: int) -> Held:
         """Take the last place in the queue for ``count`` of these GPUs."""
-        return self.put("wait", {"uuids": list(uuids), "requested": count}, ProcessId.of(os.getpid()))
+        return self.put("wait", {"uuids": list(uuids), "requested": count})
 
-    def put(self, kind: str, content: dict[str, Any], process: ProcessId) -> Held:
-        """Create an entry for a process."""
+    def put(self, kind: str, content: dict[str, Any]) -> Held:
+        """Create an entry of this process."""
         assert self._folder is not None, "only open_ledger() gives a ledger to write to"
+        process = ProcessId.of(os.getpid())
         record = {
             "schema_version": 2,
             **content,
@@ -448,7 +367,6 @@ def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]
         pid=(pid := _number(record, "pid", 1, _MAX_PID)),
         hostname=printable(_text(record, "hostname", 255)),
         group=None if record.get("group") is None else _text(record, "group", 4096),
-        yields=record.get("yields") is True,
         **_origin(entry),
     )
     return claim, ProcessId(
@@ -460,8 +378,14 @@ def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]
 
 
 def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
-    requested, pid = _number(record, "requested", 1, _MAX_UUIDS), _number(record, "pid", 1, _MAX_PID)
-    return GpuWaiter(name=entry.name, uuids=_uuids(record), requested=requested, pid=pid, **_origin(entry))
+    return GpuWaiter(
+        name=entry.name,
+        uuids=_uuids(record),
+        requested=_number(record, "requested", 1, _MAX_UUIDS),
+        pid=_number(record, "pid", 1, _MAX_PID),
+        user=user_name(entry.owner_id),
+        owner_id=entry.owner_id,
+    )
 
 
 def _origin(entry: Entry) -> dict[str, Any]:

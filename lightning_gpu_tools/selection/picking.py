@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError, CudaAlreadyInitializedError, NotEnoughGpusError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading, GpuWaiter
-from lightning_gpu_tools.selection import claims, cuda, yielding
+from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.ranking import (
     Candidate,
     Ranking,
@@ -89,7 +89,7 @@ class GpuSelection:
     def pass_on(self) -> None:
         """Pass the claim on to a program that this process executes."""
         if self._claim:
-            self._claim.pass_on(functools.partial(yielding.watch_program, self._claim))
+            self._claim.pass_on()
 
     def release(self) -> None:
         """Release the claim. Does not change ``CUDA_VISIBLE_DEVICES``."""
@@ -137,7 +137,6 @@ def select_gpus(
     max_utilization: float | None = None,
     exclusive: bool = False,
     wait: float | str | None = None,
-    yield_after: float | str | None = None,
     claim: bool = True,
 ) -> GpuSelection:
     """Pick the GPUs with the most free memory, idle ones first, and claim them until this process ends.
@@ -156,9 +155,6 @@ def select_gpus(
         exclusive: Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.
         wait: Longest time to wait, in seconds or as ``"10m"``. ``None``: do not wait. First come, first served: GPUs
             are reserved for jobs that have waited longer.
-        yield_after: Send SIGTERM to the processes that claimed the GPUs once the GPUs have been idle for this time (0 %
-            utilization according to the driver) and another job waits for one of them. In seconds, at least 60, or as
-            ``"2h"``. ``None``: never. Has no effect if the driver does not report utilization.
         claim: Whether to claim the GPUs. The claims of others are respected in any case.
 
     Raises:
@@ -174,12 +170,9 @@ def select_gpus(
         max_utilization=max_utilization,
         exclusive=exclusive,
         wait=wait,
-        yield_after=yield_after,
         claim=claim,
     )
-    selection = pick(request, Attempt.choose)
-    yielding.watch_claims()
-    return selection
+    return pick(request, Attempt.choose)
 
 
 @dataclass
@@ -239,7 +232,7 @@ class Attempt:
         by_uuid = {gpu.uuid: gpu for gpu in visible}
         for claim in reversed(self.live_claims):
             if self.is_choice_of_job(claim) and by_uuid.keys() >= {*claim.uuids}:
-                held = self.ledger.join(claim, self.request.yield_after_s) if self.ledger.takes_claims else None
+                held = self.ledger.join(claim) if self.ledger.takes_claims else None
                 return GpuSelection(tuple(by_uuid[uuid] for uuid in claim.uuids), "", held)
         ranking = self.rank(self.request, self.ahead)
         if len(ranking.candidates) < self.request.count:
@@ -265,7 +258,7 @@ class Attempt:
 
     def take(self, uuids: Sequence[str], *, share: bool = False) -> HeldClaim:
         """Claim GPUs as requested; if others ``share`` them, as ``whole``, which contradicts no other claim."""
-        take = functools.partial(self.ledger.take, uuids, group=self.group, yield_after_s=self.request.yield_after_s)
+        take = functools.partial(self.ledger.take, uuids, group=self.group)
         if not self.request.claim:
             return take("memory", 0)  # only so that the others of the group can find it
         if share or not self.request.promises:
@@ -279,7 +272,6 @@ class Attempt:
         if (self.group is not None and not named) or (self.request.claim and self.request.promises):
             raise error
         consequence = " The GPUs of this job are not claimed." if self.request.claim else ""
-        consequence += " yield_after has no effect." if self.request.yield_after is not None else ""
         claims.warn_once(f"{error}{consequence}")
 
     def _not_enough(self, ranking: Ranking) -> NotEnoughGpusError:
@@ -323,7 +315,7 @@ def pick(
             keep_open()
             return nvml.read_gpus(limit_s=limits.LIMIT_S)
 
-        if request.promises or waits or request.yield_after is not None:
+        if request.promises or waits:
             claims.warn_if_private()
         if not claims.own_jobs():  # otherwise, the driver may not be needed
             keep_open()  # before taking the lock, because this takes seconds without persistence mode

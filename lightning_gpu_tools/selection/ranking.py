@@ -23,8 +23,6 @@ OPTIONS = {
     "max_utilization": "Highest allowed utilization of each GPU, in percent.",
     "exclusive": "Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.",
     "wait": "Longest time to wait for the GPUs, for example 90s, 10m or 2h. First come, first served.",
-    "yield_after": "Send this job SIGTERM once its GPUs have been idle for this time, for example 30m or 2h, and "
-    "another job waits for one of them.",
     "claim": "Claim the GPUs until the job ends. The claims of others are respected in any case.",
 }
 
@@ -39,7 +37,6 @@ class Request:
     max_utilization: float | None = None
     exclusive: bool = False
     wait: float | str | None = None
-    yield_after: float | str | None = None
     claim: bool = True
 
     def __post_init__(self) -> None:
@@ -52,9 +49,7 @@ class Request:
         is_number = isinstance(percent, (int, float)) and not isinstance(percent, bool)
         if percent is not None and not (is_number and 0 <= percent <= 100):
             raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
-        if self.yield_after is not None and not self.claim:
-            raise ValueError("yield_after works only with a claim. Set claim=True.")
-        _ = self.min_free_bytes, self.wait_s, self.yield_after_s  # raises if they are invalid
+        _ = self.min_free_bytes, self.wait_s  # raises if they are invalid
 
     @property
     def promises(self) -> bool:
@@ -75,17 +70,6 @@ class Request:
         """Seconds to wait; ``None``: do not wait."""
         return None if self.wait is None else parse_duration(self.wait, "wait")
 
-    @property
-    def yield_after_s(self) -> float | None:
-        """Seconds of idle GPUs after which the job ends for a waiting job; ``None``: never."""
-        seconds = None if self.yield_after is None else parse_duration(self.yield_after, "yield_after")
-        if seconds is not None and seconds < MIN_YIELD_AFTER_S:
-            raise ValueError(
-                f"yield_after must be at least {MIN_YIELD_AFTER_S:.0f} s, got {self.yield_after!r}. Shorter pauses are "
-                'normal during training. Try "30m".'
-            )
-        return seconds
-
 
 def documented(cls: _Class) -> _Class:
     """Add the options to the docstring of a class that takes them."""
@@ -102,7 +86,6 @@ def documented(cls: _Class) -> _Class:
 # Source: nvitop's default threshold between light and moderate load (--gpu-util-thresh). It is a threshold, not a
 # scale, because one percent of noise must not outweigh 20 GiB of memory.
 BUSY_FROM_PERCENT = 10.0
-MIN_YIELD_AFTER_S = 60.0  # our default: reading data, saving and compiling can each take tens of seconds
 _MAX_REASONS = 16  # our default: a message with 16 reasons fits on a screen of 24 lines
 
 

@@ -53,7 +53,6 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         max_utilization: float | None = None,
         exclusive: bool = False,
         wait: float | str | None = None,
-        yield_after: float | str | None = None,
         claim: bool = True,
     ) -> None:
         super().__init__()
@@ -62,7 +61,6 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
             max_utilization=max_utilization,
             exclusive=exclusive,
             wait=wait,
-            yield_after=yield_after,
             claim=claim,
         )
         # Lightning calls parse_devices on the class of an accelerator, not on the instance.

@@ -47,7 +47,6 @@ class _FreeMemory(FamilyStrategy):
         max_utilization: float | None = None,
         exclusive: bool = False,
         wait: float | str | None = None,
-        yield_after: float | str | None = None,
         claim: bool = True,
         bind_numa: bool = False,
         **kwargs: Any,
@@ -57,7 +56,6 @@ class _FreeMemory(FamilyStrategy):
             max_utilization=max_utilization,
             exclusive=exclusive,
             wait=wait,
-            yield_after=yield_after,
             claim=claim,
         )
         self._bind_numa = bind_numa

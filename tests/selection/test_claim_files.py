@@ -75,7 +75,6 @@ def test_a_folder_exchanged_before_it_is_locked_is_not_used(path: Path, monkeypa
         ({"min_free": 1}, 1),
         ({"exclusive": True}, 1),
         ({"wait": 1}, 1),
-        ({"yield_after": 60}, 1),
     ],
 )
 def test_a_private_folder_is_named_only_where_a_promise_rests_on_it(

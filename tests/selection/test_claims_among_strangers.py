@@ -22,7 +22,6 @@ from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.selection.claims import open_ledger, read_ledger
-from lightning_gpu_tools.selection.yielding import Reminder
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 ALICE, BOB, CAROL = 4711, 4712, 4713
@@ -323,31 +322,6 @@ place(1, Request(), list)
 
 
 @needs_root
-@pytest.mark.parametrize("is_taken", [False, True], ids=["free", "taken-meanwhile"])
-def test_a_command_notices_that_its_claim_was_removed(driver: Driver, path: Path, is_taken: bool) -> None:
-    uuid = str(driver.gpus[0].uuid)
-    os.chown(path, BOB, -1)
-    open_log(path)
-    remove = "with open_ledger(path) as ledger:\n    [os.unlink(name) for name in os.listdir('.')]\n"
-    take = f"    ledger.take(['{uuid}'], 'exclusive')"
-    command = [sys.executable, "-c", f"{AS}{PICK}main(['run', '--exclusive', '--', 'sleep', '600'])"]
-    with subprocess.Popen([*command, str(path), str(ALICE)], stderr=-1, text=True) as job:
-        while "Picked GPU 0" not in job.stderr.readline():
-            assert job.poll() is None
-        with staying(BOB, path, remove + take * is_taken):
-            said = job.stderr.readline()  # the command's own stderr, which `run` has left to it
-            assert f"The claim of this job on {uuid} was removed from {path}, which belongs to uid {BOB}." in said
-            assert ("this job has claimed it again" in said) is not is_taken
-            assert (f"Meanwhile uid {BOB} (pid " in said) is is_taken
-            held = {claim.owner_id: (claim.kind, claim.pid) for claim in claims_in(path)}
-            assert held[ALICE] == ("whole" if is_taken else "exclusive", job.pid)
-            job.kill()
-            job.wait()
-            assert job.stderr.read() == ""  # waits for whoever still has the pipe
-    assert ALICE not in {file.stat().st_uid for file in path.iterdir()}
-
-
-@needs_root
 def test_a_claim_in_the_name_of_ones_job_is_a_rival(path: Path) -> None:
     mine = take(path, "exclusive", job="j")
     for file in path.iterdir():
@@ -484,33 +458,6 @@ def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path, are_cl
         ahead.kill()
         ahead.wait()
         assert job.communicate(timeout=60)[0] == f"{uuid}\n"  # at the pace of the 1,001st it would be 300 s
-
-
-QUEUE = """
-with open_ledger(path) as ledger:
-    place = ledger.queue(["GPU-b", "GPU-a"], 2)
-"""
-
-
-@needs_root
-def test_an_idle_holder_is_told_who_waits_once_an_hour(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", str(path))
-    said: list[str] = []
-    idle_s = iter([1790.0, 1810.0, 5400.0])
-    one = Reminder(["GPU-a"], lambda: next(idle_s), said.append)
-    others = Reminder(["GPU-c"], lambda: 1e6, said.append)
-    with staying(BOB, path, QUEUE) as first, staying(CAROL, path, QUEUE):
-        one.check()
-        others.check()
-        assert said == []
-        one.check()
-        one.check()
-    (text,) = said
-    assert re.fullmatch(
-        rf"uid {BOB} \(pid {first.pid}\) has waited [\d.]+ m?s for this GPU, which you have left idle for 30 min\. "
-        r"End this job with Ctrl-C, or use --yield-after 2h next time\.",
-        text,
-    )
 
 
 @needs_root
