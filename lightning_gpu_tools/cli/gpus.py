@@ -18,7 +18,8 @@ from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, folded_claims
 from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.selection import claims as all_claims
-from lightning_gpu_tools.selection.ranking import effective_free_bytes
+from lightning_gpu_tools.selection import cuda
+from lightning_gpu_tools.selection.ranking import effective_free_bytes, is_outdated
 from lightning_gpu_tools.units import format_bytes, format_duration, number_ranges, printable
 
 if TYPE_CHECKING:
@@ -225,9 +226,13 @@ def _use(gpu: GpuReading) -> str:
         return "cannot be used: MIG mode without an instance"
     if gpu.compute_mode == "prohibited":
         return "cannot be used: compute mode PROHIBITED"
+    torch, lines = cuda.installed_torch(), []
+    if torch is not None and (why := torch.why_not(gpu)):
+        lines = [f"cannot be used: {why}"]
+    elif is_outdated(gpu):
+        lines = ["picked last: its compute capability is too old for torch's wheels on PyPI"]
     if gpu.processes is None:
-        return "?"
-    lines = []
+        return lines[0] if lines else "?"
     for one in gpu.processes:
         memory = "" if one.memory_used_bytes is None else format_bytes(one.memory_used_bytes)
         line = " ".join(printable(part) for part in (one.user, one.name or f"pid {one.pid}", memory) if part)

@@ -28,6 +28,7 @@ def add_requirements(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-free", metavar="SIZE", help=OPTIONS["min_free"])
     group.add_argument("--max-utilization", type=percent, metavar="PERCENT", help=OPTIONS["max_utilization"])
     group.add_argument("--exclusive", action="store_true", help=OPTIONS["exclusive"])
+    group.add_argument("--name", metavar="PART", help=OPTIONS["name"])
     group.add_argument("--wait", metavar="TIME", help=OPTIONS["wait"])
     parser.set_defaults(parser=parser)
 

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("no command given: put it last, after --")
     if args.advise:
         os.environ["LIGHTNING_GPU_TOOLS"] = "advise"
-    values = (args.count, args.min_free, args.max_utilization, args.wait)
+    values = (args.count, args.min_free, args.max_utilization, args.name, args.wait)
     asked = args.exclusive or args.bind_numa or any(value is not None for value in values)
     if asked or not args.advise:
         with contextlib.ExitStack() as one_session:

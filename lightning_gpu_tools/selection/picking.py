@@ -21,9 +21,11 @@ from lightning_gpu_tools.selection.ranking import (
     Ranking,
     Rejection,
     Request,
+    TorchBuild,
     attainable,
     best_set,
     folded_reasons,
+    mixed_models,
     rank_gpus,
     sharding_hint,
     why_picked,
@@ -136,6 +138,7 @@ def select_gpus(
     min_free: int | str | None = None,
     max_utilization: float | None = None,
     exclusive: bool = False,
+    name: str | None = None,
     wait: float | str | None = None,
     claim: bool = True,
 ) -> GpuSelection:
@@ -153,6 +156,7 @@ def select_gpus(
             claimed on each GPU. By default, all memory is claimed, and others use these GPUs only as a last resort.
         max_utilization: Highest allowed utilization of each GPU, in percent.
         exclusive: Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.
+        name: Part of the model's name that each GPU must have, such as ``"A100"``, in upper or lower case.
         wait: Longest time to wait, in seconds or as ``"10m"``. ``None``: do not wait. First come, first served: GPUs
             are reserved for jobs that have waited longer.
         claim: Whether to claim the GPUs. The claims of others are respected in any case.
@@ -169,6 +173,7 @@ def select_gpus(
         min_free=min_free,
         max_utilization=max_utilization,
         exclusive=exclusive,
+        name=name,
         wait=wait,
         claim=claim,
     )
@@ -188,6 +193,7 @@ class Attempt:
     group: str | None
     # UUIDs to pick from, in the order of the result. None: those in CUDA_VISIBLE_DEVICES, best first.
     among: Sequence[str] | None
+    torch: TorchBuild | None
 
     @functools.cached_property
     def gpus(self) -> tuple[GpuReading, ...]:
@@ -222,7 +228,7 @@ class Attempt:
     def rank(self, request: Request, ahead: Sequence[GpuWaiter] = ()) -> Ranking:
         """Rank the GPUs that may be picked, for this or another request."""
         others = [claim for claim in self.live_claims if not claims.is_of_own_job(claim)]
-        return rank_gpus(self.visible, others, request, {os.getpid()}, ahead)
+        return rank_gpus(self.visible, others, request, {os.getpid()}, ahead, self.torch)
 
     def choose(self) -> GpuSelection:
         """Pick and claim GPUs. Raise the errors of :func:`select_gpus`."""
@@ -238,6 +244,9 @@ class Attempt:
         if len(ranking.candidates) < self.request.count:
             raise self._not_enough(ranking)
         chosen = _best_set(ranking.candidates, self.request)
+        are_named = self.among is not None and len(self.among) == len(chosen)
+        if not are_named and (warning := mixed_models(chosen, ranking.candidates)):
+            claims.warn_once(warning)
         if self.among is not None:  # child processes number GPUs in this order once CUDA has started in the parent
             chosen = tuple(sorted(chosen, key=lambda one: visible.index(one.gpu)))
         held = None
@@ -317,6 +326,7 @@ def pick(
 
         if request.promises or waits:
             claims.warn_if_private()
+        torch = cuda.installed_torch()
         if not claims.own_jobs():  # otherwise, the driver may not be needed
             keep_open()  # before taking the lock, because this takes seconds without persistence mode
         while True:
@@ -326,7 +336,7 @@ def pick(
                     claims.warn_once(f"{problem} Waiting for the lock.")
                     continue
                 ahead = _ahead_of(place, ledger) if waits else ()
-                attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among)
+                attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among, torch)
                 try:
                     return decide(attempt)
                 except NotEnoughGpusError as error:
@@ -334,7 +344,7 @@ def pick(
                         raise
                     reasons = error
                 if announced_s == -math.inf:  # the first time
-                    uuids = attainable(attempt.visible, attempt.request)
+                    uuids = attainable(attempt.visible, attempt.request, torch)
                     if len(uuids) < attempt.request.count:
                         raise _prefixed(reasons, "Waiting cannot help, because even idle GPUs would not qualify.")
                 if ledger.takes_claims and not (place and place.is_in(claims.directory())):  # it may have been removed

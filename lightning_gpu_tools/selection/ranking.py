@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ OPTIONS = {
     "`last`, 1.2 times what the last run needed, from the newest report below the current folder.",
     "max_utilization": "Highest allowed utilization of each GPU, in percent.",
     "exclusive": "Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.",
+    "name": "Take only GPUs with this text in their model's name, such as A100. Upper and lower case are the same.",
     "wait": "Longest time to wait for the GPUs, for example 90s, 10m or 2h. First come, first served.",
     "claim": "Claim the GPUs until the job ends. The claims of others are respected in any case.",
 }
@@ -36,6 +37,7 @@ class Request:
     min_free: int | str | None = None
     max_utilization: float | None = None
     exclusive: bool = False
+    name: str | None = None
     wait: float | str | None = None
     claim: bool = True
 
@@ -49,6 +51,8 @@ class Request:
         is_number = isinstance(percent, (int, float)) and not isinstance(percent, bool)
         if percent is not None and not (is_number and 0 <= percent <= 100):
             raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
+        if self.name is not None and not (isinstance(self.name, str) and self.name.strip()):
+            raise ValueError(f'name must be a part of a model\'s name like "A100", got {self.name!r}.')
         _ = self.min_free_bytes, self.wait_s  # raises if they are invalid
 
     @property
@@ -86,6 +90,8 @@ def documented(cls: _Class) -> _Class:
 # Source: nvitop's default threshold between light and moderate load (--gpu-util-thresh). It is a threshold, not a
 # scale, because one percent of noise must not outweigh 20 GiB of memory.
 BUSY_FROM_PERCENT = 10.0
+# PyPI's wheels of torch 2.6 (CUDA 12.4) and later. Source: torch.cuda.PYTORCH_RELEASES_CODE_CC, and its history.
+_OLDEST_CAPABILITY = (5, 0)
 _MAX_REASONS = 16  # our default: a message with 16 reasons fits on a screen of 24 lines
 
 
@@ -97,16 +103,53 @@ class Candidate(NamedTuple):
     whole_claims: int  # number of jobs that have claimed the whole GPU
 
     @property
-    def tier(self) -> tuple[bool, int, int]:
-        """Criteria before memory: known memory, then fewer claims, then idle before busy before unknown."""
+    def tier(self) -> tuple[bool, bool, int, int]:
+        """Criteria before memory: not outdated, known memory, fewer claims, then idle before busy before unknown."""
         percent = self.gpu.utilization_percent
         load = 2 if percent is None else 1 if percent >= BUSY_FROM_PERCENT else 0
-        return (self.effective_free_bytes is None, self.whole_claims, load)
+        return (is_outdated(self.gpu), self.effective_free_bytes is None, self.whole_claims, load)
 
     @property
     def order(self) -> tuple[object, ...]:
         """Sort key, best first: tier, then most effective free memory, then the higher index."""
         return (*self.tier, -(self.effective_free_bytes or 0), -self.gpu.index, self.gpu.uuid or "")
+
+
+def is_outdated(gpu: GpuReading) -> bool:
+    """Return whether none of torch's wheels on PyPI has code for a GPU. Which build will use it may be unknown."""
+    return gpu.compute_capability is not None and gpu.compute_capability < _OLDEST_CAPABILITY
+
+
+class TorchBuild(NamedTuple):
+    """A build of torch for CUDA, and the GPUs that it has code for."""
+
+    version: str
+    codes: tuple[str, ...]  # as in torch.cuda.get_arch_list()
+
+    def why_not(self, gpu: GpuReading) -> str | None:
+        """Return why this build cannot use a GPU; ``None`` if it can, or if the GPU's compute capability is unknown."""
+        capability = gpu.compute_capability
+        if capability is None or any(_runs(code, capability) for code in self.codes):
+            return None
+        versions = sorted({_capability_of(code) for code in self.codes})
+        listed = ", ".join(f"{major}.{minor}" for major, minor in versions)
+        own = f"compute capability {capability[0]}.{capability[1]}"
+        return f"{own}; the installed torch {self.version} has code for {listed} only"
+
+
+def _capability_of(code: str) -> tuple[int, int]:
+    major, minor = divmod(int(code.rpartition("_")[2].rstrip("af")), 10)
+    return major, minor
+
+
+def _runs(code: str, capability: tuple[int, int]) -> bool:
+    """Return whether code such as ``sm_86`` runs on a GPU. Source: CUDA programming guide, "Compute Capabilities"."""
+    target = _capability_of(code)
+    if code.endswith("a"):  # specific to one architecture
+        return target == capability
+    if code.startswith("compute_") and not code.endswith("f"):  # PTX, which the driver compiles for any later GPU
+        return target <= capability
+    return target[0] == capability[0] and target <= capability
 
 
 class Rejection(NamedTuple):
@@ -136,11 +179,13 @@ def rank_gpus(
     request: Request,
     own_process_ids: Collection[int] = (),
     ahead: Sequence[GpuWaiter] = (),
+    torch: TorchBuild | None = None,
 ) -> Ranking:
     """Return the GPUs that meet the request, best first, and the reasons against the others.
 
     ``claims`` are those of other jobs; ``own_process_ids`` do not count as others' use. Jobs ``ahead`` have waited
     longer, the first one longest. The best GPUs that each of them could use are reserved for it, up to its count.
+    Without a ``torch``, or with an unknown compute capability, it is not known whether torch can use a GPU: it may.
     """
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
@@ -150,7 +195,8 @@ def rank_gpus(
         others = None
         if gpu.processes is not None:  # processes that only draw, like a desktop, do not count
             others = [one for one in gpu.processes if one.pid not in own_process_ids and not one.graphics_only]
-        reasons = "; ".join(_objections(candidate, others, here, request))
+        outdated = torch and torch.why_not(gpu)
+        reasons = "; ".join([outdated] if outdated else _objections(candidate, others, here, request))
         if reasons:
             rejections.append(Rejection(gpu, reasons))
         else:
@@ -164,7 +210,7 @@ def rank_gpus(
     return Ranking(tuple(candidates), tuple(rejections))
 
 
-def attainable(gpus: Sequence[GpuReading], request: Request) -> tuple[str, ...]:
+def attainable(gpus: Sequence[GpuReading], request: Request, torch: TorchBuild | None = None) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs that would meet the request if nobody used them."""
     left_alone = [
         replace(
@@ -175,7 +221,7 @@ def attainable(gpus: Sequence[GpuReading], request: Request) -> tuple[str, ...]:
         )
         for gpu in gpus
     ]
-    return tuple(str(candidate.gpu.uuid) for candidate in rank_gpus(left_alone, (), request).candidates)
+    return tuple(str(candidate.gpu.uuid) for candidate in rank_gpus(left_alone, (), request, torch=torch).candidates)
 
 
 def effective_free_bytes(gpu: GpuReading, claims: Sequence[GpuClaim]) -> int | None:
@@ -296,6 +342,8 @@ def _objections(
 
 
 def _shortages(candidate: Candidate, request: Request) -> Iterator[str]:
+    if request.name is not None and request.name.strip().lower() not in (candidate.gpu.name or "").lower():
+        yield f"is {candidate.gpu.name or 'a GPU without a name'}, asked for {request.name.strip()}"
     free, percent = candidate.effective_free_bytes, candidate.gpu.utilization_percent
     if request.min_free_bytes is not None:
         asked = f"asked for {format_bytes(request.min_free_bytes)}"
@@ -326,21 +374,30 @@ def best_set(
 ) -> tuple[Candidate, ...]:
     """Return ``count`` of the candidates; both are ordered, best first.
 
-    Tiers of the ranking always come first. Within the last tier, sets compare by pairs connected by NVLink, then by
-    pairs on one NUMA node, then by the rank of their worst member. That member limits the batch size. A set is grown
-    greedily from each GPU, because comparing all sets would take seconds for 8 of 16.
+    Tiers of the ranking always come first. Within the last tier, GPUs of one model come first. Such sets compare by
+    pairs connected by NVLink, then by pairs on one NUMA node, then by the rank of their worst member. That member
+    limits the batch size. A set is grown greedily from each GPU, because comparing all sets would take seconds for 8 of
+    16.
 
     ``nvlinks`` are pairs of UUIDs in alphabetical order; ``memory_matters`` means that candidates may have too little.
     """
     last_tier = candidates[count - 1].tier
     certain = tuple(rank for rank, one in enumerate(candidates) if one.tier < last_tier)
     equals = [rank for rank, one in enumerate(candidates) if one.tier == last_tier]
+    missing = count - len(certain)
+    names = {candidates[rank].gpu.name for rank in certain}
+    models: dict[str | None, list[int]] = {}
+    for rank in equals:
+        models.setdefault(candidates[rank].gpu.name, []).append(rank)
+    # Members of one group, in their order, can complete the set.
+    groups = [ranks for name, ranks in models.items() if name and names <= {name} and len(ranks) >= missing] or [equals]
     if memory_matters:
-        min_bytes = _MEMORY_KEPT * (candidates[count - 1].effective_free_bytes or 0)
-        equals = [rank for rank in equals if (candidates[rank].effective_free_bytes or 0) >= min_bytes]
+        free_bytes = [candidate.effective_free_bytes or 0 for candidate in candidates]
+        min_bytes = _MEMORY_KEPT * max(free_bytes[ranks[missing - 1]] for ranks in groups)
+        groups = [[rank for rank in ranks if free_bytes[rank] >= min_bytes] for ranks in groups]
     uuids = [str(one.gpu.uuid) for one in candidates]
 
-    def quality(chosen: tuple[int, ...]) -> tuple[int, int, list[int]]:
+    def quality(chosen: Iterable[int]) -> tuple[int, int, list[int]]:
         pairs = itertools.combinations(sorted(uuids[rank] for rank in chosen), 2)
         nodes = Counter(numa_nodes.get(uuids[rank]) for rank in chosen)
         return (
@@ -349,11 +406,25 @@ def best_set(
             sorted(-rank for rank in chosen),
         )
 
-    def grown(seed: int) -> tuple[int, ...]:
+    def grown(seed: int, ranks: Sequence[int]) -> tuple[int, ...]:
         chosen = (*certain, seed)
         while len(chosen) < count:
-            chosen = max(((*chosen, rank) for rank in equals if rank not in chosen), key=quality)
+            chosen = max(((*chosen, rank) for rank in ranks if rank not in chosen), key=quality)
         return chosen
 
-    best = max(map(grown, equals), key=quality)
-    return tuple(candidates[rank] for rank in sorted(best))
+    sets = [grown(seed, ranks) for ranks in groups if len(ranks) >= missing for seed in ranks]
+    return tuple(candidates[rank] for rank in sorted(max(sets, key=quality)))
+
+
+def mixed_models(chosen: Sequence[Candidate], candidates: Sequence[Candidate]) -> str:
+    """Return a warning if the chosen GPUs are of several models; else ``""``."""
+    names = [candidate.gpu.name or "unknown" for candidate in chosen]
+    if len({*names}) == 1:
+        return ""
+    warning = f"The {len(chosen)} picked GPUs differ ({', '.join(names)}). Training waits for the slowest in each step."
+    models = Counter(candidate.gpu.name for candidate in candidates if candidate.gpu.name)
+    for name, number in models.items():
+        # The name may be a part of another model's name.
+        if len(chosen) <= number == sum(models[other] for other in models if name in other):
+            return f"{warning} To get equal ones, some of them busy or claimed, use --name '{name}' or name='{name}'."
+    return warning

@@ -52,6 +52,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         min_free: int | str | None = None,
         max_utilization: float | None = None,
         exclusive: bool = False,
+        name: str | None = None,
         wait: float | str | None = None,
         claim: bool = True,
     ) -> None:
@@ -60,6 +61,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
             min_free,
             max_utilization=max_utilization,
             exclusive=exclusive,
+            name=name,
             wait=wait,
             claim=claim,
         )

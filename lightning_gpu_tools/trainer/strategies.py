@@ -46,6 +46,7 @@ class _FreeMemory(FamilyStrategy):
         min_free: int | str | None = None,
         max_utilization: float | None = None,
         exclusive: bool = False,
+        name: str | None = None,
         wait: float | str | None = None,
         claim: bool = True,
         bind_numa: bool = False,
@@ -55,6 +56,7 @@ class _FreeMemory(FamilyStrategy):
             min_free,
             max_utilization=max_utilization,
             exclusive=exclusive,
+            name=name,
             wait=wait,
             claim=claim,
         )

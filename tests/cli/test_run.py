@@ -125,7 +125,9 @@ def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:
     assert run_cli("run", "--advise", "-n", "1", "--", "true").returncode == 4
 
 
-@pytest.mark.parametrize("option", [["--wait", "1s"], ["--bind-numa"], ["--min-free", "0"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "option", [["--wait", "1s"], ["--bind-numa"], ["--min-free", "0"], ["--name", "h200"]], ids=" ".join
+)
 def test_an_option_on_gpus_claims_some_also_under_advise(driver: Driver, run_cli: RunCli, option: list[str]) -> None:
     driver.gpus = [gpu()]
     answer = run_cli("run", "--advise", *option, "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")

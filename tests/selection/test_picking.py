@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from uuid import UUID
@@ -235,7 +237,7 @@ print(is_initialized())
 def test_numbers_on_different_products_follow_cudas_own_order(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver.gpus = [gpu(name="Tesla K80"), gpu(name="NVIDIA H200"), gpu(name="NVIDIA T400")]
+    driver.gpus = [gpu(name="Tesla T4"), gpu(name="NVIDIA H200"), gpu(name="NVIDIA T400")]
     fastest_first = [driver.gpus[index].uuid for index in (1, 0, 2)]
     rows = ",".join("{" + ",".join(f"0x{b:02x}" for b in UUID(name[4:]).bytes) + "}" for name in fastest_first)
     source = f"""
@@ -254,6 +256,37 @@ int cuDeviceGetUuid(void *uuid, int device) {{ memcpy(uuid, uuids[device], 16); 
     assert indices(select_gpus(2)) == [2, 1]
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     assert indices(select_gpus(2)) == [0, 2]
+
+
+A100, RTX = "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 2080"
+
+
+def test_unequal_gpus_are_named_and_the_advice_gives_equal_ones(
+    driver: Driver, run_cli: Callable[..., subprocess.CompletedProcess[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    busy = {"name": RTX, "utilization": 90}
+    driver.gpus = [gpu(name=A100), gpu(name=RTX), gpu(**busy), gpu(**busy), gpu(name=f"{RTX} Ti", utilization=50)]
+    answer = run_cli("pick", "-n", "3")
+    assert answer.stderr.startswith(f"The 3 picked GPUs differ ({RTX}, {A100}, {RTX} Ti). Training waits for the slow")
+    assert "name=" not in answer.stderr, "this name would also ask for the Ti"
+    driver.gpus = [gpu(name=A100), gpu(name=RTX), gpu(**busy)]
+    answer = run_cli("pick", "-n", "2")
+    assert answer.stdout == ",".join(uuids(driver, 1, 0)) + "\n"
+    advised = re.search(r"use --name '(.*)' or name='(.*)'\.", answer.stderr)
+    assert run_cli("pick", "-n", "2", "--name", advised[1]).stdout == ",".join(uuids(driver, 1, 2)) + "\n"
+    assert indices(select_gpus(2, name=advised[2])) == [1, 2]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["a100", " SXM4-80 ", "NVIDIA A100-SXM4-80GB"])
+def test_only_gpus_of_the_named_model_qualify(driver: Driver, name: str) -> None:
+    driver.gpus = [gpu(name=A100, memory_free="1GiB", utilization=90), gpu(name=RTX), gpu(name="Quadro P400")]
+    driver.gpus[2].errors = {"nvmlDeviceGetName": "NOT_SUPPORTED"}
+    assert indices(select_gpus(name=name, claim=False)) == [0]
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(2, name=name)
+    assert f"is {RTX}, asked for {name.strip()}" in caught.value.rejected[0]
+    assert f"is a GPU without a name, asked for {name.strip()}" in caught.value.rejected[1]
 
 
 def test_joined_gpus_and_those_on_one_node_are_preferred(driver: Driver) -> None:

@@ -169,6 +169,9 @@ def test_what_would_do_once_others_have_left() -> None:
         ("max_utilization", 101),
         ("max_utilization", float("nan")),
         ("max_utilization", "50"),
+        ("name", ""),
+        ("name", " "),
+        ("name", 4090),
         ("exclusive", "yes"),
     ],
 )

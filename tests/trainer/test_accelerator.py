@@ -191,6 +191,8 @@ def test_options_belong_to_one_accelerator(driver: Driver) -> None:
     with pytest.raises(NotEnoughGpusError, match=r"asked for 35\.0 GiB"):
         type(big).parse_devices(4)
     assert type(small).parse_devices(4) == [0, 1, 2, 3]
+    with pytest.raises(NotEnoughGpusError, match="is NVIDIA H200, asked for A100"):
+        type(FreeMemoryCUDAAccelerator(name="A100")).parse_devices(1)
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda accelerator: pickle.loads(pickle.dumps(accelerator))])

@@ -58,6 +58,8 @@ def test_options_are_those_of_a_selection_and_of_lightning(
     strategy = BY_NAME[name]
     with pytest.raises(NotEnoughGpusError, match=r"asked for 50\.0 GiB"):
         trainer(strategy(min_free="50GiB"))
+    with pytest.raises(NotEnoughGpusError, match="is NVIDIA H200, asked for A100"):
+        trainer(strategy(name="A100"))
     ReportFile(tmp_path).save(TRAINED)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(NotEnoughGpusError, match=r"asked for 48\.0 GiB"):

@@ -211,6 +211,8 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
         pci = pynvml.nvmlDeviceGetPciInfo(handle)
         facts["pci_bus_id"] = f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0"
         integrated = _INTEGRATED_NAME.search(facts["name"] or "") is not None
+        capability = call_or_none(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+        facts["compute_capability"] = capability and tuple(capability)
         mig_mode = ask(pynvml.nvmlDeviceGetMigMode, handle)
         facts |= {
             **_usage(handle, integrated=integrated),
@@ -232,7 +234,7 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
 
 def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, ...]:
     instances = []
-    shared = {"index": gpu.index, "pci_bus_id": gpu.pci_bus_id, "compute_mode": gpu.compute_mode}
+    shared = {name: getattr(gpu, name) for name in ("index", "pci_bus_id", "compute_mode", "compute_capability")}
     for slot in range(call_or_none(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu_handle) or 0):
         facts: dict[str, Any] = {**shared, "mig_mode": False, "mig_index": slot, "integrated": False}
         try:
