@@ -19,6 +19,7 @@ import pytest
 import quiet_kernel
 from slurm_cluster import slurm_cluster
 
+from lightning_gpu_tools.selection import picking
 from lightning_gpu_tools.selection.claims import held_claims
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def run_cli(run_python: Callable[..., Any]) -> Callable[..., subprocess.Complete
 @pytest.fixture(autouse=True)
 def no_claim_is_left() -> Iterator[None]:
     """Release the claims of a test, such as those of a Trainer's accelerator, which last as long as this process."""
+    picking._applied.clear()
     yield
     for claim in held_claims():
         claim.release()

@@ -30,7 +30,7 @@ from lightning_gpu_tools.selection.ranking import (
     sharding_hint,
     why_picked,
 )
-from lightning_gpu_tools.selection.visibility import visible_gpus, whole_or_instances
+from lightning_gpu_tools.selection.visibility import visible_gpus, whole_or_instances, why_fewer
 from lightning_gpu_tools.units import format_duration
 
 if TYPE_CHECKING:
@@ -108,15 +108,25 @@ class GpuSelection:
         self.release()
 
 
+_applied: set[str] = set()  # values of CUDA_VISIBLE_DEVICES that this process has set
+
+
 def show_gpus(uuids: Sequence[str]) -> None:
     """Set ``CUDA_VISIBLE_DEVICES``; nothing else in the package does."""
-    mask = ",".join(uuids)
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == mask:
+    mask, before = ",".join(uuids), os.environ.get("CUDA_VISIBLE_DEVICES")
+    _applied.add(mask)
+    if before == mask:
         return
     if cuda.is_initialized():
         raise CudaAlreadyInitializedError(
             "CUDA has already started in this process and has read CUDA_VISIBLE_DEVICES. Pick the GPUs before anything "
             "uses CUDA, including torch.cuda.is_available(), which can start it."
+        )
+    if before in _applied:
+        count = len({*uuids, *before.split(",")})
+        claims.warn(
+            f"This process was restricted to {before}. From now on, all its threads see only {mask}. To use these GPUs "
+            f"together, pick them together: select_gpus({count}).apply(). Or start a process for each selection."
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = mask
 
@@ -152,8 +162,9 @@ def select_gpus(
 
     Args:
         count: Number of GPUs. You never get fewer.
-        min_free: Free memory that each GPU must have in addition to live claims, as bytes or ``"8GiB"``. This amount is
-            claimed on each GPU. By default, all memory is claimed, and others use these GPUs only as a last resort.
+        min_free: Free memory that each GPU must have in addition to live claims, as bytes, ``"8GiB"`` or, as in SLURM,
+            ``"8G"``. This amount is claimed on each GPU. By default, all memory is claimed, and others use these GPUs
+            only as a last resort.
         max_utilization: Highest allowed utilization of each GPU, in percent.
         exclusive: Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.
         name: Part of the model's name that each GPU must have, such as ``"A100"``, in upper or lower case.
@@ -289,11 +300,15 @@ class Attempt:
         hidden = [Rejection(gpu, outside) for gpu in whole_or_instances(self.gpus) if gpu not in visible]
         rejections = sorted([*ranking.rejections, *hidden], key=Rejection.order)
         requested = f"Asked for {count} GPU{'s' if count > 1 else ''}"
-        if self.gpus:
-            message = f"{requested}, but {len(ranking.candidates) or 'none'} of {len(visible)} visible qualify."
-            message += sharding_hint(self.request, self.rank)
-        else:
+        why = "" if mask is None or self.among is not None else why_fewer(self.gpus, mask)
+        shown = f"CUDA_VISIBLE_DEVICES={mask!r} shows {len(visible) or 'none'}: {why}. Correct it, or unset it."
+        if not self.gpus:
             message = f"{requested}, but the NVIDIA driver lists none."
+        elif why and not visible:
+            message = f"{requested}, but {shown}"
+        else:
+            message = f"{requested}, but {len(ranking.candidates) or 'none'} of {len(visible)} visible qualify."
+            message += (f" {shown}" if why else "") + sharding_hint(self.request, self.rank)
         message = "\n  ".join([message, *folded_reasons(rejections)])
         return NotEnoughGpusError(message, count, [str(rejection) for rejection in rejections])
 

@@ -20,6 +20,7 @@ from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpu
 from lightning_gpu_tools.types import GpuSelection
 
 GIB = 2**30
+SHOW = 'print(os.environ["CUDA_VISIBLE_DEVICES"])'
 pytestmark = pytest.mark.usefixtures("claims_dir")
 
 
@@ -87,6 +88,49 @@ def test_nothing_outside_cuda_visible_devices(
         select_gpus(len(expected) + 1)
     hidden = [reason for reason in caught.value.rejected if f"outside CUDA_VISIBLE_DEVICES={mask!r}" in reason]
     assert len(hidden) == (0 if mask is None else 4 - len(expected))
+
+
+def test_a_mask_that_names_nothing_is_explained_and_unset(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.gpus = [gpu()]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus()
+    first = str(caught.value).splitlines()[0]
+    assert first.endswith(
+        "but CUDA_VISIBLE_DEVICES='2' shows none: it names GPU 2; there is 1 (GPU 0). Correct it, or unset it."
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert indices(select_gpus()) == [0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(
+        NotEnoughGpusError, match=r"1 of 1 visible qualify\. CUDA_VISIBLE_DEVICES='0,1' shows 1: it nam"
+    ):
+        select_gpus(2)
+
+
+APPLY_TWO = """
+import os
+from lightning_gpu_tools import select_gpus
+first, second = select_gpus(), select_gpus()  # as in two threads
+first.apply()
+first.apply()
+second.apply()
+print(os.environ["CUDA_VISIBLE_DEVICES"])
+"""
+
+
+def test_a_second_apply_names_both_and_how_to_use_both(
+    driver: Driver, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    driver.gpus = [gpu(), gpu()]
+    first, second = uuids(driver, 1, 0)
+    answer = run_python("-c", APPLY_TWO)
+    assert answer.stdout == f"{second}\n"
+    (line,) = answer.stderr.splitlines()
+    assert line.startswith(f"This process was restricted to {first}. From now on, all its threads see only {second}. ")
+    advised = re.search(r"pick them together: (.*?\.apply\(\))\.", line)[1]
+    answer = run_python("-c", f"import os\nfrom lightning_gpu_tools import select_gpus\n{advised}\n{SHOW}")
+    assert (answer.stdout, answer.stderr) == (f"{first},{second}\n", "")
 
 
 def test_a_reason_that_many_share_is_given_once(driver: Driver) -> None:

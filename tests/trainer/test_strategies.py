@@ -144,7 +144,7 @@ def test_ddp_on_the_cpu_is_plain_ddp(cuda: Driver, recwarn: pytest.WarningsRecor
         (None, {}, None, r"This PyTorch \(.*\) was built without CUDA"),
         ("13.0", {"library_missing": True}, None, r"libnvidia-ml\.so\.1"),
         ("13.0", {"gpus": []}, None, r"The NVIDIA driver lists no GPU\."),
-        ("13.0", {}, "9", r"CUDA_VISIBLE_DEVICES='9' hides every GPU\."),
+        ("13.0", {}, "9", r"CUDA_VISIBLE_DEVICES='9' shows none: it names GPU 9; there "),
         ("13.0", {}, None, r"CUDA cannot start, although"),
     ],
     ids=["cpu-build", "no-driver", "no-gpu", "hidden", "cuda-fails"],
