@@ -19,6 +19,7 @@ import pytest
 import quiet_kernel
 from slurm_cluster import slurm_cluster
 
+from lightning_gpu_tools.processes import process_stat
 from lightning_gpu_tools.selection import picking
 from lightning_gpu_tools.selection.claims import held_claims
 
@@ -124,6 +125,14 @@ def no_claim_is_left() -> Iterator[None]:
     yield
     for claim in held_claims():
         claim.release()
+
+
+@pytest.fixture
+def kernel_thread() -> int:
+    """Return the PID of a kernel thread, which uses no GPU: as if the driver named a process of another container."""
+    pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    found = next((pid for pid in pids if (stat := process_stat(pid)) is not None and stat.is_kernel_thread), None)
+    return found or pytest.skip("no kernel thread is visible from here")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, folded_claims
+from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuProcess, GpuReading, folded_claims
 from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.selection import claims as all_claims
 from lightning_gpu_tools.selection import cuda
@@ -104,7 +104,7 @@ def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
     from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
     gpus = nvml.read_gpus(with_loads=True)
-    process_ids = {process.pid for gpu in gpus for process in gpu.processes or ()}
+    process_ids = {one.pid for gpu in gpus for one in gpu.processes or () if not one.is_foreign}
     all_claims.warn_if_private()
     try:
         with all_claims.read_ledger(all_claims.directory()) as ledger:
@@ -203,7 +203,10 @@ def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: _Fold) -> t
     here = [claim for claim in claims or () if claim.is_on(gpu.uuid)]
     used_by, claimed_by = _use(gpu), "\n".join(folded_claims(here, describe, fold.claims, fold.users))
     if fold.short and gpu.mig_index is not None and not gpu.error:
-        users = [f"{one.user or f'pid {one.pid}'} {_size(one.memory_used_bytes)}" for one in gpu.processes or ()]
+        users = [
+            f"{one.user or ('?' if one.is_foreign else f'pid {one.pid}')} {_size(one.memory_used_bytes)}"
+            for one in gpu.processes or ()
+        ]
         owners = [f"{one.user}: {_size(one.memory_bytes) if one.kind == 'memory' else one.kind}" for one in here]
         used_by = used_by if not users else users[0] if len(users) == 1 else f"{len(users)} processes"
         claimed_by = owners[0] if len(owners) == 1 else f"{len(owners)} claims" if owners else ""
@@ -235,7 +238,8 @@ def _use(gpu: GpuReading) -> str:
         return lines[0] if lines else "?"
     for one in gpu.processes:
         memory = "" if one.memory_used_bytes is None else format_bytes(one.memory_used_bytes)
-        line = " ".join(printable(part) for part in (one.user, one.name or f"pid {one.pid}", memory) if part)
+        process = one.name or (FOREIGN if one.is_foreign else f"pid {one.pid}")
+        line = " ".join(printable(part) for part in (one.user, process, memory) if part)
         state = _state(one)
         if state["is_idle"]:
             label = "left over" if state["is_left_over"] else "idle"

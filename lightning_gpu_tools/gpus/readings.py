@@ -16,12 +16,14 @@ class GpuProcess:
     """A process that the driver lists on a GPU.
 
     Attributes:
-        pid: PID from the driver: in a container, the host's PID, which may belong to a different process here.
+        pid: PID from the driver.
         memory_used_bytes: GPU memory; ``None`` if the driver does not report it (WSL).
         user: Owner; ``None`` if the process is not visible from here.
         name: Process name; ``None`` if the process is not visible from here.
         graphics_only: Whether it only draws, like a desktop, and does not compute.
         utilization_percent: Its recent utilization of the GPU; ``None`` if not reported (MIG).
+        is_foreign: Whether it runs in another container or on the host, as seen from a container. The same PID may
+            belong to a different process here.
     """
 
     pid: int
@@ -30,6 +32,10 @@ class GpuProcess:
     name: str | None = None
     graphics_only: bool = False
     utilization_percent: float | None = None
+    is_foreign: bool = False
+
+
+FOREIGN = "a process of another container or the host"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

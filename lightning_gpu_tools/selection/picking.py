@@ -234,7 +234,7 @@ class Attempt:
     def live_claims(self) -> tuple[GpuClaim, ...]:
         """The live claims, oldest first."""
         gpus = whole_or_instances(self.gpus)
-        return self.ledger.claims({process.pid for gpu in gpus for process in gpu.processes or ()})
+        return self.ledger.claims({one.pid for gpu in gpus for one in gpu.processes or () if not one.is_foreign})
 
     def rank(self, request: Request, ahead: Sequence[GpuWaiter] = ()) -> Ranking:
         """Rank the GPUs that may be picked, for this or another request."""

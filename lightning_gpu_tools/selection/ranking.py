@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter, folded_claims
+from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuProcess, GpuReading, GpuWaiter, folded_claims
 from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, parse_duration
 
 _Class = TypeVar("_Class", bound=type)
@@ -194,7 +194,8 @@ def rank_gpus(
         candidate = Candidate(gpu, effective_free_bytes(gpu, here), sum(claim.kind != "memory" for claim in here))
         others = None
         if gpu.processes is not None:  # processes that only draw, like a desktop, do not count
-            others = [one for one in gpu.processes if one.pid not in own_process_ids and not one.graphics_only]
+            own = [one for one in gpu.processes if one.pid in own_process_ids and not one.is_foreign]
+            others = [one for one in gpu.processes if one not in own and not one.graphics_only]
         outdated = torch and torch.why_not(gpu)
         reasons = "; ".join([outdated] if outdated else _objections(candidate, others, here, request))
         if reasons:
@@ -297,7 +298,7 @@ def _labels(gpus: Sequence[GpuReading]) -> str:
 
 def _describe(process: GpuProcess) -> str:
     if not process.name:
-        return f"pid {process.pid}"
+        return FOREIGN if process.is_foreign else f"pid {process.pid}"
     owner = f" of {process.user}" if process.user else ""
     return f"{process.name}{owner} (pid {process.pid})"
 

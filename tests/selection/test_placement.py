@@ -81,7 +81,7 @@ def test_jobs_of_two_users_share_no_choice_whatever_their_names(
             folder.chmod(0o755)
     (tmp_path / "nvidia_driver_calls.log").chmod(0o666)
     # What it would import only then may lie where this user may not read.
-    become = "import socket, lightning_gpu_tools.gpus.nvml\nos.setuid(int(os.environ['BECOME']))\n"
+    become = "import mmap, socket, lightning_gpu_tools.gpus.nvml\nos.setuid(int(os.environ['BECOME']))\n"
     names = {"USER", "LOGNAME", "LNAME", "USERNAME"}  # as in a container that was given just a number
     users = [
         {name: value for name, value in torchrun(0, BECOME=user).items() if name not in names} for user in ("4711", "0")
