@@ -36,12 +36,11 @@ class _Fold(NamedTuple):
     """Limits on the claims in a row. A user's only claim is always shown."""
 
     claims: int  # per user
-    users: int = 8
     short: bool = False  # one line for each MIG instance
 
 
 # Tried until the table fits on the screen.
-_FOLDS = (_Fold(10), _Fold(3), _Fold(1), _Fold(0), _Fold(0, 3), _Fold(0, 3, short=True))
+_FOLDS = (_Fold(10), _Fold(3), _Fold(1), _Fold(0), _Fold(0, short=True))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.types.GpuReading, in bytes and "
         "seconds since the epoch; null = not reported. Each GPU also has `effective_free_bytes` (free and not claimed) "
         "and `claims`, both null if claims cannot be read. Each claim has `user`, `pid`, `hostname`, `kind` (memory, "
-        "whole or exclusive), `memory_bytes`, `since_s` and `is_unused`; `pid` and `hostname` are null if you may not "
-        "read the claim. Each process also has `started_s`, `is_idle` and `is_left_over`."
+        "whole or exclusive), `memory_bytes`, `since_s` and `is_unused`; `pid` is null unless it is certain, and "
+        "`hostname` if you may not read the claim. Each process also has `started_s`, `is_idle` and `is_left_over`."
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
@@ -201,7 +200,7 @@ def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: _Fold) -> t
         return f"{claim}: {share} for {age}{', unused' if _is_unused(claim, gpu) else ''}"
 
     here = [claim for claim in claims or () if claim.is_on(gpu.uuid)]
-    used_by, claimed_by = _use(gpu), "\n".join(folded_claims(here, describe, fold.claims, fold.users))
+    used_by, claimed_by = _use(gpu), "\n".join(folded_claims(here, describe, fold.claims))
     if fold.short and gpu.mig_index is not None and not gpu.error:
         users = [
             f"{one.user or ('?' if one.is_foreign else f'pid {one.pid}')} {_size(one.memory_used_bytes)}"

@@ -93,11 +93,12 @@ class GpuClaim(NamedTuple):
         kind: ``memory``: ``memory_bytes`` on each GPU. ``whole``: each whole GPU; others use it only as a last resort.
             ``exclusive``: each whole GPU; others cannot use it.
         memory_bytes: Claimed bytes on each GPU for the kind ``memory``; otherwise ``None``.
-        pid: PID of the process that made the claim, in its own namespace (in a container, the PID there). ``None`` if
-            this user may not read the claim, which then counts as exclusive.
+        pid: PID of the process that made the claim. ``None`` if its start time does not prove that it still has this
+            PID here: it has ended and left the claim to a child, or is in another container.
         user: Owner of the claim, according to the file system.
         owner_id: UID of the owner.
-        hostname: Host or container of the process; ``None`` if this user may not read the claim.
+        hostname: Host or container of the process; ``None`` if this user may not read the claim, which then counts as
+            exclusive.
         since_s: Time of the claim, in seconds since the epoch.
         group: A launcher's name for the processes of one job on this machine, by which they find the choice of the
             first process; ``None`` without a launcher.
@@ -108,11 +109,11 @@ class GpuClaim(NamedTuple):
     uuids: tuple[str, ...]
     kind: Literal["memory", "whole", "exclusive"]
     memory_bytes: int | None
-    pid: int | None
     user: str
     owner_id: int
     hostname: str | None
     since_s: float
+    pid: int | None = None
     group: str | None = None
     process_ids: frozenset[int] = frozenset()
 
@@ -121,23 +122,27 @@ class GpuClaim(NamedTuple):
 
     def is_on(self, uuid: str | None) -> bool:
         """Return whether it claims this GPU or MIG instance."""
-        return uuid is not None and (uuid in self.uuids or (self.pid is None and uuid.startswith(self.uuids)))
+        return uuid is not None and (uuid in self.uuids or (self.hostname is None and uuid.startswith(self.uuids)))
 
 
-def folded_claims(
-    claims: Iterable[GpuClaim], describe: Callable[[GpuClaim], str], max_each: int = 1, max_users: int = 8
-) -> list[str]:
-    """Describe at most ``max_each`` claims per user, and count the others. A user's only claim is always described."""
+MAX_USERS = 3  # named in a message or a table; our default: one person can act as thousands of users (subuid(5))
+
+
+def folded_claims(claims: Iterable[GpuClaim], describe: Callable[[GpuClaim], str], max_each: int = 1) -> list[str]:
+    """Describe at most ``max_each`` claims of each of three users, and count the others.
+
+    A user's only claim is always described.
+    """
     of_users: dict[str, list[GpuClaim]] = {}
     for claim in claims:
         of_users.setdefault(claim.user, []).append(claim)
     lines: list[str] = []
-    for user, those in [*of_users.items()][:max_users]:
+    for user, those in [*of_users.items()][:MAX_USERS]:
         shown = len(those) if len(those) <= max(1, max_each) else max_each
         lines += map(describe, those[:shown])
         if left := len(those) - shown:
             lines.append(f"and {left:,} more of {user}" if shown else f"{left:,} claims of {user}")
-    if others := [*of_users.values()][max_users:]:
+    if others := [*of_users.values()][MAX_USERS:]:
         lines.append(f"and {sum(map(len, others)):,} more of {len(others):,} other users")
     return lines
 
@@ -148,9 +153,12 @@ class GpuWaiter(NamedTuple):
     name: str  # random
     uuids: tuple[str, ...]  # GPUs that it could use
     requested: int  # number of GPUs that it waits for
-    pid: int  # in its own namespace
     user: str  # according to the file system
     owner_id: int = -1  # UID of the user
+    pid: int | None = None  # as in GpuClaim
+
+    def __str__(self) -> str:
+        return self.user if self.pid is None else f"{self.user} (pid {self.pid})"
 
 
 class UtilizationSample(NamedTuple):

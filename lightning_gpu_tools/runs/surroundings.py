@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_gpu_tools.advice.shortcomings import Surroundings
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpus.readings import GpuClaim
+from lightning_gpu_tools.gpus.readings import MAX_USERS, GpuClaim
 from lightning_gpu_tools.host import affinity_cores, read_host_budget, shared_memory_bytes
 from lightning_gpu_tools.runs.out_of_memory import copies_per_weight
 from lightning_gpu_tools.runs.run import Run, gpu_readings
@@ -63,15 +63,17 @@ def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
             found = ledger.claims()
     except ClaimsError:  # nobody can claim anything then
         return ()
+    others = [claim for claim in found if not claims.is_of_own_job(claim) and claim.pid != os.getpid()]
+    named = [*dict.fromkeys(claim.user for claim in others)][:MAX_USERS]
     of_users: dict[tuple[str, str], list[GpuClaim]] = {}  # one message per user, so that no user can flood the log
-    for claim in found:
-        if not claims.is_of_own_job(claim) and claim.pid != os.getpid():
-            for uuid in filter(claim.is_on, gpus):
-                of_users.setdefault((gpus[uuid], claim.user), []).append(claim)
+    for claim in others:
+        for uuid in filter(claim.is_on, gpus):
+            user = claim.user if claim.user in named else "other users"
+            of_users.setdefault((gpus[uuid], user), []).append(claim)
     return [
         (
             gpu,
-            str(those[0]) if len(those) == 1 else f"{user} ({len(those)} claims)",
+            str(those[0]) if len(those) == 1 and user in named else f"{user} ({len(those)} claims)",
             0 if None in (sizes := [claim.memory_bytes for claim in those]) else sum(filter(None, sizes)),
         )
         for (gpu, user), those in of_users.items()

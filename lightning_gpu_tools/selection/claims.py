@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpus.readings import GpuClaim, GpuWaiter, folded_claims
+from lightning_gpu_tools.gpus.readings import MAX_USERS, GpuClaim, GpuWaiter, folded_claims
 from lightning_gpu_tools.processes import ProcessId, descendants, read_kernel_file, running_kernel
 from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path, user_name
@@ -65,6 +65,7 @@ def read_ledger(path: str) -> Iterator[Ledger]:
     with claim_files.open_folder(path) as folder:
         if folder:
             _name_owner(folder)
+            folder.list_files()
         yield Ledger(folder)
 
 
@@ -73,6 +74,7 @@ def open_ledger(path: str) -> Iterator[Ledger]:
     """Lock the claims, so that no other process can claim at the same time."""
     with claim_files.locked_folder(path) as folder:
         _name_owner(folder)
+        folder.list_files()
         folder.clean_up()
         yield Ledger(folder, takes_claims=True)
 
@@ -175,7 +177,10 @@ class Ledger:
         return user_name(owner_id) if _is_foreign(owner_id) else ""
 
     def claims(self, process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
-        """Return the live claims, oldest first. Claims on memory list their jobs' processes among ``process_ids``."""
+        """Return the live claims, oldest first, with the PIDs that are certain.
+
+        Claims on memory list their jobs' processes among ``process_ids``.
+        """
         jobs: dict[tuple[object, ...], list[tuple[GpuClaim, ProcessId | None]]] = {}
         for claim, process in self._claim_records:
             # Only records of the same user form a job, because other users can write any name.
@@ -183,10 +188,10 @@ class Ledger:
             jobs.setdefault(same, []).append((claim, process))
         found = []
         for records in jobs.values():
-            claim = records[0][0]
+            pids = [_certain_pid(process, claim.owner_id) for claim, process in records]
+            claim = records[0][0]._replace(pid=pids[0])
             if process_ids and claim.kind == "memory":
-                holders = {process.pid for _, process in records if process and process.is_running}
-                claim = claim._replace(process_ids=descendants(process_ids, holders))
+                claim = claim._replace(process_ids=descendants(process_ids, {*filter(None, pids)}))
             found.append(claim)
         return tuple(found)
 
@@ -290,6 +295,14 @@ class Ledger:
         )
 
 
+def _certain_pid(process: ProcessId | None, owner_id: int) -> int | None:
+    """Return the PID in a record if its start time and its owner prove that this process wrote the record."""
+    if process is not None and process.is_running:
+        with contextlib.suppress(OSError):  # just ended
+            return process.pid if os.stat(f"/proc/{process.pid}").st_uid == owner_id else None
+    return None
+
+
 def warn(message: str) -> None:
     """Log a warning."""
     import logging  # this import takes a twentieth of the time of a pick
@@ -303,15 +316,19 @@ def warn_once(message: str) -> None:
     warn(message)
 
 
-_warned_of: set[tuple[str, int | None, str]] = set()
+_warned_of: dict[tuple[str, str], list[int | None]] = {}  # by folder and message: the users named so far
 
 
 def _warn_of_files(path: str, files: Sequence[Unreadable], message: str) -> None:
-    """Warn about the first file of each user and the number of further files, once in this process."""
+    """Warn about the first file of each user and the number of further files, once in this process, of three users."""
+    named = _warned_of.setdefault((path, message), [])
     for owner_id in dict.fromkeys(one.owner_id for one in files):
-        if (path, owner_id, message) in _warned_of:
+        if owner_id in named or len(named) > MAX_USERS:
             continue
-        _warned_of.add((path, owner_id, message))
+        named.append(owner_id)
+        if len(named) > MAX_USERS:
+            warn(f"More users have such files in {printable_path(path)}. They are not named.")
+            return
         first, *others = dict.fromkeys(one for one in files if one.owner_id == owner_id)  # some occur several times
         file = printable_path(os.path.join(path, first.file))
         owner = "an unknown user" if owner_id is None else user_name(owner_id)
@@ -354,9 +371,7 @@ def warn_if_private() -> None:
 def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]:
     if record is _CLOSED:  # it may be a claim of any kind, on all GPUs
         uuids = entry.uuid_starts or ("GPU-", "MIG-")
-        claim = GpuClaim(
-            job="", uuids=uuids, kind="exclusive", memory_bytes=None, pid=None, hostname=None, **_origin(entry)
-        )
+        claim = GpuClaim(job="", uuids=uuids, kind="exclusive", memory_bytes=None, hostname=None, **_origin(entry))
         return claim, None
     kind = _checked(record, "kind", lambda value: value in ("memory", "whole", "exclusive"))
     claim = GpuClaim(
@@ -364,17 +379,11 @@ def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]
         uuids=_uuids(record),
         kind=kind,
         memory_bytes=_number(record, "memory_bytes", 0, MAX_BYTES) if kind == "memory" else None,
-        pid=(pid := _number(record, "pid", 1, _MAX_PID)),
         hostname=printable(_text(record, "hostname", 255)),
         group=None if record.get("group") is None else _text(record, "group", 4096),
         **_origin(entry),
     )
-    return claim, ProcessId(
-        kernel=running_kernel(),  # sockets of an earlier kernel are dead
-        namespace=record.get("pid_namespace"),
-        pid=pid,
-        started_ticks=record.get("started_ticks"),
-    )
+    return claim, _process(record)
 
 
 def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
@@ -382,9 +391,18 @@ def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
         name=entry.name,
         uuids=_uuids(record),
         requested=_number(record, "requested", 1, _MAX_UUIDS),
-        pid=_number(record, "pid", 1, _MAX_PID),
+        pid=_certain_pid(_process(record), entry.owner_id),
         user=user_name(entry.owner_id),
         owner_id=entry.owner_id,
+    )
+
+
+def _process(record: Any) -> ProcessId:
+    return ProcessId(
+        kernel=running_kernel(),  # sockets of an earlier kernel are dead
+        namespace=record.get("pid_namespace"),
+        pid=_number(record, "pid", 1, _MAX_PID),
+        started_ticks=record.get("started_ticks"),
     )
 
 

@@ -185,7 +185,7 @@ def _join(claim: GpuClaim, attempt: Attempt) -> None:
         if attempt.ledger.takes_claims:
             attempt.ledger.join(claim)
     except ClaimsError as error:
-        claims.warn_once(f"{error} The claim of this job ends with process {claim.pid}, which made it.")
+        claims.warn_once(f"{error} The claim of this job ends with the process that made it.")
 
 
 def bind_to_gpus(uuids: Iterable[str]) -> frozenset[int] | None:

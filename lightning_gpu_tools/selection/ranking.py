@@ -9,7 +9,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuProcess, GpuReading, GpuWaiter, folded_claims
+from lightning_gpu_tools.gpus.readings import (
+    FOREIGN,
+    MAX_USERS,
+    GpuClaim,
+    GpuProcess,
+    GpuReading,
+    GpuWaiter,
+    folded_claims,
+)
 from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, parse_duration
 
 _Class = TypeVar("_Class", bound=type)
@@ -203,10 +211,11 @@ def rank_gpus(
         else:
             candidates.append(candidate)
     candidates.sort(key=lambda candidate: candidate.order)
+    named = [*dict.fromkeys(waiter.user for waiter in ahead)][:MAX_USERS]
     for waiter in ahead:
         kept = [candidate for candidate in candidates if candidate.gpu.uuid in waiter.uuids][: waiter.requested]
         candidates = [candidate for candidate in candidates if candidate not in kept]
-        reason = f"reserved for {waiter.user} (pid {waiter.pid}), who has waited longer"
+        reason = f"reserved for {waiter if waiter.user in named else 'another user'}, who has waited longer"
         rejections += [Rejection(candidate.gpu, reason) for candidate in kept]
     return Ranking(tuple(candidates), tuple(rejections))
 
