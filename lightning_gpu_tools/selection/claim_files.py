@@ -248,7 +248,7 @@ class Folder:
                 yield Entry(found.st_ctime_ns, name, found.st_uid, file.name)
 
     def _is_held(self, name: str, owner_id: int) -> bool | None:
-        """Return whether a process of the owner has the socket open; ``None`` if it has, but closed it to this user."""
+        """Return whether a process of the owner has the socket open; ``None`` if it has, but with a closed mode."""
         file = f"{name}.sock"
         try:
             if file in self._mounted:
@@ -263,11 +263,11 @@ class Folder:
             found = os.fstat(descriptor)
             if not stat.S_ISSOCK(found.st_mode) or found.st_uid != owner_id:
                 return False
-            return self._accepts(descriptor, name)
+            return self._accepts(descriptor, name, is_open=bool(found.st_mode & stat.S_IWOTH))
         finally:
             os.close(descriptor)
 
-    def _accepts(self, descriptor: int, name: str) -> bool | None:
+    def _accepts(self, descriptor: int, name: str, *, is_open: bool) -> bool | None:
         from socket import AF_UNIX, socket  # takes a twentieth of the time of a pick without claims
 
         with socket(AF_UNIX) as probe:
@@ -276,8 +276,10 @@ class Folder:
                 probe.connect(_path_of(descriptor))
             except BlockingIOError:  # another process has already connected, and nobody accepts
                 return True
-            except PermissionError:  # due to its mode, an ACL, or a security module
-                return None if f"/{name}.sock\n" in self._listening else False
+            except PermissionError:  # due to its mode, or to an ACL or a security module
+                if f"/{name}.sock\n" not in self._listening:
+                    return False
+                return True if is_open else None
             except OSError as error:
                 return error.errno not in (errno.ECONNREFUSED, errno.ENOENT, errno.EPROTOTYPE)
         return True

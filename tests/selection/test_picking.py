@@ -90,6 +90,7 @@ def test_nothing_outside_cuda_visible_devices(
     assert len(hidden) == (0 if mask is None else 4 - len(expected))
 
 
+@pytest.mark.follows("Correct it, or unset it")
 def test_a_mask_that_names_nothing_is_explained_and_unset(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.gpus = [gpu()]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
@@ -119,6 +120,7 @@ print(os.environ["CUDA_VISIBLE_DEVICES"])
 """
 
 
+@pytest.mark.follows("pick them together: select_gpus(")
 def test_a_second_apply_names_both_and_how_to_use_both(
     driver: Driver, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
@@ -148,13 +150,18 @@ def test_a_reason_that_many_share_is_given_once(driver: Driver) -> None:
     assert caught.value.rejected[7].startswith(f"MIG instance 6:2 ({driver.gpus[6].mig[2].uuid[:12]}…): 10.0 GiB free")
 
 
-def test_many_different_reasons_fit_a_screen(driver: Driver) -> None:
+@pytest.mark.follows("for other reasons, see `lightning-gpu-tools gpus`")
+def test_many_different_reasons_fit_a_screen(
+    driver: Driver, run_cli: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in range(40)]
     with pytest.raises(NotEnoughGpusError) as caught:
         select_gpus(min_free="79GiB")
     lines = str(caught.value).splitlines()
     assert len(lines) == 17
-    assert lines[-1] == "  25 GPUs (15 to 39): for other reasons, see `lightning-gpu-tools gpus`"
+    assert lines[-1].startswith("  25 GPUs (15 to 39): for other reasons, see ")
+    shown = run_cli(*re.search("`lightning-gpu-tools (.*)`", lines[-1])[1].split()).stdout
+    assert [f"{gib}.0 GiB" in shown for gib in range(15, 40)] == [True] * 25
 
 
 def test_a_model_too_big_for_one_gpu_gets_advice(driver: Driver) -> None:
@@ -278,6 +285,7 @@ print(is_initialized())
     assert output.split() == ["False", "False", "True"]
 
 
+@pytest.mark.follows("Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs in CUDA_VISIBLE_DEVICES")
 def test_numbers_on_different_products_follow_cudas_own_order(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,18 +301,23 @@ int cuDeviceGet(int *device, int ordinal) {{ *device = ordinal; return 0; }}
 int cuDeviceGetUuid(void *uuid, int device) {{ memcpy(uuid, uuids[device], 16); return 0; }}
 """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    with pytest.raises(LightningGpuToolsError, match="Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs"):
+    with pytest.raises(LightningGpuToolsError) as caught:
         select_gpus(2)
+    name, order, mask = re.search(r"Set (\w+)=(\w+), or use UUIDs in (\w+)\.", str(caught.value)).groups()
+    monkeypatch.setenv(mask, ",".join(uuids(driver, 0, 2)))
+    assert indices(select_gpus(2, claim=False)) == [2, 0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     compile_libcuda(tmp_path, source)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     assert indices(select_gpus(2)) == [2, 1]
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv(name, order)
     assert indices(select_gpus(2)) == [0, 2]
 
 
 A100, RTX = "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 2080"
 
 
+@pytest.mark.follows("To get equal ones, some of them busy or claimed, use --name")
 def test_unequal_gpus_are_named_and_the_advice_gives_equal_ones(
     driver: Driver, run_cli: Callable[..., subprocess.CompletedProcess[str]], caplog: pytest.LogCaptureFixture
 ) -> None:

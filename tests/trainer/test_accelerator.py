@@ -232,9 +232,11 @@ def test_last_is_what_the_last_run_needed_on_each_gpu(
     assert line.startswith("min_free=last: 19.2 GiB (peak 16.0 GiB of LitModel on 2026-01-02, lightning_logs/version_0")
 
 
-def test_last_is_not_for_a_selection_in_python() -> None:
-    with pytest.raises(ValueError, match="min_free='last' is only for the command line, the accelerator"):
+@pytest.mark.follows("min_free='last' is only for the command line, the accelerator and strategies. Give a size")
+def test_last_is_not_for_a_selection_in_python(driver: Driver) -> None:
+    with pytest.raises(ValueError, match=r"min_free='last' is only for .*\. Give a size\."):
         select_gpus(min_free="last")
+    assert select_gpus(min_free="8GiB").uuids == (driver.gpus[3].uuid,)
 
 
 @pytest.mark.parametrize("missing", [True, False], ids=["no-driver", "no-gpu"])
