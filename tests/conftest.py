@@ -118,6 +118,23 @@ def run_cli(run_python: Callable[..., Any]) -> Callable[..., subprocess.Complete
     return lambda *arguments, **options: run_python("-m", "lightning_gpu_tools", *arguments, **options)
 
 
+@pytest.fixture
+def in_shell(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """``in_shell("lightning-gpu-tools pick")``: a command as users type it, beside a train.py that prints its GPUs."""
+    (tmp_path / "train.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    (tmp_path / "bin").mkdir()
+    for name, arguments in (("python", ""), ("lightning-gpu-tools", "-m lightning_gpu_tools")):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def run(command: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+        options: dict[str, Any] = {"cwd": tmp_path, "env": environ, "capture_output": True, "text": True}
+        return subprocess.run(["sh", "-c", command], timeout=120, check=False, **options)
+
+    return run
+
+
 @pytest.fixture(autouse=True)
 def no_claim_is_left() -> Iterator[None]:
     """Release the claims of a test, such as those of a Trainer's accelerator, which last as long as this process."""

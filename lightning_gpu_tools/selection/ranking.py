@@ -321,7 +321,7 @@ def _objections(
         yield gpu.error or "the driver does not report its UUID"
         return
     if gpu.mig_mode and not gpu.uuid.startswith("MIG-"):
-        yield "is in MIG mode but has no instance; create one (nvidia-smi mig -cgi ... -C) or disable MIG mode"
+        yield "is in MIG mode but has no instance; create one (`nvidia-smi mig -cgi ... -C`) or disable MIG mode"
         return
     if request.count > 1 and gpu.uuid.startswith("MIG-"):
         # MIG user guide, "CUDA Device Enumeration": a process can enumerate a single compute instance.
@@ -330,7 +330,7 @@ def _objections(
         yield f"{limit}, so it cannot be one of {request.count}"
     # A driver that does not report the mode (WSL, some vGPUs) has none to set, so unknown counts as "default".
     if gpu.compute_mode == "prohibited":
-        yield "compute mode PROHIBITED; an administrator can change it with nvidia-smi -c DEFAULT"
+        yield "compute mode PROHIBITED; an administrator can change it with `nvidia-smi -c DEFAULT`"
     elif gpu.compute_mode == "exclusive_process" and others != []:
         user = _describe(others[0]) if others else "processes that are not visible"
         yield f"compute mode EXCLUSIVE_PROCESS and in use by {user}"

@@ -265,6 +265,19 @@ def compile_libcuda(folder: Path, source: str) -> str:
     return library
 
 
+@pytest.mark.follows("Pick the GPUs before anything uses CUDA")
+def test_gpus_are_picked_before_cuda_starts_as_advised(driver: Driver, tmp_path: Path) -> None:
+    driver.gpus = [gpu(), gpu()]
+    source = "static int on; int cuInit(int f) { on = 1; return 0; }"
+    library = compile_libcuda(tmp_path, f"{source}int cuDeviceGetCount(int *n) {{ *n = 1; return on ? 0 : 3; }}")
+    use = f"import ctypes; ctypes.CDLL({library!r}).cuInit(0)\n"
+    choose = f"import os; from lightning_gpu_tools import select_gpus; select_gpus().apply(); {SHOW}\n"
+    late = subprocess.run([sys.executable, "-c", use + choose], capture_output=True, text=True)
+    assert "Pick the GPUs before anything uses CUDA, including torch.cuda.is_available()" in late.stderr
+    early = subprocess.run([sys.executable, "-c", choose + use], capture_output=True, text=True)
+    assert (early.returncode, early.stdout) == (0, f"{driver.gpus[1].uuid}\n")
+
+
 def test_libcuda_knows_whether_cuda_has_started(tmp_path: Path) -> None:
     """torch.cuda.is_available() can start CUDA without torch noting it; the library itself knows."""
     library = compile_libcuda(

@@ -134,7 +134,10 @@ def test_the_advised_job_name_makes_tasks_share_their_gpus(start: Callable[..., 
     assert start("salloc", *ONE_NODE, "env", advised, "srun").gpus() == SHARED
 
 
-@pytest.mark.follows("Run this instead: srun ... lightning-gpu-tools run ... -- CMD")
+@pytest.mark.follows(
+    "Run this instead: srun ... lightning-gpu-tools run ... -- CMD",
+    "With SLURM, use `srun ... lightning-gpu-tools run ... -- CMD`",
+)
 def test_the_advised_order_of_srun_and_run_gives_all_tasks_the_claimed_gpus(start: Callable[..., Job]) -> None:
     unrestricted = start(*RUN, "-n2", "--", "srun", *ONE_NODE)
     unrestricted.gpus()
@@ -144,6 +147,7 @@ def test_the_advised_order_of_srun_and_run_gives_all_tasks_the_claimed_gpus(star
     )
     unrestricted.end()
     Path("end").unlink()
+    assert f"With SLURM, use `{advised[0].partition(': ')[2]}`" in " ".join(answer(*RUN[:-1], "--help").split())
     outer, inner = ([word for word in part.split() if word != "..."] for part in advised.groups())
     job = start(*outer, *ONE_NODE, *RUN[:-2], inner[0], "-n2", inner[1])
     assert job.gpus() == SHARED

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,16 +14,18 @@ from pathlib import Path
 
 import cpu_as_cuda
 import pytest
-from fake_driver import Driver, gpu, mig
+from fake_driver import Driver, gpu, mig, process
 from launched_jobs import PLACE, live_claims, said, slurm
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sample_report import TRAINED
 
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, select_gpus
+from lightning_gpu_tools.advice.causes import shared_gpu
+from lightning_gpu_tools.advice.memory_causes import other_processes
 from lightning_gpu_tools.errors import NotEnoughGpusError, ReportError
 from lightning_gpu_tools.reports.report_file import ReportFile
-from lightning_gpu_tools.selection.claims import warn_once
+from lightning_gpu_tools.selection.claims import held_claims, warn_once
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 pytestmark = pytest.mark.usefixtures("cuda")
@@ -230,6 +233,20 @@ def test_last_is_what_the_last_run_needed_on_each_gpu(
     assert live_claims(claims_dir) == [("memory", 2)]
     *_, line = [record.message for record in caplog.records if "min_free=last" in record.message]
     assert line.startswith("min_free=last: 19.2 GiB (peak 16.0 GiB of LitModel on 2026-01-02, lightning_logs/version_0")
+
+
+@pytest.mark.follows("Use a free GPU (lightning-gpu-tools pick --exclusive, or", "{}(min_free='{}') claims it.")
+def test_advised_accelerators_find_a_free_gpu_and_claim_what_is_needed(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus[3].processes = [process(1)]
+    (finding,) = shared_gpu.find(shared_gpu.CAUSE.sick)
+    (ruling,) = other_processes.find(shared_gpu.CAUSE.sick, other_processes.CAUSE.sick)
+    texts = re.search(r", or (\S+)\), then", finding.advice), re.search(r"(\S+) claims it", " ".join(ruling.advice))
+    free, claiming = (eval(text[1], {"FreeMemoryCUDAAccelerator": FreeMemoryCUDAAccelerator}) for text in texts)
+    assert cpu_as_cuda.positions(Trainer(accelerator=free, devices=1, logger=False), driver) == [2]
+    for claim in held_claims():
+        claim.release()
+    Trainer(accelerator=claiming, devices=1, logger=False)
+    assert live_claims(claims_dir) == [("memory", 1)]
 
 
 @pytest.mark.follows("min_free='last' is only for the command line, the accelerator and strategies. Give a size")
