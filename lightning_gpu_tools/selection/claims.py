@@ -244,7 +244,7 @@ class Ledger:
 
     def put(self, kind: str, content: dict[str, Any]) -> Held:
         """Create an entry of this process."""
-        assert self._folder is not None, "only open_ledger() gives a ledger to write to"
+        assert self._folder is not None, "only a ledger of open_ledger can be written to"
         process = ProcessId.of(os.getpid())
         record = {
             "schema_version": 2,
