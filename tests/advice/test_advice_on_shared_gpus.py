@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from fake_driver import Driver, gpu, process
 from launched_jobs import claims_in
+from slurm_cluster import wait_for
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.advice.causes import shared_gpu
@@ -50,7 +51,7 @@ def advice(*gpus: GpuReading) -> str:
     "lightning-gpu-tools run --min-free {} --wait 2h -- CMD",
     "CUDA_VISIBLE_DEVICES=$(lightning-gpu-tools pick --min-free {})",
 )
-def test_the_job_that_did_not_fit_gets_a_gpu_as_advised(driver: Driver, in_shell: InShell) -> None:
+def test_the_job_that_did_not_fit_gets_a_gpu_as_advised(driver: Driver, in_shell: InShell, claims_dir: Path) -> None:
     driver.gpus = [gpu(memory_total="24GiB", memory_free="1GiB"), gpu(memory_total="80GiB")]
     mask = re.search(
         r"(CUDA_VISIBLE_DEVICES=\$\(.*?\))\.", advice(*nvml.read_gpus(), GpuReading(index=2, uuid="GPU-0"))
@@ -58,7 +59,12 @@ def test_the_job_that_did_not_fit_gets_a_gpu_as_advised(driver: Driver, in_shell
     assert in_shell(f"{mask} python train.py").stdout == f"{driver.gpus[1].uuid}\n"
     driver.gpus = [gpu(memory_total="80GiB", memory_free="1GiB")]
     command = re.search("Wait for one: (.*) CMD", advice())[1]
-    threading.Timer(1.0, lambda: setattr(driver.gpus[0], "memory_free", 80 * GIB)).start()
+
+    def others_leave_once_it_waits() -> None:
+        wait_for(lambda: any(claims_dir.glob("wait-*.json")))
+        driver.gpus[0].memory_free = 80 * GIB
+
+    threading.Thread(target=others_leave_once_it_waits).start()
     answer = in_shell(f"{command} python train.py")
     assert answer.stdout == f"{driver.gpus[0].uuid}\n"
     assert "Waiting for up to" in answer.stderr
