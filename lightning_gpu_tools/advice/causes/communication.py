@@ -67,7 +67,7 @@ def _sending(run: RunMeasurements, wait_s: float) -> Finding:
         min(wait_s / run.step_s, 1.0),
         {"ms_per_step": wait_s * 1e3, "ranks": max(1, len(run.ranks))},
         f"The GPU waits for other GPUs. Average gradients less often ({seldom}) or send half the bytes ({half}). Also "
-        f"set {ddp}(static_graph=True, gradient_as_bucket_view=True).",
+        f"set {ddp}(gradient_as_bucket_view=True).",
     )
 
 

@@ -1,0 +1,244 @@
+"""What the causes of lost time advise, taken from their messages and done in real trainings."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fake_driver import Driver, gpu
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from rank_processes import run_ranks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from toys import CollectingModel
+from trainings import Model, Samples, loader, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
+from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.causes.unexplained import idle_in_step
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper, ranks
+from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Finding
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.trainer.accelerator import why_no_cuda
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+
+def found(cause: str, run: RunMeasurements) -> Finding | None:
+    """Return what a cause says of a run."""
+    find = CAUSES[cause].find
+    assert find is not None
+    return next(iter(find(run)), None)
+
+
+def value(pattern: str, advice: str) -> str:
+    """Return what advice names at this place."""
+    match = re.search(pattern, advice)
+    assert match is not None, advice
+    return match[1]
+
+
+# --- backward -----------------------------------------------------------------------------------------------------
+
+
+class Words(LightningModule):
+    """A large embedding, trained by an optimizer with this name."""
+
+    def __init__(self, optimizer: str, *, sparse: bool) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(1000, 8, sparse=sparse)
+        self.optimizer = optimizer
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.embedding(batch.long()).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.1)
+        return optimizer
+
+
+@pytest.mark.follows("Check gradient hooks, custom autograd functions, and large embeddings (sparse=True, with")
+def test_sparse_embeddings_train_with_the_optimizers_that_are_named(tmp_path: Path) -> None:
+    finding = found("backward", CAUSES["backward"].sick)
+    assert finding is not None
+    for name in re.split(", | or ", value(r"sparse=True, with ([^)]+)\)", finding.advice)):
+        model = Words(name, sparse=True)
+        quiet_trainer(tmp_path, max_steps=2).fit(model, loader(Samples(3)))
+        assert model.embedding.weight.grad is not None
+        assert model.embedding.weight.grad.is_sparse
+
+
+# --- communication ------------------------------------------------------------------------------------------------
+
+
+def sent_bytes(folder: Path, rank: int, *, accumulate: int, halved: bool, **options: bool) -> None:
+    """Train 8 batches on two ranks, and print how many times gradients were sent, and the bytes of each time."""
+    sent: list[int] = []
+
+    def counted(state, bucket):  # type: ignore[no-untyped-def] # torch refuses annotations as text
+        hook = default_hooks.bf16_compress_wrapper if halved else (lambda allreduce: allreduce)
+
+        def allreduce(state, bucket):  # type: ignore[no-untyped-def]
+            sent.append(bucket.buffer().nbytes)
+            return default_hooks.allreduce_hook(None, bucket)
+
+        return hook(allreduce)(None, bucket)
+
+    class Register(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            trainer.strategy.model.register_comm_hook(None, counted)
+
+    strategy = DDPStrategy(process_group_backend="gloo", **options)
+    trainer = quiet_trainer(
+        folder,
+        devices=2,
+        strategy=strategy,
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+        callbacks=[Register()],
+    )
+    trainer.fit(Model(), loader(Samples(8)))
+    print("sent", len(sent), *sent, "in all")
+
+
+@pytest.mark.follows(
+    "The GPU waits for other GPUs. Average gradients less often", "Set Trainer(accumulate_grad_batches="
+)
+def test_gradients_are_sent_as_seldom_and_small_as_advised(tmp_path: Path) -> None:
+    run = gpu_run(STEP, 100.0, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.02))
+    finding = found("communication", run)
+    assert finding is not None
+    accumulate = int(value(r"Trainer\(accumulate_grad_batches=(\d+)\)", finding.advice))
+    assert "bf16_compress_hook" in finding.advice
+    more = value(r"DDPStrategy\((\w+=True)\)", finding.advice)
+    options = dict.fromkeys(re.findall(r"(\w+)=True", more), True)
+    answers = []
+    for number, changes in enumerate(
+        (
+            {"accumulate": 1, "halved": False},
+            {"accumulate": accumulate, "halved": False, **options},
+            {"accumulate": 1, "halved": True, **options},
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ended = run_ranks(folder, sent_bytes, ranks=2, options=changes)
+        assert not any(rank.returncode for rank in ended), ended[0].stderr
+        answers.append([int(one) for one in value(r"sent ([\d ]+) in all", ended[0].stdout).split()])
+    before, seldom, small = answers
+    assert before[0] == accumulate * seldom[0] == small[0]
+    assert small[1] == before[1] / 2
+
+
+# --- garbage_collection -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
+@pytest.mark.follows("Call gc.collect() and gc.freeze() once before training")
+def test_collections_skip_what_is_frozen_as_advised(tmp_path: Path, unfrozen: None) -> None:
+    def collecting_s(folder: Path) -> float:
+        callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=1, min_seconds=0.001)]
+        quiet_trainer(folder, callbacks=callbacks).fit(CollectingModel(), loader(Samples(200)))
+        return load_report(folder).phase_s["garbage_collection"]
+
+    finding = found("garbage_collection", CAUSES["garbage_collection"].sick)
+    assert finding is not None
+    before_s = collecting_s(tmp_path / "before")
+    for call in re.findall(r"gc\.\w+\(\)", finding.advice)[:2]:
+        eval(call, {"gc": gc})
+    assert gc.get_freeze_count() > 100_000
+    assert collecting_s(tmp_path / "after") < before_s / 2  # by CPU work: as many objects as tens of torch's modules
+
+
+# --- low_precision, power_cap, thermal_throttling -----------------------------------------------------------------
+
+
+@pytest.mark.follows("Set {}(precision='16-mixed')", "torch.set_float32_matmul_precision('high') (TF32)")
+def test_the_precision_that_is_advised_ends_the_advice(tmp_path: Path) -> None:
+    slow = on_hopper(tensor_active_percent=0.0)
+    finding = found("low_precision", gpu_run(STEP, 97.0, **slow, matmul_precision="highest"))
+    assert finding is not None
+    precision = value(r"Trainer\(precision='([\w-]+)'\)", finding.advice)
+    trainer = quiet_trainer(tmp_path, precision=precision, max_steps=1)
+    trainer.fit(Model(), loader(Samples(2)))
+    assert found("low_precision", gpu_run(STEP, 97.0, **slow, precision=trainer.precision)) is None
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(value(r"set_float32_matmul_precision\('(\w+)'\)", finding.advice))
+    now = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(before)
+    again = found("low_precision", gpu_run(STEP, 97.0, **slow, matmul_precision=now))
+    assert again is not None
+    assert "matmul_precision" not in again.advice
+
+    older = found(
+        "low_precision", gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 0)))
+    )
+    assert older is not None
+    precision = value(r"Trainer\(precision='([\w-]+)'\)", older.advice)
+    assert found("low_precision", gpu_run(STEP, 97.0, **slow, precision=precision)) is None
+
+
+# --- unexplained, and every slow function -------------------------------------------------------------------------
+
+
+@pytest.mark.follows("Profile the training step: Trainer(profiler='pytorch', max_steps=50)")
+def test_the_profiler_that_is_advised_shows_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    advice = idle_in_step(gpu_run(STEP), 0.5).advice
+    profiler, steps = value(r"profiler='(\w+)'", advice), int(value(r"max_steps=(\d+)", advice))
+    trainer = quiet_trainer(tmp_path, profiler=profiler, max_steps=steps)
+    messages = logging.getLogger("lightning.pytorch")
+    messages.addHandler(caplog.handler)
+    level = messages.level
+    messages.setLevel(logging.INFO)
+    trainer.fit(Model(), loader(Samples(steps + 10)))
+    messages.removeHandler(caplog.handler)
+    messages.setLevel(level)
+    assert trainer.global_step == steps
+    assert "run_training_batch" in caplog.text
+
+
+@pytest.mark.follows("Find the slow function: py-spy record --pid PID --duration 30")
+def test_the_profile_that_is_advised_names_the_slow_function(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def slow():\n    return sum(range(3_000_000))\nslow()\n")
+    command = value(r"(python -m cProfile -s tottime SCRIPT)", FIND_FUNCTION)
+    words = [{"python": sys.executable, "SCRIPT": str(script)}.get(word, word) for word in command.split()]
+    profile = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"\d+ +[\d.]+ .*(sum|slow)", profile) is not None
+
+
+@pytest.mark.follows("End other programs (`ps aux --sort=-rss | head`)")
+def test_the_command_that_is_advised_lists_large_programs_first() -> None:
+    cause = STALL_CAUSES["swap"]
+    assert cause.find is not None
+    explained = cause.find(cause.sick)  # type: ignore[arg-type]
+    assert explained is not None
+    command = value(r"`(ps aux [^`]+)`", explained.next_step)
+    _, *rows = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout.splitlines()
+    sizes = [int(row.split()[5]) for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.follows("Run `python -c 'import torch; torch.cuda.init()'`")
+def test_the_command_that_is_advised_says_why_cuda_cannot_start(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.gpus = [gpu()]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    command = value(r"`(python -c '[^`]+')`", why_no_cuda()).replace("python", sys.executable, 1)
+    answer = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert answer.returncode
+    assert "CUDA" in answer.stderr.splitlines()[-1]
