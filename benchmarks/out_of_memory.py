@@ -279,15 +279,34 @@ class OnOneGpu(DDPStrategy):
 
 
 class AtEpochEnd(Layers):
-    """A model that takes 8000 MiB at the end of the epoch, in some parts."""
+    """A model that evaluates 800 samples at the end of the epoch, in some parts, with or without gradients."""
 
-    def __init__(self, parts: int = 1) -> None:
+    def __init__(self, parts: int = 1, *, with_graph: bool = True) -> None:
         super().__init__()
-        self.parts = parts
+        self.parts, self.with_graph = parts, with_graph
 
     def on_train_epoch_end(self) -> None:
-        for _ in range(self.parts):
-            taken(8000 // self.parts)
+        samples = torch.zeros(800 // self.parts, LENGTH * 4, WIDTH, device=self.device)
+        with contextlib.nullcontext() if self.with_graph else torch.no_grad():
+            for _ in range(self.parts):
+                self.layers(samples)
+
+
+class ZeroesAfterTheStep(Layers):
+    """A model that takes 2496 MiB in forward, and frees the gradients before the next forward, or does not."""
+
+    def __init__(self, *, frees: bool = False) -> None:
+        super().__init__()
+        self.frees = frees
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        held = [taken(64) for _ in range(39)]
+        del held
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.frees:
+            self.optimizers().zero_grad()
 
 
 def hold(job: Connection, left: int, gpus: int | None, is_orphan: bool) -> None:

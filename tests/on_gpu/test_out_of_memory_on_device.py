@@ -157,6 +157,14 @@ FOLLOWED: list[tuple[Case, Callable[[Case, str], dict[str, Any]]]] = [
         ),
     ),
     (CASES["a hook that takes too much"], changed("Do it in parts", model=partial(runs.AtEpochEnd, 16))),
+    (
+        CASES["a hook that takes too much"],
+        changed("and under torch.no_grad()", model=partial(runs.AtEpochEnd, 3, with_graph=False)),
+    ),
+    (
+        Case("batch_too_large", "forward", model=runs.ZeroesAfterTheStep),
+        changed("optimizer.zero_grad() in on_train_batch_end", model=partial(runs.ZeroesAfterTheStep, frees=True)),
+    ),
 ]
 
 
@@ -169,6 +177,8 @@ FOLLOWED: list[tuple[Case, Callable[[Case, str], dict[str, Any]]]] = [
     "validation, or detach what it keeps (metric.detach())",
     "move kept tensors to the CPU (.cpu())",
     "torch.load(path, map_location='cpu', mmap=True)",
+    ", and under torch.no_grad()",
+    "optimizer.zero_grad() in on_train_batch_end",
 )
 @pytest.mark.parametrize(
     ("case", "follow"), FOLLOWED, ids=[f"{number}-{follow.__name__}" for number, (_, follow) in enumerate(FOLLOWED)]

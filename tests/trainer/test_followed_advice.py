@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from rank_processes import run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from toys import CollectingModel
 from trainings import Model, Samples, loader, quiet_trainer
 
@@ -189,6 +191,36 @@ def test_the_precision_that_is_advised_ends_the_advice(tmp_path: Path) -> None:
     assert older is not None
     precision = value(r"Trainer\(precision='([\w-]+)'\)", older.advice)
     assert found("low_precision", gpu_run(STEP, 97.0, **slow, precision=precision)) is None
+
+
+# --- launch_bound -------------------------------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """A count of the operations that torch is asked for, each of which launches a kernel on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.follows("a fused optimizer (AdamW(..., fused=True))")
+def test_a_fused_optimizer_has_fewer_operations_as_advised() -> None:
+    finding = found("launch_bound", CAUSES["launch_bound"].sick)
+    assert finding is not None
+    option = value(r"AdamW\(\.\.\., (\w+)=True\)", finding.advice)
+    counts = []
+    for options in ({"foreach": True}, {option: True}):
+        layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(50)))
+        optimizer = torch.optim.AdamW(layers.parameters(), **options)
+        layers(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        with Operations() as operations:
+            optimizer.step()
+        counts.append(operations.count)
+    assert counts[1] < counts[0] / 5
 
 
 # --- unexplained, and every slow function -------------------------------------------------------------------------
