@@ -47,9 +47,16 @@ class Fit(NamedTuple):
 
     def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """Return ``weights`` as ``load_state_dict`` takes them, plus the model's own for keys they may lack."""
-        renamed = self.plan.apply(weights, self.plan.left_over(strict=self.strict))
+        renamed = self.plan.apply(weights, self.offered())
         renamed.update((key, self.state[key]) for key in self.plan.kept)
         return renamed
+
+    def offered(self) -> dict[str, str]:
+        """Return key -> name for keys without a match that the model's own loading code may take."""
+        left_over = self.plan.left_over(strict=self.strict)
+        # InstanceNorm refuses statistics that it does not keep, even if torch is told that keys may be left over.
+        untracked = self.keys.untracked
+        return {key: name for key, name in left_over.items() if without_private_segments(name) not in untracked}
 
     def choice(self) -> str:
         """Return a message on the loaded set of weights, and how to load the others."""
@@ -118,7 +125,7 @@ def _sharded_like(value: Any, target: Any) -> Any:
 
 
 def _outcome_of(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:
-    plan, offered = fit.plan, fit.plan.left_over(strict=False)
+    plan, offered = fit.plan, fit.offered()
     # Torch's names include modules that the model's hooks leave out of its keys.
     bare = without_private_segments
     shown = {bare(key): key for key in fit.state}
@@ -149,7 +156,7 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
     if fault and not _all_have_their_own(fit.weights):
         raise CheckpointMismatchError(f"{fault} Nothing was changed.")
     refused = _different_for_tied(fit)
-    if fit.plan.left_over(strict=fit.strict) or _has_loading_code(model, fit.keys):
+    if fit.offered() or _has_loading_code(model, fit.keys):
         refused |= _rehearse(model, fit, leave_out_misfits)
     else:
         for old, new in fit.plan.renames.items():
@@ -232,7 +239,7 @@ def _load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outc
         raise
     except RuntimeError as error:
         # Torch lists keys of the file, one per line. The traceback also shows this error.
-        error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
+        error.args = ("\n  ".join(map(_line_of_torch, str(error).split("\n\t"))),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
     except KeyError as error:  # from quantized modules, which load themselves
         key = error.args[0] if error.args else None
@@ -241,6 +248,12 @@ def _load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outc
         raise CheckpointMismatchError(
             f"The key {printable(key)} is missing, and the model's own loading code needs it. {outcome}", [key]
         ) from None
+
+
+def _line_of_torch(line: str) -> str:
+    """Return a line of torch's error. Only its lists of keys are shortened, not its advice."""
+    is_list = line.startswith(("Missing key(s)", "Unexpected key(s)", "size mismatch"))
+    return printable(line, 300 if is_list else 3000)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import shape_of
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 _WRAPPERS_BY_NAME = {"deepspeed.DeepSpeedEngine", "apex.DistributedDataParallel", "timm.ModelEmaV2", "timm.ModelEmaV3"}
 _BATCH_COUNTER = "num_batches_tracked"
+_STATISTICS = ("running_mean", "running_var", _BATCH_COUNTER)
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -36,10 +37,13 @@ def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[M
     wrappers = wrapper_paths(model)
     counters = {_inside(path, WRAPPER_COUNTER) for path in wrappers}
     self_loading = set()
+    untracked = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _NORMS):
             if is_old:
                 counters.add(_inside(path, _BATCH_COUNTER))
+            if not module.track_running_stats:
+                untracked.update((_inside(path, name), type(module).__name__) for name in _STATISTICS)
         elif path not in wrappers and loads_itself(module):
             self_loading.add(without_private_segments(path))
     keys = ModelKeys(
@@ -48,6 +52,7 @@ def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[M
         tied=_tied(state),
         optional=frozenset(key for key in state if without_private_segments(key) in counters),
         self_loading=frozenset(self_loading),
+        untracked=untracked,
     )
     return keys, state
 

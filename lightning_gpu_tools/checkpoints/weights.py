@@ -151,22 +151,25 @@ def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fi
 
 def fit_weights(model: nn.Module, entries: Entries, root: Root, strict: bool) -> Fit:
     """Return the match for the only entry of a checkpoint that fits the model."""
-    dropped = (root if isinstance(root, str) else root[0] if root else "").rstrip(".")
+    dropped, added = root if isinstance(root, tuple) else (root or "", "")
+    dropped = dropped.rstrip(".")
     named = [entry for entry in entries if entry and f"{dropped}.".startswith(f"{entry}.")]
     if named:
         entry = max(named, key=len)
         inside = dropped.removeprefix(entry).lstrip(".")
-        rest = (inside, root[1]) if isinstance(root, tuple) else inside or None
-        return _fit(model, entry, entries[entry], rest, strict)
+        return _fit(model, entry, entries, (inside, added) if added else inside or None, strict)
+    candidates = likely(entries)
     fits: list[Fit] = []
-    refusals = []
-    for entry, weights in likely(entries).items():
+    refusals: dict[str, CheckpointError] = {}
+    for entry in candidates:
         try:
-            fits.append(_fit(model, entry, weights, root, strict))
-        except (CheckpointMismatchError, KeyCollisionError) as error:  # noqa: PERF203 - a handful of entries
-            refusals.append(error)
+            fits.append(_fit(model, entry, entries, root, strict))
+        except CheckpointError as error:  # noqa: PERF203 - a handful of entries
+            if isinstance(error, AmbiguousCheckpointError) and not is_average(entry):
+                raise
+            refusals[entry] = error
     if not fits:
-        raise refusals[0]
+        raise _closest(refusals, entries)
     if not strict:
         most = max(len(fit.plan.renames) for fit in fits)
         fits = [fit for fit in fits if len(fit.plan.renames) == most]
@@ -179,20 +182,48 @@ def fit_weights(model: nn.Module, entries: Entries, root: Root, strict: bool) ->
         )
     fit = meant[0]
 
-    def fits_as_well(entry: str) -> bool:
+    def root_of(entry: str) -> str:
+        """Return the root that loads an entry, or the average in it; ``""`` if fewer of its keys fit."""
         if entries[entry].keys() == fit.weights.keys():
-            return True
+            return entry
         with contextlib.suppress(CheckpointError):
-            return len(_fit(model, entry, entries[entry], None, strict).plan.renames) >= len(fit.plan.renames)
-        return False
+            plan = _fit(model, entry, entries, None, strict).plan
+            if len(plan.renames) >= len(fit.plan.renames):
+                return f"{entry}.{plan.dropped_root}" if plan.others else entry
+        return ""
 
-    others = filter(fits_as_well, others_of_this_model(fit.entry, entries)) if root is None else ()
-    return fit._replace(others=(*others, *fit.plan.others))
+    others = map(root_of, others_of_this_model(fit.entry, entries)) if root is None else ()
+    inside = (f"{_entry_in_roots(fit.entry, entries)}.{name}".lstrip(".") for name in fit.plan.others)
+    return fit._replace(others=(*filter(None, others), *inside))
 
 
-def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: Root, strict: bool) -> Fit:
+def _closest(refusals: Mapping[str, CheckpointError], entries: Entries) -> CheckpointError:
+    """Return the refusal of the entry that lacks the fewest keys, with the names of all entries."""
+    entry = min(refusals, key=lambda entry: len(getattr(refusals[entry], "missing", ())))
+    error = refusals[entry]
+    if len(entries) > 1:
+        message = f"Of the entries {shortened([*map(quoted, entries)], 8)}, {quoted(entry)} is closest. {error}"
+        error.args = (message, *error.args[1:])
+    return error
+
+
+def _entry_in_roots(entry: str, entries: Entries) -> str:
+    """Return the name with which a root must begin to mean an attribute in this entry; ``""`` if none is needed."""
+    return entry if len(entries) > 1 or any(f".{entry}." in f".{key}" for key in entries[entry]) else ""
+
+
+def _fit(model: nn.Module, entry: str, entries: Entries, root: Root, strict: bool) -> Fit:
+    weights = entries[entry]
     keys, state = read_model(model, weights)
-    plan = plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=lambda: same_tensors(weights))
+    plan = plan_renaming(
+        shapes_of(weights),
+        keys,
+        root=root,
+        strict=strict,
+        same_tensor=lambda: same_tensors(weights),
+        entry=_entry_in_roots(entry, entries),
+        average=is_average(entry),
+    )
     return Fit(entry, weights, plan, keys, state, strict)
 
 

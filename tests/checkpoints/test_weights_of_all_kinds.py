@@ -4,6 +4,7 @@ import copy
 import functools
 import http.server
 import importlib.util
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -265,6 +266,51 @@ def test_files_from_before_batch_norm_counted_its_batches(tmp_path: Path) -> Non
     torch.save({**old, "module.x.num_batches_tracked": torch.tensor(1)}, tmp_path / "a.pt")
     with pytest.raises(CheckpointMismatchError, match="not in the checkpoint: num_batches_tracked"):
         load_weights(target, tmp_path / "a.pt")
+
+
+def translating(net: nn.Module) -> nn.Module:
+    net.register_load_state_dict_pre_hook(lambda *_: None)
+    return net
+
+
+@pytest.mark.follows("create the model with ", "report the rest, use strict=False")
+@pytest.mark.parametrize("prepare", [lambda net: net, translating, nn.DataParallel])
+def test_statistics_that_a_norm_does_not_keep_are_left_out(
+    prepare: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    def net(**options: Any) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, **options))
+
+    source = net(track_running_stats=True)
+    fill(source, 1)
+    old = {key: value for key, value in source.state_dict().items() if "tracked" not in key}  # as torch 0.3 saved it
+    torch.save(old, tmp_path / "a.pt")
+    with pytest.raises(CheckpointMismatchError, match=r"not in the model: 1\.running_mean, 1\.running_var") as refusal:
+        load_weights(prepare(net()), tmp_path / "a.pt")
+    for advice, kept in (
+        (r"use (strict=False)", ()),
+        (r"create the model with (\w+=True)", ("1.num_batches_tracked",)),
+    ):
+        found = re.search(advice, str(refusal.value))
+        assert found is not None
+        options = eval(f"dict({found[1]})")
+        target = net(**options) if kept else net()
+        report = load_weights(prepare(target), tmp_path / "a.pt", strict=options.get("strict", True))
+        assert torch.equal(target[0].weight, source[0].weight)
+        assert report.unexpected == (() if kept else ("1.running_mean", "1.running_var"))
+        assert len(report.kept) == len(kept)
+    assert torch.equal(target[1].running_var, source[1].running_var)
+
+
+def test_the_advice_of_torch_is_shown_in_full(tmp_path: Path) -> None:
+    class Refuses(nn.Linear):
+        def _load_from_state_dict(self, *arguments: Any) -> None:
+            arguments[-1].append(f"{'Very long advice. ' * 50}Now do this.")
+
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
+    with pytest.raises(CheckpointMismatchError) as refusal:
+        load_weights(Refuses(2, 2), tmp_path / "a.pt")
+    assert "Very long advice. " * 50 + "Now do this." in str(refusal.value)
 
 
 def test_extra_state_and_metrics_keep_nothing_of_the_file(tmp_path: Path) -> None:
