@@ -24,6 +24,7 @@ from lightning_gpu_tools.checkpoints.model_keys import has_own_hooks, loads_itse
 from lightning_gpu_tools.checkpoints.state_dicts import (
     FROM_META,
     fault_of_parts,
+    is_dense,
     is_packed,
     is_sharded,
     name_of,
@@ -192,8 +193,9 @@ def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, 
         elif leave_out_misfits:
             del state_dict[key]
 
+    outcome = "\n  ".join(("Nothing was changed.", *fit.plan.hints()))
     with _undoing(model), _before_each_copy(model, check):
-        _load_state(model, fit.renamed(fit.weights), fit.strict, "Nothing was changed.")
+        _load_state(model, fit.renamed(fit.weights), fit.strict, outcome)
     return refused
 
 
@@ -343,6 +345,14 @@ def _are_equal(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool
     if one.data_ptr() == two.data_ptr() and one.stride() == two.stride() and one.dtype is two.dtype:
         return True
     return torch.allclose(one.to(dtype), two.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def has_same_numbers(value: Any, buffer: torch.Tensor) -> bool:
+    """Return whether a buffer of a model has these numbers, perhaps in the precision of the file."""
+    if not is_dense(value) or buffer.is_meta:
+        return buffer.is_meta
+    kinds = {buffer.dtype, *[value.dtype] * (value.is_floating_point() and buffer.is_floating_point())}
+    return any(_are_equal(value, buffer.to(value.device), dtype) for dtype in kinds)
 
 
 def _why_not_copied(value: Any, target: torch.Tensor) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
+from lightning_gpu_tools.checkpoints.key_hints import hints
 from lightning_gpu_tools.checkpoints.key_tree import (
     MAX_NAME,
     PRIVATE_SEGMENTS,
@@ -44,6 +45,7 @@ class RenamePlan:
     dropped_root: str = ""
     added_root: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)  # other names of a tensor -> its checkpoint key
+    buffers: Mapping[str, str] = field(default_factory=dict)  # like renames, to buffers that the model does not save
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -75,7 +77,7 @@ class RenamePlan:
 
     def rename(self, name: str) -> str:
         """Rename any key or module path of the checkpoint, even one without a weight."""
-        known = self.renames.get(name, self.clashes.get(name))
+        known = self.renames.get(name, self.clashes.get(name, self.buffers.get(name)))
         if known is not None:
             return known
         path, rest = name, ""
@@ -104,6 +106,10 @@ class RenamePlan:
                     break
                 old_path = parent
         return moved
+
+    def hints(self) -> Iterator[str]:
+        """Yield what to do about the keys without a match."""
+        return hints(self.missing, map(self.rename, self.unexpected))
 
     def left_over(self, *, strict: bool) -> dict[str, str]:
         """Return key -> name for keys without a match. Hooks of the model may use these names.
@@ -169,8 +175,6 @@ def clean_names(keys: Iterable[str], wrappers: Iterable[str] = (), *, around_all
 # Names of averaged weights in timm, Lightning, torch.optim.swa_utils, BasicSR (params_ema) and StyleGAN (g_ema).
 _AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "shadow"})
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-# Names of the two factors in peft, loralib and diffusers.
-_LORA = re.compile(r"(?<![A-Za-z])lora[._](?:A|B|down|up|embedding_A|embedding_B)(?![A-Za-z])")
 
 Set = TypeVar("Set")
 # An attribute of one side, or one each of checkpoint and model; see load_weights.
@@ -186,6 +190,7 @@ class ModelKeys:
     tied: Mapping[str, str] = field(default_factory=dict)  # each key of a tied tensor -> first key of the tensor
     optional: frozenset[str] = frozenset()  # keys that a complete checkpoint may lack
     self_loading: frozenset[str] = frozenset()  # modules with their own loading code, as paths without private segments
+    unsaved: frozenset[str] = frozenset()  # buffers among the shapes that are not in the model's ``state_dict()``
     untracked: Mapping[str, str] = field(default_factory=dict)  # statistics that a norm does not keep -> its class
 
 
@@ -247,7 +252,8 @@ class _Search:
 
     def run(self, strict: bool) -> RenamePlan:
         unchanged = self.overlay.by_name({key: key for key in self.shapes}, {key: key for key in self.model.shapes})
-        if not self.root and len(unchanged.pairs) == len(self.shapes) == len(self.model.shapes):
+        is_same = len(unchanged.pairs) == len(self.shapes) == len(self.model.shapes)
+        if is_same and not (self.root or self.model.unsaved):
             return RenamePlan(renames=dict(unchanged.pairs))  # the usual case, which needs no tree
         self.checkpoint_tree = build_tree(self.shapes)
         self.model_tree = build_tree(self.model.shapes, self.model.wrappers)
@@ -345,7 +351,9 @@ class _Search:
         return replace(self._to_plan(chosen[0]), others=others)
 
     def _to_plan(self, reading: _Reading) -> RenamePlan:
-        target, clashes = dict(reading.overlap.pairs), dict(reading.overlap.clashes)
+        unsaved = self.model.unsaved
+        target = dict(reading.overlap.pairs)
+        clashes = {key: name for key, name in reading.overlap.clashes if name not in unsaved}
         for key, other in self.checkpoint_tree.collisions.items():
             if key in target:
                 raise collision(quoted(other, key), f"{quoted(target[key])} of the model")
@@ -353,12 +361,13 @@ class _Search:
         covered = {*target.values(), *clashes.values()}
         uncovered = [key for key in self.model.shapes if key not in covered]
         tied = {key: source[self._leader(key)] for key in uncovered if self._leader(key) in source}
-        absent = [key for key in uncovered if key not in tied]
+        absent = [key for key in uncovered if key not in tied and key not in unsaved]
         left = [key for key in self.shapes if key not in target and key not in clashes]
         inside = {*keys_below(reading.scope), *self.checkpoint_tree.collisions} if left else set()
         unexpected = {key: None for key in left if key in inside and not self._is_wrapper_counter(key)}
         return RenamePlan(
-            renames={key: target[key] for key in self.shapes if key in target},
+            renames={key: target[key] for key in self.shapes if key in target and target[key] not in unsaved},
+            buffers={key: name for key, name in target.items() if name in unsaved},
             dropped_root=reading.roots[0],
             added_root=reading.roots[1],
             tied=tied,
@@ -399,7 +408,8 @@ class _Search:
         return self.model.untracked.get(without_private_segments(name), "")
 
     def _mismatch(self, plan: RenamePlan) -> CheckpointMismatchError:
-        covered, wanted = len(plan.renames) + len(plan.tied), len(self.model.shapes)
+        covered = len(plan.renames) + len(plan.tied)
+        wanted = len(self.model.shapes) - len(self.model.unsaved)
         change = f" ({plan.describe()})" if plan.changes_names else ""
         lines = [f"{covered} of the model's {wanted} keys fit{change}. Nothing was changed."]
         for where, keys in (("checkpoint", plan.missing), ("model", plan.unexpected)):
@@ -418,15 +428,14 @@ class _Search:
             lines.append(f"Too few keys fit to guess the root. To load them, use root={roots} and strict=False.")
         if norms := {self._norm_without(plan.rename(key)) for key in plan.unexpected} - {""}:
             lines.append(
-                f"The model's {' and '.join(sorted(map(printable, norms)))} keeps no running statistics; files of torch "
-                "0.3 always hold them. To use them, create the model with track_running_stats=True."
+                f"The model's {' and '.join(sorted(map(printable, norms)))} keeps no running statistics; files of "
+                "torch 0.3 always hold them. To use them, create the model with track_running_stats=True."
             )
-        lines += self._suggestions(covered)
-        if any(map(_LORA.search, plan.unexpected)):
+        if resized := [key for key in plan.unexpected if plan.rename(key) in self.model.unsaved]:
             lines.append(
-                "The checkpoint holds LoRA weights, which modify a base model. Merge them first (peft: "
-                "merge_and_unload()), or load them with peft."
+                f"The model does not save {list_groups(resized)} (persistent=False), and has other shapes there."
             )
+        lines += [*self._suggestions(covered), *plan.hints()]
         return CheckpointMismatchError("\n  ".join(lines), plan.missing, plan.unexpected)
 
     def _suggestions(self, covered: int) -> Iterable[str]:

@@ -6,14 +6,13 @@ import contextlib
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from lightning_gpu_tools.checkpoints.content import Entries, likely
-from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights
+from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights, has_same_numbers
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, Root, is_average, plan_renaming, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import counted, list_groups, shortened
 from lightning_gpu_tools.checkpoints.model_keys import read_model
@@ -32,7 +31,6 @@ from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,
     CheckpointMismatchError,
-    KeyCollisionError,
 )
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -49,6 +47,7 @@ class LoadReport:
         root: Attribute that was dropped (``"model."``) or added; ``""`` if none, a pair if both.
         others: Entries and attributes of the file with other weights of the same model, such as averages. To load one,
             pass it as ``root``.
+        buffers: Checkpoint keys of buffers that the model does not save, with the same numbers as in the model.
         kept: Counters of wrappers and of batch normalization that the file lacks; the model keeps its values.
         missing: Model keys without a weight in the file, which keep their values; empty if ``strict``.
         unexpected: Checkpoint keys that the model does not have; empty if ``strict``.
@@ -64,6 +63,7 @@ class LoadReport:
     renamed: Mapping[str, str] = field(default_factory=dict)
     root: str | tuple[str, str] = ""
     others: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -193,8 +193,9 @@ def fit_weights(model: nn.Module, entries: Entries, root: Root, strict: bool) ->
         return ""
 
     others = map(root_of, others_of_this_model(fit.entry, entries)) if root is None else ()
-    inside = (f"{_entry_in_roots(fit.entry, entries)}.{name}".lstrip(".") for name in fit.plan.others)
-    return fit._replace(others=(*filter(None, others), *inside))
+    of_fit = _entry_in_roots(fit.entry, entries)
+    attributes = (f"{of_fit}.{name}" if of_fit else name for name in fit.plan.others)
+    return fit._replace(others=(*filter(None, others), *attributes))
 
 
 def _closest(refusals: Mapping[str, CheckpointError], entries: Entries) -> CheckpointError:
@@ -224,12 +225,24 @@ def _fit(model: nn.Module, entry: str, entries: Entries, root: Root, strict: boo
         entry=_entry_in_roots(entry, entries),
         average=is_average(entry),
     )
+    buffers = {key: model.get_buffer(name) for key, name in plan.buffers.items()}
+    others = [key for key, buffer in buffers.items() if not has_same_numbers(weights[key], buffer)]
+    if others and strict:
+        raise CheckpointMismatchError(
+            f"The model does not save {list_groups(others)} (persistent=False), and has other numbers there. Nothing "
+            "was changed. To keep the model's numbers, use strict=False.",
+            (),
+            others,
+        )
+    same = {key: name for key, name in plan.buffers.items() if key not in others}
+    plan = replace(plan, buffers=same, unexpected=(*plan.unexpected, *others))
     return Fit(entry, weights, plan, keys, state, strict)
 
 
 def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unread: tuple[str, ...]) -> LoadReport:
     dropped, added = plan.dropped_root, plan.added_root
     lists = {
+        "equal to buffers that the model does not save": tuple(plan.buffers),
         "kept": plan.kept,
         "missing": plan.missing,
         "unexpected": plan.unexpected,
@@ -251,6 +264,7 @@ def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unre
         renamed={old: new for old, new in plan.renames.items() if old != new},
         root=(dropped, added) if dropped and added else dropped or added,
         others=fit.others,
+        buffers=tuple(plan.buffers),
         kept=plan.kept,
         missing=plan.missing,
         unexpected=plan.unexpected,
