@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lightning_gpu_tools.checkpoints.content import all_state_dicts, check_contents, put_weights
 from lightning_gpu_tools.checkpoints.faults import faults_of
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
-from lightning_gpu_tools.checkpoints.sources import opened_source
+from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
 from lightning_gpu_tools.checkpoints.structure import Opaque, Structure, compare_with_checksums
 from lightning_gpu_tools.checkpoints.torch_loading import described_weights, holds_tensors, is_plain, refusal
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
@@ -37,7 +37,7 @@ def read_checkpoint(
         except UnsafeCheckpointError as error:
             entries = check_contents(structure.content, structure.path)
             values = [value for weights in entries.values() for value in weights.values()]
-            is_shard = structure.path != os.fspath(path)  # the weights are elsewhere
+            is_shard = structure.path != checkpoint_at(path)  # the weights are elsewhere
             if is_shard or (values and all(is_plain(value) or not holds_tensors(value) for value in values)):
                 shown = printable_path(path)
                 error.args = (

@@ -17,6 +17,7 @@ from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, Root, is_av
 from lightning_gpu_tools.checkpoints.key_tree import counted, list_groups, shortened
 from lightning_gpu_tools.checkpoints.model_keys import read_model
 from lightning_gpu_tools.checkpoints.reading import read_weights
+from lightning_gpu_tools.checkpoints.sources import checkpoint_at
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     others_of_this_model,
@@ -94,7 +95,8 @@ def load_weights(
 
     Args:
         model: Any module, wrapped or not. If it is sharded, every process must call this function.
-        path: A local file, a folder of shards, or the URL of a file that fsspec can open.
+        path: A local file, a folder with one checkpoint (shards, a Hugging Face model, ``lightning_logs/version_0``),
+            or the URL of a file that fsspec can open.
         root: Attribute that only one side has, such as ``"model."``, or the entry of the file with the weights. A pair
             such as ``("bert.", "encoder.")`` replaces the first, in the checkpoint, with the second, in the model.
             ``None`` searches for a root; ``""`` keeps the names.
@@ -108,6 +110,7 @@ def load_weights(
         KeyCollisionError: Two keys of the checkpoint would become the same key of the model.
         BrokenCheckpointError: The file is not a checkpoint, or it is damaged.
         UnsafeCheckpointError: Some weights can be built only by running code.
+        TypeError: ``model`` is not a module, or ``path`` is not a path.
 
     Warns:
         UserWarning: The file also holds averages of these weights, or part of the model is still on the meta device.
@@ -117,6 +120,8 @@ def load_weights(
         >>> print(report)  # doctest: +SKIP
         last.ckpt: loaded 161 weights; removed "module." from 161 keys
     """
+    _check_arguments(model, path)
+    path = checkpoint_at(path)
     content, unread = read_weights(path, weights_only=weights_only)
     entries = weights_in(content, path)
     unopened = [
@@ -128,6 +133,24 @@ def load_weights(
         plan, loaded = copy_weights(model, fit)
     warn_of_what_is_left(path, model, fit)
     return _report(str(path), fit, plan, loaded, unread.classes)
+
+
+def _check_arguments(model: object, path: object) -> None:
+    if isinstance(model, nn.Module) and isinstance(path, (str, os.PathLike)):
+        return
+    shown = printable(repr(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else "path", 300)
+    if isinstance(path, nn.Module) and isinstance(model, (str, os.PathLike)):
+        problem = f"the path first. The model comes first: load_weights(model, {os.fspath(model)!r})"
+    elif isinstance(model, type) and issubclass(model, nn.Module):
+        name = printable(model.__name__)
+        problem = f"the class {name} instead of a model. Create one: load_weights({name}(...), {shown})"
+        if hasattr(model, "load_from_checkpoint"):
+            problem += f". Or use the hyperparameters in the file: load_from_checkpoint({name}, {shown})"
+    elif isinstance(model, nn.Module):
+        problem = f"{printable(type(path).__name__)} as the path. It takes the path or URL of a checkpoint"
+    else:
+        problem = f"{printable(type(model).__name__)} as the model. It takes a torch.nn.Module"
+    raise TypeError(f"load_weights got {problem}.")
 
 
 def naming_file(path: object, model_class: type, note: str = "") -> contextlib.AbstractContextManager[None]:

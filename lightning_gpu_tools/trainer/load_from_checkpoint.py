@@ -25,6 +25,7 @@ from lightning_gpu_tools.checkpoints.content import (
 from lightning_gpu_tools.checkpoints.copying import copy_weights
 from lightning_gpu_tools.checkpoints.key_renaming import Root
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
+from lightning_gpu_tools.checkpoints.sources import checkpoint_at
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, weights_in
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, warn_of_what_is_left
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
@@ -197,7 +198,8 @@ def load_from_checkpoint(
 
     Args:
         model_class: The LightningModule's class.
-        path: A Lightning checkpoint, or a raw ``state_dict`` if ``kwargs`` suffice to build the model.
+        path: A Lightning checkpoint, or a raw ``state_dict`` if ``kwargs`` suffice to build the model; or a folder with
+            one, such as ``lightning_logs/version_0``.
         root: As for :func:`load_weights`.
         map_location: Device for the weights and the model, or anything else that ``torch.load`` takes.
         hparams_file: A ``.yaml`` or ``.csv`` file with hyperparameters, in place of those in the checkpoint.
@@ -213,10 +215,15 @@ def load_from_checkpoint(
         TypeError: ``model_class`` is not the class of a LightningModule.
     """
     if not isinstance(model_class, type) or not hasattr(model_class, "load_from_checkpoint"):
+        shown: Any = path
+        if isinstance(path, type):
+            advice = f"It comes first: load_from_checkpoint({shown.__name__}, {model_class!r})."
+        else:
+            advice = f"load_weights(model, {os.fspath(path)!r}) loads weights into any module."
         raise TypeError(
-            f"model_class must be the class of a LightningModule, got {printable(repr(model_class), 100)}. "
-            "load_weights(model, path) loads weights into any module."
+            f"model_class must be the class of a LightningModule, got {printable(repr(model_class), 100)}. {advice}"
         )
+    path = checkpoint_at(path)
     device = "cpu" if map_location is None else map_location
     owner = next(base for base in model_class.__mro__ if "load_from_checkpoint" in vars(base))
     if not weights_only and not is_lightnings(owner):

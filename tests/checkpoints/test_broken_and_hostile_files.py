@@ -155,7 +155,7 @@ def test_a_weight_that_is_an_object_is_named_where_it_is_missing(tmp_path: Path)
         (".metadata", "is damaged: its .metadata does not describe a checkpoint"),
         ("__0_0.distcp", "without .metadata, which is written last.*save was interrupted"),
         ("latest", "is a folder without shards of a checkpoint"),
-        ("epoch=1.ckpt", "is a folder.*Use a file in it: epoch=1.ckpt"),
+        ("epoch=1.ckpt", r"last\.ckpt/epoch=1\.ckpt is empty"),
     ],
 )
 def test_a_folder_without_shards_says_what_it_holds(inside: str, message: str, tmp_path: Path) -> None:

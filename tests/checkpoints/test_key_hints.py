@@ -48,21 +48,19 @@ def saved(model: nn.Module, path: Path) -> nn.Module:
 def test_weights_that_a_norm_divided_load_after_the_advice(divide: Any, own: Any, tmp_path: Path) -> None:
     source = saved(net(divide), tmp_path / "a.pt")
     model = net(own) if own else net()
-    try:
+    if own is divide or (divide, own) == (weight_norm, parametrizations.weight_norm):  # torch translates these
         load_weights(model, tmp_path / "a.pt")
-    except CheckpointMismatchError as refused:
+    else:
+        message = refusal(model, tmp_path / "a.pt")
         advice = re.search(
-            rf"saved with {divide.__name__} on (\w+)\. (.*) (torch\.nn\.utils\.[\w.]+) on these layers", str(refused)
+            rf"saved with {divide.__name__} on (\w+)\. (.*) (torch\.nn\.utils\.[\w.]+) on these layers", message
         )
-        assert advice is not None, refused
+        assert advice is not None
         layer, do, function = advice.groups()
         assert (do == "Create the model with") == bool(own)
         model = net() if own else model
         eval(function)(model.get_submodule(layer))
         load_weights(model, tmp_path / "a.pt")
-    else:
-        assert own
-        assert own.__name__ == divide.__name__
     assert torch.allclose(output(model), output(source), atol=1e-5)
 
 

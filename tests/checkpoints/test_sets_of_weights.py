@@ -168,8 +168,8 @@ def test_a_class_says_that_there_is_an_average(tmp_path: Path) -> None:
 trees = st.recursive(
     st.just("weights"),
     lambda inner: st.dictionaries(
-        st.sampled_from(["model", "ema", "teacher", "net", "online_model", "ema_model", "state_dict"]), inner, min_size=1,
-        max_size=3,
+        st.sampled_from(["model", "ema", "teacher", "net", "online_model", "ema_model", "state_dict"]), inner,
+        min_size=1, max_size=3,
     ),
     max_leaves=5,
 )  # fmt: skip

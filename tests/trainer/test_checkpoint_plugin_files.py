@@ -13,6 +13,7 @@ import torch
 from checkpoint_files import described_by, number, storage, tensor
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from plugin_trainings import Lit, make_net, no_tracing, same, saves_after_a_fit, trained, trainer, weights  # noqa: F401 - a fixture
@@ -25,6 +26,7 @@ from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
+    CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     UnsafeCheckpointError,
@@ -49,8 +51,48 @@ def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
     for plugin in (None, PortableCheckpointIO(TorchCheckpointIO())):  # which runs a file's code on Lightning 2.5
         with pytest.raises(UnsafeCheckpointError, match=r"pathlib\.PosixPath"):
             trainer(tmp_path, plugin).test(Lit(), ckpt_path=tmp_path / "path.ckpt")
-    if "weights_only" in inspect.signature(run.test).parameters:  # since Lightning 2.6
-        run.test(Lit(), ckpt_path=tmp_path / "path.ckpt", weights_only=False, verbose=False)
+
+
+class Configured(Lit):
+    def __init__(self, settings: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+@pytest.mark.follows("If you trust its author, open all of it, which may run code: ")
+@pytest.mark.skipif("weights_only" not in inspect.signature(Trainer.fit).parameters, reason="Lightning 2.6 added it")
+@pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
+def test_settings_of_omegaconf_are_opened_as_the_error_says(function: str, tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    settings = omegaconf.OmegaConf.create({"width": 4, "layers": [1, {"name": "x"}]})
+    run = trainer(tmp_path)
+    run.fit(source := Configured(settings))
+    run.save_checkpoint(path := tmp_path / "a.ckpt")
+    again, model = trainer(tmp_path, epochs=1), Configured(settings)
+    with pytest.raises(UnsafeCheckpointError, match=r"omegaconf\.dictconfig\.DictConfig") as refusal:
+        getattr(again, function)(model, ckpt_path=path)
+    call = str(refusal.value).rpartition("which may run code: ")[2]
+    assert call.startswith(f"trainer.{function}(")
+    eval(call, {"trainer": again, "model": model})
+    assert same(source, model)
+
+
+@pytest.mark.follows("A Trainer does not take these arguments. Call ")
+def test_arguments_that_a_trainer_lacks_are_passed_to_load_weights(tmp_path: Path) -> None:
+    net = make_net()
+    torch.save({"teacher": net.state_dict(), "student": make_net().state_dict()}, tmp_path / "two.pt")
+    torch.save({**net.state_dict(), "other": torch.ones(1)}, tmp_path / "more.pt")
+    for name in ("two.pt", "more.pt"):
+        model = Lit(seed=1)
+        with pytest.raises(CheckpointError) as refusal:
+            trainer(tmp_path).test(model, ckpt_path=tmp_path / name)
+        argument = re.search(r'root="teacher"|strict=False', str(refusal.value))
+        call = re.search(r"Call lightning_gpu_tools\.(load_weights\(.*), \.\.\.\)", str(refusal.value))
+        assert argument is not None
+        assert call is not None
+        eval(f"{call[1]}, {argument[0]})", {"load_weights": load_weights, "model": model})
+        trainer(tmp_path).test(model, verbose=False)
+        assert same(net, model)
 
 
 # torch before 2.10 sets the item, and reads beyond the record (CVE-2026-24747); mapped, newer ones load what there is.
