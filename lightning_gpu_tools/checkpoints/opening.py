@@ -34,11 +34,6 @@ _OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
         "is compressed (gzip, bzip2, xz or zstd)",
         "Unpack it first.",
     ),
-    (
-        (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"),
-        "is a Python pickle that torch.save did not write",
-        "Save it with torch.save or as safetensors.",
-    ),
 )
 
 

@@ -12,9 +12,9 @@ from lightning_gpu_tools.checkpoints.content import all_state_dicts, check_conte
 from lightning_gpu_tools.checkpoints.faults import faults_of
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
-from lightning_gpu_tools.checkpoints.structure import Opaque, Structure, compare_with_checksums
-from lightning_gpu_tools.checkpoints.torch_loading import described_weights, holds_tensors, is_plain, refusal
-from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
+from lightning_gpu_tools.checkpoints.structure import Opaque, Structure, TensorInfo, compare_with_checksums
+from lightning_gpu_tools.checkpoints.torch_loading import described_weights, holds_tensors, is_loaded_alone, refusal
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, builds_arrays
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable_path
 
@@ -38,7 +38,7 @@ def read_checkpoint(
             entries = check_contents(structure.content, structure.path)
             values = [value for weights in entries.values() for value in weights.values()]
             is_shard = structure.path != checkpoint_at(path)  # the weights are elsewhere
-            if is_shard or (values and all(is_plain(value) or not holds_tensors(value) for value in values)):
+            if is_shard or (values and all(is_loaded_alone(value) or not holds_tensors(value) for value in values)):
                 shown = printable_path(path)
                 error.args = (
                     f"{error}\n  To load only the weights, without opening the rest, use "
@@ -67,9 +67,14 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
     values: defaultdict[str, dict[str, str]] = defaultdict(dict)
 
     def load(structure: Structure) -> Any:
-        if not weights_only or structure.form.HOLDS_ONLY_WEIGHTS:
+        if structure.form.HOLDS_ONLY_WEIGHTS:
+            classes.update(structure.globals)
             return structure.form.load(structure, "cpu", weights_only)
         entries = check_contents(structure.content, structure.path)
+        if not weights_only:
+            content = structure.form.load(structure, "cpu", weights_only)
+            is_of_arrays = entries and not all_state_dicts(content)  # which are not tensors
+            return described_weights(structure, entries)[0] if is_of_arrays else content
         content, left_out = described_weights(structure, entries)
         refused = refusal(structure)
         if left_out and refused is None:
@@ -84,19 +89,21 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
             if holds_tensors(entries[entry][key]) and not key.endswith("_extra_state")
         }
         if weights:
-            kinds = ", ".join(sorted({*weights.values()}))
+            shown = ", ".join(sorted({*weights.values()}))
             raise UnsafeCheckpointError(
                 f"{refused}\n  Some of its weights are not plain tensors, so they cannot be loaded without opening it "
-                f"({kinds}): {list_groups(weights)}."
+                f"({shown}): {list_groups(weights)}."
             )
-        classes.update(beyond_plain_data(structure.globals))
+        not_built = {kind for kinds in left_out.values() for kind in kinds.values()}
+        foreign = beyond_plain_data(structure.globals)
+        classes.update(name for name in foreign if name in not_built or not builds_arrays(name))
         for entry, unopened in left_out.items():
             values[entry].update(unopened)
         return content
 
     content = _read(path, load)
     for entry, weights in all_state_dicts(content).items() if classes else ():
-        objects = {key: value.kind for key, value in weights.items() if isinstance(value, Opaque)}
+        objects = {key: value.kind for key, value in weights.items() if isinstance(value, (Opaque, TensorInfo))}
         if objects:  # in a folder by torch.distributed.checkpoint, which stores each object like a file
             values[entry].update(objects)
             rest = OrderedDict((key, value) for key, value in weights.items() if key not in objects)

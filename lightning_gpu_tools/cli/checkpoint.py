@@ -20,15 +20,16 @@ from lightning_gpu_tools.units import format_bytes, format_duration, printable_p
 
 _SUFFIXES = ", ".join(WRITTEN_SUFFIXES)
 _MIN_PROGRESS_BYTES = 256 << 20  # our default: smaller files take no noticeable time
-_ANY = "a file, a folder of shards, its index file, or the URL of a file"
+_ANY = "a file, a folder with a checkpoint or its shards, their index file, or the URL of a file"
 _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong usage."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Inspect, verify, convert and compare checkpoints: torch.save, Lightning and safetensors files, and folders of "
-        "shards (Hugging Face, torch.distributed.checkpoint, FSDP, DeepSpeed ZeRO). Never runs code in a file."
+        "Inspect, verify, convert and compare checkpoints: torch.save, Lightning, safetensors and NumPy files, and "
+        "folders of shards (Hugging Face, torch.distributed.checkpoint, FSDP, DeepSpeed ZeRO). Never runs code in a "
+        "file."
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 

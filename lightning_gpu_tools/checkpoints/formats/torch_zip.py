@@ -8,6 +8,7 @@ from io import BytesIO
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.faults import Fault
+from lightning_gpu_tools.checkpoints.formats import numpy_zip
 from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, StorageInfo, Structure
@@ -19,8 +20,8 @@ HOLDS_ONLY_WEIGHTS = False
 
 
 def recognizes(head: bytes) -> bool:
-    """Return whether a file begins like a zip archive."""
-    return head.startswith(b"PK\x03\x04")
+    """Return whether a file begins like a zip archive, but not like NumPy's."""
+    return head.startswith(b"PK\x03\x04") and not numpy_zip.recognizes(head)
 
 
 def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
