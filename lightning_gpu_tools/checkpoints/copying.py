@@ -34,6 +34,8 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable
 
+_OF_MODEL = "the model has"  # begins a reason that is not the checkpoint's
+
 
 class Fit(NamedTuple):
     """The match between one entry of a checkpoint and a model."""
@@ -166,10 +168,13 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
                 refused[old] = why
     if refused:
         reasons = [f"{printable(key)} ({why})" for key, why in refused.items()]
-        raise CheckpointMismatchError(
-            f"Torch cannot copy {shortened(reasons)}. Nothing was changed. Save these weights with the model's shapes "
-            "and types, or remove them from the file and use strict=False."
-        )
+        message = f"Torch cannot copy {shortened(reasons)}. Nothing was changed."
+        if not all(why.startswith(_OF_MODEL) for why in refused.values()):
+            message += (
+                " Save these weights with the model's shapes and types, or remove them from the file and use "
+                "strict=False."
+            )
+        raise CheckpointMismatchError(message)
 
 
 def _has_loading_code(model: nn.Module, keys: ModelKeys) -> bool:
@@ -370,11 +375,11 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
     if not is_of_its_kind:
         return f"{_kind(value)} instead of {_kind(target)}"
     if target.is_inference() and not torch.is_inference_mode_enabled():
-        return "the model has an inference tensor, which can only be changed under torch.inference_mode()"
+        return f"{_OF_MODEL} an inference tensor, which can only be changed under torch.inference_mode()"
     if target.layout is torch.strided and any(
         size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)
     ):
-        return "the model has an expanded tensor, whose elements share memory"
+        return f"{_OF_MODEL} an expanded tensor, whose elements share memory; replace it with its clone()"
     return "" if value.dtype is target.dtype else changed_number(value, target.dtype)
 
 

@@ -180,8 +180,10 @@ class PortableCheckpointIO(CheckpointIO):
             trainer = self._trainer()
             name = trainer.state.fn.value if trainer is not None and trainer.state.fn else ""
             if name and "weights_only" in inspect.signature(getattr(trainer, name)).parameters:  # since Lightning 2.6
-                call = f"trainer.{name}(model, ckpt_path={printable_path(path)!r}, weights_only=False)"
-                error.args = (f"{error}\n  If you trust its author, open all of it, which may run code: {call}",)
+                error.args = (
+                    f"{error}\n  If you trust its author, open all of it, which may run code: "
+                    f"trainer.{name}(model, ckpt_path={printable_path(path)!r}, weights_only=False)",
+                )
             raise
 
     def _make_portable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_weights_that_a_norm_divided_load_after_the_advice(divide: Any, own: Any
     assert torch.allclose(output(model), output(source), atol=1e-5)
 
 
-@pytest.mark.follows("Load the weights before {name} is called")
+@pytest.mark.follows(". Load the weights before ")
 @pytest.mark.parametrize("divide", DIVIDING)
 def test_plain_weights_load_before_a_norm_divides_them(divide: Any, tmp_path: Path) -> None:
     source = saved(net(), tmp_path / "a.pt")
@@ -159,7 +159,7 @@ def test_a_buffer_that_is_no_longer_saved_is_no_reason_to_refuse(wrap: Any, dtyp
     assert torch.equal(next(model.parameters()), source.embed.weight.float())
 
 
-@pytest.mark.follows("To keep the model's numbers, use strict=False", "report the rest, use strict=False")
+@pytest.mark.follows("To keep the model's numbers, use strict=False", "(persistent=False), and has other shapes there")
 @pytest.mark.parametrize(("size", "words"), [(8, "and has other numbers there"), (9, "and has other shapes there")])
 def test_other_numbers_in_such_a_buffer_are_refused(size: int, words: str, tmp_path: Path) -> None:
     source, model = Embedding(saves=True, size=size), Embedding(saves=False)

@@ -95,6 +95,7 @@ SPELLINGS: dict[str, tuple[Callable[[Any], Mapping[str, Any]], str]] = {
 OTHER_NAMES = ("an attribute", "mmengine", "YOLO", *(name for name in SPELLINGS if "ema-pytorch" in name))
 
 
+@pytest.mark.follows("call load_weights with ")
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_the_average_is_named_and_loaded_on_request(spelling: str, tmp_path: Path) -> None:
     make, entry = SPELLINGS[spelling]
@@ -188,6 +189,7 @@ def content_of(tree: Any, levels: int, numbers: Iterator[int], places: dict[str,
     return {f"{name}.{key}": value for name, weights in parts.items() for key, value in weights.items()}
 
 
+@pytest.mark.follows("Choose one with ")
 @given(tree=trees, levels=st.integers(0, 2))
 def test_each_root_in_a_message_loads_what_it_names(
     tree: Any, levels: int, tmp_path_factory: pytest.TempPathFactory

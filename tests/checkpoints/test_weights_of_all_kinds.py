@@ -97,7 +97,7 @@ def test_sharded_parameters_and_plain_files_load_into_each_other(meta: bool, tmp
 
 
 PROGRAM = """
-import sys, torch
+import importlib, re, sys, torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -119,6 +119,11 @@ try:
     load_weights(back, f"{folder}/0.pt")
 except CheckpointMismatchError as error:
     assert 'holds one part of a sharded checkpoint: "0.weight" is the part of rank 0 of 2, Shard(dim=0).' in str(error)
+    advice = re.search(r"save the full weights from (\\S+)\\.(\\w+) with (StateDictOptions.*?\\))", str(error))
+    advised = importlib.import_module(advice[1])
+    full = getattr(advised, advice[2])(net, options=eval(advice[3], vars(advised)))
+    if rank == 0:
+        torch.save(full, f"{folder}/full.pt")
 else:
     raise AssertionError("took the part of rank 0 for the one of rank 1")
 copies = {key: DTensor.from_local(value, mesh, [Replicate()], run_check=False) for key, value in whole.items()}
@@ -131,6 +136,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.follows("It holds one part of a sharded checkpoint", "Or load each part in the process that saved it")
 @needs_fsdp2
 def test_each_process_loads_its_own_part_and_no_other(
     run_python: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -143,10 +149,11 @@ def test_each_process_loads_its_own_part_and_no_other(
     alone += "load_weights(torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), sys.argv[1])"
     answer = run_python("-c", alone, str(tmp_path / "0.pt"))
     assert '0.pt does not fit Sequential. It holds one part of a sharded checkpoint: "0.weight"' in answer.stderr
-    copies = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    load_weights(copies, tmp_path / "copies.pt")
     plain = torch.load(tmp_path / "plain.pt")
-    assert all(torch.equal(value, plain[key]) for key, value in copies.state_dict().items())
+    for name in ("copies.pt", "full.pt"):
+        target = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        load_weights(target, tmp_path / name)
+        assert all(torch.equal(value, plain[key]) for key, value in target.state_dict().items())
     for action, target, code in (("convert", "a.safetensors", 1), ("diff", "plain.pt", 3)):
         assert main(["checkpoint", action, str(tmp_path / "0.pt"), str(tmp_path / target)]) == code
         assert "0.pt: It holds one part of a sharded checkpoint" in capsys.readouterr().err
