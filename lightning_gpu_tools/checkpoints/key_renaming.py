@@ -287,7 +287,7 @@ class _Search:
                 part, place = self.checkpoint_tree.find(dropped), self.model_tree.find(added)
                 if part is not None and place is not None:
                     yield [self._reading((dropped, part), (added, place))]
-                    yield [*self._inside(dropped, part, (added, place))]
+                    yield [*self._inside(dropped, part, (added, place), is_average(dropped))]
                     return
             return
         # Keys that fit are never renamed.
@@ -295,7 +295,7 @@ class _Search:
         keeps_names = has_all or self._covers(unchanged)
         yield [_Reading(unchanged if keeps_names else self.overlay.largest(checkpoint, model), checkpoint)]
         if self.root is None:
-            yield [*self._inside("", checkpoint, ("", model))]
+            yield [*self._inside("", checkpoint, ("", model), self.average)]
             yield [self._reading(("", checkpoint), place) for place in child_modules(model)]
 
     def _given(self) -> list[tuple[str, str]]:
@@ -303,16 +303,18 @@ class _Search:
         roots = [self.root] if isinstance(self.root, tuple) else [(self.root or "", ""), ("", self.root or "")]
         return [(as_root(dropped), as_root(added)) for dropped, added in roots]
 
-    def _inside(self, path: str, node: Node, place: tuple[str, Node], levels: int = 2) -> Iterator[_Reading]:
-        """Yield a reading of each attribute, and of the averages inside one that is an average but does not fit."""
+    def _inside(
+        self, path: str, node: Node, place: tuple[str, Node], average: bool, levels: int = 2
+    ) -> Iterator[_Reading]:
+        """Yield a reading of each attribute, and of what fits inside averages that do not fit themselves."""
         for name, child in child_modules(inside_wrappers(node)):
             reading = self._reading((path + name, child), place)
             yield reading
-            if levels and is_average(name) and not self._covers(reading.overlap):
+            if levels and (average or is_average(name)) and not self._covers(reading.overlap):
                 yield from self._inside_average(path + name, child, place, levels - 1)
 
     def _inside_average(self, path: str, node: Node, place: tuple[str, Node], levels: int) -> list[_Reading]:
-        fits = [one for one in self._inside(path, node, place, levels) if self._covers(one.overlap)]
+        fits = [one for one in self._inside(path, node, place, True, levels) if self._covers(one.overlap)]
         return preferred(fits, lambda one: one.roots[0].removeprefix(path), averages=True)
 
     def _reading(self, part: tuple[str, Node], place: tuple[str, Node]) -> _Reading:
@@ -340,8 +342,14 @@ class _Search:
         given = self._given()[0][0]
         averages = self.average or is_average(given)
         chosen = preferred(found, lambda reading: reading.roots[0].removeprefix(given), averages=averages)
+        whole = [reading for reading in chosen if self._is_whole(reading)] if len(chosen) > 1 else []
+        if len(whole) == 1:
+            chosen = whole
         if len(chosen) != 1:
-            choices = " or ".join(f"root={self._shown(reading.roots)}" for reading in found)
+            choices = " or ".join(
+                f"root={self._shown(reading.roots)}{'' if self._is_whole(reading) else ' and strict=False'}"
+                for reading in found
+            )
             sides = "checkpoint has {} sets of weights" if fits[0].roots[0] else "model has {} attributes"
             names = quoted(*("".join(reading.roots) for reading in found))
             raise AmbiguousCheckpointError(
@@ -387,13 +395,7 @@ class _Search:
 
     def _accept(self, plan: RenamePlan) -> RenamePlan:
         """Return the plan; raise if any key is left over."""
-        inside = self.model.self_loading
-        left_over = [
-            key
-            for key in plan.unexpected
-            if self._norm_without(plan.rename(key)) or not is_inside(plan.rename(key), inside)
-        ]
-        misfits = [key for key in (*plan.missing, *plan.clashes.values()) if not is_inside(key, inside)]
+        left_over, misfits = self._without_match(plan)
         if not (left_over or misfits):
             return plan
         bare = {without_wrappers(key): key for key in plan.renames}
@@ -402,6 +404,22 @@ class _Search:
                 other = bare[without_wrappers(key)]
                 raise collision(quoted(other, key), f"{quoted(plan.renames[other])} of the model")
         raise self._mismatch(plan)
+
+    def _without_match(self, plan: RenamePlan) -> tuple[list[str], list[str]]:
+        """Return the keys of the checkpoint, and of the model, that no loading code of the model may match."""
+        inside = self.model.self_loading
+        names = {key: plan.rename(key) for key in plan.unexpected}
+        return (
+            [key for key, name in names.items() if self._norm_without(name) or not is_inside(name, inside)],
+            [key for key in (*plan.missing, *plan.clashes.values()) if not is_inside(key, inside)],
+        )
+
+    def _is_whole(self, reading: _Reading) -> bool:
+        """Return whether every key of a part of the checkpoint has a match, and vice versa."""
+        try:
+            return not any(self._without_match(self._to_plan(reading)))
+        except KeyCollisionError:
+            return False
 
     def _norm_without(self, name: str) -> str:
         """Return the class of the norm that does not keep this statistic; ``""`` if it is none."""

@@ -208,8 +208,8 @@ def fit_weights(model: nn.Module, entries: Entries, root: Root, strict: bool) ->
 
     def root_of(entry: str) -> str:
         """Return the root that loads an entry, or the average in it; ``""`` if fewer of its keys fit."""
-        if entries[entry].keys() == fit.weights.keys():
-            return entry
+        if entries[entry].keys() == fit.weights.keys() and not (fit.plan.dropped_root or fit.plan.added_root):
+            return entry  # the usual case
         with contextlib.suppress(CheckpointError):
             plan = _fit(model, entry, entries, None, strict).plan
             if len(plan.renames) >= len(fit.plan.renames):
@@ -234,7 +234,9 @@ def _closest(refusals: Mapping[str, CheckpointError], entries: Entries) -> Check
 
 def _entry_in_roots(entry: str, entries: Entries) -> str:
     """Return the name with which a root must begin to mean an attribute in this entry; ``""`` if none is needed."""
-    return entry if len(entries) > 1 or any(f".{entry}." in f".{key}" for key in entries[entry]) else ""
+    start, inside = f"{entry}.", f".{entry}."
+    is_needed = len(entries) > 1 or any(key.startswith(start) or inside in key for key in entries[entry])
+    return entry if is_needed else ""
 
 
 def _fit(model: nn.Module, entry: str, entries: Entries, root: Root, strict: bool) -> Fit:

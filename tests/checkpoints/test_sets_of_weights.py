@@ -75,11 +75,15 @@ SPELLINGS: dict[str, tuple[Callable[[Any], Mapping[str, Any]], str]] = {
             "model": below(["model"], raw),
             "ema": in_ema_pytorch(*(below(["model"], w) for w in (raw, AVERAGE))),
         },
-        "ema",
+        "ema.ema_model.model.",
     ),
     "ema-pytorch as an attribute": (
         lambda raw: below(["net"], raw) | below(["ema"], in_ema_pytorch(raw, AVERAGE)),
         "ema.ema_model.",
+    ),
+    "ema-pytorch's PostHocEMA": (
+        lambda raw: {"model": raw, "ema": below(["ema_models", "0"], in_ema_pytorch({}, AVERAGE))},
+        "ema",
     ),
     "timm's ModelEmaV3": (
         lambda raw: {"state_dict": raw, "state_dict_ema": below(["module"], AVERAGE)},
@@ -243,8 +247,9 @@ def test_a_refusal_names_roots_that_fit(
     else:
         assert plan.missing == ()
         return
-    for root in re.findall(r"Choose one with|root=(\(.*?\)|\".*?\")", words) if "Choose" in words else ():
-        assert not root or plan_renaming(checkpoint, model, root=ast.literal_eval(root)).missing == ()
+    choices = re.findall(r'root=(\(.*?\)|".*?")( and strict=False)?', words) if "Choose one with" in words else ()
+    for root, loosely in choices:
+        assert plan_renaming(checkpoint, model, root=ast.literal_eval(root), strict=not loosely).missing == ()
     advice = re.findall(r"(\d+) fit with root=(.*?)( and strict=False)?\. To rename", words)
     assert advice or beside or "Choose" in words, words
     for count, root, loosely in advice:
