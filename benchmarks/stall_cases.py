@@ -18,6 +18,7 @@ from harness import quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchmetrics import MeanMetric
 
 from lightning_gpu_tools import GPUUtilizationMonitor, watch
 from lightning_gpu_tools.training import stacks
@@ -212,6 +213,17 @@ def log_on_ranks(
     def act(model: Model, step: int) -> None:
         if rank in ranks and step == AT:
             model.log("loss", torch.tensor(1.0), **(options or {"sync_dist": True}))
+
+    fit(folder, stall_after_s, model=Model(act))
+
+
+def compute_on_ranks(folder: Path, rank: int, stall_after_s: StallAfter, *, ranks: Collection[int] = (0,)) -> None:
+    metric = MeanMetric()
+
+    def act(model: Model, step: int) -> None:
+        metric.update(float(step))
+        if rank in ranks and step == AT:
+            metric.compute()
 
     fit(folder, stall_after_s, model=Model(act))
 
@@ -429,6 +441,7 @@ STALLS = {
     "sync_dist on one rank": Case(
         log_on_ranks, "collective_on_one_rank", "rank 0 in self.log(..., sync_dist=True) at step 13", 2, 0
     ),
+    "a metric on one rank": Case(compute_on_ranks, "collective_on_one_rank", "rank 0 in", 2, 0),
     "a checkpoint on one rank": Case(save_on_ranks, "collective_on_one_rank", "rank 0 in saving a checkpoint", 2, 0),
     "a rank that was stopped": Case(stopped_rank, "rank_silent", "Rank 1 (PID ", 2, 1),
     "a rank that waits for data": Case(late_rank, "dataset", "All ranks wait for rank 1, at step 13", 2, 1),

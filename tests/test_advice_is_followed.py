@@ -32,10 +32,26 @@ _CAN_BE_TYPED = re.compile(
     re.VERBOSE,
 )
 _MIN_WORDS = 4  # fewer are a name, a format, or a key
-# Fields of a cause that describe its messages, for the docs.
+# Fields of a cause that describe its messages, for the docs; so do instances of Shape.
 _DESCRIPTIONS = {"says", "change", "begins", "rows", "time"}
-# Texts of this kind that advise nothing, with the reason.
-_NO_ADVICE: dict[str, str] = {}
+# Texts of this kind that advise nothing, or nothing that a test here can do, with the reason.
+_EXCEPTIONS = {
+    "[Ee]rror(?: \\[CUDA\\])?: out of memory": "a pattern for errors of others",
+    "Code outside of run.batches() takes": "the beginning of a reason",
+    "cuda.cuInit(0) == 0": "a program",
+    "LIGHTNING_GPU_TOOLS=advise has no effect": "the beginning of a warning",
+    "copies of gradients; `gradient_as_bucket_view=True` saves them": "the name of a part of the memory",
+    "no_sync() in 3 of 4 batches": "a part of the message of communication",
+    "(CUDA graphs)": "compiled kernels compute nothing on simulated GPUs",
+    "CUDA_LAUNCH_BLOCKING=1": "a kernel that hangs would hang a real GPU",
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL": "what torch and NCCL print of a network that does not respond",
+    "nvidia-smi -q -d PERFORMANCE": "needs a hot GPU",
+    "(nvidia-smi -pl) steadies the clocks": "needs a hot GPU",
+    "Check nvidia-smi dmon": "needs a MIG instance",
+    "check `nvidia-smi -L`": "asks the driver of a real GPU",
+    "check `nvidia-smi` and `dmesg`": "asks the driver of a real GPU",
+    "Does `nvidia-smi` work?": "asks the driver of a real GPU",
+}
 
 
 class Message(NamedTuple):
@@ -73,6 +89,8 @@ def _messages(file: Path) -> Iterator[Message]:
     def below(node: ast.AST) -> Iterator[Message]:
         if id(node) in left_out or (isinstance(node, ast.keyword) and node.arg in _DESCRIPTIONS):
             return
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Shape":
+            return
         text = _text(node)
         if text is not None and len(text.split()) >= _MIN_WORDS and _CAN_BE_TYPED.search(text):
             yield Message(file, node.lineno, text)  # type: ignore[attr-defined]
@@ -96,15 +114,20 @@ def _followed() -> Iterator[str]:
 MESSAGES = [
     message for folder in FOLDERS for file in sorted((PACKAGE / folder).rglob("*.py")) for message in _messages(file)
 ]
+TEXTS = [
+    text
+    for file in sorted(PACKAGE.rglob("*.py"))
+    for node in ast.walk(ast.parse(file.read_text()))
+    if (text := _text(node)) is not None
+]
 
 
 def test_each_message_with_advice_is_followed() -> None:
-    parts = [*_followed(), *_NO_ADVICE]
+    parts = [*_followed(), *_EXCEPTIONS]
     not_followed = [message for message in MESSAGES if not any(part in message.text for part in parts)]
     assert not not_followed, "No test follows:\n" + "\n".join(map(str, not_followed))
 
 
-@pytest.mark.parametrize("part", sorted({*_followed(), *_NO_ADVICE}))
+@pytest.mark.parametrize("part", sorted({*_followed(), *_EXCEPTIONS}))
 def test_what_is_followed_is_a_message(part: str) -> None:
-    assert len(part) >= 12, "too short to name a message"
-    assert any(part in message.text for message in MESSAGES), f"no message has: {part}"
+    assert any(part in text for text in TEXTS), f"no message has: {part}"

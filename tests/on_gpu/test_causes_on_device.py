@@ -74,6 +74,30 @@ def test_a_line_that_waits_for_the_gpu_is_named(tmp_path: Path, wait: Callable[.
     assert "device_sync" not in [one.cause for one in followed.diagnosis.findings]
 
 
+class Logs(Model):
+    """Logs its loss in each step, as a number or as the tensor."""
+
+    def __init__(self, *, as_number: bool) -> None:
+        super().__init__()
+        self.as_number = as_number
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        occupy(0.020)
+        loss = super().training_step(batch, batch_idx)
+        self.log("mine", loss.item() if self.as_number else loss.detach())
+        time.sleep(0.020)
+        return loss
+
+
+@pytest.mark.follows("Pass the tensor itself to self.log")
+def test_a_tensor_that_is_logged_waits_for_nothing(tmp_path: Path) -> None:
+    first = train(tmp_path, Logs(as_number=True)).diagnosis.findings[0]
+    assert first.cause == "device_sync"
+    assert "Pass the tensor itself to self.log" in first.advice
+    followed = train(tmp_path, Logs(as_number=False))
+    assert "device_sync" not in [one.cause for one in followed.diagnosis.findings]
+
+
 class SmallKernels(Model):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         small = batch

@@ -40,6 +40,7 @@ from stall_cases import (
     Case,
     Model,
     blocked_worker,
+    compute_on_ranks,
     dataset,
     deadlocked_workers,
     evaluation,
@@ -152,6 +153,7 @@ FOLLOWED: dict[str, tuple[str, Callable[..., None], str]] = {
         partial(log_on_ranks, rank_zero_only=True),
         "",
     ),
+    "Call compute() on every rank": ("a metric on one rank", partial(compute_on_ranks, ranks=(0, 1)), ""),
     "Call trainer.save_checkpoint() on every rank": (
         "a checkpoint on one rank",
         partial(save_on_ranks, ranks=(0, 1)),
@@ -184,6 +186,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[i
     "Let the error end the process",
     "Give every rank the same number of batches",
     "Call trainer.save_checkpoint() on every rank",
+    "Call compute() on every rank",
     "Call self.log(..., sync_dist=True) on every rank",
 )
 @pytest.mark.parametrize("words", FOLLOWED)

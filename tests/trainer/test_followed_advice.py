@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,17 @@ def test_the_precision_that_is_advised_ends_the_advice(tmp_path: Path) -> None:
     assert older is not None
     precision = value(r"Trainer\(precision='([\w-]+)'\)", older.advice)
     assert found("low_precision", gpu_run(STEP, 97.0, **slow, precision=precision)) is None
+
+
+@pytest.mark.follows("administrator to raise it: sudo nvidia-smi -pl")
+def test_the_power_limit_that_is_advised_ends_the_advice() -> None:
+    sick = CAUSES["power_cap"].sick
+    finding = found("power_cap", sick)
+    assert finding is not None
+    assert sick.gpu is not None
+    watts = float(value(r"nvidia-smi -pl (\d+)", finding.advice))
+    assert watts == sick.gpu.power_limit_watts_max
+    assert found("power_cap", replace(sick, gpu=replace(sick.gpu, power_limit_watts=watts))) is None
 
 
 # --- launch_bound -------------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ def test_options_of_lightnings_strategy_reach_it(cuda: Driver) -> None:
 
 
 @needs_deepspeed
+@pytest.mark.follows("Create the Trainer before anything uses CUDA")
 def test_options_of_deepspeed_reach_it(cuda: Driver) -> None:
     made: Any = trainer(FreeMemoryDeepSpeedStrategy(stage=3)).strategy
     assert made.config["zero_optimization"]["stage"] == 3
@@ -124,6 +125,7 @@ def test_deepspeed_cannot_be_given_other_numbers(cuda: Driver) -> None:
         trainer("deepspeed_free_memory")
 
 
+@pytest.mark.follows("CPU, use Trainer(accelerator='cpu') without {}")
 @pytest.mark.parametrize("name", ["free_memory", "fsdp_free_memory"])
 @pytest.mark.parametrize("accelerator", ["auto", "cpu"])
 def test_without_cuda_the_message_says_what_to_do(driver: Driver, name: str, accelerator: str) -> None:
