@@ -132,8 +132,7 @@ def test_an_object_in_the_place_of_weights_is_named_and_not_opened(
     assert EXPLOIT in words
     assert f"no weights that can be loaded without opening it, only an object of {EXPLOIT}. Ask its author for" in words
     assert f"load_weights(model, {str(path)!r}, weights_only=False), which runs its code." in words
-    for command in (["diff", str(path), str(path)], ["convert", str(path), str(tmp_path / "b.pt"), "--weights"]):
-        assert main(["checkpoint", *command]) == {"diff": 3, "convert": 1}[command[0]]
+    assert main(["checkpoint", "convert", str(path), str(tmp_path / "b.pt"), "--weights"]) == 1
     assert main(["checkpoint", "inspect", str(path)]) == main(["checkpoint", "verify", str(path)]) == 0
     assert not witness.exists()
 

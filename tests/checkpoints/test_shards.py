@@ -96,14 +96,13 @@ def test_shards_are_one_checkpoint_for_every_command(kind: str, tmp_path: Path, 
     assert "layers.0.weight" in out
     assert "3x5" in out
     assert run("verify", source)[0] == 0
-    torch.save(WEIGHTS, tmp_path / "whole.pt")
     for target in ("all.ckpt", "weights.pt", "weights.safetensors"):
         options = ["--weights"] * (target == "weights.pt")
         code, out, err = run("convert", source, tmp_path / target, *options)
         assert (code, err) == (0, "")
         assert f"{len(WEIGHTS)} weights" in out
-        assert run("diff", tmp_path / target, tmp_path / "whole.pt")[0] == 0
-    assert run("diff", source, tmp_path / "whole.pt")[0] == 0
+        load_weights(net := Net(), tmp_path / target)
+        assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), WEIGHTS.values(), strict=True))
     content = torch.load(tmp_path / "all.ckpt")
     assert ("epoch" in content) == kind.startswith("Lightning")
 
@@ -204,8 +203,7 @@ def test_a_single_shard_is_named_for_what_it_is(kind: str, tmp_path: Path, run: 
     for shard in shards:
         with pytest.raises(BrokenCheckpointError, match=r"one of several files.*Use the folder .*: .*/(folder|tag)"):
             load_weights(Net(), shard, strict=False)
-        for arguments in (("convert", shard, tmp_path / "a.pt"), ("diff", shard, shard)):
-            assert run(*arguments)[0] in (1, 3)
+        assert run("convert", shard, tmp_path / "a.pt")[0] == 1
         _, out, err = run("inspect", shard)
         assert "is one of several files of a checkpoint" in " ".join((out + err).split())
     assert not (tmp_path / "a.pt").exists()

@@ -55,7 +55,6 @@ def test_convert_to_safetensors_and_back_loses_nothing_of_the_weights(
     assert set(weights) == set(net.state_dict())
     assert weights["head.weight"].data_ptr() == weights["embed.weight"].data_ptr()
     assert weights._metadata == net.state_dict()._metadata  # type: ignore[attr-defined]
-    assert run("diff", last, back)[0] == 0
     other = Tied()
     load_weights(other, tensors)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), net.parameters(), strict=True))
@@ -104,11 +103,9 @@ def test_convert_refuses_what_it_cannot_do(net: Tied, last: str, tmp_path: Path,
     assert Path(tmp_path / "there.ckpt").read_text() == "mine"
     torch.save({"a": net.state_dict(), "b": net.state_dict()}, tmp_path / "two.pt")
     two = str(tmp_path / "two.pt")
-    for arguments in (("convert", two, str(tmp_path / "c.pt")), ("diff", last, two)):
-        err = run(*arguments)[2]
-        assert "holds several sets of weights: a, b" in err
-        assert "Choose one with --entry NAME" in err
-    assert run("diff", two, two, "--entry", "b")[0] == 0
+    err = run("convert", two, str(tmp_path / "c.pt"))[2]
+    assert "holds several sets of weights: a, b" in err
+    assert "Choose one with --entry NAME" in err
     torch.save(OrderedDict(w=torch.ones(2), _extra_state={"a": 1}), tmp_path / "extra.pt")
     code, _, err = run("convert", str(tmp_path / "extra.pt"), str(tmp_path / "c.safetensors"))
     assert "safetensors cannot store _extra_state" in err

@@ -82,9 +82,9 @@ def test_no_way_to_load_leads_past_the_reader(match: str, tmp_path: Path, capsys
             load()
     with pytest.raises(BrokenCheckpointError, match=match):
         trainer(tmp_path).fit(Lit(), ckpt_path=path)
-    for command in ("inspect", "verify", "diff", "convert"):
-        second = {"diff": [str(path)], "convert": [str(tmp_path / "b.pt")]}.get(command, [])
-        assert main(["checkpoint", command, str(path), *second]) in (1, 3)
+    for command in ("inspect", "verify", "convert"):
+        second = [str(tmp_path / "b.pt")] if command == "convert" else []
+        assert main(["checkpoint", command, str(path), *second]) == 1
         assert match in capsys.readouterr().err
 
 
