@@ -188,7 +188,21 @@ def _as_mapping(value: Any) -> Mapping[Any, Any]:
 def _is_module(value: Any) -> bool:
     state = value.state if isinstance(value, Opaque) else None
     parts = ("_modules", "_parameters", "_buffers")
-    return isinstance(state, Mapping) and all(isinstance(state.get(part), Mapping) for part in parts)
+    return isinstance(state, Mapping) and (_is_script(value) or all(isinstance(state.get(p), Mapping) for p in parts))
+
+
+def _is_script(value: Opaque) -> bool:
+    """Return whether this is an object of a TorchScript program."""
+    return value.kind.startswith("__torch__.")
+
+
+def _parts_of(module: Opaque) -> tuple[dict[Any, Any], Mapping[Any, Any]]:
+    """Return the tensors and the modules in a described module by name."""
+    state = module.state
+    if not _is_script(module):
+        return {**state["_parameters"], **state["_buffers"]}, state["_modules"]
+    tensors = {name: part for name, part in state.items() if isinstance(part, TensorInfo)}
+    return tensors, {name: part for name, part in state.items() if _is_module(part)}
 
 
 def _weights_of(module: Opaque) -> dict[str, Any]:
@@ -208,9 +222,9 @@ def _weights_of(module: Opaque) -> dict[str, Any]:
         not_saved = (
             {name for name in not_saved if isinstance(name, str)} if isinstance(not_saved, (list, tuple)) else ()
         )
-        parts = {**one.state["_parameters"], **one.state["_buffers"]}
+        parts, inside = _parts_of(one)
         children = []
-        for name, part in one.state["_modules"].items():
+        for name, part in inside.items():
             if _is_module(part):
                 children.append((f"{prefix}{name}.", part))
             else:

@@ -25,8 +25,8 @@ _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong u
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Inspect, verify and convert checkpoints: torch.save, Lightning and safetensors files, and folders of shards "
-        "(Hugging Face, torch.distributed.checkpoint, FSDP, DeepSpeed ZeRO). Never runs code in a file."
+        "Inspect, verify and convert checkpoints: files of torch.save, Lightning, TorchScript and safetensors, folders "
+        "of shards (Hugging Face, torch.distributed.checkpoint, FSDP, DeepSpeed ZeRO). Never runs code in a file."
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 

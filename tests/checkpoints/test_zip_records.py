@@ -202,8 +202,8 @@ CONTRADICTORY = {
 AMBIGUOUS = {
     **{case: (data, "its records and the index at its end do not match") for case, data in CONTRADICTORY.items()},
     "two folders": (repeated("data.pkl", "other/data.pkl"), "more than one folder: archive/ and other/"),
-    "encrypted": (edited(PLAIN, ONE, index={8: b"\x01"}), f"compressed or encrypted record, {ONE}"),
-    "compressed": (zipped(records_of(GOOD), zipfile.ZIP_DEFLATED), "compressed or encrypted.*zip -0 -r"),
+    "encrypted": (edited(PLAIN, ONE, index={8: b"\x01"}), f"has an encrypted record, {ONE}"),
+    "compressed": (zipped(records_of(GOOD), zipfile.ZIP_DEFLATED), "another program has compressed.*zip -0 -r"),
     "a record too short": (resized(lambda data: data[:-4]), "its description and its contents do not match"),
     "a record too long": (resized(lambda data: data + bytes(4)), "its description and its contents do not match"),
 }
