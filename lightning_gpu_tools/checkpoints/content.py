@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -19,6 +20,15 @@ LIGHTNING_VERSION = "pytorch-lightning_version"
 MANIFEST = "lightning_gpu_tools"
 # Entries of a Lightning checkpoint with the model's keys. WeightAveraging adds the second one.
 MODEL_STATES = ("state_dict", "current_model_state")
+# Entries that a Trainer restores, and what they are.
+_RESTORED = {
+    LIGHTNING_VERSION: "a version such as 2.6.0",
+    "hyper_parameters": "a dictionary with string keys",
+    "loops": "a dictionary with the loops of a Trainer",
+    **dict.fromkeys(("callbacks", "current_model_state", "averaging_state"), "a dictionary"),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), "a list of dictionaries"),
+}
+_VERSION = re.compile(r"\d{1,9}(\.\d{1,9}){1,3}[\w.+-]{0,40}")
 # Arguments of classes. Tensors in them are not weights.
 _ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
 _MAX_LEVELS = 3  # "callbacks", "StochasticWeightAveraging", "average_model_state"
@@ -66,6 +76,30 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
                 "attribute of the state_dict, and save it again."
             )
     return entries
+
+
+def check_training_state(content: Any, path: object) -> None:
+    """Raise if an entry of a Lightning checkpoint is not what Lightning writes, so that it cannot be restored."""
+    for name, expected in _RESTORED.items() if is_lightning_checkpoint(content) else ():
+        if name in content and not _is_restorable(name, content[name]):
+            raise BrokenCheckpointError(
+                f"{printable_path(path)} cannot be resumed: its {name} is {describe_content(content[name])}, not "
+                f"{expected}. Use an earlier checkpoint, or load its weights with lightning_gpu_tools.load_weights."
+            )
+
+
+def _is_restorable(name: str, value: Any) -> bool:
+    if isinstance(value, Opaque):  # only its class knows
+        return True
+    if name == LIGHTNING_VERSION:
+        return isinstance(value, str) and _VERSION.fullmatch(value) is not None
+    if name == "hyper_parameters":
+        return is_named(value)
+    if name == "loops" and isinstance(value, Mapping):
+        return {f"{loop}_loop" for loop in ("fit", "validate", "test", "predict")} <= value.keys()
+    if isinstance(value, list):
+        return "list" in _RESTORED[name] and all(isinstance(item, (Mapping, Opaque)) for item in value)
+    return "list" not in _RESTORED[name] and (isinstance(value, Mapping) or value is None)
 
 
 def manifest_of(content: Any) -> dict[str, Any]:
@@ -167,6 +201,26 @@ def unopened_objects(content: Any) -> set[str]:
             seen.add(id(value))
             stack += [*value, *value.values()] if isinstance(value, Mapping) else value
     return found
+
+
+def check_depth(content: Any) -> None:
+    """Raise ``RecursionError`` if described content is nested too deeply to be copied.
+
+    Takes the same way through shared parts as a recursive copy, which does not enter a part twice.
+    """
+    seen: set[int] = set()
+    stack = [iter([content])]
+    while stack:
+        value = next(stack[-1], None)
+        if value is None:
+            stack.pop()
+        elif isinstance(value, (dict, list, tuple, Opaque)) and id(value) not in seen:
+            seen.add(id(value))
+            parts = (value.state, value.items) if isinstance(value, Opaque) else value
+            inside = parts.values() if isinstance(parts, dict) else parts
+            stack.append(part for part in inside if part is not None)
+            if len(stack) > MAX_DEPTH:
+                raise RecursionError
 
 
 def shown_shape(shape: Iterable[int]) -> str:

@@ -87,8 +87,8 @@ class Index(NamedTuple):
     start: int  # its offset in the file
 
 
-def read_records(index: Index) -> dict[str, Record]:
-    """Return the records by name in the only folder of the archive."""
+def read_records(index: Index) -> tuple[str, dict[str, Record]]:
+    """Return the folder of all records, ``"name/"`` or ``""``, and the records by name in the folder."""
     entries = sorted(index.entries, key=lambda entry: entry.start)
     if len(entries) != index.length:
         raise damaged(_CONTRADICTION)
@@ -111,7 +111,7 @@ def read_records(index: Index) -> dict[str, Record]:
             records[name] = entry._replace(name=name, start=start)
     if index.start - end not in _DESCRIPTOR_BYTES:
         raise damaged(_CONTRADICTION)
-    return records
+    return root, records
 
 
 def read_index(file: BinaryIO, size_bytes: int) -> Index:

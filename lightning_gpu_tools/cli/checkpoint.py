@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from lightning_gpu_tools.checkpoints import sources, summary
 from lightning_gpu_tools.checkpoints.structure import WRITTEN_SUFFIXES, Progress, no_progress
+from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.files import exists
@@ -43,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     verify = actions.add_parser(
         "verify",
-        help="read the whole file and compare it with its checksums",
-        description="Compare every record with its checksum (CRC-32), which torch does not do on load. torch's legacy "
-        "format and safetensors have no checksums. For these files, only the structure is checked, and the output "
-        "says so.",
+        help="compare the whole file with its checksums, and load it",
+        description="Compare every record with its checksum (CRC-32), which torch does not do on load. Then load the "
+        "file without running code in it: its weights, and everything else if it is plain data. torch's legacy format "
+        "and safetensors have no checksums, and the output says so.",
         epilog=_EXIT_CODES,
     )
     verify.add_argument("file", metavar="FILE", help=_ANY)
-    verify.add_argument("--json", action="store_true", help="print JSON with path, sound, checksums, bytes")
+    verify.add_argument("--json", action="store_true", help="print JSON with path, sound, checksums, bytes, unread")
     verify.set_defaults(run=_verify)
 
     convert = actions.add_parser(
@@ -104,18 +105,22 @@ def _inspect(args: argparse.Namespace) -> int:
 
 @collector_paused()
 def _verify(args: argparse.Namespace) -> int:
+    from lightning_gpu_tools.checkpoints.reading import verify_checkpoint
+
     start = time.monotonic()
     with _errors_reported(), _progress("verifying") as progress:
-        structure = sources.verify_checkpoint(args.file, progress)
+        structure, unread = verify_checkpoint(args.file, progress)
     if args.json:
-        _print({"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": structure.size_bytes})
+        found = {"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": structure.size_bytes}
+        _print({**found, "unread": unread.classes})
     else:
         sound = "all checksums match"
         if not structure.has_checksums:
             sound = "the structure is valid (this format has no checksums)"
         size, took = format_bytes(structure.size_bytes), format_duration(time.monotonic() - start)
         part = f". This file {structure.part.what}" if structure.part else ""
-        _print(f"{printable_path(args.file)}: {sound}, {size} in {took}{part}")
+        note = unread.classes and f"; {describe_unread(unread.classes)}"
+        _print(f"{printable_path(args.file)}: {sound}, {size} in {took}{note or part}")
     return 0
 
 

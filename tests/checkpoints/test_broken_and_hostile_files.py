@@ -34,8 +34,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
-from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights, verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.cli import main
@@ -132,7 +132,7 @@ def test_an_object_in_the_place_of_weights_is_named_and_not_opened(
     assert f"no weights that can be loaded without opening it, only an object of {EXPLOIT}. Ask its author for" in words
     assert f"load_weights(model, {str(path)!r}, weights_only=False), which runs its code." in words
     assert main(["checkpoint", "convert", str(path), str(tmp_path / "b.pt"), "--weights"]) == 1
-    assert main(["checkpoint", "inspect", str(path)]) == main(["checkpoint", "verify", str(path)]) == 0
+    assert [main(["checkpoint", action, str(path)]) for action in ("inspect", "verify")] == [0, 1]
     assert not witness.exists()
 
 

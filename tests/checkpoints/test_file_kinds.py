@@ -27,8 +27,8 @@ from checkpoint_files import saved
 from torch import nn
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.reading import read_checkpoint
-from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint, verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 
 WEIGHTS = nn.Linear(3, 2).state_dict()

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import pkgutil
 import re
 import shlex
 import struct
@@ -100,6 +101,37 @@ def test_verify_says_where_there_are_no_checksums(net: Tied, tmp_path: Path, run
     code, out, _ = run("verify", str(tmp_path / "old.pt"))
     assert code == 0
     assert "no checksums" in out
+
+
+def test_verify_says_what_it_did_not_open(tmp_path: Path, run: Run) -> None:
+    path = str(tmp_path / "a.pt")
+    torch.save({"model": WEIGHTS, "data": tmp_path}, path)
+    code, out, _ = run("verify", path)
+    assert (code, f"; not read, because opening would run code: {PATH_CLASS}" in out) == (0, True)
+    assert json.loads(run("verify", path, "--json")[1])["unread"] == [PATH_CLASS]
+    assert load_weights(nn.Linear(2, 2), path).unread == (PATH_CLASS,)
+    torch.save({"model": {**WEIGHTS, "bias": tmp_path}}, path)
+    code, out, err = run("verify", path)
+    assert (code, out) == (1, "")
+    assert "has weights that were not opened, because this would run code: bias. Ask its author" in err
+
+
+def test_verify_refuses_what_holds_no_weights(tmp_path: Path, run: Run) -> None:
+    torch.save(torch.optim.SGD([torch.ones(2)]).state_dict(), tmp_path / "a.pt")
+    code, out, err = run("verify", str(tmp_path / "a.pt"))
+    assert (code, out) == (1, "")
+    assert "holds no weights, only the state of an optimizer" in err
+
+
+@pytest.mark.follows("load its weights with lightning_gpu_tools.load_weights")
+def test_weights_load_where_verify_says_that_nothing_else_does(tmp_path: Path, run: Run) -> None:
+    torch.save({**LIGHTNING, "optimizer_states": {}}, path := str(tmp_path / "a.ckpt"))
+    code, _, err = run("verify", path)
+    words = r"a\.ckpt cannot be resumed: its optimizer_states is an empty dictionary, not a list .* with (\S+)\.$"
+    advised = re.search(words, err.rstrip())
+    assert (code, bool(advised)) == (1, True)
+    pkgutil.resolve_name(advised[1])(model := nn.Linear(2, 2), path)  # type: ignore[index]
+    assert torch.equal(model.weight, WEIGHTS["weight"])
 
 
 @pytest.mark.usefixtures("memory_files")

@@ -20,7 +20,7 @@ from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.convert import Changes, convert
 from lightning_gpu_tools.checkpoints.key_renaming import clean_names
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
-from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint, write_content
 from lightning_gpu_tools.cli import main
 
@@ -286,7 +286,7 @@ def test_torch_loads_the_weights_that_were_written(
         content._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
     path = tmp_path_factory.getbasetemp() / "weights.pt"
     write_content(content, str(path))
-    assert verify_checkpoint(str(path)).has_checksums
+    assert read_structure(str(path)).has_checksums
     for mapped in (True, False):
         loaded = torch.load(path, mmap=mapped, weights_only=True)
         assert type(loaded) is OrderedDict

@@ -34,7 +34,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         raise other_file(path, size_bytes, b"PK", names)
     if any(entry.is_compressed and not _CODE.match(entry.name) for entry in index.entries):
         raise compressed(path, names)
-    records = read_records(index)
+    _, records = read_records(index)
     if "byteorder" in records and records["byteorder"].read() != sys.byteorder.encode():
         advice = "On that machine, load it and save it as safetensors."
         raise Fault("was written on a machine with another byte order", advice)
