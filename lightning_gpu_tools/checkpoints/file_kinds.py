@@ -164,6 +164,15 @@ def compressed(path: str, names: Sequence[str]) -> Fault:
     )
 
 
+def in_other_byte_order(path: str) -> Fault:
+    """Return the fault for torch's zip file by a machine with another byte order."""
+    return _fault(
+        path,
+        "was written on a machine with another byte order",
+        "Convert it. Run in Python: import torch; torch.save(torch.load('FILE'), 'NEW.pt')",
+    )
+
+
 def _unpacked(folder: str) -> Fault:
     """Return the fault for torch's zip file after it has been unpacked."""
     parent, name = os.path.split(folder)

@@ -146,7 +146,12 @@ def _check_weights(content: Any, unread: Unread, path: str | os.PathLike[str]) -
     shown = printable_path(path)
     for entry, weights in weights_in(content, path).items():
         check_numbers(str(path), whole_weights(str(path), weights))
-        odd = [key for key, value in weights.items() if _is_no_weight(value) and not _is_extra_state(key)]
+        may_be_more = not hasattr(weights, "_metadata")  # such as the name of an architecture, beside the weights
+        odd = [
+            key
+            for key, value in weights.items()
+            if _is_no_weight(value) and not (_is_extra_state(key) or (may_be_more and "." not in key))
+        ]
         if odd:
             what = describe_content(weights[odd[0]])
             raise BrokenCheckpointError(f"{shown}: the weight {quoted(odd[0])} is {what}. Save a module's state_dict.")
@@ -161,7 +166,7 @@ def _check_weights(content: Any, unread: Unread, path: str | os.PathLike[str]) -
 def _is_no_weight(value: Any) -> bool:
     """Return whether no module keeps this. Some keep numbers, or lists of tensors."""
     if isinstance(value, (list, tuple)) and value:
-        return all(isinstance(item, (int, float)) or _is_no_weight(item) for item in value)
+        return all(isinstance(item, (int, float, str, bytes, Mapping, list, tuple)) for item in value)
     return isinstance(value, (str, bytes, Mapping))
 
 

@@ -90,6 +90,7 @@ def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Pat
         read_structure(str(path))
 
 
+@pytest.mark.follows("The newest complete checkpoint in that folder: ")
 def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) -> None:
     good = saved(lightning_checkpoint(CONTENT["state_dict"]))
     files = {"old.ckpt": good, "newer.ckpt": good, "broken.ckpt": good[:-50], "other.ckpt": saved({}), "a.pt": good}
@@ -97,8 +98,12 @@ def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) 
         (tmp_path / name).write_bytes(data)
         os.utime(tmp_path / name, (1000 + age, 1000 + age))
     for name in ("broken.ckpt", "gone.ckpt"):
-        with pytest.raises(CheckpointError, match=r"newest complete checkpoint in that folder: .*/newer\.ckpt$"):
+        with pytest.raises(
+            CheckpointError, match=r"newest complete checkpoint in that folder: .*/newer\.ckpt$"
+        ) as broken:
             read_checkpoint(tmp_path / name)
+        named = str(broken.value).rpartition("in that folder: ")[2]
+        assert torch.equal(read_checkpoint(named)["state_dict"]["a"], CONTENT["state_dict"]["a"])
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BrokenCheckpointError, match=r"is a JSON file, \"{}\"\. Use the file with the weights\.$"):
         read_checkpoint(tmp_path / "config.json")
@@ -221,6 +226,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.follows("To allow these classes, if you trust them: ")
 @pytest.mark.parametrize("name", HARMLESS)
 def test_the_suggested_line_allows_what_only_holds_values(name: str, tmp_path: Path) -> None:
     data, value = HARMLESS[name]

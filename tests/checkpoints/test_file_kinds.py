@@ -23,7 +23,7 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import saved
+from checkpoint_files import records_of, saved, zipped
 from torch import nn
 
 from lightning_gpu_tools import load_weights
@@ -180,6 +180,17 @@ def outer_zip(path: Path) -> None:
         archive.write(path.parent / "m.pt", "models/best one.pt")
 
 
+def in_other_byte_order(path: Path) -> None:
+    other = {"little": b"big", "big": b"little"}[sys.byteorder]
+
+    def swapped(name: str, data: bytes) -> bytes:
+        if name.endswith("byteorder"):
+            return other
+        return np.frombuffer(data, np.float32).byteswap().tobytes() if "/data/" in name else data
+
+    path.write_bytes(zipped([(name, swapped(name, data)) for name, data in records_of(saved(WEIGHTS))]))
+
+
 needs_zip = pytest.mark.skipif(not shutil.which("zip"), reason="zip is not installed")
 # By name of a file: what makes it, what the message calls it.
 FOLLOWED: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -208,6 +219,7 @@ FOLLOWED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "folder": (unpacked, "is an unpacked checkpoint"),
     "folder/m": (lambda path: unpacked(path.parent), "is an unpacked checkpoint"),
     "folder/m/data.pkl": (lambda path: unpacked(path.parents[1]), "is an unpacked checkpoint"),
+    "other order.pt": (in_other_byte_order, "written on a machine with another byte order"),
     "compressed.pt": (zipped_again("m"), "another program has compressed"),
     "by a Mac.pt": (zipped_again(), "another program has compressed"),
     "without folder.pt": (zipped_again(folder="m"), "without its inner folder"),
@@ -241,8 +253,9 @@ def follow(words: str, folder: Path) -> Path:
 @pytest.mark.follows(
     *("visititems(lambda name, item:", "onnx.load('FILE')", "numpy.load('FILE').items()", "numpy.load('FILE')})"),
     *("torch.export.load('FILE')", "load_pickle('PACKAGE', 'RESOURCE')", "torch.load('FILE', weights_only=False)"),
+    "torch.save(torch.load('FILE'), 'NEW.pt')",
     *("gzip -dc", "bzip2 -dc", "xz -dc", "zstd -dc", "tar -xf", "7z x FILE"),
-    *("Unpack it, and use NEW/INSIDE", "Use a file in it"),
+    "Unpack it, and use NEW/INSIDE",
     *("python -m zipfile -e FILE NEW", "zip -0 -r FOLDER.pt", "zip -0 -r NEW.pt", "zip -0 -r ZIPPED.pt"),
 )
 def test_following_the_advice_leads_to_the_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +308,13 @@ def test_a_git_lfs_pointer_is_fetched_as_advised(tmp_path: Path) -> None:
     command = re.search(r"is a Git LFS pointer, .* with: (git lfs pull)$", refused(path))
     subprocess.run(command[1], shell=True, cwd=path.parent, check=True, env={**os.environ, "HOME": str(tmp_path)})  # type: ignore[index]
     load_weights(model := net(), path)
+    assert is_loaded(model)
+
+
+@pytest.mark.follows("Use a file in it")
+def test_a_file_in_a_folder_is_named(tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "m.pt")
+    load_weights(model := net(), follow(refused(tmp_path), tmp_path))
     assert is_loaded(model)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
+import re
 import shutil
 import weakref
 from collections import OrderedDict
@@ -192,6 +194,7 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "latest")
 
 
+@pytest.mark.follows("Use the folder with all files: ")
 @pytest.mark.parametrize(
     "kind",
     ["folder of safetensors", ".bin files and their index", "torch.distributed.checkpoint", "DeepSpeed ZeRO 3"],
@@ -201,8 +204,10 @@ def test_a_single_shard_is_named_for_what_it_is(kind: str, tmp_path: Path, run: 
     shards = [path for path in files_in(tmp_path / "folder") if path.suffix != ".json"]
     assert len(shards) >= 3
     for shard in shards:
-        with pytest.raises(BrokenCheckpointError, match=r"one of several files.*Use the folder .*: .*/(folder|tag)"):
+        with pytest.raises(BrokenCheckpointError, match=r"one of several files.*: .*/(folder|tag)$") as refused:
             load_weights(Net(), shard, strict=False)
+        load_weights(net := Net(), str(refused.value).rpartition("Use the folder with all files: ")[2])
+        assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), WEIGHTS.values(), strict=True))
         assert run("convert", shard, tmp_path / "a.pt")[0] == 1
         _, out, err = run("inspect", shard)
         assert "is one of several files of a checkpoint" in " ".join((out + err).split())
@@ -224,6 +229,18 @@ def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path, run: Run) -> N
     load_weights(Net(), tmp_path / "model-00001-of-00001.safetensors", strict=False)  # all there is
 
 
+@pytest.mark.follows("It holds {len(indexes)} checkpoints. Use one of them: ")
+def test_each_index_in_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
+    for suffix in ("bin", "safetensors"):
+        write_index(tmp_path, WEIGHTS, 2, suffix=suffix)
+    with pytest.raises(BrokenCheckpointError, match="holds 2 checkpoints") as refused:
+        read_checkpoint(tmp_path)
+    for name in str(refused.value).rpartition("Use one of them: ")[2].split(", "):
+        load_weights(net := Net(), tmp_path / name)
+        assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), WEIGHTS.values(), strict=True))
+
+
+@pytest.mark.follows("Load them with torch.distributed.checkpoint.HuggingFaceStorageReader")
 @pytest.mark.skipif(not hasattr(dcp, "HuggingFaceStorageWriter"), reason="this torch does not write them")
 def test_parts_by_dcp_are_left_to_the_tool_that_wrote_them(tmp_path: Path) -> None:
     for distributed in (True, False):
@@ -237,8 +254,13 @@ def test_parts_by_dcp_are_left_to_the_tool_that_wrote_them(tmp_path: Path) -> No
     folder = tmp_path / "True"
     file = next(folder.glob("*.safetensors"))
     for path, words in ((folder, "holds the parts of all ranks"), (file, "is one of several files")):
-        with pytest.raises(BrokenCheckpointError, match=words):
+        with pytest.raises(BrokenCheckpointError, match=words) as refused:
             read_checkpoint(path)
+        if path == folder:
+            advised = re.search(r"Load them with (\S+)\.$", str(refused.value))
+            weights = {key: torch.zeros_like(value) for key, value in WEIGHTS.items()}
+            dcp.load(weights, storage_reader=pkgutil.resolve_name(advised[1])(str(folder)))  # type: ignore[index]
+            assert all(torch.equal(value, WEIGHTS[key]) for key, value in weights.items())
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind != "DeepSpeed without ZeRO"])

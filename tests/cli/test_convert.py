@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -89,6 +90,7 @@ def test_convert_gives_the_names_of_another_file(net: Tied, last: str, tmp_path:
     assert list(torch.load(target)) == list(net.state_dict())
 
 
+@pytest.mark.follows("Use --force to replace it")
 def test_convert_refuses_what_it_cannot_do(net: Tied, last: str, tmp_path: Path, run: Run) -> None:
     Path(tmp_path / "there.ckpt").write_text("mine")
     for arguments, words in (
@@ -101,6 +103,9 @@ def test_convert_refuses_what_it_cannot_do(net: Tied, last: str, tmp_path: Path,
         assert (code, out) == (1, "")
         assert words in err
     assert Path(tmp_path / "there.ckpt").read_text() == "mine"
+    advised = re.search(r"exists\. Use (\S+) to replace it", run("convert", last, tmp_path / "there.ckpt")[2])
+    assert run("convert", last, tmp_path / "there.ckpt", advised[1])[0] == 0  # type: ignore[index]
+    assert torch.load(tmp_path / "there.ckpt")["epoch"] == 3
     torch.save({"a": net.state_dict(), "b": net.state_dict()}, tmp_path / "two.pt")
     two = str(tmp_path / "two.pt")
     err = run("convert", two, str(tmp_path / "c.pt"))[2]

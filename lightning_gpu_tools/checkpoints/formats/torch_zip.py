@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.content import all_state_dicts
 from lightning_gpu_tools.checkpoints.faults import Fault
-from lightning_gpu_tools.checkpoints.file_kinds import compressed, is_torchs, other_file
+from lightning_gpu_tools.checkpoints.file_kinds import compressed, in_other_byte_order, is_torchs, other_file
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, StorageInfo, Structure
 from lightning_gpu_tools.checkpoints.zip_records import Record, read_index, read_records
@@ -36,8 +36,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         raise compressed(path, names)
     _, records = read_records(index)
     if "byteorder" in records and records["byteorder"].read() != sys.byteorder.encode():
-        advice = "On that machine, load it and save it as safetensors."
-        raise Fault("was written on a machine with another byte order", advice)
+        raise in_other_byte_order(path)
     record = records["data.pkl"]
     reader = StructureReader(BytesIO(record.read()), record.size_bytes)
     content = reader.load()
