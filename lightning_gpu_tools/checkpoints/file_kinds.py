@@ -149,7 +149,7 @@ def other_folder(path: str, names: Sequence[str], unpacked: Sequence[str]) -> Fa
     if "saved_model.pb" in names:
         return Fault("is a TensorFlow SavedModel", _TENSORFLOW)
     if any(map(_TENSORFLOWS_NAME.fullmatch, names)):
-        return Fault("is a folder with a TensorFlow checkpoint", _TENSORFLOW)
+        return Fault("is a TensorFlow checkpoint", _TENSORFLOW)
     return None
 
 

@@ -34,10 +34,21 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             with faults_of(path):
                 file = _open(local)
         except FileNotFoundError:
+            with faults_of(path):
+                _refuse_tensorflows(local)
             no_folder = "" if Path(local).parent.is_dir() else " Its folder does not exist either."
             raise CheckpointNotFoundError(f"Checkpoint file not found: {printable_path(path)}.{no_folder}") from None
         with file:
             yield file
+
+
+def _refuse_tensorflows(path: str) -> None:
+    """Raise a fault if this is the name of a TensorFlow checkpoint, which has files with longer names only."""
+    folder, name = os.path.split(path)
+    with contextlib.suppress(OSError):
+        beside = [other for other in os.listdir(folder or ".") if other.startswith(f"{name}.")]
+        if fault := other_folder(path, beside, ()):
+            raise fault
 
 
 def _open(path: str) -> BinaryIO:

@@ -29,7 +29,7 @@ from torch import nn
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, verify_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure
-from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 
 WEIGHTS = nn.Linear(3, 2).state_dict()
 
@@ -363,6 +363,10 @@ def test_folders_by_tensorflow_are_named(names: tuple[str, ...], tmp_path: Path)
     for name in names:
         (tmp_path / name).touch()
     assert "TensorFlow" in refused(tmp_path)
+    if "checkpoint" in names:
+        assert refused(tmp_path / "m.ckpt").startswith(f"{tmp_path}/m.ckpt is a TensorFlow checkpoint. Read it with")
+        with pytest.raises(CheckpointNotFoundError):
+            load_weights(net(), tmp_path / "n.ckpt")
 
 
 # -- TorchScript ---------------------------------------------------------------------------------------------------

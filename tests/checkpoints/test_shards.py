@@ -229,7 +229,7 @@ def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path, run: Run) -> N
     load_weights(Net(), tmp_path / "model-00001-of-00001.safetensors", strict=False)  # all there is
 
 
-@pytest.mark.follows("It holds {len(indexes)} checkpoints. Use one of them: ")
+@pytest.mark.follows("checkpoints. Use one of them: ")
 def test_each_index_in_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
     for suffix in ("bin", "safetensors"):
         write_index(tmp_path, WEIGHTS, 2, suffix=suffix)
