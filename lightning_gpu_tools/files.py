@@ -39,14 +39,10 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-", ignore_cleanup_errors=True) as folder:
         copy = os.path.join(folder, "checkpoint")
         try:
-            with _reaching(path):
+            with _reaching(path, passed=FileNotFoundError):
                 filesystem.get_file(name, copy)
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"Checkpoint file not found: {printable_path(path)}.") from None
-        except UnreachableError:
-            raise
-        except OSError as error:
-            raise _unreachable(path, printable(error, 200)) from error
         yield copy
 
 
@@ -263,19 +259,19 @@ def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
     from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-    with _reaching(text):
+    with _reaching(text, passed=FileNotFoundError):
         filesystem, name = url_to_fs(text)
     return None if isinstance(filesystem, LocalFileSystem) else filesystem, name
 
 
 @contextlib.contextmanager
-def _reaching(url: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the errors of a file system that are no ``OSError`` into one, with the reason and what to do."""
+def _reaching(url: str | os.PathLike[str], passed: type[OSError] = OSError) -> Iterator[None]:
+    """Turn the errors of a file system, except those ``passed``, into one with the reason and what to do."""
     try:
         yield
-    except OSError:
+    except passed:
         raise
-    except Exception as error:
+    except Exception as error:  # each file system raises errors of the packages that it uses
         missing = getattr(error.__cause__, "name", None)
         if isinstance(error, ImportError) and missing:
             package = _PACKAGES.get(missing, missing)

@@ -418,6 +418,8 @@ def test_damaged_code_of_a_torchscript_program_is_found(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_frozen_torchscript_program_has_no_weights_to_load(tmp_path: Path) -> None:
     torch.jit.freeze(torch.jit.script(network())).save(tmp_path / "frozen.pt")
-    assert "modules hold no weights, as torch.jit.freeze leaves it" in refused(tmp_path / "frozen.pt")
+    assert "without plain weights, as after torch.jit.freeze or quantization. Use the" in refused(
+        tmp_path / "frozen.pt"
+    )
     torch.jit.script(network())._save_for_lite_interpreter(str(tmp_path / "flat.ptl"), _use_flatbuffer=True)
     assert "is a TorchScript program for mobile devices. Use the" in refused(tmp_path / "flat.ptl")

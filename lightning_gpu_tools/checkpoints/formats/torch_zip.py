@@ -42,7 +42,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     content = reader.load()
     is_script = "constants.pkl" in records
     if is_script and not all_state_dicts(content):
-        what = "is a TorchScript program whose modules hold no weights, as torch.jit.freeze leaves it"
+        what = "is a TorchScript program without plain weights, as after torch.jit.freeze or quantization"
         raise Fault(what, "Use the checkpoint that it was exported from.")
     return Structure(
         file,
