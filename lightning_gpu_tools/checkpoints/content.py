@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,6 +21,15 @@ LIGHTNING_VERSION = "pytorch-lightning_version"
 MANIFEST = "lightning_gpu_tools"
 # Entries of a Lightning checkpoint with the model's keys. WeightAveraging adds the second one.
 MODEL_STATES = ("state_dict", "current_model_state")
+# Entries that a Trainer restores, and what they are.
+_RESTORED = {
+    LIGHTNING_VERSION: "a version such as 2.6.0",
+    "hyper_parameters": "a dictionary with string keys",
+    "loops": "a dictionary with the loops of a Trainer",
+    **dict.fromkeys(("callbacks", "current_model_state", "averaging_state"), "a dictionary"),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), "a list of dictionaries"),
+}
+_VERSION = re.compile(r"\d{1,9}(\.\d{1,9}){1,3}[\w.+-]{0,40}")
 # Arguments of classes. Tensors in them are not weights.
 _ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
 _MAX_LEVELS = 3  # "callbacks", "StochasticWeightAveraging", "average_model_state"
@@ -70,6 +80,30 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
                 "attribute of the state_dict, and save it again."
             )
     return entries
+
+
+def check_training_state(content: Any, path: object) -> None:
+    """Raise if an entry of a Lightning checkpoint is not what Lightning writes, so that it cannot be restored."""
+    for name, expected in _RESTORED.items() if is_lightning_checkpoint(content) else ():
+        if name in content and not _is_restorable(name, content[name]):
+            raise BrokenCheckpointError(
+                f"{printable_path(path)} cannot be resumed: its {name} is {describe_content(content[name])}, not "
+                f"{expected}. Use an earlier checkpoint, or load its weights with lightning_gpu_tools.load_weights."
+            )
+
+
+def _is_restorable(name: str, value: Any) -> bool:
+    if isinstance(value, Opaque):  # only its class knows
+        return True
+    if name == LIGHTNING_VERSION:
+        return isinstance(value, str) and _VERSION.fullmatch(value) is not None
+    if name == "hyper_parameters":
+        return is_named(value)
+    if name == "loops" and isinstance(value, Mapping):
+        return {f"{loop}_loop" for loop in ("fit", "validate", "test", "predict")} <= value.keys()
+    if isinstance(value, list):
+        return "list" in _RESTORED[name] and all(isinstance(item, (Mapping, Opaque)) for item in value)
+    return "list" not in _RESTORED[name] and (isinstance(value, Mapping) or value is None)
 
 
 def manifest_of(content: Any) -> dict[str, Any]:
@@ -210,6 +244,26 @@ def unopened_objects(content: Any) -> set[str]:
     return found
 
 
+def check_depth(content: Any) -> None:
+    """Raise ``RecursionError`` if described content is nested too deeply to be copied.
+
+    Takes the same way through shared parts as a recursive copy, which does not enter a part twice.
+    """
+    seen: set[int] = set()
+    stack = [iter([content])]
+    while stack:
+        value = next(stack[-1], None)
+        if value is None:
+            stack.pop()
+        elif isinstance(value, (dict, list, tuple, Opaque)) and id(value) not in seen:
+            seen.add(id(value))
+            parts = (value.state, value.items) if isinstance(value, Opaque) else value
+            inside = parts.values() if isinstance(parts, dict) else parts
+            stack.append(part for part in inside if part is not None)
+            if len(stack) > MAX_DEPTH:
+                raise RecursionError
+
+
 def shown_shape(shape: Iterable[int]) -> str:
     """Format a shape as ``3x4``, or as ``scalar``."""
     return "x".join(map(str, shape)) or "scalar"
@@ -229,7 +283,21 @@ def _as_mapping(value: Any) -> Mapping[Any, Any]:
 def _is_module(value: Any) -> bool:
     state = value.state if isinstance(value, Opaque) else None
     parts = ("_modules", "_parameters", "_buffers")
-    return isinstance(state, Mapping) and all(isinstance(state.get(part), Mapping) for part in parts)
+    return isinstance(state, Mapping) and (_is_script(value) or all(isinstance(state.get(p), Mapping) for p in parts))
+
+
+def _is_script(value: Opaque) -> bool:
+    """Return whether this is an object of a TorchScript program."""
+    return value.kind.startswith("__torch__.")
+
+
+def _parts_of(module: Opaque) -> tuple[dict[Any, Any], Mapping[Any, Any]]:
+    """Return the tensors and the modules in a described module by name."""
+    state = module.state
+    if not _is_script(module):
+        return {**state["_parameters"], **state["_buffers"]}, state["_modules"]
+    tensors = {name: part for name, part in state.items() if isinstance(part, TensorInfo)}
+    return tensors, {name: part for name, part in state.items() if _is_module(part)}
 
 
 def _weights_of(module: Opaque) -> dict[str, Any]:
@@ -249,9 +317,9 @@ def _weights_of(module: Opaque) -> dict[str, Any]:
         not_saved = (
             {name for name in not_saved if isinstance(name, str)} if isinstance(not_saved, (list, tuple)) else ()
         )
-        parts = {**one.state["_parameters"], **one.state["_buffers"]}
+        parts, inside = _parts_of(one)
         children = []
-        for name, part in one.state["_modules"].items():
+        for name, part in inside.items():
             if _is_module(part):
                 children.append((f"{prefix}{name}.", part))
             else:

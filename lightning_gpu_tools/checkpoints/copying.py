@@ -395,13 +395,14 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
             if numbers[..., 1].any():
                 return f"a complex number cannot become {name_of(dtype)}"
             numbers = numbers[..., 0]
-    if numbers.is_floating_point() and numbers.element_size() < 4:
-        numbers = numbers.float()  # here the limits below are exact, and float8 can be compared
+    limit = None
     if dtype.is_floating_point or dtype.is_complex:
-        kinds = torch.finfo if numbers.is_floating_point() else torch.iinfo
         limit = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 4)  # numbers up to here round down to max
-        if numbers.dtype is torch.bool or kinds(numbers.dtype).max <= limit:
+        if _are_within(numbers, limit):
             return ""
+    if numbers.is_floating_point() and numbers.element_size() < 4:
+        numbers = numbers.float()  # here limits are exact, and float8 can be compared
+    if limit is not None:
         changed = ((numbers > limit) | (numbers < -limit)) & ~numbers.isinf()
     else:
         cast = numbers.to(dtype)
@@ -410,6 +411,19 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
         return ""
     number = numbers[changed][0]
     return f"{number.item():g} would become {number.to(dtype).item():g} as {name_of(dtype)}"
+
+
+def _are_within(numbers: torch.Tensor, limit: float) -> bool:
+    """Return whether no number can be beyond the limit, by their type or by the largest. Takes no memory."""
+    if numbers.dtype is torch.bool:
+        return True
+    kinds = torch.finfo if numbers.is_floating_point() else torch.iinfo
+    if kinds(numbers.dtype).max <= limit or not numbers.numel():
+        return True
+    if numbers.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        return False  # torch has no aminmax for some of the others
+    low, high = (number.item() for number in numbers.aminmax())
+    return -limit <= low and high <= limit  # false if one of them is infinite or not a number
 
 
 def _kind(value: torch.Tensor) -> str:

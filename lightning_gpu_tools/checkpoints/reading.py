@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from lightning_gpu_tools.checkpoints.content import all_state_dicts, check_contents, put_weights
+from lightning_gpu_tools.checkpoints.content import (
+    all_state_dicts,
+    check_contents,
+    check_training_state,
+    describe_content,
+    put_weights,
+)
 from lightning_gpu_tools.checkpoints.faults import faults_of
+from lightning_gpu_tools.checkpoints.key_renaming import quoted
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
-from lightning_gpu_tools.checkpoints.structure import Opaque, Structure, TensorInfo, compare_with_checksums
-from lightning_gpu_tools.checkpoints.torch_loading import described_weights, holds_tensors, is_loaded_alone, refusal
+from lightning_gpu_tools.checkpoints.state_dicts import check_numbers, weights_in, whole_weights
+from lightning_gpu_tools.checkpoints.structure import (
+    Opaque,
+    Progress,
+    Structure,
+    TensorInfo,
+    compare_with_checksums,
+    no_progress,
+)
+from lightning_gpu_tools.checkpoints.torch_loading import (
+    described_weights,
+    holds_tensors,
+    is_loaded_alone,
+    refusal,
+)
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, builds_arrays
-from lightning_gpu_tools.errors import UnsafeCheckpointError
+from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.units import printable_path
 
 
 def read_checkpoint(
-    path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True, verify: bool = False
+    path: str | os.PathLike[str],
+    *,
+    map_location: Any = "cpu",
+    weights_only: bool = True,
+    verify: bool = False,
+    opened: Structure | None = None,
 ) -> Any:
     """Return the contents of a checkpoint file or a folder of shards.
 
@@ -28,7 +54,7 @@ def read_checkpoint(
     joined for each operation, and takes memory only during it.
 
     With ``weights_only``, raises ``UnsafeCheckpointError`` for anything but plain data. With ``verify``, compares
-    checksums first. Other errors are as in ``read_structure``.
+    checksums first. Other errors are as in ``read_structure``. ``opened`` is the checkpoint, if it is already open.
     """
 
     def load(structure: Structure) -> Any:
@@ -47,7 +73,7 @@ def read_checkpoint(
                 )
             raise
 
-    return _read(path, load, verify, map_location)
+    return _read(path, load, verify, map_location, opened)
 
 
 class Unread(NamedTuple):
@@ -57,7 +83,9 @@ class Unread(NamedTuple):
     values: Mapping[str, Mapping[str, str]]  # entry -> key -> class, for objects among the weights
 
 
-def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> tuple[Any, Unread]:
+def read_weights(
+    path: str | os.PathLike[str], *, weights_only: bool = True, opened: Structure | None = None
+) -> tuple[Any, Unread]:
     """Return the weights of a file or folder of shards, with the rest only described, and the unread parts.
 
     Raises ``UnsafeCheckpointError`` for a weight that is not a block of plain numbers. If not ``weights_only``, opens
@@ -86,7 +114,7 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
             key: kind
             for entry, kinds in left_out.items()
             for key, kind in kinds.items()
-            if holds_tensors(entries[entry][key]) and not key.endswith("_extra_state")
+            if holds_tensors(entries[entry][key]) and not _is_extra_state(key)
         }
         if weights:
             shown = ", ".join(sorted({*weights.values()}))
@@ -101,7 +129,7 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
             values[entry].update(unopened)
         return content
 
-    content = _read(path, load)
+    content = _read(path, load, opened=opened)
     for entry, weights in all_state_dicts(content).items() if classes else ():
         objects = {key: value.kind for key, value in weights.items() if isinstance(value, (Opaque, TensorInfo))}
         if objects:  # in a folder by torch.distributed.checkpoint, which stores each object like a file
@@ -111,10 +139,68 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
     return content, Unread(tuple(sorted(classes)), values)
 
 
+def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_progress) -> tuple[Structure, Unread]:
+    """Compare each whole file with its checksums, then load everything, or only the weights next to foreign classes.
+
+    Returns the description, and what was not read. A checkpoint without an error here can be loaded, except a single
+    shard, of which only the checksums are compared: ``Structure.part``.
+    """
+    with opened_source(path) as structure:
+        advance = progress(structure.size_bytes)
+        for file in structure.files:
+            compare_with_checksums(file, advance)
+        unread = Unread((), {})
+        if structure.part is None:
+            try:
+                content = read_checkpoint(path, opened=structure)
+            except UnsafeCheckpointError:
+                content, unread = read_weights(path, opened=structure)
+            _check_weights(content, unread, path)
+            check_training_state(content, path)
+        return structure, unread
+
+
+def _check_weights(content: Any, unread: Unread, path: str | os.PathLike[str]) -> None:
+    """Raise unless every set of weights can be loaded into a model."""
+    shown = printable_path(path)
+    for entry, weights in weights_in(content, path).items():
+        check_numbers(str(path), whole_weights(str(path), weights))
+        may_be_more = not hasattr(weights, "_metadata")  # such as the name of an architecture, beside the weights
+        odd = [
+            key
+            for key, value in weights.items()
+            if _is_no_weight(value) and not (_is_extra_state(key) or (may_be_more and "." not in key))
+        ]
+        if odd:
+            what = describe_content(weights[odd[0]])
+            raise BrokenCheckpointError(f"{shown}: the weight {quoted(odd[0])} is {what}. Save a module's state_dict.")
+        unopened = [key for key in unread.values.get(entry, ()) if not _is_extra_state(key)]
+        if unopened:
+            raise UnsafeCheckpointError(
+                f"{shown} has weights that were not opened, because this would run code: {list_groups(unopened)}. "
+                "Ask its author for the model's state_dict()."
+            )
+
+
+def _is_no_weight(value: Any) -> bool:
+    """Return whether no module keeps this. Some keep numbers, or lists of tensors."""
+    if isinstance(value, (list, tuple)) and value:
+        return all(isinstance(item, (int, float, str, bytes, Mapping, list, tuple)) for item in value)
+    return isinstance(value, (str, bytes, Mapping))
+
+
+def _is_extra_state(key: str) -> bool:
+    return key.endswith("_extra_state")
+
+
 def _read(
-    path: str | os.PathLike[str], load: Callable[[Structure], Any], verify: bool = False, map_location: Any = "cpu"
+    path: str | os.PathLike[str],
+    load: Callable[[Structure], Any],
+    verify: bool = False,
+    map_location: Any = "cpu",
+    opened: Structure | None = None,
 ) -> Any:
-    with opened_source(path) as structure, faults_of(path):
+    with contextlib.nullcontext(opened) if opened else opened_source(path) as structure, faults_of(path):
         if structure.part is not None:
             raise structure.part
         for file in structure.files if verify else ():

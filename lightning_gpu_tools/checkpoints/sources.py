@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_gpu_tools.checkpoints.content import check_contents, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
 from lightning_gpu_tools.checkpoints.formats import (
     FolderFormat,
@@ -23,10 +23,7 @@ from lightning_gpu_tools.checkpoints.key_tree import shortened
 from lightning_gpu_tools.checkpoints.opening import Folder, describe, opened
 from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
-    Progress,
     Structure,
-    compare_with_checksums,
-    no_progress,
 )
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
@@ -74,16 +71,6 @@ def read_structure(path: str | os.PathLike[str]) -> Structure:
     The error for a broken or missing file suggests a complete checkpoint in the same folder, if there is one.
     """
     with opened_source(path, to_load=False) as structure:
-        return structure
-
-
-def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_progress) -> Structure:
-    """Describe a checkpoint like ``read_structure``, then compare each whole file with its checksums."""
-    with opened_source(path) as structure:
-        check_contents(structure.content, path)
-        advance = progress(structure.size_bytes)
-        for file in structure.files:
-            compare_with_checksums(file, advance)
         return structure
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.checkpoints.arrays import ARRAY
-from lightning_gpu_tools.checkpoints.content import Entries, put_weights
+from lightning_gpu_tools.checkpoints.content import Entries, check_depth, put_weights
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, path_of
 from lightning_gpu_tools.checkpoints.structure import ArrayNumbers, Opaque, StorageInfo, Structure, TensorInfo
@@ -39,6 +39,8 @@ def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *
         if refused is None and map_location == "cpu":
             with contextlib.suppress(NotPlainError):
                 return _Builder(structure).build(structure.content)
+        if refused is None:
+            check_depth(structure.content)
     file = structure.file
     mapped = can_be_mapped and not isinstance(file, io.BytesIO)
     file.seek(0)

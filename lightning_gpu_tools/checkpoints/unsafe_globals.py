@@ -49,8 +49,10 @@ _FOUND_AT = (
     (re.compile(r"^numpy\.core\."), "numpy._core."),
     (re.compile(r"^pathlib\.(WindowsPath)"), r"pathlib.Pure\1"),
 )
-# Modules of the standard library that can run code: all except these, which only hold values.
-_CODE_MODULES = sys.stdlib_module_names - {"array", "collections", "datetime", "decimal", "enum", "ipaddress", "random"}
+# Modules that can run code: TorchScript's, and those of the standard library except these, which only hold values.
+_CODE_MODULES = {"__torch__", *sys.stdlib_module_names} - {
+    *("array", "collections", "datetime", "decimal", "enum", "ipaddress", "random")
+}
 _RUNS_CODE = re.compile(
     r"(nt|posix|distutils|setuptools|pip|pkg_resources|requests|aiohttp|torch\.(hub|jit|utils|serialization))\.\S+"
     r"|torch\.[a-z]\w*"

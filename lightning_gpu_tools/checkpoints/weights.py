@@ -83,11 +83,11 @@ def load_weights(
 ) -> LoadReport:
     """Load a checkpoint into a model, regardless of the wrappers (DataParallel, DDP, FSDP, torch.compile) in its keys.
 
-    The file may be a Lightning checkpoint, a plain ``state_dict``, a dictionary or a list with one, a pickled module,
-    safetensors, or NumPy arrays (``.npz``, Detectron2's ``.pkl``). Shards are loaded as one checkpoint: safetensors or
-    ``.bin`` files with an ``index.json``, and the folders of ``torch.distributed.checkpoint``, FSDP, ModelParallel and
-    DeepSpeed ZeRO. Weights are read on the CPU and copied to the model's devices. Other objects (hyperparameters,
-    arguments) are not read.
+    The file may be a Lightning checkpoint, a plain ``state_dict``, a dictionary or a list with one, a pickled module, a
+    TorchScript program, safetensors, or NumPy arrays (``.npz``, Detectron2's ``.pkl``). Shards are loaded as one
+    checkpoint: safetensors or ``.bin`` files with an ``index.json``, and the folders of
+    ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights are read on the CPU and copied to
+    the model's devices. Other objects (hyperparameters, arguments) are not read.
 
     Loading is all-or-nothing: every error below is raised before anything is copied. A model with load hooks or its own
     ``load_state_dict`` is loaded twice, the first time as a check. A model can be partly loaded only after an

@@ -27,8 +27,9 @@ from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_groups
 from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
-from lightning_gpu_tools.checkpoints.sources import checkpoint_at, verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, rename_optimizers, weights_in
+from lightning_gpu_tools.checkpoints.structure import compare_with_checksums
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.environment import is_disabled
@@ -129,7 +130,9 @@ class PortableCheckpointIO(CheckpointIO):
         checkpoint: Any
         if self.inner is not None and not compat.loads_with_torch(self.inner):
             if self.verify:
-                verify_checkpoint(path)
+                with opened_source(path, to_load=False) as structure:
+                    for file in structure.files:
+                        compare_with_checksums(file)
             given = {"map_location": map_location, "weights_only": weights_only}
             options.update((name, value) for name, value in given.items() if value is not None)
             checkpoint = self.inner.load_checkpoint(path, **options)

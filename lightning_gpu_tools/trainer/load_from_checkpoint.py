@@ -9,7 +9,7 @@ import functools
 import inspect
 import os
 import sys
-import warnings
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -30,6 +30,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, wei
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, warn_of_what_is_left
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.trainer.families import LightningModule, is_lightnings, lookup, version_of
+from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.units import printable, printable_path
 
 Module = TypeVar("Module", bound="LightningModule")
@@ -162,20 +163,30 @@ def _built_by_its_class(
     return model
 
 
+_replacing = threading.Lock()  # of torch.load, which several threads may do
+
+
 @contextlib.contextmanager
 def _trusting_files() -> Iterator[None]:
-    """Make ``torch.load`` open any file by default, as before torch 2.6."""
-    name = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
+    """Make ``torch.load`` open any file by default, as before torch 2.6, in this thread alone."""
+    mine, wrappers = threading.get_ident(), Wrappers()
+
+    def trusting(load: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == mine and kwargs.get("weights_only") is None:
+                kwargs["weights_only"] = False
+            return load(*args, **kwargs)
+
+        return wrapped
+
+    with _replacing:
+        wrappers.put(torch, "load", trusting)
+        wrappers.put(torch.serialization, "load", trusting)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=f".*{name}")
-            yield
+        yield
     finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+        with _replacing:
+            wrappers.undo()
 
 
 def load_from_checkpoint(

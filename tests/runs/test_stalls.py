@@ -181,7 +181,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[i
 
 @pytest.mark.follows(
     "DataLoader(timeout=60) raises an error instead",
-    "of the dataset. DataLoader(num_workers=1, timeout=60) raises an",
+    "of the dataset. DataLoader(num_workers=1, timeout=60) raises",
     'Set multiprocessing_context="spawn" or "forkserver"',
     "Let the error end the process",
     "Give every rank the same number of batches",

@@ -2,10 +2,12 @@
 
 import functools
 import importlib
-import os
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -257,9 +259,7 @@ class BuildsItself(LightningModule):
 
 @pytest.mark.follows("If you trust the author of the file: ")
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_a_class_that_builds_itself_does_so_from_a_trusted_file(
-    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_that_builds_itself_does_so_from_a_trusted_file(prefix: str, tmp_path: Path) -> None:
     source, path = BuildsItself(nn.Linear(3, 2)), tmp_path / "a.ckpt"
     weights = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
     content = {"pytorch-lightning_version": lightning_version, "state_dict": weights}
@@ -269,10 +269,34 @@ def test_a_class_that_builds_itself_does_so_from_a_trusted_file(
     line = str(caught.value).rpartition("author of the file: ")[2]
     model = eval(line, {"load_from_checkpoint": load_from_checkpoint, "BuildsItself": BuildsItself})
     assert torch.equal(model.part.weight, source.part.weight)
-    assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0")
-    load_from_checkpoint(BuildsItself, path, weights_only=False)
-    assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "0"
+
+
+class Meeting(BuildsItself):
+    """Opens the file once all threads have met twice."""
+
+    barrier = threading.Barrier(3, timeout=60)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, **options: Any) -> Any:  # type: ignore[override]
+        cls.barrier.wait()
+        cls.barrier.wait()  # here the third thread is refused
+        return super().load_from_checkpoint(checkpoint_path, **options)
+
+
+def test_trust_in_a_file_is_for_one_thread(tmp_path: Path) -> None:
+    path, load = tmp_path / "a.ckpt", torch.load
+    content = {"pytorch-lightning_version": lightning_version, "state_dict": BuildsItself(nn.Linear(3, 2)).state_dict()}
+    write_checkpoint({**content, "hyper_parameters": {"part": {"cls": nn.Linear, "args": (3, 2)}}}, path)
+    with ThreadPoolExecutor() as threads:
+        loading = [threads.submit(load_from_checkpoint, Meeting, path, weights_only=False) for _ in range(2)]
+        Meeting.barrier.wait()
+        for its_load in (torch.load, torch.serialization.load):
+            with pytest.raises(UnpicklingError, match="Weights only load failed"):
+                its_load(path)
+        Meeting.barrier.wait()
+        for one in loading:
+            assert isinstance(one.result(), Meeting)
+    assert torch.load is torch.serialization.load is load
 
 
 def test_the_device_is_the_cpu_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

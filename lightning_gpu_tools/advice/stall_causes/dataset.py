@@ -16,8 +16,8 @@ def find(facts: StallFacts) -> Explanation | None:
         return None
     return Explanation(
         f"The training process {does(facts)} while it loads data{where(facts.stack)}.",
-        f"Check {that_line(facts.stack, '__getitem__')} of the dataset. DataLoader(num_workers=1, timeout=60) raises an "
-        "error instead.",
+        f"Check {that_line(facts.stack, '__getitem__')} of the dataset. DataLoader(num_workers=1, timeout=60) raises "
+        "an error instead.",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.content import all_state_dicts, unopened_objects
 from lightning_gpu_tools.checkpoints.faults import Fault
+from lightning_gpu_tools.checkpoints.file_kinds import HEAD_BYTES, other_file
 from lightning_gpu_tools.checkpoints.formats import torch_legacy
 from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
@@ -29,8 +30,9 @@ def recognizes(head: bytes) -> bool:
 def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     """Describe the pickle; refuse it unless there are sets of arrays in it."""
     file.seek(0)
+    other = other_file(path, size_bytes, file.read(HEAD_BYTES))
+    file.seek(0)
     reader = StructureReader(file, size_bytes, encoding="latin1")  # Python 2 wrote bytes as text
-    other = Fault("is a Python pickle that torch.save did not write", "Save it with torch.save or as safetensors.")
     try:
         content = reader.load()
     except Fault:  # tensors, which need torch's own files

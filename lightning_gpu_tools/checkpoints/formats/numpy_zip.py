@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.arrays import ARRAY, dtype_of_array, strides_of
 from lightning_gpu_tools.checkpoints.faults import Fault
+from lightning_gpu_tools.checkpoints.file_kinds import other_file
 from lightning_gpu_tools.checkpoints.structure import (
     Opaque,
     StorageInfo,
@@ -17,7 +18,7 @@ from lightning_gpu_tools.checkpoints.structure import (
     TensorInfo,
     is_shape,
 )
-from lightning_gpu_tools.checkpoints.zip_records import Record, read_records
+from lightning_gpu_tools.checkpoints.zip_records import Record, read_index, read_records
 from lightning_gpu_tools.units import printable_path
 
 NAME = "npz"
@@ -37,11 +38,14 @@ def recognizes(head: bytes) -> bool:
 
 def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     """Describe the header of each array, and check it against the size of its record."""
-    file.seek(8)
-    if file.read(2) != b"\0\0":  # the method of compression
+    index = read_index(file, size_bytes)
+    names = [entry.name for entry in index.entries]
+    if not all(name.endswith(".npy") for name in names):
+        raise other_file(path, size_bytes, b"PK", names)
+    if any(entry.is_compressed for entry in index.entries):
         plain = f"numpy.savez('weights.npz', **numpy.load({printable_path(path)!r}))"
         raise Fault("is compressed by numpy.savez_compressed", f"Save it again without compression: {plain}")
-    root, records = read_records(file, size_bytes)
+    root, records = read_records(index)
     content: dict[str, Any] = {}
     places: dict[str, int] = {}
     for name, record in records.items():
