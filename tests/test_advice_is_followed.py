@@ -108,7 +108,7 @@ def _followed() -> Iterator[str]:
     for file in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.follows":
-                yield from (str(ast.literal_eval(argument)) for argument in node.args)
+                yield from ast.literal_eval(ast.List(node.args, ast.Load()))
 
 
 MESSAGES = [

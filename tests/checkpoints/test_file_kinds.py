@@ -246,12 +246,24 @@ def follow(words: str, folder: Path) -> Path:
 @pytest.mark.parametrize("name", FOLLOWED)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.follows(
-    *("visititems(lambda name, item:", "onnx.load('FILE')", "numpy.load('FILE').items()", "numpy.load('FILE')})"),
-    *("torch.export.load('FILE')", "load_pickle('PACKAGE', 'RESOURCE')", "torch.load('FILE', weights_only=False)"),
+    "visititems(lambda name, item:",
+    "onnx.load('FILE')",
+    "numpy.load('FILE')})",
+    "torch.export.load('FILE')",
+    "load_pickle('PACKAGE', 'RESOURCE')",
+    "torch.load('FILE', weights_only=False)",
     "torch.save(torch.load('FILE'), 'NEW.pt')",
-    *("gzip -dc", "bzip2 -dc", "xz -dc", "zstd -dc", "tar -xf", "7z x FILE"),
+    "gzip -dc",
+    "bzip2 -dc",
+    "xz -dc",
+    "zstd -dc",
+    "tar -xf",
+    "7z x FILE",
     "Unpack it, and use NEW/INSIDE",
-    *("python -m zipfile -e FILE NEW", "zip -0 -r FOLDER.pt", "zip -0 -r NEW.pt", "zip -0 -r ZIPPED.pt"),
+    "python -m zipfile -e FILE NEW",
+    "zip -0 -r FOLDER.pt",
+    "zip -0 -r NEW.pt",
+    "zip -0 -r ZIPPED.pt",
 )
 def test_following_the_advice_leads_to_the_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
