@@ -248,7 +248,7 @@ def follow(words: str, folder: Path) -> Path:
 @pytest.mark.follows(
     "visititems(lambda name, item:",
     "onnx.load('FILE')",
-    "numpy.load('FILE')})",
+    "torch.from_numpy(numpy.load('FILE'))",
     "torch.export.load('FILE')",
     "load_pickle('PACKAGE', 'RESOURCE')",
     "torch.load('FILE', weights_only=False)",
