@@ -461,6 +461,12 @@ class RunMeasurements:
     own_utilization_percent: float | None = None  # of this rank's GPU; None: the same
     validation_utilization_percent: float | None = None
     loader: LoaderSettings | None = None  # None for anything but a torch.utils.data.DataLoader
+    # Of the same loader, also of one that is not torch's: when training began, and now.
+    loader_began: LoaderFacts | None = None
+    loader_now: LoaderFacts | None = None
+    loader_wait_share: float = (
+        1.0  # of the wait for data, if there are several loaders: this is the one waited for most
+    )
     worker_cpu_s_per_batch: float | None = None
     batch_bytes: int | None = None
     loading: LoadingFacts | None = None
