@@ -21,7 +21,7 @@ from lightning_gpu_tools.advice.examples import (
     sampled_idle,
 )
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, RANK_WAIT_IN_STEP
-from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoadingFacts, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoadingFacts, RunMeasurements, SourceLine
 
 
 class Measured(NamedTuple):
@@ -52,6 +52,7 @@ def _facts(**options: Any) -> dict[str, Any]:
     return {"loader_began": facts, "loader_now": facts}
 
 
+_IN_GETITEM = (SourceLine(phase="data_loading", file="data.py", line=41, function="__getitem__", samples=200),)
 _WAITS_FOR_RANKS = dataclasses.replace(sampled_idle(), step_s={RANK_WAIT_IN_STEP: 20 * 0.020})
 _ON_STORAGE = LoadingFacts(samples=50, storage_wait_share=0.6)
 MEASURED = {
@@ -138,6 +139,22 @@ MEASURED = {
     "fewer shards than workers": Measured(
         "data_loading too_few_workers", cpu_run(WAITS, **_facts(is_iterable=True, splits=True, shards=2)), 0.75,
         "at most as many workers as shards, and `Photos` has 2",
+    ),
+    "rows of tensors, one by one": Measured(
+        "data_loading single_samples",
+        cpu_run(
+            WAITS, load_cpu_ms=29, loader=dataclasses.replace(NO_WORKERS, batch_size=4096),
+            **_facts(is_table=True, sampler="RandomSampler"),
+        ),
+        0.75, "sampler=BatchSampler(RandomSampler(dataset), 4096, drop_last=False)",
+    ),
+    "samples that take no longer than to call for them": Measured(
+        "data_loading single_samples",
+        cpu_run(
+            WAITS, load_cpu_ms=29, loader=dataclasses.replace(NO_WORKERS, batch_size=4096), lines=_IN_GETITEM,
+            **_facts(),
+        ),
+        0.75, "`__getitems__(self, indices)`",
     ),
     "a cold page cache": Measured("data_loading cold_cache", cold_cache(), words="Later epochs need no change"),
 }  # fmt: skip

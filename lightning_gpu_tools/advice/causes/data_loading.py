@@ -34,6 +34,8 @@ from lightning_gpu_tools.advice.loader_plan import (
     settings_line,
     with_range,
 )
+from lightning_gpu_tools.advice.single_samples import KIND as SINGLE_SAMPLES
+from lightning_gpu_tools.advice.single_samples import fetched_at_once
 from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
 from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
@@ -153,7 +155,11 @@ def _of_torch_loader(
     speedup = (lower, expected, upper)
     computes = cpu_s is None or cpu_s >= _COMPUTING * wall_s
     cpu_times = _cpu_times(run, cpu_s or 0.0, step_cpu_s)
-    kind, advice = _shortage(run, loader, seen, plan, computes, tried, speedup, cpu_times)
+    at_once = fetched_at_once(run, loader, min(cpu_s or 0.0, wall_s), computes=computes)
+    if at_once is not None:
+        kind, advice = SINGLE_SAMPLES, at_once
+    else:
+        kind, advice = _shortage(run, loader, seen, plan, computes, tried, speedup, cpu_times)
     evidence: Evidence = {
         "kind": kind,
         "num_workers": loader.num_workers,
@@ -168,7 +174,10 @@ def _of_torch_loader(
         evidence[shown.replace("_share", "_percent")] = 100 * value if is_share else value
     evidence |= evidence_of(run.storage)
     known = {name: value for name, value in evidence.items() if value is not None}
-    found = with_range(replace(found, advice=advice, evidence={**found.evidence, **known}), tried, *speedup)
+    found = replace(found, advice=advice, evidence={**found.evidence, **known})
+    if at_once is not None:
+        return found
+    found = with_range(found, tried, *speedup)
     # Other advice may end the whole wait.
     return advised(found) if kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers else found
 
@@ -326,6 +335,12 @@ CAUSE = Cause(
             "first what the advice says: open the file in the worker, split the stream by `get_worker_info()`, start "
             "the process by `multiprocessing.Process(daemon=False)`; then `num_workers`",
             "not_ready_for_workers",
+        ),
+        Shape(
+            "Fetching takes ... for each of the ... samples of a batch",
+            "fetch a batch by one index: `sampler=BatchSampler(...)` with `batch_size=None`, or `__getitems__` in the "
+            "dataset",
+            SINGLE_SAMPLES,
         ),
         Shape(
             "The CPU is the limit: a batch takes ... of CPU time, a step ..., and this job has ... cores",
