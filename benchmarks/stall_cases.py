@@ -129,8 +129,8 @@ def deadlocked_workers(folder: Path, rank: int, stall_after_s: StallAfter, **loa
     fit(folder, stall_after_s, data=Data(with_lock), loader={"num_workers": 2, **loader})
 
 
-def dataset(folder: Path, rank: int, stall_after_s: StallAfter, **loader: Any) -> None:
-    fit(folder, stall_after_s, data=Data(lambda index: hang() if index == AT else None), loader=loader)
+def dataset(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+    fit(folder, stall_after_s, data=Data(lambda index: hang() if index == AT else None))
 
 
 def silent_storage(folder: Path, rank: int, stall_after_s: StallAfter) -> None:

@@ -41,6 +41,7 @@ _EXCEPTIONS = {
     "cuda.cuInit(0) == 0": "a program",
     "LIGHTNING_GPU_TOOLS=advise has no effect": "the beginning of a warning",
     "copies of gradients; `gradient_as_bucket_view=True` saves them": "the name of a part of the memory",
+    "because this would run code: {}. Ask its author": "asks a person",
     "no_sync() in 3 of 4 batches": "a part of the message of communication",
     "(CUDA graphs)": "compiled kernels compute nothing on simulated GPUs",
     "CUDA_LAUNCH_BLOCKING=1": "a kernel that hangs would hang a real GPU",

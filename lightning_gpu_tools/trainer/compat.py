@@ -73,9 +73,8 @@ def loads_with_torch(plugin: Any) -> bool:
     return bool(type(plugin).load_checkpoint.__module__.endswith(".plugins.io.torch_io"))
 
 
-def train_iterator(trainer: Trainer) -> object | None:
-    """Return the iterator of the first training loader. Lost: the workers."""
+def train_iterators(trainer: Trainer) -> Sequence[object]:
+    """Return the iterators of the training loaders. Lost: the workers."""
     fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
     combined = getattr(fetcher, "_combined_loader", None)
-    iterators = getattr(getattr(combined, "_iterator", None), "iterators", None)
-    return iterators[0] if iterators else None
+    return getattr(getattr(combined, "_iterator", None), "iterators", None) or ()

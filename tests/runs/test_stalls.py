@@ -41,7 +41,6 @@ from stall_cases import (
     Model,
     blocked_worker,
     compute_on_ranks,
-    dataset,
     deadlocked_workers,
     evaluation,
     fit,
@@ -113,11 +112,6 @@ def test_what_hangs_is_named_while_it_hangs(name: str, said: dict[str, tuple[Sta
 # By what is advised: the case, its training once that is done, and the error with which it then ends, if with one.
 FOLLOWED: dict[str, tuple[str, Callable[..., None], str]] = {
     "DataLoader(timeout=": ("a dataset that blocks in one worker", partial(blocked_worker, timeout=1), "timed out"),
-    "DataLoader(num_workers=1, timeout=": (
-        "a dataset that blocks in the training process",
-        partial(dataset, num_workers=1, timeout=1),
-        "timed out",
-    ),
     'multiprocessing_context="spawn"': (
         "workers dead-locked after fork",
         partial(deadlocked_workers, multiprocessing_context="spawn"),
@@ -181,7 +175,6 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[i
 
 @pytest.mark.follows(
     "DataLoader(timeout=60) raises an error instead",
-    "of the dataset. DataLoader(num_workers=1, timeout=60) raises",
     'Set multiprocessing_context="spawn" or "forkserver"',
     "Let the error end the process",
     "Give every rank the same number of batches",

@@ -100,7 +100,7 @@ class Sampled:
         self.time = HandClock()
         self.clock = StepClock(self.time)
         self.clock.start()
-        self.sampler = LineSampler(self.clock, WorkerLines())
+        self.sampler = LineSampler(self.clock, WorkerLines(), list)
         self.sampler._thread_id = self.clock.thread_id
         self.clock.begin_epoch()
 
