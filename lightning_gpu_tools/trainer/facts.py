@@ -169,11 +169,10 @@ class LoopRun:
         self._loader: object = None
 
     def _find_place(self) -> RankPlace:
-        """Read the process group or, without one, torchrun's variables."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        else:
-            rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        """Read the process group. Without one, this process is a run of its own, whatever rank a launcher gave it."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return RankPlace()
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         local_ranks = max(1, _number("LOCAL_WORLD_SIZE", world_size))
         return RankPlace(
             rank=rank,
@@ -267,9 +266,16 @@ class LoopRun:
         """The settings, with the program's name in place of the model's."""
         return {"model": _program()}
 
+    def folder_in(self, folder: str | None) -> str:
+        """Return the folder of the report, given the user's.
+
+        Processes that one launcher started as separate runs may share a folder: all but the first get one below it.
+        """
+        folder, rank = folder or self._default_folder, _number("RANK", 0)
+        return os.path.join(folder, f"rank_{rank}") if rank and self.place.world_size == 1 else folder
+
     @property
-    def folder(self) -> str:
-        """The default folder of the report."""
+    def _default_folder(self) -> str:
         return os.path.join(os.getcwd(), FOLDER_NAME)
 
 
@@ -295,12 +301,12 @@ class FabricRun(LoopRun):
 
     @property
     @override
-    def folder(self) -> str:
+    def _default_folder(self) -> str:
         for name in ("log_dir", "root_dir"):
             with contextlib.suppress(Exception):  # there is no logger, or a user's logger raises
                 if folder := getattr(self.loggers[0], name):
                     return str(folder)
-        return super().folder
+        return super()._default_folder
 
 
 def _number(variable: str, default: int) -> int:
