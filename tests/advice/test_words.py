@@ -24,6 +24,7 @@ from lightning_gpu_tools.advice.examples import (
     LOADER,
     STEP,
     WAITS,
+    a_host,
     contended,
     cpu_run,
     gpu_run,
@@ -36,7 +37,7 @@ from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.advice.stalls import explain_process, explain_ranks
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, PHASES, SELF_LOG, TRAINER
-from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RunMeasurements
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 OF_A_TRAINER = (
@@ -73,6 +74,9 @@ RUNS = [
     *map(waiting_ranks, ("backward", "data_loading")),
     contended(others=1.0, niceness=5, users=(CoreUser(user="eve", name="job", cores=1.0),)),
     contended(machine_cores=64),
+    contended(others=1.0, children=(CoreUser(user="ada", name="ffmpeg", cores=1.0, processes=3),), workers=0),
+    contended(loading=LoadingFacts(runnable_threads=2.0, pool_library="cv2")),
+    cpu_run(WAITS, host=a_host(2), loader=LOADER, loading=LoadingFacts(runnable_threads=2.0)),
     *(uneven(phase, 50, 1.0) for phase in ("training_step", "data_loading", "callback/A", "logging/A", "checkpoint")),
     uneven("training_step", 4, 0.05, accumulate_grad_batches=4),
     dataclasses.replace(cpu_run(STEP), blocks=[]),
