@@ -29,7 +29,11 @@ def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
     if switch := vars(loader).get("switch"):
         in_use: LoaderSettings = switch.in_use
         return in_use
-    return LoaderSettings(**{field.name: getattr(loader, field.name) for field in fields(LoaderSettings)})
+    found: dict[str, Any] = {field.name: getattr(loader, field.name) for field in fields(LoaderSettings)}
+    if found["batch_size"] is None:  # of a batch sampler given to the loader, as Lightning does for predict
+        size = getattr(loader.batch_sampler, "batch_size", None)
+        found["batch_size"] = size if isinstance(size, int) else None
+    return LoaderSettings(**found)
 
 
 def why_fixed(loader: object) -> str | None:

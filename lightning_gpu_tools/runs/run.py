@@ -21,12 +21,14 @@ from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_holdings import Training
 from lightning_gpu_tools.training.rank_exchange import RankPlace
 from lightning_gpu_tools.training.rank_waits import RankWaits
+from lightning_gpu_tools.training.run_measurements import Stage
 
 
 class Run(Training, Protocol):
     """The facts that the Trainer, Fabric or loop knows about a run; ``None`` = unknown, or none."""
 
     has_trainer: bool  # whether a Trainer drives it, so that advice can name its options
+    stage: Stage
 
     @property
     def place(self) -> RankPlace:

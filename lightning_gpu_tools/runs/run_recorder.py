@@ -324,6 +324,7 @@ class RunRecorder:
             left_on_cpu=read("tensors on the CPU", self._left_on_cpu, ()),
             largest_batch_size=read("the largest batch that fits", self._largest_on_all_ranks, None),
             has_trainer=run.has_trainer,
+            stage=run.stage,
         )
 
     def _own_utilization(self) -> float | None:

@@ -23,6 +23,7 @@ from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
 from lightning_gpu_tools.training.rank_exchange import RankPlace
+from lightning_gpu_tools.training.run_measurements import Stage
 
 
 def trains_on_gpu(trainer: Any) -> bool:
@@ -64,6 +65,7 @@ class TrainerRun(Run):
     """The ``Run`` of a Trainer's fit."""
 
     has_trainer = True
+    stage: Stage = "fit"
     device = _trainers("strategy.root_device")
     module = _trainers("lightning_module")
     optimizers = _trainers("optimizers")
@@ -99,7 +101,7 @@ class TrainerRun(Run):
     @property
     @override
     def iterator(self) -> object | None:
-        return compat.train_iterator(self._trainer)
+        return compat.iterator_of(self._trainer.fit_loop)
 
     @cached_property  # at the end, Lightning unwraps the model
     @override
@@ -135,6 +137,59 @@ class TrainerRun(Run):
         return {"model": type(self._trainer.lightning_module).__qualname__, **trainer_settings(self._trainer)}
 
 
+class EvaluationRun(TrainerRun):
+    """The ``Run`` of a Trainer's ``validate``, ``test`` or ``predict``, in which a step is one batch.
+
+    Loggers get no metrics of it: they belong to the training.
+    """
+
+    optimizers = ()
+    accumulate_grad_batches = 1
+    loggers = ()
+    log_every_n_steps = 0
+    checkpoint_folder = None
+
+    def __init__(self, trainer: Trainer, stage: Stage) -> None:
+        super().__init__(trainer)
+        self.stage = stage
+        self._loop = getattr(trainer, f"{stage}_loop")
+
+    @property
+    @override
+    def loader(self) -> DataLoader[Any] | None:
+        loader = compat.loader_of(self._loop)
+        return loader if isinstance(loader, DataLoader) else None
+
+    @property
+    @override
+    def iterator(self) -> object | None:
+        return compat.iterator_of(self._loop)
+
+    @property
+    @override
+    def logged_step(self) -> int:
+        return compat.batches_done(self._loop)
+
+    optimizer_steps = logged_step
+
+    @property
+    @override
+    def epoch_steps(self) -> int | None:
+        steps = sum(self._loop.max_batches)
+        return None if math.isinf(steps) else int(steps)
+
+    @property
+    @override
+    def settings(self) -> Mapping[str, Any]:
+        return {**super().settings, "stage": self.stage}
+
+
+def run_of(trainer: Trainer) -> TrainerRun:
+    """Return the ``Run`` of what a Trainer is about to do."""
+    stage = trainer.state.fn
+    return TrainerRun(trainer) if stage in (None, "fit") else EvaluationRun(trainer, stage.value)
+
+
 def _flat(loaders: Any) -> Iterable[Any]:
     if isinstance(loaders, dict):
         loaders = list(loaders.values())
@@ -154,6 +209,7 @@ class LoopRun:
     """The ``Run`` of the user's own loop; create it when the first batch is requested."""
 
     has_trainer = False
+    stage: Stage = "fit"
     log_every_n_steps = 50  # Lightning's own default
     checkpoint_folder: str | None = None
     module: torch.nn.Module | None = None  # a loop has no reference to its model

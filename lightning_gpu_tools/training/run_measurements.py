@@ -14,6 +14,9 @@ from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.memory_readings import RankMemory
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
+# What a Trainer does: its method, and in words. A loop without a Trainer is "fit".
+Stage = Literal["fit", "validate", "test", "predict"]
+ACTIVITIES = {"fit": "training", "validate": "validation", "test": "testing", "predict": "prediction"}
 # The phases that rules refer to.
 DATA_LOADING, COPY = phases.DATA_LOADING, phases.HOST_TO_DEVICE_COPY
 TRAINING_STEP, VALIDATION = phases.TRAINING_STEP, phases.VALIDATION
@@ -441,6 +444,12 @@ class RunMeasurements:
     left_on_cpu: tuple[str, ...] = ()  # "LitModel.class_weights (a list with 3 tensors)", see device_facts
     largest_batch_size: int | None = None  # in samples, that fits on the GPU of every rank
     has_trainer: bool = True  # advice may then recommend Trainer options
+    stage: Stage = "fit"  # in the others, a step is one batch, without backward
+
+    @property
+    def activity(self) -> str:
+        """What the run does, in a word."""
+        return ACTIVITIES[self.stage]
 
     @property
     def idle_share(self) -> float:

@@ -35,7 +35,7 @@ _FEW_OTHERS = 0.05  # unless they are fewer than the cores, and other programs u
 _FULL = 1.1  # runnable threads per core: more than measuring adds
 _MIN_NAMED = 0.10  # of what all other programs use, to name one of them in the report
 
-_STOP_OTHERS = "Stop the other programs, or train where cores are free."
+_STOP_OTHERS = "Stop the other programs, or use a machine with free cores."
 
 
 def cpu_contention(run: RunMeasurements, loading: Finding | None) -> Finding | None:
@@ -182,7 +182,7 @@ def _fewer_children(run: RunMeasurements, cores: CoreFacts) -> str:
     has_workers = run.loader is not None and run.loader.num_workers > 0
     most = math.floor(run.host.cores / run.host.local_ranks) - 1 - has_workers  # leaves a core to each of the others
     fewer = f"Start at most {most} of them (now {count}), or start" if 1 <= most < count else "Start"
-    return f"{fewer} them with nice -n 19, so that training goes first."
+    return f"{fewer} them with nice -n 19, so that {run.activity} goes first."
 
 
 def one_thread_per_worker(run: RunMeasurements) -> str:
@@ -224,7 +224,7 @@ CAUSE = Cause(
     rows=[
         Shape(
             "Waiting for a CPU core takes ...; other programs keep ... of ... cores busy, by user and name",
-            "stop them, or train where cores are free; start the job without `nice`",
+            "stop them, or use a machine with free cores; start the job without `nice`",
             "other_programs",
         ),
         Shape(

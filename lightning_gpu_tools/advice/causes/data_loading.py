@@ -170,7 +170,8 @@ def _shortage(
     is_unpacking = now.num_workers > 0 and computing_s > _UNPACKING * waiting_s
     out_of_order = (seen.ready_out_of_order_share or 0.0) if seen.long_waits >= _MIN_LONG_WAITS else 0.0
     early_bytes, late_bytes = seen.early_storage_bytes_per_batch or 0.0, seen.late_storage_bytes_per_batch or 0.0
-    search = "NumWorkersFinder()" if run.has_trainer else "find_loader_settings(loader, step_time_s=...)"
+    has_finder = run.has_trainer and run.stage == "fit"
+    search = "NumWorkersFinder()" if has_finder else "find_loader_settings(loader, step_time_s=...)"
     lower, expected, upper = speedup
     no_workers = now.num_workers == plan.settings.num_workers == 0
     is_certain = expected >= MIN_CEILING and lower > MIN_CEILING_LOWER
@@ -221,11 +222,11 @@ def _shortage(
     elif not is_unpacking and (plan.settings.num_workers > now.num_workers or plan.limited_by == "shm"):
         kind = "too_few_workers"
         advice = (
-            f"Training needs {plan.workers_needed} workers (now {now.num_workers}), but /dev/shm is too small "
-            "for their batches. Enlarge it: docker run --shm-size=..., or --ipc=host."
+            f"{run.activity.capitalize()} needs {plan.workers_needed} workers (now {now.num_workers}), but /dev/shm is "
+            "too small for their batches. Enlarge it: docker run --shm-size=..., or --ipc=host."
         )
         if plan.settings.num_workers > now.num_workers:
-            found = BY_THE_FINDER if run.has_trainer else f"{search} finds them."
+            found = BY_THE_FINDER if has_finder else f"{search} finds them."
             limits = {"cores": f" Beyond that, the CPU is the limit: {cpu_times}.", "shm": f" {advice}"}
             advice = f"Set {settings}. {found}{limits.get(plan.limited_by or '', '')}"
     else:

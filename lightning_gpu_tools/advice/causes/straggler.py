@@ -57,7 +57,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     The share is the gain for the job: the lag behind the slowest rank that is not an outlier.
     """
     ranks, found = run.ranks, slowest_rank(run.ranks)
-    if found is None:
+    if found is None or run.stage != "fit":  # else each rank works at its own pace up to the end
         return
     slow, excess_s = found
     phase, coverage = _phase_behind(ranks, slow, excess_s)
