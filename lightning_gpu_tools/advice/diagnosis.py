@@ -84,9 +84,11 @@ def diagnose(
         verdict, found = _judge(run, min_utilization_percent, searched)
     else:
         found = []
-        # Short epochs have hardly any steady steps.
-        if run.steps >= min_steps and run.wall_s >= min_seconds and run.epochs >= epoch_start.MIN_EPOCHS:
-            found = _worth_reporting(run, epoch_start.find(run))
+        # Short epochs and frequent validations leave hardly any steady steps.
+        if run.steps >= min_steps and run.wall_s >= min_seconds:
+            times = {"epoch_start": run.epochs, "validation": run.validations}
+            often = [CAUSES[name] for name, count in times.items() if count >= epoch_start.MIN_EPOCHS]
+            found = _worth_reporting(run, [one for cause in often for one in _found_by(cause, run)])
         verdict = "low" if found else "too_short"
     findings = tuple(_with_lines(run, one) for one in sorted(found, key=_by_gain)[:_MAX_FINDINGS])
     is_judged = verdict != "too_short"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+import multiprocessing
 import pickle
 import types
 import warnings
@@ -34,6 +35,12 @@ def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
         size = getattr(loader.batch_sampler, "batch_size", None)
         found["batch_size"] = size if isinstance(size, int) else None
     return LoaderSettings(**found)
+
+
+def forks_workers(loader: DataLoader[Any]) -> bool:
+    """Return whether the workers of a loader are forked; others import modules when they start."""
+    context = loader.multiprocessing_context or multiprocessing
+    return bool(context.get_start_method() == "fork")
 
 
 def why_fixed(loader: object) -> str | None:

@@ -264,6 +264,7 @@ class RunRecorder:
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
         """Return everything measured so far, in the training thread; ``now`` may come from another thread."""
         clock, run, gpus, memory, read = self._clock, self.run, self.gpus, self.memory, self.facts.read
+        waits = clock.validation_waits
         now = now or self.read_host()
         used, idle = self._used_and_idle(now)
         of_children = sum(one.cores for one in self.core_users.children)
@@ -288,6 +289,11 @@ class RunRecorder:
             steps=max(1, clock.steps),
             epochs=max(1, clock.epochs),
             validations=clock.validations,
+            checkpoints=clock.checkpoints,
+            validation_batches=waits.batches,
+            validation_start_s=waits.created_s if run.forks_for_validation else waits.created_s + waits.first_s,
+            validation_wait_s=waits.others_s + waits.first_s if run.forks_for_validation else waits.others_s,
+            validation_loaders=read("the validation loader's settings", lambda: run.validation_loaders, ()),
             phase_s=phase_s,
             blocks=tuple(clock.blocks),
             step_times=clock.times.facts(),

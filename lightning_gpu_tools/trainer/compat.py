@@ -23,6 +23,11 @@ def batch_of_step(args: Sequence[Any]) -> Any:
     return args[-1].get("batch") if args and isinstance(args[-1], dict) else args[0] if args else None
 
 
+# Of validation, in a fit: creates the iterator; called before and after the fetch of a batch. Lost: what it waits for.
+VALIDATION_RESET = "fit_loop.epoch_loop.val_loop.reset"
+BEFORE_VALIDATION_FETCH = "fit_loop.epoch_loop.val_loop._on_before_fetch"
+AFTER_VALIDATION_FETCH = "fit_loop.epoch_loop.val_loop._on_after_fetch"
+
 # Called before and after the fetch of a batch. Lost: waits and steps.
 BEFORE_FETCH = "fit_loop.epoch_loop._on_before_fetch"
 AFTER_FETCH = "fit_loop.epoch_loop._on_after_fetch"
@@ -92,10 +97,14 @@ def iterator_of(loop: Any) -> object | None:
     return iterators[0] if iterators else None
 
 
+def loaders_of(loop: Any) -> Sequence[object]:
+    """Return the loaders of a loop. Lost: their settings."""
+    return getattr(getattr(loop, "_combined_loader", None), "flattened", None) or ()
+
+
 def loader_of(loop: Any) -> object | None:
-    """Return the present loader of a loop that reads its loaders in turn. Lost: the loader's settings."""
-    loaders = getattr(getattr(loop, "_combined_loader", None), "flattened", None)
-    place = getattr(_iterator_over_all(loop), "_iterator_idx", 0)
+    """Return the present loader of a loop that reads its loaders in turn. Lost: that of the first one counts."""
+    loaders, place = loaders_of(loop), getattr(_iterator_over_all(loop), "_iterator_idx", 0)
     return loaders[min(place, len(loaders) - 1)] if loaders else None
 
 

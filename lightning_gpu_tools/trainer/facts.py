@@ -18,12 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_gpu_tools.loaders.settings import forks_workers, settings_of
 from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.runs.run import Run
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
 from lightning_gpu_tools.training.rank_exchange import RankPlace
-from lightning_gpu_tools.training.run_measurements import Stage
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, Stage
 
 
 def trains_on_gpu(trainer: Any) -> bool:
@@ -103,6 +104,20 @@ class TrainerRun(Run):
     def iterator(self) -> object | None:
         return compat.iterator_of(self._trainer.fit_loop)
 
+    @property
+    @override
+    def validation_loaders(self) -> tuple[LoaderSettings, ...]:
+        return tuple(map(settings_of, self._loaders_of_validation()))
+
+    @property
+    @override
+    def forks_for_validation(self) -> bool:
+        return all(map(forks_workers, self._loaders_of_validation()))
+
+    def _loaders_of_validation(self) -> list[DataLoader[Any]]:
+        loaders = compat.loaders_of(self._trainer.fit_loop.epoch_loop.val_loop)
+        return [one for one in loaders if isinstance(one, DataLoader)]
+
     @cached_property  # at the end, Lightning unwraps the model
     @override
     def is_plain_ddp(self) -> bool:
@@ -148,6 +163,7 @@ class EvaluationRun(TrainerRun):
     loggers = ()
     log_every_n_steps = 0
     checkpoint_folder = None
+    validation_loaders = ()
 
     def __init__(self, trainer: Trainer, stage: Stage) -> None:
         super().__init__(trainer)
@@ -223,6 +239,8 @@ class LoopRun:
         self.optimizers: list[torch.optim.Optimizer] = []  # those that have made a step
         self.optimizer_steps = self.logged_step = 0
         self._loader: object = None
+        self.validation_loaders: tuple[LoaderSettings, ...] = ()
+        self.forks_for_validation = True
 
     def _find_place(self) -> RankPlace:
         """Read the process group. Without one, this process is a run of its own, whatever rank a launcher gave it."""
@@ -272,6 +290,13 @@ class LoopRun:
     def follow(self, loader: object) -> None:
         """Record the loader that the steps come from."""
         self._loader = getattr(loader, _GIVEN_LOADER, loader)
+
+    def note_validation(self, loader: object) -> None:
+        """Record the settings of the loader that a validation reads."""
+        given = getattr(loader, _GIVEN_LOADER, loader)
+        if isinstance(given, DataLoader):
+            self.validation_loaders = (settings_of(given),)
+            self.forks_for_validation = forks_workers(given)
 
     @property
     def iterator(self) -> object | None:

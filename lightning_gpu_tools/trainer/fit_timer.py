@@ -177,7 +177,13 @@ class FitTimer(Timer):
         self._time("fit_loop.epoch_loop.val_loop.run", phases.VALIDATION)
         self._wrap("fit_loop.epoch_loop.val_loop.run", partial(before, partial(self._enter, "validation")))
         self._wrap("fit_loop.epoch_loop.val_loop.run", partial(after, partial(self._enter, "training")))
+        waits = clock.validation_waits
+        self._wrap(compat.VALIDATION_RESET, partial(before, waits.begin))
+        self._wrap(compat.VALIDATION_RESET, partial(after, waits.created))
+        self._wrap(compat.BEFORE_VALIDATION_FETCH, partial(before, waits.begin))
+        self._wrap(compat.AFTER_VALIDATION_FETCH, partial(after, waits.fetched))
         self._time("save_checkpoint", phases.CHECKPOINT)
+        self._wrap("save_checkpoint", partial(before, clock.count_checkpoint))
         self._time("strategy.remove_checkpoint", phases.CHECKPOINT)
         self._time_loggers()
         self._time_actions()

@@ -409,6 +409,11 @@ class RunMeasurements:
     host: HostBudget
     epochs: int = 1  # number started
     validations: int = 0  # number started
+    checkpoints: int = 0  # number of steps after which a Trainer has written any
+    validation_batches: int = 0
+    validation_start_s: float = 0.0  # of their loaders: creating the iterators, and starting workers
+    validation_wait_s: float = 0.0  # for their batches
+    validation_loaders: tuple[LoaderSettings, ...] = ()  # torch's
     step_times: StepTimes | None = None
     on_gpu: bool = False
     utilization_percent: float | None = None  # mean over the trainer's GPUs, outside validation

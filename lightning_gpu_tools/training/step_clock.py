@@ -41,7 +41,7 @@ from lightning_gpu_tools.training.phases import (
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock, WatchedSteps
 from lightning_gpu_tools.training.step_times import StepTimeRecord
-from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
+from lightning_gpu_tools.training.stopwatch import LoaderWaits, PhaseTimeline, Stopwatch, seconds_per_call
 
 # Steps in which kernels are chosen, caches fill, and workers start.
 WARM_UP_STEPS = 20
@@ -68,6 +68,9 @@ class StepClock(Stopwatch):
         self.step_began_s = 0.0
         self.timeline = PhaseTimeline()
         self.validations = 0  # number started
+        self.validation_waits = LoaderWaits(clock)
+        self.checkpoints = 0  # number of steps after which any were written
+        self._checkpoint_step = -1
         self._core_wait: ThreadWait | None = None  # None before training, or with a clock other than the kernel's
         self.running = False
         self._data_loading, self._epoch_start = self.account(DATA_LOADING), self.account(EPOCH_START)
@@ -209,6 +212,11 @@ class StepClock(Stopwatch):
 
     def _leave_out_next_steps(self) -> None:
         self.times.left_out |= {self.steps + 1, self.steps + 2}
+
+    def count_checkpoint(self) -> None:
+        """Count a checkpoint, unless there is another one of the same step."""
+        self.checkpoints += self.steps != self._checkpoint_step
+        self._checkpoint_step = self.steps
 
     @property
     def replays(self) -> int:
