@@ -144,13 +144,13 @@ def test_slow_steps_that_compile_again_are_one_finding() -> None:
         ),
         (validated(5, **restarting(0.6)), "persistent_workers=True) (now 4, False)."),
         (
-            validated(50, **restarting(0.6), validation_batches=800),
+            validated(50, **restarting(6.0), validation_batches=800),
             "(now 4, False). Use less validation data: Trainer(",
         ),
         (validated(5, **restarting(0.4)), "Use less validation data"),
         (
-            validated(5, validation_loaders=(NO_WORKERS,), validation_wait_s=3.2),
-            "num_workers=4, persistent_workers=True)",
+            validated(5, validation_loaders=(NO_WORKERS,), validation_wait_s=3.0),
+            "num_workers=3, persistent_workers=True)",
         ),
         (validated(5, validation_loaders=(LOADER,), validation_wait_s=3.2), "Use less validation data"),
         (validated(20, epochs=20, epoch_steps=10), "check_val_every_n_epoch=10)"),  # more would be too rare

@@ -14,10 +14,17 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from own_loops import Network
 from torch.utils.data import DataLoader
 from trainings import HandClock, Model, Samples, SpendingLogger, loader, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, PortableCheckpointIO, load_report
+from lightning_gpu_tools import (
+    GPUUtilizationAdvisor,
+    GPUUtilizationMonitor,
+    PortableCheckpointIO,
+    load_report,
+    watch,
+)
 from lightning_gpu_tools.types import Report
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
@@ -102,6 +109,21 @@ def test_workers_of_validation_are_kept_or_left_out(tmp_path: Path, hand_clock: 
     assert kept == {**now, "persistent_workers": True}
     for changed in (kept, options_in(r"(num_workers=0)", advice)):
         assert not advice_on(course.report(train, slowly_starting(hand_clock, 4, **changed)), "validation")
+
+
+def test_workers_of_a_loops_validation_are_kept_as_well(tmp_path: Path, hand_clock: HandClock) -> None:
+    def advice(**options: Any) -> str:
+        network, validation = Network(hand_clock.spend, 0.1), slowly_starting(hand_clock, 4, **options)
+        with watch(folder=str(tmp_path), min_steps=20, min_seconds=0) as run:
+            for number, batch in enumerate(run.batches(loader(Samples(400)))):
+                network.step(batch)
+                if number % 40 == 0:
+                    with torch.no_grad():
+                        list(run.batches(validation))
+        return advice_on(load_report(tmp_path), "validation")
+
+    kept = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice(num_workers=1))
+    assert not advice(**kept)
 
 
 @pytest.mark.follows("Validation waits for its loader in {} % of its time. Set DataLoader(")
