@@ -15,6 +15,7 @@ from lightning_gpu_tools.runs.out_of_memory import copies_per_weight
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.runs.run_recorder import loader_settings
 from lightning_gpu_tools.selection import claims
+from lightning_gpu_tools.units import printable_path
 
 
 def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
@@ -30,7 +31,7 @@ def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
     is_sharded = run.place.world_size > 1 and not run.is_plain_ddp
     return Surroundings(
         folder=folder,
-        is_writable=place is None or (place.is_dir() and os.access(place, os.W_OK)),
+        why_not_writable="" if place is None else _why_not_writable(place),
         disk_free_bytes=None if place is None else shutil.disk_usage(place).free,
         checkpoint_bytes=None if is_sharded else _checkpoint_bytes(run),
         prefetched_bytes=ahead,
@@ -39,6 +40,12 @@ def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
         cores=cores,
         claims=tuple(_claims(run)),
     )
+
+
+def _why_not_writable(place: Path) -> str:
+    if not place.is_dir():
+        return f"{printable_path(place)} is not a folder"
+    return "" if os.access(place, os.W_OK) else "permission denied"
 
 
 def _existing(folder: Path) -> Path:
