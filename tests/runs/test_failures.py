@@ -176,27 +176,30 @@ from lightning_gpu_tools import GPUUtilizationMonitor
 class Crashing(Samples):
     def __getitem__(self, index):
         return ctypes.string_at(0) if index == 17 else super().__getitem__(index)
+def with_stack(worker):
+    {call}
 quiet_trainer({folder!r}, callbacks=[GPUUtilizationMonitor()]).fit(Model(), loader(Crashing(40), {options}))
 """
 
 
-@pytest.mark.follows(
-    "PYTHONFAULTHANDLER=1 prints its stack, and num_workers=0 moves the crash into the training process."
-)
-def test_a_crash_in_native_code_can_be_seen_as_advised(
+@pytest.mark.follows("faulthandler.enable() in worker_init_fn", "Or set num_workers=0 and PYTHONFAULTHANDLER=1")
+def test_a_crash_in_native_code_prints_its_stack_as_advised(
     tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    def run(options: str = "num_workers=1", **env: str) -> subprocess.CompletedProcess[str]:
-        script = CRASHING.format(folder=str(tmp_path), options=options)
+    def run(options: str = "num_workers=1", call: str = "pass", **env: str) -> subprocess.CompletedProcess[str]:
+        script = CRASHING.format(folder=str(tmp_path), options=options, call=call)
+        env = {"PYTHONFAULTHANDLER": "", **env}
         return run_python("-c", script, env=env, cwd=Path(__file__).parents[1])
 
-    assert "Fatal Python error" not in run(PYTHONFAULTHANDLER="").stderr
+    assert "Fatal Python error" not in run().stderr
     advice = load_report(tmp_path).failure
-    (variable,), (option,) = re.findall(r"PYTHON\w+=1", advice), re.findall(r"num_workers=0", advice)
-    stack = run(**dict([variable.split("=")])).stderr
-    assert "Fatal Python error: Segmentation fault" in stack
-    assert "in __getitem__" in stack
-    assert run(option).returncode == -signal.SIGSEGV
+    (call,), (option, variable) = re.findall(r"faulthandler\.\w+\(\)", advice), re.findall(r"\w+=[01]", advice)
+    in_worker = run("num_workers=1, worker_init_fn=with_stack", f"import faulthandler; {call}")
+    in_training = run(option, **dict([variable.split("=")]))
+    assert (in_worker.returncode, in_training.returncode) == (1, -signal.SIGSEGV)
+    for stack in (in_worker.stderr, in_training.stderr):
+        assert "Fatal Python error: Segmentation fault" in stack
+        assert "in __getitem__" in stack
 
 
 @pytest.mark.follows('Or set multiprocessing_context="fork".')
