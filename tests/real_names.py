@@ -30,7 +30,7 @@ _MODULES = (
     *("lightning.pytorch.strategies", "lightning.fabric", "torch", "torch.nn.parallel", "torch.utils.data"),
     *("torch.optim", "torch.optim.lr_scheduler"),
 )
-_UNITS_AND_EXAMPLES = {"KiB", "MiB", "GiB", "LitModel"}
+_UNITS_AND_EXAMPLES = {"KiB", "MiB", "GiB", "LitModel", "NumPy"}
 _VARIABLE = re.compile(r"\b([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)\b(?:=([^\s`]*\w))?")
 _COMMAND = re.compile(r"lightning-gpu-tools (\w+(?: (?:--?[\w-]*|[\w./-]*\w))*)")
 _CLASS = re.compile(r"(?<![.\w])[A-Z]\w*(?:[a-z]\w*[A-Z]\w*|(?=\())")

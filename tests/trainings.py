@@ -90,6 +90,13 @@ class Model(LightningModule):
         self.spend(self.validation_s)
         self.log("val_loss", self.layer(batch).square().mean())
 
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.spend(self.step_s)
+        return self.layer(batch)  # type: ignore[no-any-return]
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 

@@ -85,9 +85,11 @@ def diagnose(
         verdict, found = _judge(run, min_utilization_percent, searched)
     else:
         found = []
-        # Short epochs have hardly any steady steps.
-        if run.steps >= min_steps and run.wall_s >= min_seconds and run.epochs >= epoch_start.MIN_EPOCHS:
-            found = _worth_reporting(run, epoch_start.find(run))
+        # Short epochs and frequent validations leave hardly any steady steps.
+        if run.steps >= min_steps and run.wall_s >= min_seconds:
+            times = {"epoch_start": run.epochs, "validation": run.validations}
+            often = [CAUSES[name] for name, count in times.items() if count >= epoch_start.MIN_EPOCHS]
+            found = _worth_reporting(run, [one for cause in often for one in _found_by(cause, run)])
         verdict = "low" if found else "too_short"
     findings = tuple(_with_lines(run, one) for one in sorted(found, key=_by_gain)[:_MAX_FINDINGS])
     is_judged = verdict != "too_short"
@@ -100,7 +102,8 @@ def diagnose(
         )
         too_few = {"min_steps": steady < min_steps, "min_seconds": steady_s < min_seconds}
         options = " and ".join(name for name, is_short in too_few.items() if is_short)
-        next_step = f"Train longer, or lower {options} of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
+        longer = "Train longer" if run.stage == "fit" else "Use more data"
+        next_step = f"{longer}, or lower {options} of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
     strays = [*stray_contexts(run.contexts)]
     if not any(one.cause == "recompilation" for one in findings):
         strays += recompilation.given_up(run)
@@ -110,7 +113,7 @@ def diagnose(
         strays = [one for one in strays if one.cause not in {ruled.cause for ruled in of_memory}]
     elif growth or strays:
         kept_lines = () if run.memory is None else run.memory.kept_lines
-        strays = [*(growing_memory(one, kept_lines) for one in growth), *strays]
+        strays = [*(growing_memory(one, kept_lines, stage=run.stage) for one in growth), *strays]
         if not findings:
             next_step = strays[0].advice
     findings = (*findings, *strays)
@@ -118,9 +121,9 @@ def diagnose(
         next_step = f"{failure.next_step} {next_step}" if findings else failure.next_step
     return Diagnosis(
         verdict=verdict,
-        findings=findings,
-        why=why,
-        next_step=next_step,
+        findings=tuple(replace(one, advice=_of_stage(run, one.advice)) for one in findings),
+        why=_of_stage(run, why),
+        next_step=_of_stage(run, next_step),
         utilization_percent=run.utilization_percent,
         gpu_idle_percent=_idle_percent(run) if is_judged else {},
         gpu_idle_residual_percent=100 * run.idle_residual if is_judged else 0.0,
@@ -128,6 +131,11 @@ def diagnose(
         step_p50_s=run.step_p50_s,
         step_p95_s=run.step_p95_s,
     )
+
+
+def _of_stage(run: RunMeasurements, text: str) -> str:
+    """Return a text that speaks of the run's own steps: causes are written for training."""
+    return text.replace("training step", f"{run.activity} step")
 
 
 def _by_gain(finding: Finding) -> tuple[float, str]:
@@ -259,7 +267,7 @@ def _idle_percent(run: RunMeasurements) -> dict[str, float]:
 
 def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) -> str:
     if verdict == "unknown":
-        return "The driver does not report GPU utilization, and nothing on the host slows training down."
+        return f"The driver does not report GPU utilization, and nothing on the host slows {run.activity} down."
     if verdict == "shared_gpu":
         return f"{what_others_do(findings[0].evidence)}, so its utilization says nothing about this run."
     gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
@@ -268,7 +276,7 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
         but, longest = slow_steps.not_in_findings(run, ()), _harmless(run)
         if longest:
             return f"{gpu}{longest}{but and f' In addition, {but}.'}"
-        return f"{gpu}Nothing on the host slows training down{but and f', but {but}'}."
+        return f"{gpu}Nothing on the host slows {run.activity} down{but and f', but {but}'}."
     first = findings[0]
     begins = CAUSES[first.cause].begins
     costs = begins if isinstance(begins, str) else begins(first.evidence, run.has_trainer)

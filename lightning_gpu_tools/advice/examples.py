@@ -37,9 +37,14 @@ def a_host(cores: float = 64, **options: Any) -> HostBudget:
 
 
 def a_block(
-    phase_ms: Mapping[str, float], steps: int = 10, *, cpu_ms: float = 0.0, load_cpu_ms: float = 0.0
+    phase_ms: Mapping[str, float],
+    steps: int = 10,
+    *,
+    cpu_ms: float = 0.0,
+    load_cpu_ms: float = 0.0,
+    load_core_wait_ms: float = 0.0,
 ) -> StepBlock:
-    """Return steps with these milliseconds per phase, and with the CPU time of the step and of the loader."""
+    """Return steps with these milliseconds per phase, and with the times of the step and of the loader on the CPU."""
     parts = ("forward", "backward", "optimizer")
     ms: dict[str, Any] = {phase: phase_ms.get(phase, 0.0) for phase in ("data_loading", "host_to_device_copy")}
     ms |= {part: phase_ms.get(f"training_step/{part}", 0.0) for part in parts}
@@ -48,6 +53,7 @@ def a_block(
         wall_s=steps * sum(phase_ms.values()) / 1e3,
         cpu_s=steps * cpu_ms / 1e3,
         data_loading_cpu_s=steps * load_cpu_ms / 1e3,
+        data_loading_core_wait_s=steps * load_core_wait_ms / 1e3,
         paused_s=steps * (phase_ms.get("validation", 0.0) + phase_ms.get("checkpoint", 0.0)) / 1e3,
         phase_s={phase: steps * value / 1e3 for phase, value in phase_ms.items()},
         **{f"{phase}_s": steps * value / 1e3 for phase, value in ms.items()},
@@ -60,17 +66,19 @@ def gpu_run(
     *,
     cpu_ms: float = 0.0,
     load_cpu_ms: float = 0.0,
+    load_core_wait_ms: float = 0.0,
     **options: Any,
 ) -> RunMeasurements:
     """Return 200 steps on a GPU, or enough for a verdict if that is more, each with these milliseconds per phase."""
     step_s = sum(phase_ms.values()) / 1e3
+    times = {"cpu_ms": cpu_ms, "load_cpu_ms": load_cpu_ms, "load_core_wait_ms": load_core_wait_ms}
     steps = 20 * max(10, math.ceil(AT_END * MIN_SECONDS / 20 / step_s) if step_s else 0)
     return RunMeasurements(
         **{
             "wall_s": steps * step_s,
             "steps": steps,
             "phase_s": {phase: steps * ms / 1e3 for phase, ms in phase_ms.items()},
-            "blocks": [a_block(phase_ms, steps // 20, cpu_ms=cpu_ms, load_cpu_ms=load_cpu_ms)] * 20,
+            "blocks": [a_block(phase_ms, steps // 20, **times)] * 20,
             "host": a_host(),
             "on_gpu": True,
             "utilization_percent": utilization,

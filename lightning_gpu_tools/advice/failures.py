@@ -42,9 +42,10 @@ SHARED_MEMORY = (
     "Start the container with --ipc=host or --shm-size=8g, use fewer workers (num_workers), or a smaller "
     "prefetch_factor."
 )
+# torch's own handler of this signal, in workers, replaces that of PYTHONFAULTHANDLER=1.
 _CRASH = (
-    "Check its last output on the terminal for the library. PYTHONFAULTHANDLER=1 prints its stack, and num_workers=0 "
-    "moves the crash into the training process."
+    "Check its last output on the terminal for the library. faulthandler.enable() in worker_init_fn prints its stack. "
+    "Or set num_workers=0 and PYTHONFAULTHANDLER=1: the training process then crashes and prints its own."
 )
 
 

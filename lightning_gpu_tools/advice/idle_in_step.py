@@ -27,7 +27,6 @@ _TINY_GPU_S = 0.0005  # less GPU work per step, is too small for a GPU: about a 
 _MIN_SYNCS_PER_STEP = 0.5  # rarer waits do not affect the steps in between
 _SLOW_LAUNCH_S = 100e-6  # per operation; 10 to 50 us are usual, including the Python code around it
 _NOT_IN_STEP = (HOST_TO_DEVICE_COPY, RANK_WAIT, *PAUSES)
-CAVEAT_OF_LARGER_BATCH = " With a larger batch, scale the learning rate and compare the validation metric."
 
 
 class IdleInStep(NamedTuple):
@@ -84,6 +83,12 @@ def few_active_sms(run: RunMeasurements) -> float | None:
     percent = None if run.gpu is None else run.gpu.sm_active_percent
     is_busy = (run.busy_percent or 0.0) >= BUSY_PERCENT
     return percent if percent is not None and percent < _FEW_SMS_PERCENT and is_busy else None
+
+
+def caveat_of_larger_batch(run: RunMeasurements) -> str:
+    """Return what a larger batch changes, after a space; empty if nothing is trained."""
+    change = " With a larger batch, scale the learning rate and compare the validation metric."
+    return change if run.stage == "fit" else ""
 
 
 def larger_batch(run: RunMeasurements) -> str:

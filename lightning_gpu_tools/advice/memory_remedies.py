@@ -56,7 +56,7 @@ def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits
     known = f"At most {fits.size} fit" if fits.is_bound else f"{fits.size} fit by measured memory"
     goal = math.ceil(_PART_OF_BOUND * fits.size) if fits.is_bound else fits.size
     more = ", or fewer: the failed step did not finish" if fits.is_bound else ""
-    if in_validation(oom):
+    if in_validation(oom) or run.stage != "fit":
         return f"Set batch_size={goal}{where} (now {size}). {known}{more}."
     smaller, accumulate = split(size, goal, run.accumulate_grad_batches)
     if run.has_trainer:
@@ -86,16 +86,16 @@ def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
     if not activations or in_validation(oom):
         return ""
     left = format_bytes(_LEFT_BY_CHECKPOINTING * activations)
-    found = [f"activation checkpointing (about {left} instead of {format_bytes(activations)})"]
+    found = [f"activation checkpointing (about {left} instead of {format_bytes(activations)})"] * (run.stage == "fit")
     model = oom.model
     halved = (activations - model.parameters_bytes) / 2  # autocast keeps a 16-bit copy of the weights
     if is_32(run) and halved > _MIN_FREED * activations:
         found.append(f"precision='bf16-mixed' (frees up to {format_bytes(halved)})")
-    held = None if oom.memory is None else oom.memory.holdings
+    held = None if oom.memory is None or run.stage != "fit" else oom.memory.holdings
     if run.has_trainer and oom.phase == FORWARD and held is not None and held.gradients_kept_bytes:
         freed = format_bytes(held.gradients_kept_bytes)
         found.append(f"optimizer.zero_grad() in on_train_batch_end (frees {freed} in forward)")
-    return f"At the same batch size, these need less: {'; '.join(found)}."
+    return f"At the same batch size, these need less: {'; '.join(found)}." if found else ""
 
 
 def is_32(run: RunMeasurements) -> bool:

@@ -18,7 +18,7 @@ class Surroundings:
     """The resources that training needs, and those of its machine; ``None`` = unknown, or not needed."""
 
     folder: str | None = None  # of checkpoints
-    is_writable: bool = True
+    why_not_writable: str = ""  # empty if it is, or will be
     disk_free_bytes: int | None = None
     checkpoint_bytes: int | None = None
     prefetched_bytes: int | None = None  # batches that the workers of all ranks of this machine keep ready
@@ -31,9 +31,9 @@ class Surroundings:
 
 def shortcomings(found: Surroundings) -> Iterator[str]:
     """Yield a message for each shortage that would end training, slow it down, or make it wrong, with what to do."""
-    if found.folder is not None and not found.is_writable:
+    if found.folder is not None and found.why_not_writable:
         yield (
-            f"Checkpoints cannot be written to {printable_path(found.folder)}: permission denied. "
+            f"Checkpoints cannot be written to {printable_path(found.folder)}: {found.why_not_writable}. "
             "Choose another folder: ModelCheckpoint(dirpath=...), or Trainer(default_root_dir=...)."
         )
     elif found.disk_free_bytes is not None and found.checkpoint_bytes is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+import multiprocessing
 import pickle
 import types
 import warnings
@@ -29,7 +30,17 @@ def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
     if switch := vars(loader).get("switch"):
         in_use: LoaderSettings = switch.in_use
         return in_use
-    return LoaderSettings(**{field.name: getattr(loader, field.name) for field in fields(LoaderSettings)})
+    found: dict[str, Any] = {field.name: getattr(loader, field.name) for field in fields(LoaderSettings)}
+    if found["batch_size"] is None:  # of a batch sampler given to the loader, as Lightning does for predict
+        size = getattr(loader.batch_sampler, "batch_size", None)
+        found["batch_size"] = size if isinstance(size, int) else None
+    return LoaderSettings(**found)
+
+
+def forks_workers(loader: DataLoader[Any]) -> bool:
+    """Return whether the workers of a loader are forked; others import modules when they start."""
+    context = loader.multiprocessing_context or multiprocessing
+    return bool(context.get_start_method() == "fork")
 
 
 def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any, **options: Any) -> DataLoader[Any]:

@@ -89,7 +89,7 @@ def phase_bands(report: Report, order: Iterable[str] = ()) -> list[_Band]:
         whole = sum(parts.values()) / max(report.wall_s, 1e-9)
         amount = f"{100 * whole:.0f} %" if whole >= 0.005 else "< 1 %"
         is_visible = max([whole, *shares]) >= _MIN_VISIBLE
-        bands.append(_Band(phase_label(group), phase_color(group), bottom, top, amount, is_visible))
+        bands.append(_Band(phase_label(group, report.activity), phase_color(group), bottom, top, amount, is_visible))
         bottom = top
     return bands
 

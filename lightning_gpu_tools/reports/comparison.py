@@ -19,7 +19,7 @@ from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.files import last_modified, matching
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report
-from lightning_gpu_tools.reports.report_file import load_report
+from lightning_gpu_tools.reports.report_file import load_report, run_folder
 from lightning_gpu_tools.reports.scaling import (
     SCALED,
     Scaling,
@@ -35,10 +35,10 @@ from lightning_gpu_tools.units import format_duration, printable
 
 # Settings that must match so that a difference in speed is due to the program.
 _MUST_MATCH = (
-    *("cpu", "gpu", "accelerator", "world_size", "precision", "batch_size", "accumulate_grad_batches"),
+    *("stage", "cpu", "gpu", "accelerator", "world_size", "precision", "batch_size", "accumulate_grad_batches"),
     *LOADER_SETTINGS,
 )
-_SAME_PROGRAM = ("model", "dataset")
+_SAME_PROGRAM = ("model", "dataset", "stage")
 _ADVISED = {name: cause.settings for name, cause in {**CAUSES, **MEMORY_CAUSES}.items()}
 # The phases that a setting cannot speed up, with one rank. Several ranks wait for each other in their steps.
 _UNTOUCHED: Mapping[str, frozenset[str]] = {
@@ -308,15 +308,15 @@ def details(comparison: Comparison, confirmation: str | None = None) -> list[str
 
 def is_of_one_run(folder: str | os.PathLike[str]) -> bool:
     """Return whether the next run gets another folder, from the name that Lightning's loggers give it."""
-    return os.path.basename(os.path.normpath(folder)).startswith("version_")
+    return os.path.basename(run_folder(folder)).startswith("version_")
 
 
 def earlier_report(folder: str | os.PathLike[str]) -> Report | None:
     """Return the last finished report in the folder, or else the newest one of the logger's other versions."""
-    here = os.fspath(folder)
-    others = []
+    here, run, others = os.fspath(folder), run_folder(folder), []
     if is_of_one_run(here):
-        others = matching(os.path.dirname(here.rstrip("/")), f"version_*/{FILE_NAME}")
+        stage = here.removeprefix(run).strip("/")
+        others = matching(os.path.dirname(run), os.path.join("version_*", stage, FILE_NAME))
         others.sort(key=last_modified, reverse=True)
     for file in (os.path.join(here, FILE_NAME), os.path.join(here, PREVIOUS_NAME), *others):
         with contextlib.suppress(ReportError):  # missing, from a newer version, or not ours

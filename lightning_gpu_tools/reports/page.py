@@ -198,7 +198,7 @@ def _time(report: Report, charts: Charts) -> Iterable[str]:
     lines, css = [], []
     for group, parts in phase_groups(report.phase_s).items():
         named = [(f"{group}/{name}", name, seconds) for name, seconds in parts.items() if name]
-        for phase, label, seconds in [(group, phase_label(group), sum(parts.values())), *named]:
+        for phase, label, seconds in [(group, phase_label(group, report.activity), sum(parts.values())), *named]:
             share, per_step = seconds / wall_s, format_duration(seconds / max(1, report.steps))
             marked = f"{label} ◀ cause" if phase == cause else label
             bar = Bar(share, phase_color(group))

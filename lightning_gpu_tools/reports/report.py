@@ -13,7 +13,7 @@ from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
-from lightning_gpu_tools.training.run_measurements import RankStep, SourceLine
+from lightning_gpu_tools.training.run_measurements import ACTIVITIES, RankStep, SourceLine
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 FILE_NAME = "gpu_report.json"
@@ -72,15 +72,15 @@ def summarize(result: LoaderResult) -> LoaderSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The report of one fit. ``None`` = unknown or absent.
+    """The report of one run: of a fit, validate, test or predict. ``None`` = unknown or absent.
 
     Attributes:
         outcome: ``"completed"``, or for example ``"stopped by KeyError at step 812"``. A file written during the run
             has ``"running"``, which ``load_report`` turns into ``"running: step 812 so far"`` or, if the process has
             ended, ``"cut off after step 812"``.
         started_at: Start time, ISO 8601, UTC.
-        steps: Number of training steps.
-        wall_s: Wall time of training; ``phase_s`` adds up to it.
+        steps: Number of training steps; for validate, test and predict, of batches.
+        wall_s: Wall time of the run; ``phase_s`` adds up to it.
         phase_s: Wall time by phase; see docs/report_schema.md.
         step_s_median: Median step time after the warm-up, without validation, checkpoints and epoch starts.
         diagnosis: Verdict and findings.
@@ -112,7 +112,7 @@ class Report:
         failure: Why the run ended and what to do, if known beyond its error.
         loader: Result of NumWorkersFinder, if it finished.
         settings: Settings that two runs must share to be compared: CPU, accelerator, precision, batch size, loader,
-            ...; model and dataset show whether they are runs of the same program.
+            ...; model, dataset and stage (if it is not a fit) show whether they are runs of the same program.
         process: Process that wrote the report.
     """
 
@@ -152,3 +152,8 @@ class Report:
     def is_finished(self) -> bool:
         """Whether the run wrote a final report, even after an error."""
         return not self.outcome.startswith((RUNNING, CUT_OFF))
+
+    @property
+    def activity(self) -> str:
+        """What the run did, in a word."""
+        return ACTIVITIES.get(str(self.settings.get("stage")), "training")

@@ -19,6 +19,7 @@ from lightning_gpu_tools.reports.report import CUT_OFF, FILE_NAME, PREVIOUS_NAME
 from lightning_gpu_tools.reports.schema import from_json, to_json
 from lightning_gpu_tools.training.lock_alarm import held_in
 from lightning_gpu_tools.training.phases import UNEXPLAINED
+from lightning_gpu_tools.training.run_measurements import ACTIVITIES
 from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
@@ -70,7 +71,19 @@ def find_report(path: str | os.PathLike[str]) -> str:
         raise _unreadable(folder, error) from None
     if not found:
         raise ReportError(f"There is no {FILE_NAME} in {printable_path(folder)} or below it. Pass the file itself.")
-    return max(found, key=_modified)
+    return max((one for one in found if not _is_beside_a_fit(one)), key=_modified)
+
+
+def run_folder(folder: str | os.PathLike[str]) -> str:
+    """Return the folder of a run from that of a report: those of validate, test and predict are in folders below."""
+    path = os.fspath(folder).rstrip("/")
+    return os.path.dirname(path) if os.path.basename(path) in ACTIVITIES else path
+
+
+def _is_beside_a_fit(file: str) -> bool:
+    folder = os.path.dirname(file)
+    run = run_folder(folder)
+    return run != folder and files.exists(os.path.join(run, FILE_NAME))
 
 
 def find_reports(folder: str) -> list[str]:

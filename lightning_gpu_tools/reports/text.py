@@ -186,7 +186,7 @@ def verdict_line(report: Report) -> str:
     label = verdict_label(report.diagnosis)
     if report.diagnosis.verdict != "low":
         return label
-    return f"{label}: the GPU is often idle" if report.gpus else f"{label}: training often waits"
+    return f"{label}: the GPU is often idle" if report.gpus else f"{label}: {report.activity} often waits"
 
 
 def run_line(report: Report) -> str:
@@ -201,7 +201,15 @@ def run_line(report: Report) -> str:
         others = f"other programs used {report.others_cores:.1f} cores"
     names = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpu_tools")
     versions = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
-    parts = [settings.get("model"), _pace(report), place, others, settings.get("precision"), versions]
+    parts = [
+        settings.get("model"),
+        settings.get("stage"),
+        _pace(report),
+        place,
+        others,
+        settings.get("precision"),
+        versions,
+    ]
     return "; ".join(filter(None, parts))
 
 
@@ -253,8 +261,10 @@ def gpu_label(gpu: GpuSummary | MemoryAccount) -> str:
     return f"{f'node {gpu.node} ' if gpu.node else ''}GPU {gpu.index}"
 
 
-def phase_label(group: str) -> str:
+def phase_label(group: str, activity: str = "training") -> str:
     """Return the label of a group of phases; a file may have unknown ones."""
+    if group == TRAINING_STEP:
+        return f"{activity} step"
     return PHASES[group].label if group in PHASES else printable(group)
 
 
@@ -343,7 +353,7 @@ def _time_tree(report: Report, full: bool) -> list[str]:
         named = [(name, parts[name]) for name, phase in phases.items() if is_shown(parts[name], phase)]
         leaves = [line(name, seconds, phases.get(name, "")) for name, seconds in _limited(named, _MAX_NAMES, full)]
         if leaves or is_shown(sum(parts.values()), group):
-            branches.append((line(phase_label(group), sum(parts.values()), group), leaves))
+            branches.append((line(phase_label(group, report.activity), sum(parts.values()), group), leaves))
         else:
             folded.append(sum(parts.values()))
     if folded:

@@ -22,6 +22,7 @@ from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_holdings import Training
 from lightning_gpu_tools.training.rank_exchange import RankPlace
 from lightning_gpu_tools.training.rank_waits import RankWaits
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, Stage
 
 
 class Run(Training, Protocol):
@@ -29,6 +30,7 @@ class Run(Training, Protocol):
 
     has_trainer: bool  # whether a Trainer drives it, so that advice can name its options
     slowest: int  # place of the loader that training waits for most, among the loaders
+    stage: Stage
 
     @property
     def place(self) -> RankPlace:
@@ -49,6 +51,14 @@ class Run(Training, Protocol):
     @property
     def iterator(self) -> object | None:
         """The iterator of that loader."""
+
+    @property
+    def validation_loaders(self) -> tuple[LoaderSettings, ...]:
+        """The settings of the loaders of validations within a fit, if they are torch's."""
+
+    @property
+    def forks_for_validation(self) -> bool:
+        """Whether their workers are forked, and so have started once the loader's iterator exists."""
 
     @property
     def loggers(self) -> Sequence[Any]:

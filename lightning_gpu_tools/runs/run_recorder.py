@@ -43,7 +43,7 @@ from lightning_gpu_tools.runs.run import Run, Timer, gpu_readings
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
-from lightning_gpu_tools.training.cores import CoreUsers, added_s, pressure_s, runnable_s
+from lightning_gpu_tools.training.cores import CoreUsers, pressure_s
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
 from lightning_gpu_tools.training.drift import Drift
 from lightning_gpu_tools.training.line_sampler import LineSampler
@@ -58,6 +58,7 @@ from lightning_gpu_tools.training.run_measurements import (
     StepBlock,
     Storage,
 )
+from lightning_gpu_tools.training.stacks import ThreadTimes, added_times, thread_times
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.storage import StorageWatch
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
@@ -110,7 +111,7 @@ class HostReading(NamedTuple):
     own_cpu_s: float
     children_cpu_s: float | None
     idle_cpu_s: float | None  # while its cores were idle
-    runnable_s: dict[int, float]  # of this process's threads
+    threads: dict[int, ThreadTimes]  # of this process
     throttled_periods: tuple[int, int]
     pressure_s: float | None
     io_pressure_s: float | None
@@ -198,6 +199,10 @@ class RunRecorder:
         self._workers.before_fetch()
         self._workers.poll(self._clock.steps)
 
+    def poll_worker_threads(self) -> float:
+        """Poll the threads of the loader's workers, and return the seconds until the next poll."""
+        return self.facts.read("the threads of the loader's workers", self._workers.poll_threads, math.inf)
+
     def poll_storage(self) -> float:
         """Poll the storage of the dataset and of checkpoints, and return the seconds until the next poll."""
         return self.facts.read("the storage of the dataset", self._storage.poll, math.inf)
@@ -254,7 +259,7 @@ class RunRecorder:
             own_cpu_s=time.process_time(),
             children_cpu_s=read("the workers' CPU time", children_cpu_s, None),
             idle_cpu_s=read("the idle time of the cores", idle_cpu_s, None),
-            runnable_s=read("the runnable threads", runnable_s, {}),
+            threads=read("the runnable threads", thread_times, {}),
             throttled_periods=read("the cgroup's quota", throttled_periods, (0, 0)),
             pressure_s=read("the CPU pressure", pressure_s, None),
             io_pressure_s=read("the I/O pressure", io_pressure_s, None),
@@ -263,15 +268,23 @@ class RunRecorder:
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
         """Return everything measured so far, in the training thread; ``now`` may come from another thread."""
         clock, run, gpus, memory, read = self._clock, self.run, self.gpus, self.memory, self.facts.read
+        waits = clock.validation_waits
         now = now or self.read_host()
         used, idle = self._used_and_idle(now)
-        in_reach = None if used is None or idle is None else cores_in_reach(now.budget.cores, used + idle)
+        of_children = sum(one.cores for one in self.core_users.children)
+        in_reach = None if used is None or idle is None else cores_in_reach(now.budget.cores, used - of_children + idle)
         worker_s = None
         if self.loader is not None and self.loader.num_workers:
             children_s_before, steps_before = self._loader_since
             worker_s = _per(now.children_cpu_s, children_s_before, max(1, clock.steps - steps_before))
         phase_s = clock.so_far()
         loader_began, loader_now, wait_share = self._loaders.followed()
+        loading = read("the loader's workers", self._workers.facts, None)
+        if worker_s is not None and loading is not None and loading.worker_cores is not None:  # others may be children
+            assert self.loader is not None
+            worker_s = min(
+                worker_s, self.loader.num_workers * loading.worker_cores * clock.wall_s / max(1, clock.steps)
+            )
 
         def utilization(phase: Phase) -> float | None:
             return None if gpus is None else _utilization(gpus.trained_on(phase))
@@ -281,6 +294,11 @@ class RunRecorder:
             steps=max(1, clock.steps),
             epochs=max(1, clock.epochs),
             validations=clock.validations,
+            checkpoints=clock.checkpoints,
+            validation_batches=waits.batches,
+            validation_start_s=waits.created_s if run.forks_for_validation else waits.created_s + waits.first_s,
+            validation_wait_s=waits.others_s + waits.first_s if run.forks_for_validation else waits.others_s,
+            validation_loaders=read("the validation loader's settings", lambda: run.validation_loaders, ()),
             phase_s=phase_s,
             blocks=tuple(clock.blocks),
             step_times=clock.times.facts(),
@@ -295,7 +313,7 @@ class RunRecorder:
             loader_wait_share=wait_share,
             worker_cpu_s_per_batch=worker_s,
             batch_bytes=self.batch_bytes,
-            loading=read("the loader's workers", self._workers.facts, None),
+            loading=loading,
             storage=self._under_pressure(self._storage.data, now),
             checkpoint_storage=self._under_pressure(self._storage.checkpoints, now),
             cores=read("the use of the cores", partial(self._core_facts, now), None),
@@ -320,6 +338,7 @@ class RunRecorder:
             left_on_cpu=read("tensors on the CPU", self._left_on_cpu, ()),
             largest_batch_size=read("the largest batch that fits", self._largest_on_all_ranks, None),
             has_trainer=run.has_trainer,
+            stage=run.stage,
         )
 
     def _own_utilization(self) -> float | None:
@@ -353,7 +372,9 @@ class RunRecorder:
         counts = zip(began.throttled_periods, now.throttled_periods, strict=True)
         throttled, periods = (after - before for before, after in counts)
         loading, workers = self._workers.facts(), 0 if self.loader is None else self.loader.num_workers
-        runnable = added_s(began.runnable_s, now.runnable_s) / elapsed_s + workers * (loading.runnable_share or 0.0)
+        runnable = sum(added_times(began.threads, now.threads)) / elapsed_s + workers * (
+            loading.runnable_threads or 0.0
+        )
         return CoreFacts(
             wait_share=steady.core_wait_s / steady.wall_s if steady.steps and is_known else None,
             own_cores=used,
@@ -367,6 +388,7 @@ class RunRecorder:
             niceness=os.getpriority(os.PRIO_PROCESS, 0),
             in_slurm="SLURM_JOB_ID" in os.environ,
             users=self.core_users.found,
+            children=self.core_users.children,
         )
 
     def find_largest_batch(self) -> float:

@@ -27,7 +27,7 @@ from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
 from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, Report, summarize
-from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile
+from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile, run_folder
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs import drawing
 from lightning_gpu_tools.runs.ranks import MemoryShare, own_share
@@ -74,7 +74,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
     run, clock, watch, ending = session.run, session.clock, session.gpus, session.ending
     times = measured.step_times
     thread_s = session.thread_cpu_s + (0.0 if watch is None else watch.cpu_s)
-    no_gpu = f"No GPU: training runs on {run.device.type!r}, so only the host was measured."
+    no_gpu = f"No GPU: {measured.activity} runs on {run.device.type!r}, so only the host was measured."
     batch_size = settings.get("batch_size")
     idle = measured.gpu_idle
 
@@ -237,7 +237,7 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
             with _failure_added_to(lines, f"The summary could not be sent to {type(logger).__name__}"):
                 _log_summary(report, text, logger, run.logged_step - 1)
     if is_written and report.diagnosis.verdict == "low":
-        written.append(_how_to_verify(file))
+        written += _how_to_verify(file)
     say("\n".join([*lines, *written]))
 
 
@@ -281,12 +281,14 @@ def _failure_added_to(lines: list[str], what: str) -> Iterator[None]:
         lines.append(f"{what}: {type(error).__name__}: {printable(error, 300)}")
 
 
-def _how_to_verify(file: ReportFile) -> str:
-    """Return the command that compares the next run with this one."""
+def _how_to_verify(file: ReportFile) -> list[str]:
+    """Return the command that compares the next run with this one, if its folder is known."""
     new, old = file.folder, os.path.join(file.folder, PREVIOUS_NAME)  # the next run renames this report
     if is_of_one_run(file.folder):
         new, old = os.path.dirname(file.folder.rstrip("/")), file.folder
-    return f"After the next run: lightning-gpu-tools report {_quoted(new)} --against {_quoted(old)}"
+        if run_folder(old) == new:  # of predict: the next run's is in another folder than that of this one
+            return []
+    return [f"After the next run: lightning-gpu-tools report {_quoted(new)} --against {_quoted(old)}"]
 
 
 def _quoted(path: str) -> str:

@@ -160,11 +160,16 @@ class Session:
             if place.local_rank == 0:  # one process per node samples its GPUs
                 self._open_gpus(**self._sampling)
                 self.warn(*([self.gpu_note] if self.gpu_note else []))
-            core_users = CoreUsers(lambda: self.clock.core_wait_s, lambda: self.ranks.pids_on_node() or ())
+            core_users = CoreUsers(
+                lambda: self.clock.core_wait_s,
+                lambda: self.ranks.pids_on_node() or (),
+                lambda: {*self.timer.worker_lines.pids, *compat.worker_pids(self.run.iterator)},
+            )
             recorder = RunRecorder(self.run, self.clock, self.timer, self.gpus, core_users)
             self.ranks = Ranks(f"{self._name}/measured", self._store, recorder, is_monitored=self._is_monitored)
             if place.rank == 0:
                 self.background.add("Sampling the use of the cores", recorder.core_users.poll)
+                self.background.add("Sampling the threads of the loader's workers", recorder.poll_worker_threads)
                 self.background.add("Reading the compilations of torch.compile", recorder.compilations.poll)
                 self.background.add("Sampling the storage", recorder.poll_storage)
                 self.background.add("Sampling quantities that may grow", recorder.drift.poll)

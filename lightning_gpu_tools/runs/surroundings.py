@@ -18,6 +18,7 @@ from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.runs.out_of_memory import copies_per_weight
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.selection import claims
+from lightning_gpu_tools.units import printable_path
 
 
 def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
@@ -33,7 +34,7 @@ def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
     is_sharded = run.place.world_size > 1 and not run.is_plain_ddp
     return Surroundings(
         folder=folder,
-        is_writable=place is None or (place.is_dir() and os.access(place, os.W_OK)),
+        why_not_writable="" if place is None else _why_not_writable(place),
         disk_free_bytes=None if place is None else shutil.disk_usage(place).free,
         checkpoint_bytes=None if is_sharded else _checkpoint_bytes(run),
         prefetched_bytes=ahead,
@@ -51,6 +52,12 @@ def _shared_files(run: Run) -> Iterator[str]:
         if isinstance(one.loader, DataLoader) and one.loader.num_workers:
             facts = read_loader_facts(one.loader)
             yield from facts.open_files if facts.is_forked else ()
+
+
+def _why_not_writable(place: Path) -> str:
+    if not place.is_dir():
+        return f"{printable_path(place)} is not a folder"
+    return "" if os.access(place, os.W_OK) else "permission denied"
 
 
 def _existing(folder: Path) -> Path:

@@ -16,9 +16,17 @@ RUN_STEP = "run_training_batch"
 
 
 def batch_of_step(args: Sequence[Any]) -> Any:
-    """Return the batch among the arguments of a loop's ``run`` for one step. Lost: the sizes of batches."""
-    return args[-1].get("batch") if args and isinstance(args[-1], dict) else None
+    """Return the batch among the arguments of a loop's ``run`` for one step, or of ``Strategy.predict_step``.
 
+    Lost: the sizes of batches.
+    """
+    return args[-1].get("batch") if args and isinstance(args[-1], dict) else args[0] if args else None
+
+
+# Of validation, in a fit: creates the iterator; called before and after the fetch of a batch. Lost: what it waits for.
+VALIDATION_RESET = "fit_loop.epoch_loop.val_loop.reset"
+BEFORE_VALIDATION_FETCH = "fit_loop.epoch_loop.val_loop._on_before_fetch"
+AFTER_VALIDATION_FETCH = "fit_loop.epoch_loop.val_loop._on_after_fetch"
 
 # Called before and after the fetch of a batch. Lost: waits and steps.
 BEFORE_FETCH = "fit_loop.epoch_loop._on_before_fetch"
@@ -29,6 +37,13 @@ SIGNAL_CHECK = "fit_loop.epoch_loop._broadcast_sigterm_tensor"
 _SIGNAL_CHECK_SINCE = [2, 5, 2]
 # Where the metrics of ``self.log`` are collected. Lost: the same.
 METRICS = ("_logger_connector.on_batch_end", "_logger_connector.on_epoch_end", "_logger_connector.log_metrics")
+
+# In validate, test and predict: called before the first batch, for each batch, and around the fetch of a batch.
+# Lost: the report; time between the parts of a step counts as unexplained; waits and steps.
+_EVALUATED = {"start": "_on_evaluation_epoch_start", "step": "_evaluation_step"}
+_PREDICTED = {"start": "_on_predict_epoch_start", "step": "_predict_step"}
+EVALUATION = {"validate": _EVALUATED, "test": _EVALUATED, "predict": _PREDICTED}
+BEFORE_EVALUATION_FETCH, AFTER_EVALUATION_FETCH = "_data_fetcher._start_profiler", "_data_fetcher._stop_profiler"
 
 # In the module ``trainer.call``: the last functions called in a run that failed, and in any other run. Lost: a report
 # if this package's callbacks are not called at the end, because they were removed or another callback raised.
@@ -75,6 +90,31 @@ def loads_with_torch(plugin: Any) -> bool:
 
 def train_iterators(trainer: Trainer) -> Sequence[object]:
     """Return the iterators of the training loaders. Lost: the workers."""
-    fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
-    combined = getattr(fetcher, "_combined_loader", None)
-    return getattr(getattr(combined, "_iterator", None), "iterators", None) or ()
+    return getattr(_iterator_over_all(trainer.fit_loop), "iterators", None) or ()
+
+
+def iterator_of(loop: Any) -> object | None:
+    """Return the iterator of the present loader of a loop that reads its loaders in turn. Lost: the workers."""
+    iterators = getattr(_iterator_over_all(loop), "iterators", None)
+    return iterators[0] if iterators else None
+
+
+def loaders_of(loop: Any) -> Sequence[object]:
+    """Return the loaders of a loop. Lost: their settings."""
+    return getattr(getattr(loop, "_combined_loader", None), "flattened", None) or ()
+
+
+def loader_of(loop: Any) -> object | None:
+    """Return the present loader of a loop that reads its loaders in turn. Lost: that of the first one counts."""
+    loaders, place = loaders_of(loop), getattr(_iterator_over_all(loop), "_iterator_idx", 0)
+    return loaders[min(place, len(loaders) - 1)] if loaders else None
+
+
+def _iterator_over_all(loop: Any) -> object | None:
+    combined = getattr(getattr(loop, "_data_fetcher", None), "_combined_loader", None)
+    return getattr(combined, "_iterator", None)
+
+
+def batches_done(loop: Any) -> int:
+    """Return the number of batches that validate, test or predict has completed. Lost: the step of an error."""
+    return int(getattr(getattr(getattr(loop, "batch_progress", None), "current", None), "completed", 0))

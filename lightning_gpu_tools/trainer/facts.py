@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gpu_tools.loaders.inside import Inside, loaders_in
+from lightning_gpu_tools.loaders.settings import forks_workers, settings_of
 from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.runs.run import Run, slowest_loader
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
 from lightning_gpu_tools.training.rank_exchange import RankPlace
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, Stage
 
 
 def trains_on_gpu(trainer: Any) -> bool:
@@ -66,6 +68,7 @@ class TrainerRun(Run):
 
     has_trainer = True
     slowest = 0
+    stage: Stage = "fit"
     device = _trainers("strategy.root_device")
     module = _trainers("lightning_module")
     optimizers = _trainers("optimizers")
@@ -95,9 +98,13 @@ class TrainerRun(Run):
         return gpus_of(self._trainer)
 
     @property
+    def _given(self) -> object:
+        return self._trainer.train_dataloader
+
+    @property
     @override
     def loaders(self) -> Sequence[Inside]:
-        given = self._trainer.train_dataloader
+        given = self._given
         if given is not self._loaders[0]:  # created, or created again
             self._loaders = given, loaders_in(given)
         return self._loaders[1]
@@ -113,6 +120,20 @@ class TrainerRun(Run):
         iterators = compat.train_iterators(self._trainer)
         place = self.slowest if len(iterators) == len(self.loaders) else 0
         return iterators[place] if iterators else None
+
+    @property
+    @override
+    def validation_loaders(self) -> tuple[LoaderSettings, ...]:
+        return tuple(map(settings_of, self._loaders_of_validation()))
+
+    @property
+    @override
+    def forks_for_validation(self) -> bool:
+        return all(map(forks_workers, self._loaders_of_validation()))
+
+    def _loaders_of_validation(self) -> list[DataLoader[Any]]:
+        loaders = compat.loaders_of(self._trainer.fit_loop.epoch_loop.val_loop)
+        return [one for one in loaders if isinstance(one, DataLoader)]
 
     @cached_property  # at the end, Lightning unwraps the model
     @override
@@ -148,6 +169,59 @@ class TrainerRun(Run):
         return {"model": type(self._trainer.lightning_module).__qualname__, **trainer_settings(self._trainer)}
 
 
+class EvaluationRun(TrainerRun):
+    """The ``Run`` of a Trainer's ``validate``, ``test`` or ``predict``, in which a step is one batch.
+
+    Loggers get no metrics of it: they belong to the training.
+    """
+
+    optimizers = ()
+    accumulate_grad_batches = 1
+    loggers = ()
+    log_every_n_steps = 0
+    checkpoint_folder = None
+    validation_loaders = ()
+
+    def __init__(self, trainer: Trainer, stage: Stage) -> None:
+        super().__init__(trainer)
+        self.stage = stage
+        self._loop = getattr(trainer, f"{stage}_loop")
+
+    @property
+    @override
+    def _given(self) -> object:
+        return compat.loader_of(self._loop)
+
+    @property
+    @override
+    def iterator(self) -> object | None:
+        return compat.iterator_of(self._loop)
+
+    @property
+    @override
+    def logged_step(self) -> int:
+        return compat.batches_done(self._loop)
+
+    optimizer_steps = logged_step
+
+    @property
+    @override
+    def epoch_steps(self) -> int | None:
+        steps = sum(self._loop.max_batches)
+        return None if math.isinf(steps) else int(steps)
+
+    @property
+    @override
+    def settings(self) -> Mapping[str, Any]:
+        return {**super().settings, "stage": self.stage}
+
+
+def run_of(trainer: Trainer) -> TrainerRun:
+    """Return the ``Run`` of what a Trainer is about to do."""
+    stage = trainer.state.fn
+    return TrainerRun(trainer) if stage in (None, "fit") else EvaluationRun(trainer, stage.value)
+
+
 # Private names of Fabric. Lost without them: the loader that it has set up, and the time of moving a batch.
 _GIVEN_LOADER = "_dataloader"
 _MAX_LOADERS = 8  # our default, for the same steps
@@ -158,6 +232,7 @@ class LoopRun:
     """The ``Run`` of the user's own loop; create it when the first batch is requested."""
 
     has_trainer = False
+    stage: Stage = "fit"
     log_every_n_steps = 50  # Lightning's own default
     checkpoint_folder: str | None = None
     module: torch.nn.Module | None = None  # a loop has no reference to its model
@@ -173,13 +248,14 @@ class LoopRun:
         self.slowest = 0
         self.loaders: list[Inside] = []
         self._given: object = None
+        self.validation_loaders: tuple[LoaderSettings, ...] = ()
+        self.forks_for_validation = True
 
     def _find_place(self) -> RankPlace:
-        """Read the process group or, without one, torchrun's variables."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        else:
-            rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        """Read the process group. Without one, this process is a run of its own, whatever rank a launcher gave it."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return RankPlace()
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         local_ranks = max(1, _number("LOCAL_WORLD_SIZE", world_size))
         return RankPlace(
             rank=rank,
@@ -238,6 +314,13 @@ class LoopRun:
         if len(self.loaders) > 1:
             self.loaders = [one._replace(name=one.name or f"number {i}") for i, one in enumerate(self.loaders, 1)]
 
+    def note_validation(self, loader: object) -> None:
+        """Record the settings of the loader that a validation reads."""
+        given = getattr(loader, _GIVEN_LOADER, loader)
+        if isinstance(given, DataLoader):
+            self.validation_loaders = (settings_of(given),)
+            self.forks_for_validation = forks_workers(given)
+
     @property
     def iterator(self) -> object | None:
         """The iterator in use."""
@@ -285,9 +368,16 @@ class LoopRun:
         """The settings, with the program's name in place of the model's."""
         return {"model": _program()}
 
+    def folder_in(self, folder: str | None) -> str:
+        """Return the folder of the report, given the user's.
+
+        Processes that one launcher started as separate runs may share a folder: all but the first get one below it.
+        """
+        folder, rank = folder or self._default_folder, _number("RANK", 0)
+        return os.path.join(folder, f"rank_{rank}") if rank and self.place.world_size == 1 else folder
+
     @property
-    def folder(self) -> str:
-        """The default folder of the report."""
+    def _default_folder(self) -> str:
         return os.path.join(os.getcwd(), FOLDER_NAME)
 
 
@@ -313,12 +403,12 @@ class FabricRun(LoopRun):
 
     @property
     @override
-    def folder(self) -> str:
+    def _default_folder(self) -> str:
         for name in ("log_dir", "root_dir"):
             with contextlib.suppress(Exception):  # there is no logger, or a user's logger raises
                 if folder := getattr(self.loggers[0], name):
                     return str(folder)
-        return super().folder
+        return super()._default_folder
 
 
 def _number(variable: str, default: int) -> int:

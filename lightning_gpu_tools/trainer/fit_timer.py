@@ -1,4 +1,4 @@
-"""The timing of one fit of one Trainer, through its profiler, its loops and its loggers.
+"""The timing of one run of one Trainer, through its profiler, its loops and its loggers.
 
 Lightning calls ``profiler.profile(name)`` for some thirty actions per step, and its ``PassThroughProfiler`` makes a
 generator for each. Here each call is a table lookup, so timing does not slow training down.
@@ -6,10 +6,10 @@ generator for each. Here each call is a table lookup, so timing does not slow tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -19,7 +19,6 @@ from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.failures import FETCH, noting_index
 from lightning_gpu_tools.runs.run import Timer
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import TrainerRun
 from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, overrides
 from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
 from lightning_gpu_tools.training import phases
@@ -31,8 +30,8 @@ from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.rank_waits import RankWaits
 from lightning_gpu_tools.training.step_clock import StepClock
 
-# Other validation hooks are part of the validation phase.
-_TIMED_HOOKS = frozenset(
+# Of a fit: other validation hooks are part of the validation phase.
+_FIT_HOOKS = frozenset(
     {
         "on_train_start",
         "on_train_epoch_start",
@@ -49,7 +48,6 @@ _TIMED_HOOKS = frozenset(
 )
 _TRANSFER_HOOKS = frozenset({"on_before_batch_transfer", "on_after_batch_transfer"})
 # Hooks of the strategy, and of a model that does not override them.
-_BATCH_HOOKS = frozenset({"on_after_batch_transfer", "on_train_batch_start"})  # may have kernels of their own
 _STEP_PARTS = {
     "training_step": phases.FORWARD,
     "backward": phases.BACKWARD,
@@ -57,14 +55,37 @@ _STEP_PARTS = {
     "optimizer_zero_grad": phases.ZERO_GRAD,
     "configure_gradient_clipping": phases.GRADIENT_CLIPPING,
 }
-_USERS_HOOKS = (_TIMED_HOOKS - {"on_validation_end"}) | _TRANSFER_HOOKS | _STEP_PARTS.keys() | {"lr_scheduler_step"}
 _MAX_CONTEXTS = 1000  # our default: a user's own actions may have numbers in their names
 
 _Context = AbstractContextManager[Any]
 
 
+class Names(NamedTuple):
+    """The names under which Lightning calls what is timed in a run."""
+
+    hooks: Collection[str]  # of callbacks
+    users_hooks: Collection[str]  # of the model, the data module and the strategy
+    parts: Mapping[str, str]  # phases of a step, by the strategy's hook
+    batch_hooks: Collection[str]  # they get a batch before its step, and may have kernels of their own
+
+
+OF_FIT = Names(
+    hooks=_FIT_HOOKS,
+    users_hooks=(_FIT_HOOKS - {"on_validation_end"}) | _TRANSFER_HOOKS | _STEP_PARTS.keys() | {"lr_scheduler_step"},
+    parts=_STEP_PARTS,
+    batch_hooks=("on_after_batch_transfer", "on_train_batch_start"),
+)
+
+
+def _of_evaluation(name: str) -> Names:
+    moments = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
+    hooks = frozenset(f"on_{name}_{moment}" for moment in moments)
+    parts = {f"{name}_step": phases.FORWARD}
+    return Names(hooks, hooks | _TRANSFER_HOOKS, parts, ("on_after_batch_transfer", f"on_{name}_batch_start"))
+
+
 class FitTimer(Timer):
-    """A timer that drives a step clock from ``Callback.setup`` to the end of the fit.
+    """A timer that drives the step clock of a fit, from ``Callback.setup`` to its end.
 
     Methods that Lightning has under another name stay part of the surrounding phase and are listed in ``unseen``.
     ``ending`` gets the batches of some steps, and of one that fails. ``enter`` is called with the phase when validation
@@ -86,8 +107,9 @@ class FitTimer(Timer):
         self.fault: Exception | None = None
         self.rank_waits = RankWaits(clock, self._weights_in_buckets)
         self.memory: MemoryCounters | None = None
+        self.names = OF_FIT
         self._trainer = trainer
-        self._run = TrainerRun(trainer)
+        self._run = ending.run
         self._enter = enter
         self._callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
         self._wrappers = Wrappers()
@@ -96,10 +118,17 @@ class FitTimer(Timer):
         self.graph = GraphSizes(clock)
         self._wrappers.put(torch.utils.data, FETCH, noting_index)  # before workers are forked
         self._wrappers.put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
-        self._wrap("fit_loop.on_run_start", self._timed_in_fit)
-        self._wrap("fit_loop.on_run_start", partial(before, partial(self._safely, self._start)))
-        self._wrap("fit_loop.on_run_end", self._timed_in_fit)
-        self._wrap("fit_loop.on_run_end", partial(after, partial(self._safely, self._end)))
+        self._time_run()
+
+    def _time_run(self) -> None:
+        self._time_from("fit_loop.on_run_start", to="fit_loop.on_run_end")
+
+    def _time_from(self, first: str, *, to: str) -> None:
+        """Time the run from one of the Trainer's functions to another one."""
+        self._wrap(first, self._timed_in_run)
+        self._wrap(first, partial(before, partial(self._safely, self._start)))
+        self._wrap(to, self._timed_in_run)
+        self._wrap(to, partial(after, partial(self._safely, self._end)))
 
     def _safely(self, action: Callable[[], None]) -> None:
         try:
@@ -145,18 +174,19 @@ class FitTimer(Timer):
             self._book_rank_waits()
         self._time_step()
         self._wrap("strategy.backward", self.graph.around)
-        for method in compat.METRICS:
-            self._time(method, f"{phases.LOGGING}/{phases.SELF_LOG}", except_in=phases.VALIDATION)
         self._time("fit_loop.epoch_loop.val_loop.run", phases.VALIDATION)
         self._wrap("fit_loop.epoch_loop.val_loop.run", partial(before, partial(self._enter, "validation")))
         self._wrap("fit_loop.epoch_loop.val_loop.run", partial(after, partial(self._enter, "training")))
+        waits = clock.validation_waits
+        self._wrap(compat.VALIDATION_RESET, partial(before, waits.begin))
+        self._wrap(compat.VALIDATION_RESET, partial(after, waits.created))
+        self._wrap(compat.BEFORE_VALIDATION_FETCH, partial(before, waits.begin))
+        self._wrap(compat.AFTER_VALIDATION_FETCH, partial(after, waits.fetched))
         self._time("save_checkpoint", phases.CHECKPOINT)
+        self._wrap("save_checkpoint", partial(before, clock.count_checkpoint))
         self._time("strategy.remove_checkpoint", phases.CHECKPOINT)
+        self._time_loggers()
         self._time_actions()
-        for logger in trainer.loggers:
-            timed = partial(clock.timed_here, f"{phases.LOGGING}/{type(logger).__name__}")
-            for method in ("log_metrics", "save"):  # which no action covers
-                self._wrappers.put(logger, method, timed)
         clock.start()
 
     def _book_rank_waits(self) -> None:
@@ -176,9 +206,7 @@ class FitTimer(Timer):
         run = f"fit_loop.epoch_loop.{'automatic' if is_automatic else 'manual'}_optimization.run"
         if self._run.gpu is not None:
             self._measure_gpu(self._run.gpu, run, is_automatic=is_automatic)
-        # A callback's hook would do, but Lightning takes 10 us to call one: see the empty callbacks of
-        # benchmarks/step_overhead.py.
-        self.misses_steps = not self._wrap(run, partial(_followed_by, self._step_ended))
+        self._notice_steps(run)
         if not is_automatic:
             self._time("strategy.backward", phases.BACKWARD)
             self._wrap("strategy.optimizer_step", clock.timed_optimizer_step)
@@ -193,11 +221,20 @@ class FitTimer(Timer):
             for method in ("scale", "unscale_", "update"):
                 self._time(f"strategy.precision_plugin.scaler.{method}", phases.GRADIENT_SCALER)
 
-    def _measure_gpu(self, device: torch.device, run: str, *, is_automatic: bool) -> None:
+    def _notice_steps(self, run: str) -> None:
+        # A callback's hook would do, but Lightning takes 10 us to call one: see the empty callbacks of
+        # benchmarks/step_overhead.py.
+        self.misses_steps = not self._wrap(run, partial(_followed_by, self._step_ended))
+
+    def _measure_gpu_steps(self, device: torch.device, run: str, first_part: str) -> tuple[GpuTimeline, MemoryCounters]:
         gpu = self.rank_waits.gpu = self.clock.measure_gpu(device)
         memory = self.memory = MemoryCounters(self._run, self.clock)
         self._wrappers.put(torch.cuda, "CUDAGraph.replay", gpu.counted)
-        self._wrap(run, partial(_measured_step, self.clock, gpu, memory, self._ending))
+        self._wrap(run, partial(_measured_step, self.clock, gpu, memory, self._ending, first_part))
+        return gpu, memory
+
+    def _measure_gpu(self, device: torch.device, run: str, *, is_automatic: bool) -> None:
+        gpu, memory = self._measure_gpu_steps(device, run, phases.TRAINING_STEP)
         around = {"backward": memory.around_backward}
         if is_automatic:  # else it contains the whole step
             around["training_step"] = memory.after_forward
@@ -216,7 +253,7 @@ class FitTimer(Timer):
     def _time(self, method: str, phase: str, except_in: str = "") -> None:
         self._wrap(method, partial(self.clock.timed, phase, except_in=except_in))
 
-    def _timed_in_fit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed_in_run(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # Not in a trial.
         booked = self.clock.booked(phases.TRAINER)
 
@@ -225,6 +262,14 @@ class FitTimer(Timer):
                 return function(*args, **kwargs)
 
         return timed
+
+    def _time_loggers(self) -> None:
+        for method in compat.METRICS:
+            self._time(method, f"{phases.LOGGING}/{phases.SELF_LOG}", except_in=phases.VALIDATION)
+        for logger in self._trainer.loggers:
+            timed = partial(self.clock.timed_here, f"{phases.LOGGING}/{type(logger).__name__}")
+            for method in ("log_metrics", "save"):  # which no action covers
+                self._wrappers.put(logger, method, timed)
 
     def _time_actions(self) -> None:
         profiler = self._trainer.profiler  # type: ignore[attr-defined]
@@ -235,10 +280,44 @@ class FitTimer(Timer):
             self._wrappers.put(profiler, "profile", lambda profile: _around(profile, context))
 
     def _context(self, action: str) -> _Context:
-        context, gpu = action_context(action, self._trainer, self.clock), self.rank_waits.gpu
-        if gpu is None or isinstance(context, _Untimed) or action.rpartition(".")[2] not in _BATCH_HOOKS:
+        context, gpu = action_context(action, self._trainer, self.clock, self.names), self.rank_waits.gpu
+        if gpu is None or isinstance(context, _Untimed) or action.rpartition(".")[2] not in self.names.batch_hooks:
             return context
         return _Marked(gpu.enter_hook, context)
+
+
+class EvaluationTimer(FitTimer):
+    """A timer that drives the step clock of ``validate``, ``test`` or ``predict``; a step is one batch.
+
+    It begins before the first batch, once the loader's iterator exists and a tuner's trials are over.
+    """
+
+    @override
+    def _time_run(self) -> None:
+        self._loop = f"{self._run.stage}_loop"
+        self._private = compat.EVALUATION[self._run.stage]
+        self._name = "validation" if self._run.stage == "validate" else self._run.stage
+        self.names = _of_evaluation(self._name)
+        self._time_from(f"{self._loop}.{self._private['start']}", to=f"{self._loop}.on_run_end")
+
+    @override
+    def _start(self) -> None:
+        if self.clock.running or self.is_trial:
+            return
+        clock, step = self.clock, f"strategy.{self._name}_step"
+        keep_from_compiler()
+        self._wrap(f"{self._loop}.{compat.BEFORE_EVALUATION_FETCH}", partial(before, clock.begin_fetch))
+        self._wrap(f"{self._loop}.{compat.AFTER_EVALUATION_FETCH}", partial(after, clock.end_fetch))
+        self._time(f"{self._loop}.{self._private['step']}", phases.TRAINER)
+        if self._trainer.world_size > 1:
+            self._wrappers.put(torch.distributed, "Work.wait", self.rank_waits.timed)
+        if self._run.gpu is not None:
+            self._measure_gpu_steps(self._run.gpu, step, phases.FORWARD)
+        self._notice_steps(step)
+        self._time_loggers()
+        self._time_actions()
+        clock.begin_epoch()
+        clock.start()
 
 
 def _followed_by(action: Callable[[Any], None], run: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,9 +332,14 @@ def _followed_by(action: Callable[[Any], None], run: Callable[..., Any]) -> Call
 
 
 def _measured_step(
-    clock: StepClock, gpu: GpuTimeline, memory: MemoryCounters, ending: Ending, run: Callable[..., Any]
+    clock: StepClock,
+    gpu: GpuTimeline,
+    memory: MemoryCounters,
+    ending: Ending,
+    first_part: str,
+    run: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Wrap a function that runs a training step, with as few calls as possible in a step that is not sampled."""
+    """Wrap a function that runs a step, with as few calls as possible in a step that is not sampled."""
     failures = ending.allocator
 
     def measured(*args: Any, **kwargs: Any) -> Any:
@@ -264,7 +348,7 @@ def _measured_step(
         if clock.steps >= memory.next_step:
             memory.begin_step()
         if gpu.is_next_sampled:
-            gpu.begin_step()
+            gpu.begin_step(first_part)
         try:
             result = run(*args, **kwargs)
         except Exception:  # raised again: only its batch is recorded
@@ -330,7 +414,7 @@ def _around(profile: Callable[[str], _Context], context: Callable[[str], _Contex
     return both
 
 
-def action_context(action: str, trainer: Trainer, clock: StepClock) -> _Context:
+def action_context(action: str, trainer: Trainer, clock: StepClock, names: Names = OF_FIT) -> _Context:
     """Return the context that books an action such as ``"[Callback]EarlyStopping.on_train_batch_end"``, if any."""
     if action == compat.RUN_STEP:
         return clock.booked(phases.TRAINING_STEP, action)
@@ -339,13 +423,15 @@ def action_context(action: str, trainer: Trainer, clock: StepClock) -> _Context:
     if owner == "Strategy" and hook == "batch_to_device":
         return clock.booked(phases.HOST_TO_DEVICE_COPY, action, except_in=phases.VALIDATION)
     if owner == "Callback":
-        phase = _callback_phase(action, hook, trainer.callbacks)  # type: ignore[attr-defined]
-    elif owner == "LightningModule":
-        phase = _users_phase(trainer.lightning_module, owner, hook) or _default_phase(trainer, hook)
-    elif owner == "LightningDataModule":
+        callbacks = trainer.callbacks if hook in names.hooks else ()  # type: ignore[attr-defined]
+        phase = _callback_phase(action, hook, callbacks)
+    elif owner == "LightningModule" and hook in names.users_hooks:
+        phase = _users_phase(trainer.lightning_module, owner, hook) or _default_phase(trainer, hook, names)
+    elif owner == "LightningDataModule" and hook in names.users_hooks:
         phase = _users_phase(trainer.datamodule, owner, hook)  # type: ignore[attr-defined]
     elif owner == "Strategy":
-        phase = _STEP_PARTS.get(hook) or _users_phase(trainer.strategy, owner, hook)
+        users = hook in names.users_hooks
+        phase = names.parts.get(hook) or (_users_phase(trainer.strategy, owner, hook) if users else None)
     if phase is None:
         return _Untimed(action)
     return clock.booked(phase, action, except_in=phases.VALIDATION if hook in _TRANSFER_HOOKS else "")
@@ -356,7 +442,7 @@ def _is_ours(callback: Callback) -> bool:
 
 
 def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> str | None:
-    for callback in callbacks if hook in _TIMED_HOOKS else ():
+    for callback in callbacks:
         if overrides(callback, "Callback", hook) and action == f"[Callback]{callback.state_key}.{hook}":
             if base_of(callback, "Checkpoint"):
                 return phases.CHECKPOINT  # also for removing files and finding their names
@@ -368,14 +454,13 @@ def _callback_phase(action: str, hook: str, callbacks: Sequence[Callback]) -> st
 
 
 def _users_phase(owner: object, base: str, hook: str) -> str | None:
-    is_timed = hook in _USERS_HOOKS and overrides(owner, base, hook)
-    return f"{phases.CALLBACK}/{type(owner).__name__}.{hook}" if is_timed else None
+    return f"{phases.CALLBACK}/{type(owner).__name__}.{hook}" if overrides(owner, base, hook) else None
 
 
-def _default_phase(trainer: Trainer, hook: str) -> str | None:
+def _default_phase(trainer: Trainer, hook: str, names: Names) -> str | None:
     if hook == "lr_scheduler_step":
-        names = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
-        return f"{phases.CALLBACK}/{' and '.join(names)}.step"
+        schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+        return f"{phases.CALLBACK}/{' and '.join(schedulers)}.step"
     if hook == "configure_gradient_clipping" and not trainer.gradient_clip_val:
         return None
-    return _STEP_PARTS.get(hook)
+    return names.parts.get(hook)

@@ -67,14 +67,14 @@ class GPUUtilizationAdvisor(MeasuringCallback):
 
     @property
     def diagnosis(self) -> Diagnosis | None:
-        """The diagnosis of the running fit, or of the last one; ``None`` before the first."""
+        """The diagnosis of the running fit, or of the last one, or of validate, test or predict; ``None`` before."""
         return (self._session.diagnosis() if self._session is not None else None) or self._diagnosis
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         has_monitor = any(isinstance(callback, GPUUtilizationMonitor) for callback in callbacks)
-        if stage == "fit" and not has_monitor and self in callbacks and not is_disabled():
+        if not has_monitor and self in callbacks and not is_disabled():
             monitor = GPUUtilizationMonitor()
             monitor.yields = True
             callbacks.insert(callbacks.index(self) + 1, monitor)  # Lightning then sets it up after this one

@@ -42,12 +42,16 @@ class GPUUtilizationMonitor(MeasuringCallback):
     - ``{own,others}_memory_bytes``, ``{own,others}_utilization_percent``: of this job's processes and of all other
       listed ones, where the driver reports them
 
-    At the end, even of a failed fit, rank 0 prints the verdict, its reason, what to do next, where the wall time went,
-    and the use of GPU memory. It also writes this report as ``gpu_report.json`` to the log directory of the Trainer's
-    logger, or without a logger to the folder ``gpu_report`` of ``default_root_dir``, which may be a URL. Loggers get a
-    summary as ``gpu_tools/...``. The file is also written at least once a minute, in case the process is killed. With
-    the ``plot`` extra, a child process then draws ``gpu_report.png`` and ``gpu_report.html``, unless the run is too
-    short for a verdict. Without a GPU, the report covers only the host. A failure of the monitor never stops training.
+    At the end of a fit, even of a failed one, rank 0 prints the verdict, its reason, what to do next, where the wall
+    time went, and the use of GPU memory. It also writes this report as ``gpu_report.json`` to the log directory of the
+    Trainer's logger, or without a logger to the folder ``gpu_report`` of ``default_root_dir``, which may be a URL.
+    Loggers get a summary as ``gpu_tools/...``. The file is also written at least once a minute, in case the process is
+    killed. With the ``plot`` extra, a child process then draws ``gpu_report.png`` and ``gpu_report.html``, unless the
+    run is too short for a verdict. Without a GPU, the report covers only the host. A failure of the monitor never stops
+    training.
+
+    ``validate``, ``test`` and ``predict`` of the Trainer have reports of the same form, in folders of these names below
+    that one; a step is then one batch. Loggers get nothing of them.
 
     Args:
         interval_s: Seconds between two polls of the driver's buffer, which holds several seconds.
@@ -107,7 +111,8 @@ class GPUUtilizationMonitor(MeasuringCallback):
             log_dir = trainer.log_dir  # a collective call: every rank makes it
             # Without a logger, log_dir is the folder of everything else.
             own = os.path.join(trainer.default_root_dir, FOLDER_NAME)
-            self._folder = os.fspath(log_dir) if trainer.loggers and log_dir else own
+            folder, stage = os.fspath(log_dir) if trainer.loggers and log_dir else own, session.run.stage
+            self._folder = folder if stage == "fit" else os.path.join(folder, stage)
             if trainer.is_global_zero:
                 warn_if_not_writable(self._folder)
         session.monitor(
@@ -138,7 +143,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
             return
         if not session.clock.ran and session.ending.out_of_memory is None and session.ending.failure is None:
             missing = ", ".join(session.unseen)  # printed, because filters may hide a warning
-            say(f"This fit has no report, because this version of Lightning lacks {missing}.")
+            say(f"This run has no report, because this version of Lightning lacks {missing}.")
             return
         report = describe(session, outcome)
         running, self._running = self._running, None

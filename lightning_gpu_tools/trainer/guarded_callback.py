@@ -34,7 +34,7 @@ class GuardedCallback(Callback):
                 setattr(cls, name, _guarded(hook))
 
     def _give_up(self) -> None:
-        """Do nothing more in this fit."""
+        """Do nothing more in this run."""
 
     def survives(self, error: Exception) -> bool:
         """Give up after an error in a hook, unless the error is training's own or meant to end it."""
@@ -47,7 +47,7 @@ class GuardedCallback(Callback):
         """Give up after an error, and warn."""
         with suppress(Exception):  # may fail for the same reason
             self._give_up()
-        rank_zero_only(warn_that_off)(f"{type(self).__name__} is off for the rest of this fit, without a report", error)
+        rank_zero_only(warn_that_off)(f"{type(self).__name__} is off for the rest of this run, without a report", error)
 
 
 def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -149,6 +149,8 @@ class LoopTimer(Timer):
             loop.is_validation = True
             self._clock.cut_at_edge()
             self._enter("validation")
+            self._run.note_validation(loader)
+            self._clock.validation_waits.begin()
         loop.around = self._clock.switch(self._validation if loop.is_validation else self._epoch_start)
         if loop.is_validation:
             return
@@ -174,11 +176,15 @@ class LoopTimer(Timer):
 
     def opened(self, loop: Loop) -> None:
         """Continue a pass once its iterator has been created."""
-        if loop.around is not None and not loop.is_validation:
+        if loop.is_validation:
+            self._clock.validation_waits.created()
+        elif loop.around is not None:
             self._clock.switch(loop.around)
 
     def begin_fetch(self, loop: Loop) -> None:
         """Begin the fetch of a batch."""
+        if loop.is_validation:
+            self._clock.validation_waits.begin()
         if loop.is_validation or self._is_elsewhere():
             return
         clock = self._clock
@@ -193,6 +199,8 @@ class LoopTimer(Timer):
 
     def end_fetch(self, loop: Loop) -> bool:
         """End the fetch of a batch; return whether a step begins with it."""
+        if loop.is_validation:
+            self._clock.validation_waits.fetched()
         if loop.is_validation or self._is_elsewhere():
             return False
         if self._fetching is not loop:

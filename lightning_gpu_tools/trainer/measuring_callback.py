@@ -1,4 +1,4 @@
-"""The session of a Trainer's fit, from ``setup`` to the end, which the monitor and the advisor share."""
+"""The session of a Trainer's run, from ``setup`` to the end, which the monitor and the advisor share."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.loaders.workers import deaths_ignored
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import TrainerRun
+from lightning_gpu_tools.trainer.facts import run_of
 from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer, lookup, overrides
-from lightning_gpu_tools.trainer.fit_timer import FitTimer
+from lightning_gpu_tools.trainer.fit_timer import EvaluationTimer, FitTimer
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
+from lightning_gpu_tools.training.run_measurements import Stage
 from lightning_gpu_tools.training.step_clock import StepClock
 
 
 class FitSession(Session):
-    """A session shared by the callbacks of a fit, until the last one releases it or the Trainer's run ends.
+    """A session shared by the callbacks of a fit, validate, test or predict, until it ends or the last one releases it.
 
     Lightning does not notify every callback of the end: a tuner that raises has removed them, and a callback that
     raises at the end prevents calls of the others. So the session detects the end itself, and notifies the rest.
@@ -33,7 +34,7 @@ class FitSession(Session):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        super().__init__(TrainerRun(trainer), self._make_timer)
+        super().__init__(run_of(trainer), self._make_timer)
         self._users: list[Callback] = []
         self.acting: list[MeasuringCallback] = []
         self._on_end = Wrappers()
@@ -43,9 +44,9 @@ class FitSession(Session):
 
     @classmethod
     def of(cls, trainer: Trainer, user: Callback) -> FitSession:
-        """Return the session of the fit that is about to begin."""
+        """Return the session of the run that is about to begin."""
         session = _sessions.get(trainer)
-        if session is not None and session.clock.ran:  # of the outer fit, inside which this one begins
+        if session is not None and session.clock.ran:  # of the outer run, inside which this one begins
             session._end()
             session = None
         if session is None:
@@ -56,7 +57,8 @@ class FitSession(Session):
         return session
 
     def _make_timer(self, clock: StepClock, enter: Callable[[Phase], None]) -> FitTimer:
-        self._fit_timer = FitTimer(self._trainer, clock, self.ending, enter, self.step_ended)
+        timer = FitTimer if self.run.stage == "fit" else EvaluationTimer
+        self._fit_timer = timer(self._trainer, clock, self.ending, enter, self.step_ended)
         return self._fit_timer
 
     @property
@@ -107,7 +109,7 @@ class FitSession(Session):
         def torn_down(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
             result = tear_down(trainer, *args, **kwargs)
             if trainer is self._trainer:
-                self._end_users(lambda user, model: user.teardown(trainer, model, "fit"))
+                self._end_users(lambda user, model: user.teardown(trainer, model, self.run.stage))
             return result
 
         return torn_down
@@ -124,7 +126,7 @@ _sessions: WeakKeyDictionary[Trainer, FitSession] = WeakKeyDictionary()
 
 
 # Hooks that Lightning calls in every step. It skips hooks that are not callable, so a callback that does nothing in a
-# hook hides it during a fit: each call saved is a microsecond.
+# hook hides it during a run: each call saved is a microsecond.
 STEP_HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -132,11 +134,12 @@ STEP_HOOKS = (
     "on_after_backward",
     "on_before_optimizer_step",
     "on_train_batch_end",
+    "on_validation_batch_start",
 )
 
 
 class MeasuringCallback(GuardedCallback):
-    """A callback that takes part in the session of each fit, from ``setup`` to its end."""
+    """A callback that takes part in the session of each run of a Trainer, from ``setup`` to its end."""
 
     def __init__(self) -> None:
         self.yields = False  # does nothing if the user has a callback of the same class
@@ -148,23 +151,23 @@ class MeasuringCallback(GuardedCallback):
         return {**kept, "_session": None}
 
     def _opened(self, trainer: Trainer, session: FitSession) -> None:
-        """Act before the fit begins."""
+        """Act before the run begins."""
 
     def _began(self, trainer: Trainer, session: FitSession) -> None:
-        """Act when training starts."""
+        """Act when steps are about to begin."""
 
     def _stepped(self, trainer: Trainer, session: FitSession) -> float:
         """Act after a step; return the clock's step after which to call this again."""
         return math.inf
 
     def _ended(self, trainer: Trainer, session: FitSession, outcome: str) -> None:
-        """Act when the fit has ended."""
+        """Act when the run has ended."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         is_replaced = self.yields and self._is_replaced(trainer.callbacks)  # type: ignore[attr-defined]
-        if stage == "fit" and not is_disabled() and not is_replaced:
-            self._give_up()  # an earlier fit without a teardown
+        if not is_disabled() and not is_replaced:
+            self._give_up()  # an earlier run without a teardown
             self._session = FitSession.of(trainer, self)
             self.hide_hooks(self._session)
             self._opened(trainer, self._session)
@@ -172,11 +175,14 @@ class MeasuringCallback(GuardedCallback):
     def hide_hooks(self, session: FitSession) -> None:
         """Hide the hooks in which this callback does nothing, or for which another one of the session acts."""
         is_first = session.acting[0] is self
+        acts = {
+            "on_train_batch_end": is_first and session.needs_hook,
+            "on_validation_batch_start": is_first and session.run.stage == "fit",
+        }
         self._show_hooks()
         for hook in STEP_HOOKS:
             is_own = getattr(type(self), hook) is getattr(MeasuringCallback, hook)
-            acts = is_first and hook == "on_train_batch_end" and session.needs_hook
-            if not (acts if is_own else overrides(self, "Callback", hook)):
+            if not (acts.get(hook, False) if is_own else overrides(self, "Callback", hook)):
                 setattr(self, hook, None)
 
     def _show_hooks(self) -> None:
@@ -191,11 +197,27 @@ class MeasuringCallback(GuardedCallback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._session is not None:
-            self._session.begin()
-            self.hide_hooks(self._session)
+        self._begin(trainer, "fit")
+
+    @override
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, "validate")
+
+    @override
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, "test")
+
+    @override
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, "predict")
+
+    def _begin(self, trainer: Trainer, stage: Stage) -> None:
+        session = self._session
+        if session is not None and session.run.stage == stage:  # and not the validation of a fit
+            session.begin()
+            self.hide_hooks(session)
             self.next_step = 0.0
-            self._began(trainer, self._session)
+            self._began(trainer, session)
 
     @override
     def on_train_batch_end(
@@ -223,7 +245,7 @@ class MeasuringCallback(GuardedCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._session is not None and not self._session.is_of_parent:
             with deaths_ignored():
-                outcome = self._session.note_error(exception, trainer.global_step)
+                outcome = self._session.note_error(exception, self._session.run.optimizer_steps)
                 self._end(trainer, outcome, timeout_s=0.0)
 
     @override

@@ -39,9 +39,11 @@ def watch(
     """Measure, report and diagnose your own loop, as the monitor and the advisor do for a Trainer.
 
     At the end, even after an error, rank 0 prints the report and writes ``gpu_report.json``; while the loop runs, it
-    warns once about low utilization. Ranks of a process group share one report. With Fabric, clipping, saving and
-    moving a batch have their own phases, and metrics go to its loggers every 50 batches.
-    ``LIGHTNING_GPU_TOOLS_DISABLE=1`` turns all of this off.
+    warns once about low utilization. Ranks of a process group share one report. Without a process group, each process
+    is a run of its own: a process whose ``RANK`` is not 0 writes its report to the folder's subfolder ``rank_<RANK>``.
+
+    With Fabric, clipping, saving and moving a batch have their own phases, and metrics go to its loggers every 50
+    batches. ``LIGHTNING_GPU_TOOLS_DISABLE=1`` turns all of this off.
 
     Args:
         fabric: A ``Fabric`` of ``lightning`` or ``lightning_fabric``, after its ``launch``.
@@ -166,7 +168,7 @@ class _Training:
         self.session, self.timer = session, session.timer
         session.monitor(devices="trainer", interval_s=interval_s, gpm=True, stall_after_s=stall_after_s)
         self._advisor = Advisor(session, thresholds)
-        self._folder = folder or run.folder
+        self._folder = run.folder_in(folder)
         self._running: RunningReport | None = None
         self._next_step = 0.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from time import monotonic  # by name: a program's tests may replace those of `time`
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from lightning_gpu_tools.units import user_name
 
 # Our defaults.
 _INTERVAL_S = 1.0
-_SCAN_SHARE = 0.01  # of the background thread's time, at most, for listing processes
+SCAN_SHARE = 0.01  # of the background thread's time, at most, for listing processes
 _CONTENDED = 0.05  # half of the reporting threshold; below it, other processes are not listed
 _MAX_USERS = 3  # in a report
 
@@ -51,22 +51,6 @@ class ThreadWait:
             os.close(file)
 
 
-def runnable_s() -> dict[int, float]:
-    """Return the seconds that each thread of this process has run or waited for a core, by thread ID."""
-    found = {}
-    with_threads = os.path.isdir("/proc/self/task")  # not on macOS
-    for thread in os.listdir("/proc/self/task") if with_threads else ():
-        counts = read_kernel_file(f"/proc/self/task/{thread}/schedstat").split()
-        if counts:
-            found[int(thread)] = (int(counts[0]) + int(counts[1])) / 1e9
-    return found
-
-
-def added_s(before: dict[int, float], now: dict[int, float]) -> float:
-    """Return the seconds that all threads together have added since ``before``."""
-    return sum(seconds - before.get(thread, 0.0) for thread, seconds in now.items())
-
-
 def pressure_s() -> float | None:
     """Return the seconds in which any thread of the machine waited for a core; ``None`` before Linux 4.20."""
     some = read_kernel_file("/proc/pressure/cpu").partition("total=")[2].split()
@@ -82,19 +66,27 @@ class _Process(NamedTuple):
 
 
 class CoreUsers:
-    """Totals of other processes' CPU time on this job's cores while the training thread waits for one.
+    """Totals of the CPU time on this job's cores while the training thread waits for one, by program.
 
-    ``waited_s`` returns the thread's wait so far. ``own_pids`` returns this job's processes on the machine; their
-    children also count as the job's.
+    They are those of others, and of this process's descendants that are not workers of a loader.
+
+    ``waited_s`` returns the thread's wait so far. ``rank_pids`` returns the processes of this job's ranks on the
+    machine, and ``worker_pids`` the workers of this process. The descendants of ranks also count as the job's.
     """
 
-    def __init__(self, waited_s: Callable[[], float], own_pids: Callable[[], Iterable[int]]) -> None:
+    def __init__(
+        self,
+        waited_s: Callable[[], float],
+        rank_pids: Callable[[], Iterable[int]],
+        worker_pids: Callable[[], Iterable[int]],
+    ) -> None:
         self.found: tuple[CoreUser, ...] = ()
-        self._waited_s, self._own_pids = waited_s, own_pids
+        self.children: tuple[CoreUser, ...] = ()
+        self._waited_s, self._rank_pids, self._worker_pids = waited_s, rank_pids, worker_pids
         self._waited_before_s, self._polled_s = waited_s(), monotonic()
         self._before: dict[int, _Process] = {}
         self._before_s = self._watched_s = 0.0
-        self._cpu_s: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._of_others, self._of_children = _Programs(), _Programs()
 
     def poll(self) -> float:
         """List the processes if the thread has been waiting, and return the seconds until the next poll."""
@@ -107,19 +99,45 @@ class CoreUsers:
         if self._before:
             self._add(now, began_s - self._before_s)
         self._before, self._before_s = now if is_contended else {}, began_s
-        return max(_INTERVAL_S, (monotonic() - began_s) / _SCAN_SHARE)
+        return max(_INTERVAL_S, (monotonic() - began_s) / SCAN_SHARE)
 
     def _add(self, now: dict[int, _Process], elapsed_s: float) -> None:
-        own, cores = _family(now, {os.getpid(), *self._own_pids()}), own_cores()
+        this, ranks, cores = os.getpid(), {*self._rank_pids()}, own_cores()
+        of_job = _family(now, {this, *ranks})
+        children = _family(now, {this}) - _family(now, ranks - {this}) - {this, *self._worker_pids()}
         self._watched_s += elapsed_s
+        used: dict[int, tuple[str, str, float]] = {}
         for pid, process in now.items():
             before = self._before.get(pid)
             is_same = before is not None and before.started_ticks == process.started_ticks
             cpu_s = process.cpu_s - before.cpu_s if before is not None and is_same else process.cpu_s
-            if pid not in own and cpu_s > 0 and process.core in cores:
-                self._cpu_s[_user_of(pid), process.name] += cpu_s
-        self.found = tuple(
-            CoreUser(user=user, name=name, cores=cpu_s / self._watched_s)
+            if cpu_s > 0 and process.core in cores and (pid in children or pid not in of_job):
+                used[pid] = _user_of(pid), process.name, cpu_s
+        self._of_others.add(used[pid] for pid in used.keys() - children)
+        self._of_children.add(used[pid] for pid in used.keys() & children)
+        self.found = self._of_others.users(self._watched_s)
+        self.children = self._of_children.users(self._watched_s)
+
+
+class _Programs:
+    """The CPU time of processes, by user and name."""
+
+    def __init__(self) -> None:
+        self._cpu_s: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._most: Counter[tuple[str, str]] = Counter()  # processes at the same time
+
+    def add(self, processes: Iterable[tuple[str, str, float]]) -> None:
+        """Add the user, name and CPU time of each process since the last call."""
+        count: Counter[tuple[str, str]] = Counter()
+        for user, name, cpu_s in processes:
+            self._cpu_s[user, name] += cpu_s
+            count[user, name] += 1
+        self._most |= count  # the larger number of each
+
+    def users(self, watched_s: float) -> tuple[CoreUser, ...]:
+        """Return those with the most time."""
+        return tuple(
+            CoreUser(user=user, name=name, cores=cpu_s / watched_s, processes=self._most[user, name])
             for (user, name), cpu_s in sorted(self._cpu_s.items(), key=lambda item: -item[1])[:_MAX_USERS]
         )
 

@@ -243,20 +243,25 @@ class _WorkerSampler(_Sampler):
 
 def _sampled_loop(folder: str, *args: Any, **kwargs: Any) -> Any:
     """Run the loop of a worker with sampling. A module-level function, so that it can be pickled without fork."""
-    sampler = None
+    sampler, own = None, Path(folder, str(os.getpid()))
     with suppress(Exception):
-        if len(os.listdir(folder)) < _MAX_WORKERS:
+        own.touch()
+        if sum(name.endswith(".json") for name in os.listdir(folder)) < _MAX_WORKERS:
             sampler = _WorkerSampler(folder)
     try:
         return _worker_loop(*args, **kwargs)
     finally:
         with suppress(Exception):
+            own.unlink()
             if sampler is not None:
                 sampler.close()
 
 
 class WorkerLines:
-    """The sampled lines of all workers that start while this is open, each in a file of a temporary folder."""
+    """The sampled lines of all workers that start while this is open, each in a file of a temporary folder.
+
+    The folder also has an empty file for each worker that is running, with its PID as name.
+    """
 
     def __init__(self) -> None:
         self._folder: str | None = None
@@ -271,6 +276,13 @@ class WorkerLines:
         except OSError:  # no space for temporary files
             return loop
         return partial(_sampled_loop, self._folder)
+
+    @property
+    def pids(self) -> list[int]:
+        """The PIDs of the workers that are running, of all loaders. Safe in any thread."""
+        with suppress(OSError, TypeError):  # it has been removed; there is none
+            return [int(name) for name in os.listdir(self._folder or "") if name.isdigit()]
+        return []
 
     def lines(self, pids: Collection[int]) -> list[SourceLine]:
         """Return the lines sampled in these workers so far, without workers of validation or of a trial."""

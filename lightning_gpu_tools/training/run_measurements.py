@@ -14,6 +14,9 @@ from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.memory_readings import RankMemory
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
+# What a Trainer does: its method, and in words. A loop without a Trainer is "fit".
+Stage = Literal["fit", "validate", "test", "predict"]
+ACTIVITIES = {"fit": "training", "validate": "validation", "test": "testing", "predict": "prediction"}
 # The phases that rules refer to.
 DATA_LOADING, COPY = phases.DATA_LOADING, phases.HOST_TO_DEVICE_COPY
 TRAINING_STEP, VALIDATION = phases.TRAINING_STEP, phases.VALIDATION
@@ -23,6 +26,7 @@ _MIN_SAMPLES = 5  # of a phase, to measure the GPU's idle time in it; with fewer
 # The share of gaps between kernels in the time between events. Compared with torch.profiler on an H200, it was 3 to 6 %
 # for ResNet-50 and GPT-2, and 33 % with hundreds of tiny kernels, whose little work hardly uses the GPU.
 _GAPS = 0.1
+MANY_THREADS = 1.5  # runnable threads of a worker: from here on, a library in it has a thread pool
 _UNSETTLED = 1.10  # first blocks count as warm-up if this much slower: monitoring tools let windows differ by 10 %
 _MAX_UNSETTLED_SHARE = 0.25  # of all blocks
 
@@ -35,6 +39,7 @@ class StepBlock:
     wall_s: float = 0.0
     data_loading_s: float = 0.0
     data_loading_cpu_s: float = 0.0  # of the training thread while it waits for data; near zero if workers load
+    data_loading_core_wait_s: float = 0.0  # the part of core_wait_s while it waits for data
     cpu_s: float = 0.0  # of all threads of the training process outside that wait; 0 if not measured
     host_to_device_copy_s: float = 0.0
     # In the model's training_step; with manual optimization, without the next two; also in a loop's CUDA graph.
@@ -254,8 +259,11 @@ class LoadingFacts:
     ready_out_of_order_share: float | None = None  # of requested batches after a wait for one; mean over these waits
     long_waits: int = 0  # number of these waits
     ready_share: float | None = None  # a batch was ready right before a step requested one
-    runnable_share: float | None = None  # a worker was computing or waiting for a core
-    delayed_share: float | None = None  # a worker was waiting for a core
+    runnable_share: float | None = None  # a worker's main thread computed or waited for a core
+    delayed_share: float | None = None  # a worker's main thread waited for a core
+    runnable_threads: float | None = None  # of a worker: average number that computed or waited for a core
+    worker_cores: float | None = None  # that a worker kept busy
+    pool_library: str | None = None  # "cv2" if a worker with more than one of these has loaded OpenCV
     early_storage_bytes_per_batch: float | None = None  # read from storage, not the page cache, in the first third
     late_storage_bytes_per_batch: float | None = None  # the same in the last third of the run
     read_ms: float | None = None  # that a worker waited for storage per call of read; median over samples
@@ -305,11 +313,13 @@ class CoreUser:
         user: Owner of the program.
         name: Name of the program.
         cores: Number of cores that all its processes together kept busy during that time.
+        processes: Number of its processes that used them.
     """
 
     user: str
     name: str
     cores: float
+    processes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,6 +338,7 @@ class CoreFacts:
     niceness: int = 0  # from -20 (highest priority) to 19 (lowest)
     in_slurm: bool = False
     users: tuple[CoreUser, ...] = ()
+    children: tuple[CoreUser, ...] = ()  # descendants of the training process that are not workers of a loader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -455,6 +466,11 @@ class RunMeasurements:
     host: HostBudget
     epochs: int = 1  # number started
     validations: int = 0  # number started
+    checkpoints: int = 0  # number of steps after which a Trainer has written any
+    validation_batches: int = 0
+    validation_start_s: float = 0.0  # of their loaders: creating the iterators, and starting workers
+    validation_wait_s: float = 0.0  # for their batches
+    validation_loaders: tuple[LoaderSettings, ...] = ()  # torch's
     step_times: StepTimes | None = None
     on_gpu: bool = False
     utilization_percent: float | None = None  # mean over the trainer's GPUs, outside validation
@@ -496,6 +512,12 @@ class RunMeasurements:
     left_on_cpu: tuple[str, ...] = ()  # "LitModel.class_weights (a list with 3 tensors)", see device_facts
     largest_batch_size: int | None = None  # in samples, that fits on the GPU of every rank
     has_trainer: bool = True  # advice may then recommend Trainer options
+    stage: Stage = "fit"  # in the others, a step is one batch, without backward
+
+    @property
+    def activity(self) -> str:
+        """What the run does, in a word."""
+        return ACTIVITIES[self.stage]
 
     @property
     def idle_share(self) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.processes import read_kernel_file
@@ -62,6 +63,33 @@ def io_counters(pid: object) -> dict[str, int]:
     """Return the counters of proc_pid_io(5), by name; empty like ``read_proc``."""
     words = read_proc(pid, "io").replace(":", "").split()
     return {name: int(count) for name, count in zip(words[::2], words[1::2], strict=False)}
+
+
+class ThreadTimes(NamedTuple):
+    """The seconds that a thread has run, and those in which it was runnable but had no core."""
+
+    ran_s: float
+    delayed_s: float
+
+
+def thread_times(pid: object = "self") -> dict[int, ThreadTimes]:
+    """Return the times of each thread of a process, by thread ID; empty if it has ended, or they are not counted."""
+    with suppress(OSError):
+        counts = {
+            int(one): read_proc(pid, "task", one, "schedstat").split() for one in os.listdir(_PROC / str(pid) / "task")
+        }
+        # In nanoseconds: the kernel's sched-stats.rst.
+        return {thread: ThreadTimes(int(of[0]) / 1e9, int(of[1]) / 1e9) for thread, of in counts.items() if of}
+    return {}
+
+
+def added_times(before: dict[int, ThreadTimes], now: dict[int, ThreadTimes]) -> ThreadTimes:
+    """Return the times that the threads of a process have added since ``before``."""
+    since = [(times, before.get(thread, ThreadTimes(0.0, 0.0))) for thread, times in now.items()]
+    return ThreadTimes(
+        sum(times.ran_s - earlier.ran_s for times, earlier in since),
+        sum(times.delayed_s - earlier.delayed_s for times, earlier in since),
+    )
 
 
 def _value(text: str, name: str) -> str | None:

@@ -41,7 +41,7 @@ from lightning_gpu_tools.training.phases import (
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock, WatchedSteps
 from lightning_gpu_tools.training.step_times import StepTimeRecord
-from lightning_gpu_tools.training.stopwatch import PhaseTimeline, Stopwatch, seconds_per_call
+from lightning_gpu_tools.training.stopwatch import LoaderWaits, PhaseTimeline, Stopwatch, seconds_per_call
 
 # Steps in which kernels are chosen, caches fill, and workers start.
 WARM_UP_STEPS = 20
@@ -68,6 +68,9 @@ class StepClock(Stopwatch):
         self.step_began_s = 0.0
         self.timeline = PhaseTimeline()
         self.validations = 0  # number started
+        self.validation_waits = LoaderWaits(clock)
+        self.checkpoints = 0  # number of steps after which any were written
+        self._checkpoint_step = -1
         self._core_wait: ThreadWait | None = None  # None before training, or with a clock other than the kernel's
         self.running = False
         self._data_loading, self._epoch_start = self.account(DATA_LOADING), self.account(EPOCH_START)
@@ -78,8 +81,8 @@ class StepClock(Stopwatch):
         self._gpu: GpuTimeline | None = None
         self._started_s = self._stopped_s = 0.0
         self._first_of_epoch = True
-        self._fetch_cpu_since_s: tuple[float, float] | None = None
-        self._fetch_cpu_s = self._fetch_process_cpu_s = 0.0
+        self._fetch_since_s: tuple[float, float, float] | None = None
+        self._fetch_cpu_s = self._fetch_process_cpu_s = self._fetch_core_wait_s = 0.0
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -210,6 +213,11 @@ class StepClock(Stopwatch):
     def _leave_out_next_steps(self) -> None:
         self.times.left_out |= {self.steps + 1, self.steps + 2}
 
+    def count_checkpoint(self) -> None:
+        """Count a checkpoint, unless there is another one of the same step."""
+        self.checkpoints += self.steps != self._checkpoint_step
+        self._checkpoint_step = self.steps
+
     @property
     def replays(self) -> int:
         """Number of CUDA graphs replayed so far."""
@@ -283,11 +291,12 @@ class StepClock(Stopwatch):
         # Excludes time charged to other phases, for example by `as_own_work`.
         self.last_fetch_s = self.current.seconds - self._before_fetch_s
         self.since_s, self.current = now_s, self._around_fetch
-        if self._fetch_cpu_since_s is not None:
-            thread_s, process_s = self._fetch_cpu_since_s
+        if self._fetch_since_s is not None:
+            thread_s, process_s, core_wait_s = self._fetch_since_s
             self._fetch_cpu_s = time.thread_time() - thread_s
             self._fetch_process_cpu_s = time.process_time() - process_s
-            self._fetch_cpu_since_s = None
+            self._fetch_core_wait_s = self.core_wait_s - core_wait_s
+            self._fetch_since_s = None
 
     def end_of_data(self) -> None:
         """End a fetch that found no batch, and undo its step."""
@@ -305,6 +314,7 @@ class StepClock(Stopwatch):
             self._open += replace(
                 passed,
                 data_loading_cpu_s=self._fetch_cpu_s * passed.steps,
+                data_loading_core_wait_s=self._fetch_core_wait_s * passed.steps,
                 # Excludes PyTorch's threads, which spin for a few milliseconds after a step.
                 cpu_s=max(0.0, passed.cpu_s - self._fetch_process_cpu_s * passed.steps),
             )
@@ -320,7 +330,7 @@ class StepClock(Stopwatch):
         else:
             self._sum_from = totals
             self._next_sum = self.steps + self._steps_per_block - self._open.steps
-            self._fetch_cpu_since_s = time.thread_time(), time.process_time()
+            self._fetch_since_s = time.thread_time(), time.process_time(), self.core_wait_s
 
     def _totals(self, now_s: float) -> StepBlock:
         seconds = self.seconds

@@ -129,6 +129,38 @@ def seconds_per_call(function: Callable[[], object]) -> float:
     return median(costs)
 
 
+class LoaderWaits:
+    """The time that validations wait for their loaders."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.created_s = 0.0  # until the iterator is created, for which forked workers have started
+        self.first_s = 0.0  # from then on, until the first batch
+        self.others_s = 0.0  # for all other batches
+        self.batches = 0
+        self._clock = clock
+        self._is_first = True
+        self._since_s = 0.0
+
+    def begin(self) -> None:
+        """Begin a validation, or a wait in it."""
+        self._since_s = self._clock()
+
+    def created(self) -> None:
+        """End the creation of the iterator."""
+        self.created_s += self._clock() - self._since_s
+        self._is_first = True
+
+    def fetched(self) -> None:
+        """End the wait for a batch."""
+        waited_s = self._clock() - self._since_s
+        self.batches += 1
+        if self._is_first:
+            self._is_first = False
+            self.first_s += waited_s
+        else:
+            self.others_s += waited_s
+
+
 class PhaseTimeline:
     """A run's time by phase, in a bounded number of spans. At the limit, neighboring spans are merged in pairs."""
 

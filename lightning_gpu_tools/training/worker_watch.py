@@ -1,4 +1,4 @@
-"""Sampling of a DataLoader's workers: whether they wait for storage, and whether one of them delays the others."""
+"""Sampling of a DataLoader's workers: whether they compute, wait for a core or storage, or delay each other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from statistics import median
 from time import monotonic  # by name: a program's tests may replace those of `time`
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.run_measurements import LoadingFacts
-from lightning_gpu_tools.training.stacks import TICKS_PER_S, io_counters, read_proc, stat_fields
+from lightning_gpu_tools.training.cores import SCAN_SHARE
+from lightning_gpu_tools.training.run_measurements import MANY_THREADS, LoadingFacts
+from lightning_gpu_tools.training.stacks import (
+    TICKS_PER_S,
+    ThreadTimes,
+    added_times,
+    io_counters,
+    read_proc,
+    stat_fields,
+    thread_times,
+)
 
 _INTERVAL_S = 1.0
 # Our defaults.
@@ -31,8 +40,11 @@ class WorkerWatch:
         self._ready_share = 0.0
         self._long_waits = 0
         self._ready_polls = self._ready = 0
-        self._runs: dict[int, tuple[float, float, float]] = {}  # by worker: sample time, seconds run, seconds delayed
-        self._ran_s = self._delayed_s = self._watched_s = 0.0
+        self._sampled_s = 0.0
+        self._threads: dict[int, dict[int, ThreadTimes]] = {}  # by worker, at that time
+        self._ran_s = self._delayed_s = self._watched_s = 0.0  # of main threads
+        self._runnable_s = self._busy_s = 0.0  # of all threads
+        self._pool_library: str | None = None  # empty: a worker had many runnable threads without OpenCV
         self._read_bytes: dict[int, int] = {}
         self.storage_points: list[tuple[int, int]] = []  # steps done, and bytes read from storage until then
         self._reads: dict[int, tuple[int, int]] = {}  # by worker: calls of read, ticks that it waited for storage
@@ -65,8 +77,6 @@ class WorkerWatch:
         pids = compat.worker_pids(iterator)
         self.pids.update(pids)
         self._polls += bool(pids)
-        for pid in pids:
-            self._add_cpu(pid, now_s)
         for pid in pids or [os.getpid()]:
             fields, counters = stat_fields(pid) if pids else [], io_counters(pid)
             if "read_bytes" in counters:
@@ -86,15 +96,28 @@ class WorkerWatch:
         if calls > calls_before and len(self._read_s) < _MAX_READ_SAMPLES:
             self._read_s.append((ticks - ticks_before) / TICKS_PER_S / (calls - calls_before))
 
-    def _add_cpu(self, pid: int, now_s: float) -> None:
-        counts = read_proc(pid, "schedstat").split()  # nanoseconds: the kernel's sched-stats.rst
-        if counts:
-            ran_s, delayed_s = int(counts[0]) / 1e9, int(counts[1]) / 1e9
-            before_s, ran_before_s, delayed_before_s = self._runs.get(pid, (now_s, ran_s, delayed_s))
-            self._runs[pid] = now_s, ran_s, delayed_s
-            self._watched_s += now_s - before_s
-            self._ran_s += ran_s - ran_before_s
-            self._delayed_s += delayed_s - delayed_before_s
+    def poll_threads(self) -> float:
+        """Sample the workers' threads, in any thread, and return the seconds until the next poll."""
+        now_s, before_s, before = monotonic(), self._sampled_s, self._threads
+        self._threads = {pid: thread_times(pid) for pid in compat.worker_pids(self._iterator())}
+        self._sampled_s = now_s
+        for pid in self._threads.keys() & before.keys():
+            self._add_threads(pid, now_s - before_s, before[pid], self._threads[pid])
+        return max(_INTERVAL_S, (monotonic() - now_s) / SCAN_SHARE)
+
+    def _add_threads(
+        self, pid: int, elapsed_s: float, before: dict[int, ThreadTimes], now: dict[int, ThreadTimes]
+    ) -> None:
+        if pid not in before or pid not in now:  # its main thread: it has ended, or the kernel does not count
+            return
+        added = added_times(before, now)
+        self._watched_s += elapsed_s
+        self._busy_s += added.ran_s
+        self._runnable_s += sum(added)
+        self._ran_s += now[pid].ran_s - before[pid].ran_s
+        self._delayed_s += now[pid].delayed_s - before[pid].delayed_s
+        if self._pool_library is None and sum(added) > MANY_THREADS * elapsed_s:
+            self._pool_library = "cv2" if "/cv2/" in read_proc(pid, "maps") else ""
 
     def facts(self) -> LoadingFacts:
         """Return the observations so far."""
@@ -109,6 +132,9 @@ class WorkerWatch:
             ready_share=self._ready / self._ready_polls if self._ready_polls else None,
             runnable_share=(self._ran_s + self._delayed_s) / self._watched_s if self._watched_s else None,
             delayed_share=self._delayed_s / self._watched_s if self._watched_s else None,
+            runnable_threads=self._runnable_s / self._watched_s if self._watched_s else None,
+            worker_cores=self._busy_s / self._watched_s if self._watched_s else None,
+            pool_library=self._pool_library or None,
             early_storage_bytes_per_batch=_slope(self.storage_points[: third + 1]),
             late_storage_bytes_per_batch=_slope(self.storage_points[-1 - third :]),
             read_ms=1e3 * median(self._read_s) if is_counted else None,

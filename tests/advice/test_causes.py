@@ -20,6 +20,7 @@ from lightning_gpu_tools.advice.examples import (
     COPIES,
     GIB,
     LOADER,
+    NO_WORKERS,
     STEP,
     WAITS,
     a_host,
@@ -52,6 +53,12 @@ from lightning_gpu_tools.training.run_measurements import (
 def validated(ms: float, **options: Any) -> RunMeasurements:
     """Return 200 steps of 20 ms, with a validation that takes so long per step."""
     return cpu_run({"training_step": 20, "validation": 4 * ms}, **{"validations": 20, **options})
+
+
+def restarting(share: float) -> dict[str, Any]:
+    """Return the options of a run of which 4 s were validation, with the share of starting workers in it."""
+    loader = dataclasses.replace(LOADER, persistent_workers=False)
+    return {"validation_loaders": (loader,), "validation_start_s": 4 * share}
 
 
 def spending(phase: str, **options: Any) -> RunMeasurements:
@@ -127,7 +134,26 @@ def test_slow_steps_that_compile_again_are_one_finding() -> None:
         (spending("callback/A"), "do its work only in every 200th step."),
         (spending("callback/LitModel.on_after_backward"), "return early from it, except in every 200th"),
         (spending("callback/LitModel.on_train_epoch_end"), "make epochs longer."),
-        (cpu_run({"validation": 20, "training_step": 5}), "Use less validation data (limit_val_batches=...)"),
+        (cpu_run({"validation": 20, "training_step": 5}), "Use less validation data: Trainer(limit_val_batches=0.02)."),
+        (validated(5, validation_batches=800), "Use less validation data: Trainer(limit_val_batches=4)."),
+        (validated(5, validation_batches=20), "Make validation_step faster."),
+        (validated(5, **{**restarting(0.9), "validation_loaders": (LOADER,)}), "Use less validation data"),
+        (validated(5, **restarting(0.9)), "in 90 % of its time. Keep those of the validation loader: DataLoader(..., "),
+        (
+            validated(5, **restarting(0.9)),
+            "num_workers=4, persistent_workers=True) (now 4, False). Or load so few batches",
+        ),
+        (validated(5, **restarting(0.6)), "persistent_workers=True) (now 4, False)."),
+        (
+            validated(50, **restarting(6.0), validation_batches=800),
+            "(now 4, False). Use less validation data: Trainer(",
+        ),
+        (validated(5, **restarting(0.4)), "Use less validation data"),
+        (
+            validated(5, validation_loaders=(NO_WORKERS,), validation_wait_s=3.0),
+            "num_workers=3, persistent_workers=True)",
+        ),
+        (validated(5, validation_loaders=(LOADER,), validation_wait_s=3.2), "Use less validation data"),
         (validated(20, epochs=20, epoch_steps=10), "check_val_every_n_epoch=10)"),  # more would be too rare
         (validated(20, epochs=19, epoch_steps=10), "Use less validation data"),
         (validated(2.5, epochs=20, epoch_steps=10), "check_val_every_n_epoch=5)"),
@@ -305,7 +331,7 @@ def test_workers_that_wait_for_storage_are_multiplied_beyond_the_cores() -> None
     finding = first(cpu_run(WAITS, **workers(3), host=a_host(2), worker_cpu_s_per_batch=0.002))
     assert finding.evidence["kind"] == "too_few_workers"
     assert "DataLoader(..., num_workers=14) (now 3)" in finding.advice
-    assert "torch warns about more workers than cores: ignore it, because they wait for storage" in finding.advice
+    assert "torch warns about more workers than cores: ignore it, because they wait 98 % of the time" in finding.advice
 
 
 def test_a_full_shared_memory_is_to_be_enlarged() -> None:
@@ -439,7 +465,7 @@ def test_memory_is_not_blamed_for_slow_storage() -> None:
 @pytest.mark.parametrize(
     ("storage", "words"),
     [
-        (None, "AsyncCheckpointIO(PortableCheckpointIO())."),
+        (None, "[AsyncCheckpointIO(PortableCheckpointIO())])."),
         (NFS, "Their folder /data/set is on nfs4, a network file system."),
         (
             dataclasses.replace(NFS, elsewhere=LOCAL),

@@ -13,6 +13,10 @@ from lightning_gpu_tools.advice.examples import a_host, contended, cpu_run, gpu_
 from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RankStep, RunMeasurements
 
 EVE = (CoreUser(user="eve", name="train\x1b[31m", cores=1.1), CoreUser(user="root", name="cron", cores=0.01))
+SIMULATORS = (
+    CoreUser(user="ada", name="sim\x1b", cores=0.9, processes=3),
+    CoreUser(user="ada", name="ffmpeg", cores=0.2),
+)
 WAITS = {"data_loading": 30.0, "training_step/forward": 10.0}
 
 
@@ -47,6 +51,25 @@ USERS = {
         "Stop the other programs",
     ),
     "own": (contended(others=0.3, workers=0), "own_threads", "5.2", "py-spy dump"),
+    "children": (
+        contended(others=0.1, children=SIMULATORS, machine_cores=64),
+        "own_children",
+        r"4 child processes of this job (sim\x1b, ffmpeg) use 1.1 of 2 cores)",
+        "Allow it more cores (taskset, docker run --cpuset-cpus). Start them with nice -n 19, so that training",
+    ),
+    "a child and other programs": (
+        contended(others=0.8, children=SIMULATORS[:1], users=EVE, workers=0),
+        "own_children",
+        "3 child processes of this job (sim\\x1b) use 0.9 of 2 cores; other programs keep 0.8 of 2 cores busy: eve's",
+        "Start at most 1 of them (now 3), or start them with nice -n 19, so that training goes first. Stop the other",
+    ),
+    "thread pools": (
+        contended(loading=LoadingFacts(runnable_threads=2.1, pool_library="cv2"), torch_threads=1),
+        "own_threads",
+        "5.2",
+        "Each of the 4 workers keeps 2.1 threads runnable, on 2 cores. Limit their libraries to one thread in "
+        "worker_init_fn: cv2.setNumThreads(0), torch.set_num_threads(1), and for NumPy threadpoolctl.threadpool_limits",
+    ),
     "quota": (
         contended(throttled_share=0.38, quota_cores=2.0),
         "quota",
@@ -107,7 +130,8 @@ def test_a_wait_for_workers_without_a_core_is_not_blamed_on_loading() -> None:
 
 def test_loading_in_the_training_thread_counts_without_its_wait_for_a_core() -> None:
     cores = contended(0.75, others=1.0).cores
-    quick, slow = (cpu_run({"data_loading": 30, "training_step": 10}, load_cpu_ms=ms, cores=cores) for ms in (1, 30))
+    delayed = {"load_core_wait_ms": 30, "load_cpu_ms": 0.0}, {"load_core_wait_ms": 1, "load_cpu_ms": 29}
+    quick, slow = (cpu_run({"data_loading": 30, "training_step": 10}, cores=cores, **ms) for ms in delayed)
     assert [one.cause for one in diagnose(quick).findings] == ["cpu_contention"]
     assert {one.cause for one in diagnose(slow).findings} == {"cpu_contention", "data_loading"}
 

@@ -24,6 +24,7 @@ from lightning_gpu_tools.advice.examples import (
     LOADER,
     STEP,
     WAITS,
+    a_host,
     contended,
     cpu_run,
     gpu_run,
@@ -35,8 +36,8 @@ from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.advice.stalls import explain_process, explain_ranks
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
-from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, PHASES, SELF_LOG, TRAINER
-from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasurements
+from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, PHASES, SELF_LOG, TRAINER, base_phase
+from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RunMeasurements
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 OF_A_TRAINER = (
@@ -73,6 +74,9 @@ RUNS = [
     *map(waiting_ranks, ("backward", "data_loading")),
     contended(others=1.0, niceness=5, users=(CoreUser(user="eve", name="job", cores=1.0),)),
     contended(machine_cores=64),
+    contended(others=1.0, children=(CoreUser(user="ada", name="ffmpeg", cores=1.0, processes=3),), workers=0),
+    contended(loading=LoadingFacts(runnable_threads=2.0, pool_library="cv2")),
+    cpu_run(WAITS, host=a_host(2), loader=LOADER, loading=LoadingFacts(runnable_threads=2.0)),
     *(uneven(phase, 50, 1.0) for phase in ("training_step", "data_loading", "callback/A", "logging/A", "checkpoint")),
     uneven("training_step", 4, 0.05, accumulate_grad_batches=4),
     dataclasses.replace(cpu_run(STEP), blocks=[]),
@@ -120,6 +124,17 @@ def test_advice_names_only_what_the_user_has(has_trainer: bool, foreign: str) ->
                 assert word is None, f"only if run.has_trainer is {not has_trainer}, say {word[0]!r}: {text}"
 
 
+def test_advice_on_a_stage_without_training_is_not_about_training() -> None:
+    of_training = r"NumWorkersFinder|accumulate_grad|accumulate gradients|learning rate|max_steps|log_every_n_steps="
+    possible = {"data_loading", "host_to_device_copy", "callback", "logging", "trainer", "garbage_collection"}
+    for run, more in DIAGNOSES:
+        if {*map(base_phase, run.phase_s)} <= {"training_step", *possible} and run.accumulate_grad_batches == 1:
+            for stage in ("validate", "test", "predict"):
+                for text in texts(diagnose(dataclasses.replace(run, stage=stage), **more)):
+                    assert re.search(of_training, text) is None, text
+                    assert "training step" not in text
+
+
 def texts_of_stalls() -> Iterator[str]:
     for cause in STALL_CAUSES.values():
         for facts in (cause.sick, cause.healthy):
@@ -137,6 +152,20 @@ def test_variables_commands_classes_and_options_in_advice_exist() -> None:
         assert unknown_names(text) == [], (
             f"{text!r} names what does not exist; if it does, add it to tests/real_names.py"
         )
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (cpu_run(WAITS), "find_loader_settings(loader, step_time_s=...) finds them."),
+        (work("logging/CSVLogger"), "Pass on_step=False to self.log: CSVLogger then writes once, at the end."),
+        (CAUSES["unexplained"].sick, "the prediction step: Trainer(profiler='pytorch', limit_predict_batches=50)."),
+        (cpu_run(STEP), "Nothing on the host slows prediction down"),
+        (waiting_ranks("backward"), "Pass on_step=False to self.log to synchronize less often"),
+    ],
+)
+def test_a_prediction_reads_what_it_can_follow(run: RunMeasurements, words: str) -> None:
+    assert words in " ".join(texts(diagnose(dataclasses.replace(run, stage="predict"))))
 
 
 @pytest.mark.parametrize(

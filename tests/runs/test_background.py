@@ -81,7 +81,7 @@ def test_a_monitor_that_gives_up_leaves_no_report_of_a_running_fit(
     monkeypatch.setattr(ReportFile, "save", lambda *args: [save(*args), written.set()][0])
     monkeypatch.setattr(RunRecorder, "after_step", lambda *args: 1 / 0 if written.is_set() else None)
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), WaitFor(written)])
-    with pytest.warns(UserWarning, match="GPUUtilizationMonitor is off for the rest of this fit"):
+    with pytest.warns(UserWarning, match="GPUUtilizationMonitor is off for the rest of this run"):
         trainer.fit(Model(), loader(Samples(60)))
     assert trainer.global_step == 60
     report = load_report(tmp_path)

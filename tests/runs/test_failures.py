@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing.reduction
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +22,7 @@ from trainings import Model, Samples, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.advice.failures import WorkerExit, failure_of_dataset, failure_of_workers, how_it_ended
 from lightning_gpu_tools.runs import ending
+from lightning_gpu_tools.types import Report
 
 AT = 17
 HAS_NOTES = sys.version_info >= (3, 11)
@@ -164,6 +167,95 @@ def test_errors_of_other_kinds_are_left_alone(tmp_path: Path) -> None:
     report = load_report(tmp_path)
     assert (report.outcome, report.failure) == ("stopped by ValueError at step 0", None)
     assert not hasattr(raised.value, "__notes__")
+
+
+CRASHING = """
+import ctypes, sys
+from trainings import Model, Samples, loader, quiet_trainer
+from lightning_gpu_tools import GPUUtilizationMonitor
+class Crashing(Samples):
+    def __getitem__(self, index):
+        return ctypes.string_at(0) if index == 17 else super().__getitem__(index)
+def with_stack(worker):
+    {call}
+quiet_trainer({folder!r}, callbacks=[GPUUtilizationMonitor()]).fit(Model(), loader(Crashing(40), {options}))
+"""
+
+
+@pytest.mark.follows("faulthandler.enable() in worker_init_fn", "Or set num_workers=0 and PYTHONFAULTHANDLER=1")
+def test_a_crash_in_native_code_prints_its_stack_as_advised(
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    def run(options: str = "num_workers=1", call: str = "pass", **env: str) -> subprocess.CompletedProcess[str]:
+        script = CRASHING.format(folder=str(tmp_path), options=options, call=call)
+        env = {"PYTHONFAULTHANDLER": "", **env}
+        return run_python("-c", script, env=env, cwd=Path(__file__).parents[1])
+
+    assert "Fatal Python error" not in run().stderr
+    advice = load_report(tmp_path).failure
+    (call,), (option, variable) = re.findall(r"faulthandler\.\w+\(\)", advice), re.findall(r"\w+=[01]", advice)
+    in_worker = run("num_workers=1, worker_init_fn=with_stack", f"import faulthandler; {call}")
+    in_training = run(option, **dict([variable.split("=")]))
+    assert (in_worker.returncode, in_training.returncode) == (1, -signal.SIGSEGV)
+    for stack in (in_worker.stderr, in_training.stderr):
+        assert "Fatal Python error: Segmentation fault" in stack
+        assert "in __getitem__" in stack
+
+
+@pytest.mark.follows('Or set multiprocessing_context="fork".')
+def test_a_dataset_that_cannot_be_pickled_trains_with_the_advised_context(tmp_path: Path) -> None:
+    with pytest.raises((AttributeError, RuntimeError)):
+        fit(tmp_path, lambda: None, num_workers=1, multiprocessing_context="spawn")
+    (option,) = re.findall(r'(multiprocessing_context)="(\w+)"', load_report(tmp_path).failure)
+    fit(tmp_path, lambda: None, num_workers=1, **dict([option]))
+    assert load_report(tmp_path).outcome == "completed"
+
+
+@pytest.mark.follows("Load this sample alone: dataset[{}].")
+def test_the_sample_that_is_named_fails_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such sample"):
+        fit(tmp_path, fail)
+    (code,) = re.findall(r"dataset\[\d+\]", load_report(tmp_path).failure)
+    with pytest.raises(ValueError, match="no such sample"):
+        eval(code, {"dataset": Failing(fail)})
+
+
+# In a mount namespace of its own, as a container has: /dev/shm of another size.
+WITH_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size="$0" tmpfs /dev/shm && exec "$@"']
+LARGE_BATCHES = """
+import torch
+from trainings import Model, Samples, loader, quiet_trainer
+from lightning_gpu_tools import GPUUtilizationMonitor
+class Large(Samples):
+    def __getitem__(self, index):
+        return torch.zeros(1 << 20, 4)
+class OnPart(Model):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[0, :2], batch_idx)
+trainer = quiet_trainer({folder!r}, callbacks=[GPUUtilizationMonitor()])
+trainer.fit(OnPart(), loader(Large(6), num_workers=1))
+"""
+
+
+@pytest.mark.follows(
+    "Start the container with --ipc=host or --shm-size=8g, use fewer workers (num_workers), or a smaller"
+)
+def test_workers_have_room_in_shared_memory_of_the_advised_size(tmp_path: Path) -> None:
+    if shutil.which("unshare") is None or subprocess.run([*WITH_SHM, "1m", "true"], check=False).returncode:
+        pytest.skip("this process may not mount /dev/shm")
+
+    def train(*command: str) -> Report:
+        script = LARGE_BATCHES.format(folder=str(tmp_path))
+        subprocess.run(
+            [*command, sys.executable, "-c", script], cwd=Path(__file__).parents[1], check=False, timeout=150
+        )
+        return load_report(tmp_path)
+
+    advice = train(*WITH_SHM, "8m").failure
+    (size,) = re.findall(r"--shm-size=(\w+)", advice)
+    assert train(*WITH_SHM, size).outcome == "completed"
+    assert "--ipc=host" in advice  # which gives the container the host's own
+    assert train().outcome == "completed"
 
 
 def test_of_several_dead_workers_the_first_cause_is_told() -> None:

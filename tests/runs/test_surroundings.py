@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from fake_driver import Driver, gpu
+from harness import quiet_options
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from trainings import Model, Samples, loader, quiet_trainer
@@ -17,17 +19,27 @@ from lightning_gpu_tools import GPUUtilizationMonitor, select_gpus
 from lightning_gpu_tools.selection.claims import read_ledger
 
 
-def test_a_folder_that_takes_no_checkpoint_is_told_once(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    saving = ModelCheckpoint(tmp_path / "file" / "checkpoints", every_n_epochs=2)
-    trainer = quiet_trainer(
-        tmp_path, callbacks=[GPUUtilizationMonitor(), saving], enable_checkpointing=True, max_epochs=1
-    )
+def told(folder: Path, **options: Any) -> list[str]:
+    """Train an epoch, and return what is told of the folder of checkpoints, which gets one every other epoch."""
+    saving = ModelCheckpoint(**{"every_n_epochs": 2, **options})
+    trainer = quiet_trainer(folder, callbacks=[GPUUtilizationMonitor(report=False), saving], enable_checkpointing=True)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(Model(), loader(Samples(10)))
-    texts = [str(one.message) for one in warned]
-    assert sum(text.startswith("Checkpoints cannot be written to ") for text in texts) == 1
+    return [text for one in warned if (text := str(one.message)).startswith("Checkpoints cannot be written to ")]
+
+
+@pytest.mark.follows("Choose another folder: ModelCheckpoint(dirpath=...), or Trainer(default_root_dir=...).")
+def test_a_folder_that_takes_no_checkpoint_is_told_once_and_another_one_helps(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (message,) = told(tmp_path, dirpath=tmp_path / "file" / "checkpoints")
+    assert f"{tmp_path / 'file'} is not a folder" in message
+    option, trainers_option = re.findall(r"\((\w+)=\.\.\.\)", message)
+    assert told(tmp_path, **{option: tmp_path / "other", "every_n_epochs": 1}) == []
+    assert list((tmp_path / "other").iterdir())
+    assert trainers_option in quiet_options(tmp_path)
+    assert len(told(tmp_path / "file")) == 1
+    assert told(tmp_path) == []
 
 
 class RemoveClaim(Callback):

@@ -26,7 +26,7 @@ SOURCES = {
     (run_recorder, "read_host_budget"): "the host's cores and memory",
     (run_recorder, "children_cpu_s"): "the workers' CPU time",
     (run_recorder, "idle_cpu_s"): "the idle time of the cores",
-    (run_recorder, "runnable_s"): "the runnable threads",
+    (run_recorder, "thread_times"): "the runnable threads",
     (run_recorder, "throttled_periods"): "the cgroup's quota",
     (run_recorder, "pressure_s"): "the CPU pressure",
     (run_recorder, "io_pressure_s"): "the I/O pressure",

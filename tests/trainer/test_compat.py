@@ -86,6 +86,36 @@ def test_a_fit_whose_start_is_unseen_has_no_report(
     assert all(map(torch.equal, trained, weights))
 
 
+@pytest.mark.parametrize(
+    ("gone", "unseen"),
+    [
+        ("_start_profiler", "_PrefetchDataFetcher._start_profiler"),
+        ("_evaluation_step", "_EvaluationLoop._evaluation_step"),
+        ("on_run_end", "_EvaluationLoop.on_run_end"),
+    ],
+)
+def test_an_evaluation_goes_on_and_its_report_names_the_unseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, unseen: str
+) -> None:
+    hide(monkeypatch, wrappers, gone)
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
+    trainer.test(Model(), loader(Samples(30)), verbose=False)
+    report = load_report(tmp_path)
+    assert unseen in report.unseen
+    assert (report.steps, report.outcome) == (0 if gone == "_start_profiler" else 30, "completed")
+    assert "_evaluation_step" not in vars(trainer.test_loop)
+
+
+def test_an_evaluation_whose_start_is_unseen_has_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hide(monkeypatch, wrappers, "_on_predict_epoch_start")
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
+    assert len(trainer.predict(Model(), loader(Samples(3)))) == 3
+    words = "has no report, because this version of Lightning lacks _PredictionLoop._on_predict_epoch_start"
+    assert words in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("gone", ["nothing", "automatic_optimization"])
 def test_each_step_is_noticed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
     noticed = []

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from trainings import Model, Samples, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.training import cores
-from lightning_gpu_tools.training.cores import CoreUsers, ThreadWait, runnable_s
+from lightning_gpu_tools.training.cores import CoreUsers, ThreadWait
+from lightning_gpu_tools.training.stacks import added_times, thread_times
 from lightning_gpu_tools.units import user_name
 
 pytestmark = [
@@ -81,6 +82,62 @@ def test_a_training_next_to_other_programs_names_them(
     assert report.unseen == ()
 
 
+@contextmanager
+def children(folder: Path, count: int, *before: str) -> Iterator[None]:
+    """Processes named ``simulator`` that this one has started, and that compute all the time."""
+    program = folder / "simulator"
+    if not program.is_symlink():
+        program.symlink_to(Path(sys.executable).resolve())
+    with ExitStack() as ends:
+        for _ in range(count):
+            child = ends.enter_context(subprocess.Popen([*before, program, "-c", COMPUTE], stdout=subprocess.DEVNULL))
+            ends.callback(child.kill)
+        yield
+
+
+def of_cores(report: Any) -> Any:
+    return next((one for one in report.diagnosis.findings if one.cause == "cpu_contention"), None)
+
+
+@pytest.mark.follows("child processes of this job", "them with nice -n 19, so that training goes first.")
+def test_a_programs_own_processes_are_named_and_go_last_with_nice(one_core: None, tmp_path: Path) -> None:
+    with children(tmp_path, 5):
+        report = train(tmp_path, burn, 0.03)
+    finding = of_cores(report)
+    assert (report.diagnosis.findings[0], finding.evidence["kind"]) == (finding, "own_children")
+    assert finding.evidence["taken_by"].startswith("5 child processes of this job (simulator) use ")
+    command = re.search(r"them with (nice -n 19), so", finding.advice)[1].split()  # type: ignore[index]
+    with children(tmp_path, 5, *command):
+        followed = train(tmp_path, burn, 0.03)
+    assert followed.core_wait_share < report.core_wait_share
+    assert of_cores(followed) is None or of_cores(followed).evidence["kind"] != "own_children"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+@pytest.mark.follows("Start at most {} of them (now {}), or start")
+def test_as_many_processes_as_advised_leave_training_a_core(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:2])
+    try:
+        with children(tmp_path, 7):
+            report = train(tmp_path, burn, 0.03)
+        most = int(re.search(r"Start at most (\d+) of them \(now 7\), or", of_cores(report).advice)[1])  # type: ignore[index]
+        with children(tmp_path, most):
+            followed = train(tmp_path, burn, 0.03)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert followed.core_wait_share < report.core_wait_share
+
+
+def test_loading_without_a_core_is_not_taken_for_a_wait_for_storage(one_core: None, tmp_path: Path) -> None:
+    with others(tmp_path, 2):
+        report = train(tmp_path, time.sleep, 0.001, load_s=0.02)
+    (finding,) = [one for one in report.diagnosis.findings if one.cause == "data_loading"]
+    assert finding.evidence["wait_ms_per_step"] > 30  # as each of the three gets a third of the core
+    assert finding.evidence["load_ms_per_batch"] < 30
+    assert finding.evidence["kind"] == "cpu_bound"
+
+
 def test_workers_without_a_core_are_no_fault_of_the_loader(one_core: None, tmp_path: Path) -> None:
     with others(tmp_path, 2):
         report = train(tmp_path, burn, 0.001, load_s=0.02, workers=1)
@@ -108,11 +165,11 @@ def test_a_kernel_that_does_not_count_is_named(tmp_path: Path, monkeypatch: pyte
 def test_a_thread_waits_while_others_compute_on_its_core(one_core: None, tmp_path: Path) -> None:
     wait = ThreadWait()
     with others(tmp_path, 1):
-        began_s, threads_s = wait.seconds(), sum(runnable_s().values())
+        began_s, threads = wait.seconds(), thread_times()
         burn(0.3)
         waited_s = wait.seconds() - began_s
     assert waited_s > 0.05
-    assert sum(runnable_s().values()) - threads_s > 0.29 + waited_s
+    assert sum(added_times(threads, thread_times())) > 0.29 + waited_s
     wait.close()
     assert wait.seconds() == 0.0
     wait.close()
@@ -121,7 +178,7 @@ def test_a_thread_waits_while_others_compute_on_its_core(one_core: None, tmp_pat
 def test_others_are_listed_only_while_the_thread_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "_MAX_USERS", 10_000)  # other programs of this machine may take more of it
     waited_s = 0.0
-    users = CoreUsers(lambda: waited_s, list)
+    users = CoreUsers(lambda: waited_s, list, list)
     (tmp_path / "mine").symlink_to(Path(sys.executable).resolve())
     with others(tmp_path, 1) as (pid,), subprocess.Popen([tmp_path / "mine", "-c", COMPUTE]) as mine:
         users.poll()

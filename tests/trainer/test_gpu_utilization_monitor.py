@@ -148,12 +148,6 @@ def test_the_advisors_findings_are_in_the_report_wherever_it_stands(tmp_path: Pa
     assert load_report(tmp_path).diagnosis.verdict != "too_short"  # as it is by the monitor's own threshold
 
 
-def test_only_fit_is_watched(tmp_path: Path) -> None:
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
-    trainer.validate(Model(), loader(Samples(3)), verbose=False)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_switch_turns_it_off(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
     driver.gpus = [gpu()]

@@ -26,7 +26,7 @@ from lightning_gpu_tools.loaders.settings import GET_ITERATOR, SHUT_DOWN_WORKERS
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer import compat, num_workers_finder, wrappers
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks
-from lightning_gpu_tools.trainer.fit_timer import FitTimer
+from lightning_gpu_tools.trainer.fit_timer import EvaluationTimer, FitTimer
 from lightning_gpu_tools.trainer.measuring_callback import STEP_HOOKS, FitSession, MeasuringCallback
 from lightning_gpu_tools.training import compat as torch_compat
 
@@ -48,6 +48,7 @@ class Failing(Model):
 
 class Outcome(NamedTuple):
     error: str
+    results: list[Any]
     weights: list[Any]
     states: Any
 
@@ -63,9 +64,12 @@ def train(folder: Path, callbacks: list[Callback], fails_at: int | None) -> Outc
         trainer.save_checkpoint(folder / "last.ckpt")
     except Exception as raised:  # noqa: BLE001 - whatever reaches the user
         error = repr(raised)
+    # Also after an error.
+    results = [run(model, loader(Samples(3)), verbose=False) for run in (trainer.validate, trainer.test)]
+    results += [one.tolist() for one in trainer.predict(model, loader(Samples(3)))]  # type: ignore[union-attr]
     assert background_threads() == []
     assert "profile" not in vars(trainer.profiler)  # type: ignore[attr-defined]
-    return Outcome(error, [weight.tolist() for weight in model.parameters()], frozen_states())
+    return Outcome(error, results, [weight.tolist() for weight in model.parameters()], frozen_states())
 
 
 class BadText(Exception):
@@ -141,6 +145,7 @@ def test_a_fault_in_any_hook_changes_nothing(
         RunRecorder.after_step,
         RunRecorder.measurements,
         FitTimer._start,
+        EvaluationTimer._start,
     ],
 )
 def test_a_fault_in_the_middle_of_a_hook_changes_nothing(

@@ -62,12 +62,19 @@ class Counted(Model):
 
     calls = Calls()
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def _count(self, batch_idx: int) -> None:
         if batch_idx == FROM:
             self.calls = Calls().__enter__()
         if batch_idx == FROM + STEPS:
             self.calls.__exit__()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self._count(batch_idx)
         return super().training_step(batch, batch_idx)
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self._count(batch_idx)
+        return super().predict_step(batch, batch_idx)
 
 
 def calls_of(callbacks: list[Callback], folder: Path, every: int) -> Calls:
@@ -91,6 +98,23 @@ def test_a_step_makes_fewer_calls_than_with_two_empty_callbacks(
         assert counted[every].all < empty.all
     assert 10 < counted[50].ours / STEPS < 60
     assert (counted[1].ours - counted[50].ours) / STEPS < 6  # around the logger; hardly one asks whether to log
+
+
+def test_a_predicted_batch_makes_fewer_calls_than_with_two_empty_callbacks(tmp_path: Path) -> None:
+    class EmptyToo(Callback):
+        def on_predict_batch_end(self, *args: Any) -> None:
+            pass
+
+    counted = {}
+    for name, callbacks in {
+        "empty": [EmptyToo(), EmptyToo()],
+        "ours": [GPUUtilizationMonitor(report=False, interval_s=60.0), GPUUtilizationAdvisor()],
+    }.items():
+        model = Counted()
+        quiet_trainer(tmp_path, callbacks=callbacks).predict(model, loader(Samples(FROM + STEPS + 1)))
+        counted[name] = model.calls
+    assert counted["ours"].all < counted["empty"].all
+    assert 10 < counted["ours"].ours / STEPS < 60
 
 
 class Loop:
@@ -179,7 +203,7 @@ def test_lightning_calls_no_hook_of_a_step_that_does_nothing(tmp_path: Path) -> 
     advisor, seen = Overridden(min_steps=1, min_seconds=0), Seen()
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), advisor, seen])
     trainer.fit(Model(), loader(Samples(40)))
-    assert seen.shown == [[], ["on_after_backward"]]
+    assert seen.shown == [["on_validation_batch_start"], ["on_after_backward"]]
     assert advisor.backwards == 40
     assert advisor.diagnosis is not None
     assert all(callable(getattr(one, name)) for one in trainer.callbacks[:2] for name in STEP_HOOKS)

@@ -84,10 +84,16 @@ class Kernel:
         monkeypatch.setattr(stacks, "_PROC", proc)
         monkeypatch.setattr(worker_watch, "monotonic", self.clock)
 
-    def observed(self, workers: int, steps: int = 20, **files: Callable[[int], str]) -> LoadingFacts:
+    def observed(
+        self,
+        workers: int,
+        steps: int = 20,
+        threads: dict[int, Callable[[int], str]] | None = None,
+        **files: Callable[[int], str],
+    ) -> LoadingFacts:
         """Return what is seen of real workers, or without any of this process, in steps of a second.
 
-        ``files`` has the text of each file of a process, by the step.
+        ``files`` has the text of each file of a process, by the step, and ``threads`` that of each thread's schedstat.
         """
         iterator = iter(loader(Samples(4), num_workers=workers))
         watch = WorkerWatch(lambda: iterator)
@@ -96,8 +102,13 @@ class Kernel:
                 (self.proc / str(pid)).mkdir(exist_ok=True)
                 for name, text in files.items():
                     (self.proc / str(pid) / name).write_text(text(step))
+                for thread, text in (threads or {}).items():
+                    folder = self.proc / str(pid) / "task" / str(pid + thread)
+                    folder.mkdir(parents=True, exist_ok=True)
+                    (folder / "schedstat").write_text(text(step))
             self.clock.spend(1.0)
             watch.poll(step)
+            watch.poll_threads()
         assert len(list(iterator)) == 4  # which also ends the workers
         return watch.facts()
 
@@ -114,9 +125,24 @@ def test_without_workers_nothing_is_known_of_them(kernel: Kernel) -> None:
 
 def test_workers_that_compute_are_told_from_workers_that_sleep(kernel: Kernel) -> None:
     """A worker that has run for 0.6 s of each second and found no core for 0.3 s."""
-    facts = kernel.observed(workers=1, schedstat=lambda step: f"{6 * step * 10**8} {3 * step * 10**8} 77\n")
+    facts = kernel.observed(workers=1, threads={0: lambda step: f"{6 * step * 10**8} {3 * step * 10**8} 77\n"})
     assert facts.runnable_share == pytest.approx(0.9)
+    assert facts.runnable_threads == pytest.approx(0.9)
     assert facts.delayed_share == pytest.approx(0.3)
+    assert facts.worker_cores == pytest.approx(0.6)
+    assert facts.pool_library is None
+
+
+@pytest.mark.parametrize(("mapped", "library"), [("/site-packages/cv2/cv2.abi3.so", "cv2"), ("/libc.so.6", None)])
+def test_the_threads_of_a_pool_count_for_their_worker(kernel: Kernel, mapped: str, library: str | None) -> None:
+    """Two workers whose main threads run for half of each second, with two more threads that also wait for a core."""
+    pool = dict.fromkeys((1, 2), lambda step: f"{4 * step * 10**8} {4 * step * 10**8} 1\n")
+    threads = {0: lambda step: f"{5 * step * 10**8} 0 1\n", **pool}
+    facts = kernel.observed(workers=2, threads=threads, maps=lambda step: f"7f00-7f01 r-xp 0 0 0 {mapped}\n")
+    assert (facts.runnable_share, facts.delayed_share) == (pytest.approx(0.5), 0)
+    assert facts.runnable_threads == pytest.approx(0.5 + 2 * 0.8)
+    assert facts.worker_cores == pytest.approx(0.5 + 2 * 0.4)
+    assert facts.pool_library == library
 
 
 def test_reads_from_storage_are_counted_for_each_batch(kernel: Kernel) -> None:

@@ -17,18 +17,26 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    options, in_background = "", "in the background"
-    if run.has_trainer:
-        options = " (ModelCheckpoint(every_n_train_steps=... or every_n_epochs=...))"
-        in_background += " with AsyncCheckpointIO(PortableCheckpointIO())"
+    plugin = ": Trainer(plugins=[AsyncCheckpointIO(PortableCheckpointIO())])" if run.has_trainer else ""
     storage, where = run.checkpoint_storage, ""
     if storage is not None:
         where = f" Their folder {described(storage)}."
         if storage.elsewhere is not None:
             where += f" Saving to {elsewhere(storage)} and copying them later may be faster."
     for one in phases_of(run, CHECKPOINT):
-        advice = f"Save {one.times} times less often{options}, or save {in_background}.{where}"
+        rarely = f"Save {one.times} times less often{_interval(run, one.times)}"
+        advice = f"{rarely}. Or save in the background{plugin}.{where}"
         yield counted("checkpoint", one.share, {**one.evidence, **evidence_of(storage)}, advice)
+
+
+def _interval(run: RunMeasurements, times: int) -> str:
+    """Return the option for saving so much less often, after a colon; empty if the present interval is unknown."""
+    if not run.checkpoints:
+        return ""
+    steps = max(1, round(run.steps / run.checkpoints))
+    if run.epoch_steps and steps >= run.epoch_steps:
+        return f": ModelCheckpoint(every_n_epochs={times * round(steps / run.epoch_steps)})"
+    return f": ModelCheckpoint(every_n_train_steps={times * steps})"
 
 
 CAUSE = Cause(

@@ -36,7 +36,9 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     else:
         why = "The slow rank is unknown: with this strategy, ranks also wait in forward, backward and optimizer."
     change = "Set Trainer(accumulate_grad_batches=...)"
-    if not run.has_trainer:
+    if run.stage != "fit":
+        change = "Pass on_step=False to self.log"
+    elif not run.has_trainer:
         change = "Accumulate gradients over several batches (no_sync)"
     yield counted(
         "communication",
@@ -62,12 +64,17 @@ def _sending(run: RunMeasurements, wait_s: float) -> Finding:
     else:
         seldom, ddp = "no_sync() in 3 of 4 batches", "DistributedDataParallel"
         half = "register_comm_hook(None, bf16_compress_hook)"
+    advice = (
+        f"Average gradients less often ({seldom}) or send half the bytes ({half}). Also set "
+        f"{ddp}(gradient_as_bucket_view=True)."
+    )
+    if run.stage != "fit":
+        advice = "Pass on_step=False to self.log, so that ranks exchange metrics once, at the end."
     return counted(
         "communication",
         min(wait_s / run.step_s, 1.0),
         {"ms_per_step": wait_s * 1e3, "ranks": max(1, len(run.ranks))},
-        f"The GPU waits for other GPUs. Average gradients less often ({seldom}) or send half the bytes ({half}). Also "
-        f"set {ddp}(gradient_as_bucket_view=True).",
+        f"The GPU waits for other GPUs. {advice}",
     )
 
 

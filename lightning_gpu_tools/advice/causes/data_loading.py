@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from statistics import median
 
 from lightning_gpu_tools.advice.cause import LOADER_SETTINGS, Cause, Shape
+from lightning_gpu_tools.advice.causes.cpu_contention import one_thread_per_worker
 from lightning_gpu_tools.advice.examples import STEP, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import (
     MIN_CEILING,
@@ -45,6 +46,7 @@ from lightning_gpu_tools.training.run_measurements import (
     LoaderSettings,
     LoadingFacts,
     RunMeasurements,
+    StepBlock,
     without_warm_up,
 )
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
@@ -54,6 +56,7 @@ from lightning_gpu_tools.units import format_bytes, format_duration, printable
 # second share of the time. SageMaker's IOBottleneck rule requires an I/O wait of 50 %, of a single process.
 _STORAGE_WAIT = 0.30
 _COMPUTING = 0.50
+_FINDER = "NumWorkersFinder()"
 # Cores are the limit if the workers are runnable for the first share of the time, and find no free core in the second
 # share of it. loadtune calls a CPU saturated at 85 %.
 _RUNNABLE = 0.80
@@ -132,10 +135,13 @@ def _of_torch_loader(
     found: Finding, run: RunMeasurements, loader: LoaderSettings, seen: LoadingFacts, wait_s: float, step_s: float
 ) -> Finding:
     # While training waits, the loader delivers all it can: its workers together deliver one batch per step.
-    wall_s, cpu_s = loader.num_workers * step_s, run.worker_cpu_s_per_batch
+    wall_s, cpu_s, delayed = loader.num_workers * step_s, run.worker_cpu_s_per_batch, seen.delayed_share or 0.0
     if not loader.num_workers:
-        wall_s = wait_s
-        cpu_s = sum(block.data_loading_cpu_s for block in run.blocks) / sum(block.steps for block in run.blocks)
+        steady = sum(run.blocks, StepBlock())
+        wall_s, cpu_s = wait_s, steady.data_loading_cpu_s / steady.steps
+        delayed = min(1.0, steady.data_loading_core_wait_s / steady.data_loading_s)
+    # Waiting for a core is no waiting for storage.
+    wall_s = max((1 - delayed) * wall_s, min(wall_s, cpu_s or 0.0), 1e-6)
     cost = LoadCost(wall_s=wall_s, cpu_s=cpu_s, batch_bytes=run.batch_bytes)
     own_s = max(step_s - wait_s, 1e-6)
     step_cpu_s = min(run.busy_cores, run.host.cores) * own_s
@@ -153,13 +159,13 @@ def _of_torch_loader(
     if upper >= MIN_CEILING_LOWER:
         lower, upper = lower / (1 + BETWEEN_RUNS), upper * (1 + BETWEEN_RUNS)
     speedup = (lower, expected, upper)
-    computes = cpu_s is None or cpu_s >= _COMPUTING * wall_s
+    computing = 1.0 if cpu_s is None or cpu_s >= wall_s else cpu_s / wall_s
     cpu_times = _cpu_times(run, cpu_s or 0.0, step_cpu_s)
-    at_once = fetched_at_once(run, loader, min(cpu_s or 0.0, wall_s), computes=computes)
+    at_once = fetched_at_once(run, loader, min(cpu_s or 0.0, wall_s), computes=computing >= _COMPUTING)
     if at_once is not None:
         kind, advice = SINGLE_SAMPLES, at_once
     else:
-        kind, advice = _shortage(run, loader, seen, plan, computes, tried, speedup, cpu_times)
+        kind, advice = _shortage(run, loader, seen, plan, computing, tried, speedup, cpu_times)
     evidence: Evidence = {
         "kind": kind,
         "num_workers": loader.num_workers,
@@ -170,7 +176,7 @@ def _of_torch_loader(
     }
     for name, value in asdict(seen).items():
         is_share = value is not None and name.endswith("_share")
-        shown = f"workers_{name}" if name in ("runnable_share", "delayed_share") else name
+        shown = f"workers_{name}" if name in ("runnable_share", "delayed_share", "runnable_threads") else name
         evidence[shown.replace("_share", "_percent")] = 100 * value if is_share else value
     evidence |= evidence_of(run.storage)
     known = {name: value for name, value in evidence.items() if value is not None}
@@ -187,12 +193,15 @@ def _shortage(
     now: LoaderSettings,
     seen: LoadingFacts,
     plan: LoaderPlan,
-    computes: bool,
+    computing: float,
     tried: int,
     speedup: tuple[float, float, float],
     cpu_times: str,
 ) -> tuple[str, str]:
-    """Return the kind and the advice; ``speedup`` is the prediction for ``tried`` workers."""
+    """Return the kind and the advice.
+
+    ``computing`` is the share of loading that is CPU time, and ``speedup`` the prediction for ``tried`` workers.
+    """
     waiting_s = sum(block.data_loading_s for block in run.blocks)
     computing_s = sum(block.data_loading_cpu_s for block in run.blocks)
     is_unpacking = now.num_workers > 0 and computing_s > _UNPACKING * waiting_s
@@ -200,12 +209,14 @@ def _shortage(
     early_bytes, late_bytes = seen.early_storage_bytes_per_batch or 0.0, seen.late_storage_bytes_per_batch or 0.0
     allowed, search = workers_allowed(run.loader_began), _search(run)
     lower, expected, upper = speedup
+    no_workers = now.num_workers == plan.settings.num_workers == 0
     is_certain = expected >= MIN_CEILING and lower > MIN_CEILING_LOWER
     name = _name(run.loader_now)
     settings = settings_line(now, plan.settings) + (f" for the loader{name}" if name else "")
     in_memory, better = run.storage is not None and run.storage.is_memory, elsewhere(run.storage)
     if plan.settings.num_workers > run.host.cores:
-        settings += ". torch warns about more workers than cores: ignore it, because they wait for storage"
+        waiting = f"{100 * (1 - computing):.0f} % of the time"
+        settings += f". torch warns about more workers than cores: ignore it, because they wait {waiting}"
     if now.num_workers > 1 and out_of_order >= _READY_OUT_OF_ORDER:
         kind = "slow_worker"
         advice = (
@@ -221,7 +232,7 @@ def _shortage(
             f"{_storage_facts(run)} Later epochs need no change."
             f"{f' For the first one, copy the data to {better}.' if better else ''}"
         )
-    elif not in_memory and not computes and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
+    elif not in_memory and computing < _COMPUTING and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
         kind = "io_bound"
         changes = "pack small files into large ones, or keep decoded samples in memory"
         changes = f"Copy the data to {better}, {changes}" if better else changes.capitalize()
@@ -233,7 +244,11 @@ def _shortage(
             more = f"{allowed.reasons} Then more" if allowed.obstacles else "More"
             advice += f" {more} workers help if the storage serves them in parallel: {settings}."
             advice += f" {search} measures it." if search else ""
-    elif not is_unpacking and (_has_no_free_core(seen) or (plan.limited_by == "cores" and not is_certain)):
+    elif not is_unpacking and (one_thread := one_thread_per_worker(run)):
+        kind, advice = "cpu_bound", one_thread
+    elif not is_unpacking and (
+        _has_no_free_core(seen) or (plan.limited_by == "cores" and not is_certain) or no_workers
+    ):
         kind = "cpu_bound"
         no_help = f"More workers will not help, because the CPU is the limit: {cpu_times}"
         may_help = (
@@ -248,7 +263,7 @@ def _shortage(
         )
     elif not is_unpacking and (plan.settings.num_workers > now.num_workers or plan.limited_by in ("shm", "shards")):
         kind = "not_ready_for_workers" if allowed.obstacles else "too_few_workers"
-        needs = f"Training needs {plan.workers_needed} workers (now {now.num_workers}), but"
+        needs = f"{run.activity.capitalize()} needs {plan.workers_needed} workers (now {now.num_workers}), but"
         limits = {
             "cores": f"Beyond that, the CPU is the limit: {cpu_times}.",
             "shm": f"{needs} /dev/shm is too small for their batches. Enlarge it: docker run --shm-size=..., or "
@@ -257,7 +272,7 @@ def _shortage(
         }
         sentences = [limits.get(plan.limited_by or "", "")]
         if plan.settings.num_workers > now.num_workers:
-            found = BY_THE_FINDER if run.has_trainer else f"{search} finds them."
+            found = BY_THE_FINDER if search == _FINDER else f"{search} finds them."
             sentences = [f"Set {settings}.", found if search else "", *sentences]
         if allowed.obstacles:
             sentences = [allowed.reasons, f"Then set {settings}."]
@@ -274,8 +289,8 @@ def _shortage(
 def _search(run: RunMeasurements) -> str:
     """Return the search that would act on the loader; empty if it would leave it alone."""
     began, now = run.loader_began, run.loader_now
-    if run.has_trainer:
-        return "" if began and now and why_not_switched(began, now) else "NumWorkersFinder()"
+    if run.has_trainer and run.stage == "fit":
+        return "" if began and now and why_not_switched(began, now) else _FINDER
     return "" if began and why_not_searched(began) else "find_loader_settings(loader, step_time_s=...)"
 
 
@@ -346,6 +361,11 @@ CAUSE = Cause(
             "The CPU is the limit: a batch takes ... of CPU time, a step ..., and this job has ... cores",
             "cache what is computed each time (decoded, tokenized or featurized samples), store smaller samples, get "
             "more cores",
+            "cpu_bound",
+        ),
+        Shape(
+            "Each of the ... workers keeps ... threads runnable, on ... cores",
+            "`cv2.setNumThreads(0)`, `torch.set_num_threads(1)` and the like in `worker_init_fn`",
             "cpu_bound",
         ),
         Shape(

@@ -18,7 +18,8 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 def find(run: RunMeasurements) -> Iterator[Finding]:
     for one in phases_of(run, GARBAGE_COLLECTION):
         advice = (
-            "Call gc.collect() and gc.freeze() once before training, so that later collections skip existing objects. "
+            f"Call gc.collect() and gc.freeze() once before {run.activity}, so that later collections skip existing "
+            "objects. "
             f"If the program calls gc.collect() itself, call it {one.times} times less often."
         )
         yield counted("garbage_collection", one.share, one.evidence, advice)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
 from lightning_gpu_tools.advice.findings import Finding, counted
-from lightning_gpu_tools.advice.idle_in_step import CAVEAT_OF_LARGER_BATCH, idle_in_step, is_tiny, larger_batch
+from lightning_gpu_tools.advice.idle_in_step import caveat_of_larger_batch, idle_in_step, is_tiny, larger_batch
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
 
 # Our defaults.
@@ -31,24 +31,24 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "step_ms": run.step_s * 1e3,
         "operations_per_step": None if run.watched is None else run.watched.operations,
     }
-    larger = larger_batch(run)
+    larger, caveat = larger_batch(run), caveat_of_larger_batch(run)
     if tiny:
         larger = larger or "a larger batch_size"
-        advice = f"The model is too small for this GPU. Set {larger}, or train on the CPU.{CAVEAT_OF_LARGER_BATCH}"
+        advice = f"The model is too small for this GPU. Set {larger}, or train on the CPU.{caveat}"
     else:
         advice = f"The host launches kernels more slowly than the GPU runs them. Use {_fewer_launches(run)}" + (
-            f", or {larger}.{CAVEAT_OF_LARGER_BATCH}" if larger else "."
+            f", or {larger}.{caveat}" if larger else "."
         )
     yield counted("launch_bound", share, evidence, advice, "heuristic" if idle is None else "measured")
 
 
 def _fewer_launches(run: RunMeasurements) -> str:
-    fused = "a fused optimizer (AdamW(..., fused=True))"
+    fused = ", a fused optimizer (AdamW(..., fused=True))" if run.stage == "fit" else ""
     if run.replays_per_step >= _MIN_REPLAYS:
-        return f"CUDA graphs for the code outside of the {run.replays_per_step:.0f} per step, {fused}"
+        return f"CUDA graphs for the code outside of the {run.replays_per_step:.0f} per step{fused}"
     if run.compiled is not None:
-        return f"mode='reduce-overhead' (CUDA graphs) in your torch.compile call, {fused}"
-    return f"torch.compile(model, mode='reduce-overhead') (CUDA graphs), {fused}"
+        return f"mode='reduce-overhead' (CUDA graphs) in your torch.compile call{fused}"
+    return f"torch.compile(model, mode='reduce-overhead') (CUDA graphs){fused}"
 
 
 CAUSE = Cause(

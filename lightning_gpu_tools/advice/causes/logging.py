@@ -26,6 +26,8 @@ def _advice(one: HostPhase, run: RunMeasurements) -> str:
         return f"Log {one.times} times less often. Training waits while it logs."
     if one.method == "log":
         return "Pass fewer metrics to self.log, without prog_bar=True, which syncs in every step."
+    if run.stage != "fit":  # where Lightning logs metrics of steps in each of them
+        return f"Pass on_step=False to self.log: {one.name} then writes once, at the end."
     now = max(1, run.log_every_n_steps)
     steps = min(_USUAL_STEPS * math.ceil(one.times * now / _USUAL_STEPS), max(_MAX_STEPS, 2 * now))
     return f"Log less often: Trainer(log_every_n_steps={steps}). Training waits while {one.name} writes."

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
 from lightning_gpu_tools.advice.findings import Finding, counted
-from lightning_gpu_tools.advice.idle_in_step import CAVEAT_OF_LARGER_BATCH, few_active_sms, larger_batch
+from lightning_gpu_tools.advice.idle_in_step import caveat_of_larger_batch, few_active_sms, larger_batch
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
 
 
@@ -25,7 +25,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         "largest_batch_size": run.largest_batch_size,
         "batch_size": None if run.loader is None else run.loader.batch_size,
     }
-    advice = f"The kernels fill {active_percent:.0f} % of the GPU. Set {larger}.{CAVEAT_OF_LARGER_BATCH}"
+    advice = f"The kernels fill {active_percent:.0f} % of the GPU. Set {larger}.{caveat_of_larger_batch(run)}"
     in_training = 1 - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
     yield counted("small_batch", idle * in_training, evidence, advice, "heuristic")
 

@@ -43,12 +43,11 @@ _ADVICE = {
     "backward": _GPU_ADVICE,
     "optimizer": _GPU_ADVICE,
     "callback": "make it faster there, or call it less often",
-    "logging": "log less often: Trainer(log_every_n_steps=...)",
-    "checkpoint": "save less often, or in the background with AsyncCheckpointIO(PortableCheckpointIO())",
+    "logging": "log less often",
+    "checkpoint": "save less often, or in the background",
     "validation": "give all ranks the same number of batches, and compare its storage and cores with theirs",
-    "epoch_start": "compare its storage and cores, and set persistent_workers=True",
+    "epoch_start": "compare its storage and cores, and keep the loader's workers between epochs",
 }
-_ADVICE_IN_OWN_LOOP = {**_ADVICE, "logging": "log less often", "checkpoint": "save less often, or in the background"}
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -57,7 +56,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     The share is the gain for the job: the lag behind the slowest rank that is not an outlier.
     """
     ranks, found = run.ranks, slowest_rank(run.ranks)
-    if found is None:
+    if found is None or run.stage != "fit":  # else each rank works at its own pace up to the end
         return
     slow, excess_s = found
     phase, coverage = _phase_behind(ranks, slow, excess_s)
@@ -94,9 +93,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         loss = "No single phase explains it: compare its cores, storage and clocks with those of the others."
     else:
         group, _, name = phase.partition("/")
-        advice = (_ADVICE if run.has_trainer else _ADVICE_IN_OWN_LOOP)[group]
         words = printable(name) or PARTS_OF_STEP.get(group) or PHASES[group].label
-        loss = f"It loses {'the' if coverage >= _MIN_COVERAGE else 'most of the'} time in {words}: {advice}."
+        loss = f"It loses {'the' if coverage >= _MIN_COVERAGE else 'most of the'} time in {words}: {_ADVICE[group]}."
     sentences = (
         f"All ranks wait for {named}, which takes {format_duration(excess_s)} per step longer than the median of "
         f"{len(ranks):,} ranks.",

@@ -19,6 +19,12 @@ MAX_UNNAMED = 0.10  # our default, of the wall time: from here on, no run is hea
 MIN_IDLE = 0.15  # our default, of the wall time: idle in the step beyond what other findings explain
 # Lightning 2.6 takes 0.2 to 0.5 ms of its own around a step, and more with few cores. No setting changes it.
 _USUAL_TRAINER_S = 0.001
+_FEW_STEPS = {
+    "fit": "max_steps",
+    "validate": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
 _NAME_IT = "If it is validation, put it in `with run.phase('validation'):`. "
 _LINES = {
     TRAINER: "The Trainer's own work takes",
@@ -52,7 +58,8 @@ def long_lines(run: RunMeasurements) -> list[Finding]:
 def idle_in_step(run: RunMeasurements, idle: float) -> Finding:
     """Return the finding that the GPU is idle inside the training step for this share of the wall time."""
     if run.has_trainer:
-        advice = "Profile the training step: Trainer(profiler='pytorch', max_steps=50)."
+        some = f"{_FEW_STEPS[run.stage]}=50"
+        advice = f"Profile the {run.activity} step: Trainer(profiler='pytorch', {some})."
     else:
         advice = "Profile some steps with torch.profiler."
     left_on_cpu = ", ".join(run.left_on_cpu) or None

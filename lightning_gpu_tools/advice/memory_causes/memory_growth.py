@@ -17,7 +17,7 @@ from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, GROWING, an_er
 from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, why_host_is_full
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.run_measurements import RunMeasurements, Stage
 from lightning_gpu_tools.units import format_bytes, format_duration
 
 # Memory grows if the medians of four consecutive parts of the run rise. By chance they do in 1 of 4! = 24 runs.
@@ -42,6 +42,11 @@ _KEPT = {
 }
 
 
+_OF_PREDICTIONS = (
+    "Trainer.predict keeps all outputs: pass return_predictions=False, and write them in a BasePredictionWriter."
+)
+
+
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if not oom.grad_enabled:
         yield from kept_in_validation(
@@ -63,7 +68,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
 def find_on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     of_host = [growth for growth in oom.growth if growth.whose != "gpu"]
     if of_host:
-        grown = growing_memory(of_host[0])
+        grown = growing_memory(of_host[0], stage=run.stage)
         evidence = {**grown.evidence, "phase": oom.phase}
         yield Ruling(why_host_is_full(run, oom), [grown.advice, fewer_workers(run)], evidence)
 
@@ -115,7 +120,7 @@ def pace(growth: MemoryGrowth) -> str:
     return f"{_WHOSE[growth.whose]} grows steadily, by {rate} per minute{where}{end}."
 
 
-def growing_memory(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine] = ()) -> Finding:
+def growing_memory(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine] = (), *, stage: Stage = "fit") -> Finding:
     """Return a finding on growing memory, which costs no time until it is full.
 
     ``kept_lines`` are lines whose blocks on the GPU were still in use some steps later.
@@ -130,6 +135,8 @@ def growing_memory(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine] = ()) 
         "source_lines": holding(lines),
     }
     advice = _KEPT[growth.whose].format(what="validation batch" if growth.phase == "validation" else "step")
+    if stage == "predict" and growth.whose == "process":
+        advice = _OF_PREDICTIONS
     return counted("memory_growth", 0.0, evidence, f"{pace(growth)}{_left(lines)} {advice}")
 
 

@@ -40,7 +40,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         f"{known or 'its parts are unknown'}.",
         [
             raised_limit(oom) or sharded(oom) or f"Use a GPU with more than {needed(oom)}{half}.",
-            "Adapters or frozen layers need fewer gradients and optimizer states.",
+            "Adapters or frozen layers need fewer gradients and optimizer states." if run.stage == "fit" else "",
             "" if raised_limit(oom) else another_gpu(oom),
         ],
         {"fixed_bytes": fixed, "largest_batch_size": 0},

@@ -36,9 +36,8 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
             "list as many GPUs in CUDA_VISIBLE_DEVICES as this machine has ranks."
         )
     else:
-        advice = (
-            f"This machine has one GPU: start one rank, and accumulate gradients over {ranks} times as many batches."
-        )
+        more = f", and accumulate gradients over {ranks} times as many batches" if run.stage == "fit" else ""
+        advice = f"This machine has one GPU: start one rank{more}."
     yield Ruling(
         f"{ranks} ranks of this job share this GPU: {named(here[:_MAX_NAMED])}. Without the others, "
         f"{format_bytes(free + size)} would be free.",

@@ -1,0 +1,237 @@
+"""Trainings' other stages, validate, test and predict: where their time goes, and their reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter, BatchSizeFinder
+from lightning.pytorch.loggers import CSVLogger
+from rank_processes import run_ranks
+from trainings import (
+    Boom,
+    HandClock,
+    Model,
+    Samples,
+    Spending,
+    SpendingLogger,
+    Stream,
+    Tunable,
+    background_threads,
+    loader,
+    logged,
+    quiet_trainer,
+)
+
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report
+from lightning_gpu_tools.errors import LowGPUUtilizationWarning
+from lightning_gpu_tools.reports.comparison import earlier_report
+from lightning_gpu_tools.reports.report import Report
+from lightning_gpu_tools.trainer.measuring_callback import STEP_HOOKS
+from lightning_gpu_tools.training.run_measurements import ACTIVITIES
+
+STAGES = ("validate", "test", "predict")
+
+
+def run(trainer: Trainer, stage: str, model: LightningModule, *loaders: Any) -> Any:
+    options = {} if stage == "predict" else {"verbose": False}
+    return getattr(trainer, stage)(model, list(loaders), **options)
+
+
+def report_of(folder: Path, stage: str) -> Report:
+    return load_report(folder / "gpu_report" / stage / "gpu_report.json")
+
+
+class Slow(Callback):
+    """Spends time in each hook that one of the stages has of its own."""
+
+    def __init__(self, spend: Callable[[float], None]) -> None:
+        for stage in ("validation", "test", "predict"):
+            setattr(self, f"on_{stage}_batch_end", lambda *args, **kwargs: spend(0.125))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_second_of_a_stage_is_booked_where_it_was_spent(
+    tmp_path: Path, hand_clock: HandClock, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Model(hand_clock.spend, step_s=2.0, validation_s=2.0)
+    callbacks = [GPUUtilizationMonitor(), Slow(hand_clock.spend)]
+    logger = SpendingLogger(tmp_path, hand_clock.spend, 0.5)
+    trainer = quiet_trainer(tmp_path, callbacks=callbacks, logger=logger)
+    run(trainer, stage, model, loader(Samples(10, hand_clock.spend, 3.0), batch_size=2))
+    report = load_report(Path(logger.log_dir) / stage)
+    logged = {} if stage == "predict" else {"logging/SpendingLogger": 0.5}
+    assert report.phase_s == {
+        "epoch_start": 2 * 3.0,
+        "data_loading": 8 * 3.0,
+        "training_step/forward": 5 * 2.0,
+        "callback/Slow": 5 * 0.125,
+        **logged,
+    }
+    assert (report.steps, report.outcome, report.unseen) == (5, "completed", ())
+    assert (report.settings["stage"], report.settings["batch_size"]) == (stage, 2)
+    assert f"─ {ACTIVITIES[stage]} step " in capsys.readouterr().out
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self, spend: Callable[[float], None]) -> None:
+        super().__init__("batch")
+        self.spend = spend
+
+    def write_on_batch_end(self, *args: Any) -> None:
+        self.spend(0.25)
+
+
+def test_writing_predictions_is_the_writers_time(tmp_path: Path, hand_clock: HandClock) -> None:
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), Writer(hand_clock.spend)])
+    run(trainer, "predict", Model(), loader(Samples(6)))
+    assert report_of(tmp_path, "predict").phase_s == {"callback/Writer": 6 * 0.25}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("length", ["known", "unknown"])
+def test_several_loaders_of_any_length_are_one_run(
+    tmp_path: Path, hand_clock: HandClock, stage: str, length: str
+) -> None:
+    class OfBoth(Model):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            super().validation_step(batch, batch_idx)
+
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            super().test_step(batch, batch_idx)
+
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return super().predict_step(batch, batch_idx)
+
+    samples = [Samples(count, hand_clock.spend, 1.0) for count in (5, 3)]
+    loaders = [loader(one if length == "known" else Stream(one)) for one in samples]
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
+    run(trainer, stage, OfBoth(hand_clock.spend, step_s=1.0, validation_s=1.0), *loaders)
+    report = report_of(tmp_path, stage)
+    assert (report.steps, report.phase_s["training_step/forward"]) == (8, 8.0)
+    # Lightning fetches the first batch of a loader without a length before the run begins.
+    assert report.phase_s["data_loading"] + report.phase_s["epoch_start"] == (8 if length == "known" else 7)
+
+
+def test_each_stage_of_a_trainer_has_its_own_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()])
+    model = Model()
+    trainer.fit(model, loader(Samples(6)), loader(Samples(2)))
+    for stage, count in zip(STAGES, (3, 4, 5), strict=True):
+        run(trainer, stage, model, loader(Samples(count)))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader(Samples(7)))
+    reports = {stage: report_of(tmp_path, stage) for stage in STAGES}
+    assert {stage: report.steps for stage, report in reports.items()} == {"validate": 3, "test": 4, "predict": 5}
+    fits = [load_report(tmp_path / "gpu_report" / f"gpu_report{name}.json") for name in ("", ".previous")]
+    assert [fit.steps for fit in fits] == [7, 6]
+    assert all("stage" not in fit.settings for fit in fits)
+    printed = capsys.readouterr().out
+    assert printed.count("Verdict: TOO SHORT") == 5
+    assert printed.count("Use more data, or lower min_steps") == 3
+    assert background_threads() == []
+    assert "profile" not in vars(trainer.profiler)  # type: ignore[attr-defined]
+    assert not {"run", "_predict_step"} & vars(trainer.predict_loop).keys()
+    assert all(callable(getattr(one, hook)) for one in trainer.callbacks for hook in STEP_HOOKS)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_slow_loader_of_a_stage_is_diagnosed(tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    advisor = GPUUtilizationAdvisor(min_seconds=0.1)
+    trainer = quiet_trainer(tmp_path, callbacks=[NumWorkersFinder(), advisor])
+    with pytest.warns(LowGPUUtilizationWarning, match="find_loader_settings"):
+        run(trainer, stage, Model(), loader(Samples(150, time.sleep, 0.005)))
+    assert advisor.diagnosis is not None
+    finding = advisor.diagnosis.findings[0]
+    assert (finding.cause, finding.evidence["kind"]) == ("data_loading", "too_few_workers")
+    assert "DataLoader(..., num_workers=" in finding.advice
+    assert "NumWorkersFinder" not in finding.advice  # it acts in fit alone
+    printed = capsys.readouterr().out
+    assert f"Verdict: LOW: {ACTIVITIES[stage]} often waits" in printed
+    assert f"Model; {stage}; 150 steps" in printed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_that_fails_is_reported_up_to_there(tmp_path: Path, stage: str) -> None:
+    class Failing(Samples):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 7:
+                raise Boom("no such sample")
+            return super().__getitem__(index)
+
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
+    with pytest.raises(Boom):
+        run(trainer, stage, Model(), loader(Failing(20)))
+    report = report_of(tmp_path, stage)
+    assert report.outcome == "stopped by Boom at step 7: the dataset failed at index 7"
+    assert background_threads() == []
+
+
+def test_a_tuners_trials_are_no_part_of_a_stage(tmp_path: Path, hand_clock: HandClock) -> None:
+    class Slowly(Tunable):
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            hand_clock.spend(1.0)
+
+    finder = BatchSizeFinder(steps_per_trial=2, init_val=1, max_trials=2)
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), finder])
+    trainer.validate(Slowly(), verbose=False)
+    report = report_of(tmp_path, "validate")
+    assert (report.steps, report.phase_s) == (4, {"training_step/forward": 4.0})
+
+
+def test_nothing_of_a_stage_goes_to_the_loggers(tmp_path: Path) -> None:
+    logger = SpendingLogger(tmp_path, lambda seconds: None, 0.0)
+    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], logger=logger)
+    run(trainer, "test", Model(), loader(Samples(3)))
+    assert [*logged(Path(logger.log_dir))] == ["val_loss"]
+
+
+def test_spending_in_a_hook_of_a_fit_is_not_a_stages(tmp_path: Path, hand_clock: HandClock) -> None:
+    trainer = quiet_trainer(
+        tmp_path, callbacks=[GPUUtilizationMonitor(), Spending(hand_clock.spend, "on_validation_epoch_end", 1.0)]
+    )
+    trainer.fit(Model(), loader(Samples(3)), loader(Samples(2)))
+    assert load_report(tmp_path).phase_s == {"validation": 1.0}
+    run(trainer, "validate", Model(), loader(Samples(2)))
+    assert report_of(tmp_path, "validate").phase_s == {"callback/Spending": 1.0}
+
+
+def test_a_report_of_a_stage_does_not_hide_that_of_its_fit(tmp_path: Path) -> None:
+    advisor = GPUUtilizationAdvisor(min_steps=20, min_seconds=0)
+    for count in (3, 4):
+        trainer = quiet_trainer(tmp_path, callbacks=[advisor], logger=CSVLogger(tmp_path, "logs"))
+        trainer.fit(Model(), loader(Samples(count)))
+        with pytest.warns(LowGPUUtilizationWarning):
+            run(trainer, "test", Model(), loader(Samples(60 * count, time.sleep, 0.002 * count)))
+    assert load_report(tmp_path / "logs").steps == 4
+    assert load_report(tmp_path / "logs" / "version_1" / "test").steps == 240
+    earlier = earlier_report(tmp_path / "logs" / "version_2" / "test")
+    assert earlier is not None
+    assert earlier.steps == 240
+
+
+def evaluate(folder: Path, rank: int) -> None:
+    """Test and predict on two ranks, of which the second loads slowly."""
+    trainer = quiet_trainer(
+        folder, callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)],
+        devices=1, num_nodes=2, strategy="ddp", use_distributed_sampler=False,
+    )  # fmt: skip
+    for stage in ("test", "predict"):
+        run(trainer, stage, Model(time.sleep, 0.002, 0.002), loader(Samples(80, time.sleep, 0.004 * rank)))
+
+
+def test_ranks_that_do_not_wait_for_each_other_blame_none(tmp_path: Path) -> None:
+    results = run_ranks(tmp_path, evaluate, nodes=2)
+    assert [result.returncode for result in results] == [0, 0], "".join(result.stderr for result in results)
+    assert [result.stdout.count("Verdict:") for result in results] == [2, 0]
+    for stage in ("test", "predict"):
+        report = report_of(tmp_path, stage)
+        assert [rank.rank for rank in report.ranks] == [0, 1]
+        assert report.ranks[1].phase_s["data_loading"] > 0.004 > report.ranks[0].phase_s["data_loading"]
+        assert "straggler" not in {finding.cause for finding in report.diagnosis.findings}
+    assert "Slowest rank: 1" in results[0].stdout

@@ -1,0 +1,205 @@
+"""Advice on what a Trainer does beside its steps: it is taken out of a report, followed, and not repeated."""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from own_loops import Network
+from torch.utils.data import DataLoader
+from trainings import HandClock, Model, Samples, SpendingLogger, loader, quiet_trainer
+
+from lightning_gpu_tools import (
+    GPUUtilizationAdvisor,
+    GPUUtilizationMonitor,
+    PortableCheckpointIO,
+    load_report,
+    watch,
+)
+from lightning_gpu_tools.types import Report
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
+STEP_S = 0.01
+
+
+class SlowlyStarting(DataLoader[torch.Tensor]):
+    """A loader whose workers take a second each to start."""
+
+    spend: Callable[[float], None]
+
+    def _get_iterator(self) -> Any:
+        self.spend(float(self.num_workers))
+        return super()._get_iterator()
+
+
+def slowly_starting(clock: HandClock, samples: int, **options: Any) -> SlowlyStarting:
+    made = SlowlyStarting(Samples(samples), batch_size=1, **options)
+    made.spend = clock.spend
+    return made
+
+
+class Course:
+    """A training that is repeated with other options, on a clock of its own or on the real one."""
+
+    def __init__(self, folder: Path, clock: HandClock | None = None, **options: Any) -> None:
+        self.folder, self.options = folder, options
+        self.spend = time.sleep if clock is None else clock.spend
+
+    def report(self, *loaders: Any, callbacks: tuple[Callback, ...] = (), **options: Any) -> Report:
+        watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
+        trainer = quiet_trainer(self.folder, callbacks=[*watching, *callbacks], **{**self.options, **options})
+        trainer.fit(Model(self.spend, STEP_S, STEP_S), *loaders)
+        return load_report(trainer.log_dir if trainer.loggers else self.folder / "gpu_report")
+
+
+def advice_on(report: Report, cause: str) -> str:
+    """Return the advice on a cause; empty if it was not found."""
+    return next((one.advice for one in report.diagnosis.findings if one.cause == cause), "")
+
+
+def options_in(pattern: str, text: str) -> dict[str, Any]:
+    """Return the options in the call that a pattern finds in a text."""
+    (code,) = re.findall(pattern, text)
+    call: Any = ast.parse(f"dict({code})", mode="eval").body
+    return {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+
+
+@pytest.mark.follows(
+    "Validate less often: Trainer({}).",
+    "val_check_interval={}",
+    "se less validation data: Trainer(limit_val_batches={}).",
+)
+def test_less_validation_within_epochs_is_as_short_as_usual(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, val_check_interval=10)
+    loaders = loader(Samples(400)), loader(Samples(20))
+    advice = advice_on(course.report(*loaders), "validation")
+    changes = re.findall(r"Trainer\((\w+=[\d.]+)\)", advice)
+    assert [change.partition("=")[0] for change in changes] == ["val_check_interval", "limit_val_batches"]
+    for change in changes:
+        followed = course.report(*loaders, **options_in("(.*=.*)", change))
+        assert followed.phase_s["validation"] / followed.wall_s <= 0.11
+        assert not advice_on(followed, "validation")
+
+
+@pytest.mark.follows("check_val_every_n_epoch={}")
+def test_validation_in_fewer_epochs_takes_no_more_than_usual(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, max_epochs=40)
+    loaders = loader(Samples(10)), loader(Samples(20))
+    advice = advice_on(course.report(*loaders), "validation")
+    assert not advice_on(course.report(*loaders, **options_in(r"Trainer\((check_val\w+=\d+)\)", advice)), "validation")
+
+
+@pytest.mark.follows("Each validation starts {} workers anew", "Or load so few batches without workers: num_workers=0")
+def test_workers_of_validation_are_kept_or_left_out(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, val_check_interval=40)
+    train, now = loader(Samples(400)), {"num_workers": 2}
+    advice = advice_on(course.report(train, slowly_starting(hand_clock, 4, **now)), "validation")
+    assert "Keep those of the validation loader: DataLoader(" in advice
+    assert "less often" not in advice
+    kept = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice)
+    assert kept == {**now, "persistent_workers": True}
+    for changed in (kept, options_in(r"(num_workers=0)", advice)):
+        assert not advice_on(course.report(train, slowly_starting(hand_clock, 4, **changed)), "validation")
+
+
+def test_workers_of_a_loops_validation_are_kept_as_well(tmp_path: Path, hand_clock: HandClock) -> None:
+    def advice(**options: Any) -> str:
+        network, validation = Network(hand_clock.spend, 0.1), slowly_starting(hand_clock, 4, **options)
+        with watch(folder=str(tmp_path), min_steps=20, min_seconds=0) as run:
+            for number, batch in enumerate(run.batches(loader(Samples(400)))):
+                network.step(batch)
+                if number % 40 == 0:
+                    with torch.no_grad():
+                        list(run.batches(validation))
+        return advice_on(load_report(tmp_path), "validation")
+
+    kept = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice(num_workers=1))
+    assert not advice(**kept)
+
+
+@pytest.mark.follows("Validation waits for its loader in {} % of its time. Set DataLoader(")
+def test_validation_with_the_advised_workers_is_shorter(tmp_path: Path) -> None:
+    course = Course(tmp_path, val_check_interval=20)
+    train, data = loader(Samples(60)), Samples(80, time.sleep, 0.02)
+    before = course.report(train, loader(data))
+    changed = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice_on(before, "validation"))
+    after = course.report(train, loader(data, **changed))
+    assert after.phase_s["validation"] < before.phase_s["validation"]
+
+
+@pytest.mark.follows("or keep the loader's workers between epochs (persistent_workers=True)")
+def test_workers_that_are_kept_start_no_epoch_anew(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, max_epochs=12)
+    advice = advice_on(course.report(slowly_starting(hand_clock, 30, num_workers=1)), "epoch_start")
+    kept = slowly_starting(hand_clock, 30, num_workers=1, **options_in(r"\((persistent_workers=True)\)", advice))
+    assert not advice_on(course.report(kept), "epoch_start")
+
+
+@pytest.mark.follows("Log less often: Trainer(log_every_n_steps={}).")
+def test_a_logger_that_writes_as_rarely_as_advised_is_no_cause(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, log_every_n_steps=1)
+
+    def report(**options: Any) -> Report:
+        return course.report(loader(Samples(300)), logger=SpendingLogger(tmp_path, hand_clock.spend, 0.01), **options)
+
+    advice = advice_on(report(), "logging")
+    assert not advice_on(report(**options_in(r"Trainer\((log_every_n_steps=\d+)\)", advice)), "logging")
+
+
+class SlowDisk(TorchCheckpointIO):
+    def __init__(self, spend: Callable[[float], None]) -> None:
+        self.spend = spend
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.spend(0.05)
+        super().save_checkpoint(*args, **kwargs)
+
+
+@pytest.mark.follows("Save {} times less often", "ModelCheckpoint(every_n_train_steps={})")
+def test_checkpoints_as_rare_as_advised_are_no_cause(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, enable_checkpointing=True, plugins=[SlowDisk(hand_clock.spend)])
+
+    def report(**options: Any) -> Report:
+        return course.report(loader(Samples(400)), callbacks=(ModelCheckpoint(tmp_path / "saved", **options),))
+
+    advice = advice_on(report(every_n_train_steps=2), "checkpoint")
+    assert not advice_on(report(**options_in(r"ModelCheckpoint\((every_n_train_steps=\d+)\)", advice)), "checkpoint")
+
+
+@pytest.mark.follows("ModelCheckpoint(every_n_epochs={})")
+def test_checkpoints_in_as_few_epochs_as_advised_are_no_cause(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, enable_checkpointing=True, plugins=[SlowDisk(hand_clock.spend)])
+
+    def report(**options: Any) -> Report:
+        callbacks = (ModelCheckpoint(tmp_path / "saved", **options),)
+        return course.report(loader(Samples(10)), callbacks=callbacks, max_epochs=60)
+
+    advice = advice_on(report(), "checkpoint")
+    assert not advice_on(report(**options_in(r"ModelCheckpoint\((every_n_epochs=\d+)\)", advice)), "checkpoint")
+
+
+@pytest.mark.follows("Trainer(plugins=[AsyncCheckpointIO(PortableCheckpointIO())])")
+def test_training_does_not_wait_for_checkpoints_in_the_background(tmp_path: Path) -> None:
+    def report(plugin: Any) -> Report:
+        course = Course(tmp_path, enable_checkpointing=True, plugins=[plugin])
+        return course.report(
+            loader(Samples(60)), callbacks=(ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4),)
+        )
+
+    before = report(SlowDisk(time.sleep))
+    (code,) = re.findall(r"plugins=\[(.*?)\]", advice_on(before, "checkpoint"))
+    names = {
+        "AsyncCheckpointIO": AsyncCheckpointIO,
+        "PortableCheckpointIO": lambda: PortableCheckpointIO(SlowDisk(time.sleep)),
+    }
+    after = report(eval(code, names))
+    assert after.phase_s["checkpoint"] < before.phase_s["checkpoint"] / 2

@@ -1,0 +1,74 @@
+"""Thread pools of libraries inside a loader's workers: how they are found, and that the advice ends them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TRAIN = """
+import importlib, json, os, sys, time
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+import numpy, torch
+from trainings import Model, Samples, loader, quiet_trainer
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
+
+class Photos(Samples):
+    def __getitem__(self, index):
+        {work}
+        return super().__getitem__(index)
+
+def one_thread(worker):
+    for call in {calls!r}:
+        exec(f"import {{call.partition('.')[0]}}; {{call}}")
+
+torch.set_num_threads(1)
+callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_seconds=0, min_steps=20)]
+workers = loader(Photos(100_000), num_workers=2, worker_init_fn=one_thread)
+trainer = quiet_trainer({folder!r}, callbacks=callbacks, max_time={{"seconds": 6}})
+trainer.fit(Model(time.sleep, 0.001), workers)
+findings = load_report({folder!r}).diagnosis.findings
+found = next(one for one in findings if one.cause == "data_loading")
+print("FOUND", json.dumps([found.advice, found.evidence]))
+"""
+WORK = {
+    "cv2": "import cv2; cv2.GaussianBlur(numpy.zeros((1500, 1500, 3), numpy.uint8), (15, 15), 0)",
+    "numpy": "a = numpy.ones((700, 700)); a @ a",
+}
+CALL = re.compile(r"[\w.]+\(\d\)")
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not count waits")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no thread pools")
+@pytest.mark.follows("Each of the {} workers keeps {} threads runnable")
+@pytest.mark.parametrize("library", WORK)
+def test_thread_pools_in_workers_are_named_and_end_as_advised(
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]], library: str
+) -> None:
+    for needed in (library, "threadpoolctl"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+
+    def train(*calls: str) -> Any:
+        script = TRAIN.format(work=WORK[library], folder=str(tmp_path), calls=calls)
+        answer = run_python("-c", script, env={"OMP_NUM_THREADS": None}, cwd=Path(__file__).parents[1])
+        lines = [line for line in answer.stdout.splitlines() if line.startswith("FOUND ")]
+        assert lines, answer.stderr
+        return json.loads(lines[0].removeprefix("FOUND "))
+
+    advice, evidence = train()
+    assert evidence["kind"] == "cpu_bound"
+    assert evidence["workers_runnable_threads"] > 1.5
+    assert "threads runnable, on 2 cores. Limit their libraries to one thread in worker_init_fn: " in advice
+    calls = CALL.findall(advice)
+    assert ("cv2.setNumThreads(0)" in calls) == (library == "cv2")
+    advice, evidence = train(*calls)
+    assert evidence["workers_runnable_threads"] < 1.5
+    assert "worker_init_fn" not in advice
