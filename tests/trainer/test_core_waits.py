@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +19,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from slurm_cluster import WHY_NOT
 from trainings import Model, Samples, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
@@ -127,6 +133,190 @@ def test_as_many_processes_as_advised_leave_training_a_core(tmp_path: Path) -> N
     finally:
         os.sched_setaffinity(0, before)
     assert followed.core_wait_share < report.core_wait_share
+
+
+def matrices(seconds: float) -> None:
+    """Multiply matrices for some seconds, in torch's threads."""
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        torch.ones(300, 300) @ torch.ones(300, 300)
+
+
+def runnable_threads(report: Any) -> float:
+    """Return the number of runnable threads of a training that waited for a core; 0 if it did not wait."""
+    finding = of_own_threads(report)
+    return 0.0 if finding is None else float(finding.evidence["runnable_threads"])
+
+
+def of_own_threads(report: Any) -> Any:
+    """Return the finding of a training whose own threads take the cores; skip the test if other programs do."""
+    finding = of_cores(report)
+    if finding is not None and finding.evidence["kind"] == "other_programs":
+        pytest.skip("other programs take the cores")
+    return finding
+
+
+@pytest.fixture
+def many_threads() -> Iterator[int]:
+    """Many more threads of torch than there are cores."""
+    before, many = torch.get_num_threads(), 6 * len(os.sched_getaffinity(0))
+    torch.set_num_threads(many)
+    yield many
+    torch.set_num_threads(before)
+
+
+@pytest.mark.follows("torch.set_num_threads({}) (now {})")
+def test_as_few_threads_of_torch_as_advised_are_runnable(many_threads: int, tmp_path: Path) -> None:
+    before = train(tmp_path, matrices, 0.05)
+    ((call, number),) = re.findall(
+        rf"(torch\.set_num_threads\((\d+)\)) \(now {many_threads}\)", of_own_threads(before).advice
+    )
+    eval(call)
+    assert runnable_threads(train(tmp_path, matrices, 0.05)) < int(number) + 1 < runnable_threads(before)
+
+
+@pytest.mark.follows("num_workers={} (now {})")
+def test_as_few_workers_as_advised_leave_the_training_thread_a_core(one_core: None, tmp_path: Path) -> None:
+    before = train(tmp_path, burn, 0.03, load_s=0.03, workers=6)
+    ((option, fewer),) = re.findall(r"(num_workers)=(\d+) \(now 6\)", of_own_threads(before).advice)
+    after = train(tmp_path, burn, 0.03, load_s=0.03, workers=int(fewer))
+    assert option in after.settings
+    assert runnable_threads(after) < runnable_threads(before)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2 or not shutil.which("taskset"), reason="one core, or no taskset")
+@pytest.mark.follows(
+    "Allow it more cores (taskset, docker run --cpuset-cpus).", "`taskset`, `docker run --cpuset-cpus`"
+)
+def test_taskset_allows_more_cores(many_threads: int, tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        before = of_own_threads(train(tmp_path, matrices, 0.05))
+        (program,) = re.findall(r"Allow it more cores \((\w+), docker run --cpuset-cpus\)", before.advice)
+        command = [program, "-a", "-p", "-c", ",".join(map(str, cores)), str(os.getpid())]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        after = of_cores(train(tmp_path, matrices, 0.05))
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert before.evidence["cores"] == 1
+    assert after is None or after.evidence["cores"] == len(cores)
+
+
+@pytest.mark.follows("Find which threads compute: top -H -p PID, or py-spy dump --pid PID.")
+def test_the_threads_that_compute_are_found_as_advised(tmp_path: Path) -> None:
+    over, count = threading.Event(), 4 * len(os.sched_getaffinity(0))
+
+    def compress() -> None:
+        while not over.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000)
+
+    threads = [threading.Thread(target=compress) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        advice = of_own_threads(train(tmp_path, burn, 0.003)).advice
+        commands = re.findall(r"(?:top|py-spy) [\w -]*PID", advice)
+        assert [command.split()[0] for command in commands] == ["top", "py-spy"]
+        top, stacks = (answer_of(command.replace("PID", str(os.getpid())).split()) for command in commands)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    if top is not None:
+        assert len(re.findall(r"^ *\d+ .* R +\d", top, re.MULTILINE)) > 2
+    if stacks is not None:
+        assert stacks.count("compress (") == count
+
+
+def answer_of(command: list[str]) -> str | None:
+    """Return what a program prints; ``None`` if it is not installed, or may not look into this process."""
+    if shutil.which(command[0]) is None:
+        return None
+    once = ["-b", "-n", "1", "-w", "200"] if command[0] == "top" else []
+    answer = subprocess.run([*command, *once], capture_output=True, text=True, check=False, timeout=100)
+    return None if answer.returncode else answer.stdout
+
+
+def in_child(act: Callable[[], Any]) -> None:
+    """Call a function in a process that is forked from this one."""
+    child = multiprocessing.get_context("fork").Process(target=act)
+    child.start()
+    child.join(150)
+    assert child.exitcode == 0
+
+
+@pytest.mark.follows("This job runs at nice {}, so other programs go first: start it without nice.")
+def test_without_nice_training_waits_less(one_core: None, tmp_path: Path) -> None:
+    def train_nicely() -> None:
+        os.nice(10)
+        train(tmp_path, burn, 0.002)
+
+    with others(tmp_path, 1):
+        in_child(train_nicely)
+        report = load_report(tmp_path)
+        assert "This job runs at nice 10, so other programs go first: start it without nice." in of_cores(report).advice
+        in_child(lambda: train(tmp_path, burn, 0.002))
+    assert load_report(tmp_path).core_wait_share < report.core_wait_share
+
+
+CGROUP = next((path for path in map(Path, ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup")) if path.is_dir()), Path("/"))
+
+
+@pytest.fixture
+def quota() -> Iterator[Path]:
+    """A cgroup of the test's own."""
+    group = CGROUP / f"lightning-gpu-tools-{os.getpid()}"
+    try:
+        group.mkdir()
+        allow(group, 1.0)
+    except OSError:
+        pytest.skip("this process may not limit the cores of a cgroup")
+    yield group
+    group.rmdir()
+
+
+def allow(group: Path, cores: float) -> None:
+    """Set the quota of a cgroup."""
+    if CGROUP.name == "cpu":  # cgroup v1
+        (group / "cpu.cfs_quota_us").write_text(str(round(cores * 100_000)))
+    else:
+        (group / "cpu.max").write_text(f"{round(cores * 100_000)} 100000")
+
+
+@pytest.mark.follows(
+    "Raise the quota (cpu.max; docker run --cpus, resources.limits.cpu), now {}.", "`docker run --cpus`"
+)
+def test_a_raised_quota_pauses_training_less(quota: Path, tmp_path: Path) -> None:
+    def train_inside() -> None:
+        (quota / "cgroup.procs").write_text(str(os.getpid()))
+        train(tmp_path, burn, 0.005)
+
+    allow(quota, 0.1)
+    in_child(train_inside)
+    before = of_cores(load_report(tmp_path))
+    (now,) = re.findall(r"Raise the quota \(cpu\.max; .*\), now ([\d.]+) cores?\.", before.advice)
+    allow(quota, 10 * float(now))
+    in_child(train_inside)
+    after = of_cores(load_report(tmp_path))
+    assert before.evidence["kind"] == "quota"
+    assert after is None or after.evidence["throttled_percent"] < before.evidence["throttled_percent"]
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+@pytest.mark.follows("Add --cpus-per-task={} to sbatch or srun.", "`--cpus-per-task=N` under SLURM")
+def test_slurm_grants_the_cores_that_are_advised(
+    one_core: None, many_threads: int, tmp_path: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as job:
+        job.setenv("SLURM_JOB_ID", "1")
+        advice = of_own_threads(train(tmp_path, matrices, 0.05)).advice
+    ((option, number),) = re.findall(r"(--cpus-per-task=(\d+)) to sbatch or srun", advice)
+    command = ["srun", "-N1", "-n1", option, "printenv", "SLURM_CPUS_PER_TASK"]
+    answer = subprocess.run(
+        command, env={**os.environ, **slurm}, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert answer.stdout.strip() == number
 
 
 def test_loading_without_a_core_is_not_taken_for_a_wait_for_storage(one_core: None, tmp_path: Path) -> None:
