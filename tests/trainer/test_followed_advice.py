@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from lightning_gpu_tools import (
     load_report,
     watch,
 )
+from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.memory_causes.memory_growth import growing_memory
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.types import Report
@@ -100,7 +103,11 @@ def test_validation_in_fewer_epochs_takes_no_more_than_usual(tmp_path: Path, han
     assert not advice_on(course.report(*loaders, **options_in(r"Trainer\((check_val\w+=\d+)\)", advice)), "validation")
 
 
-@pytest.mark.follows("Each validation starts {} workers anew", "Or load so few batches without workers: num_workers=0")
+@pytest.mark.follows(
+    "Each validation starts {} workers anew",
+    "Or load so few batches without workers: num_workers=0",
+    "`persistent_workers=True` for the validation loader, or `num_workers=0` for few batches",
+)
 def test_workers_of_validation_are_kept_or_left_out(tmp_path: Path, hand_clock: HandClock) -> None:
     course = Course(tmp_path, hand_clock, val_check_interval=40)
     train, now = loader(Samples(400)), {"num_workers": 2}
@@ -138,7 +145,9 @@ def test_validation_with_the_advised_workers_is_shorter(tmp_path: Path) -> None:
     assert after.phase_s["validation"] < before.phase_s["validation"]
 
 
-@pytest.mark.follows("or keep the loader's workers between epochs (persistent_workers=True)")
+@pytest.mark.follows(
+    "or keep the loader's workers between epochs (persistent_workers=True)", "longer epochs; `persistent_workers=True`"
+)
 def test_workers_that_are_kept_start_no_epoch_anew(tmp_path: Path, hand_clock: HandClock) -> None:
     course = Course(tmp_path, hand_clock, max_epochs=12)
     advice = advice_on(course.report(slowly_starting(hand_clock, 30, num_workers=1)), "epoch_start")
@@ -208,6 +217,25 @@ def test_a_test_that_logs_as_advised_writes_once(tmp_path: Path, hand_clock: Han
         return advice_on(load_report(Path(logger.log_dir) / "test"), "logging")
 
     assert not advice(**options_in(r"(on_step=False)", advice(on_step=True)))
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+@pytest.mark.follows("Profile the {} step: Trainer(profiler='pytorch', {}).")
+def test_some_steps_of_each_stage_are_profiled_as_advised(
+    tmp_path: Path, stage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    run = dataclasses.replace(CAUSES["unexplained"].sick, stage=stage)
+    options = options_in(r"Trainer\((profiler='pytorch', \w+=50)\)", diagnose(run).next_step)
+    (few,) = options.keys() - {"profiler"}
+    model, batches = Model(), []
+    hook = f"on_{ {'fit': 'train', 'validate': 'validation'}.get(stage, stage) }_batch_end"
+    counting = Callback()
+    setattr(counting, hook, lambda *args: batches.append(1))
+    trainer = quiet_trainer(tmp_path, callbacks=[counting], **{**options, few: 5})
+    getattr(trainer, stage)(model, loader(Samples(20)))
+    assert len(batches) == 5
+    assert "Profile stats" in caplog.text
 
 
 @pytest.mark.follows("Trainer.predict keeps all outputs: pass return_predictions=False, and write them in a")
