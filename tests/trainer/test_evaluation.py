@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -235,3 +236,29 @@ def test_ranks_that_do_not_wait_for_each_other_blame_none(tmp_path: Path) -> Non
         assert report.ranks[1].phase_s["data_loading"] > 0.004 > report.ranks[0].phase_s["data_loading"]
         assert "straggler" not in {finding.cause for finding in report.diagnosis.findings}
     assert "Slowest rank: 1" in results[0].stdout
+
+
+def log_in_each_step(folder: Path, rank: int, *, options: dict[str, Any]) -> None:
+    """Test on two ranks that take turns at being late, and that exchange a metric as the options say."""
+
+    class Uneven(Model):
+        def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            time.sleep(0.01 * ((batch_idx + rank) % 2))
+            self.log("error", self.layer(batch).square().mean(), sync_dist=True, **options)
+
+    callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
+    place = {"devices": 1, "num_nodes": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    trainer = quiet_trainer(folder, callbacks=callbacks, **place)
+    run(trainer, "test", Uneven(), loader(Samples(120)))
+
+
+@pytest.mark.follows("Pass on_step=False to self.log")
+def test_ranks_that_log_as_advised_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    def advice(**options: Any) -> str:
+        results = run_ranks(tmp_path, log_in_each_step, nodes=2, options={"options": options})
+        assert [result.returncode for result in results] == [0, 0], "".join(result.stderr for result in results)
+        findings = {one.cause: one.advice for one in report_of(tmp_path, "test").diagnosis.findings}
+        return findings.get("communication", "")
+
+    ((option, value),) = re.findall(r"Pass (on_step)=(False) to self\.log to synchronize", advice(on_step=True))
+    assert not advice(**{option: value == "True"})

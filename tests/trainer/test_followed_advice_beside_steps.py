@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from own_loops import Network
@@ -25,6 +26,10 @@ from lightning_gpu_tools import (
     load_report,
     watch,
 )
+from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.memory_causes.memory_growth import growing_memory
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.types import Report
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
@@ -98,7 +103,11 @@ def test_validation_in_fewer_epochs_takes_no_more_than_usual(tmp_path: Path, han
     assert not advice_on(course.report(*loaders, **options_in(r"Trainer\((check_val\w+=\d+)\)", advice)), "validation")
 
 
-@pytest.mark.follows("Each validation starts {} workers anew", "Or load so few batches without workers: num_workers=0")
+@pytest.mark.follows(
+    "Each validation starts {} workers anew",
+    "Or load so few batches without workers: num_workers=0",
+    "`persistent_workers=True` for the validation loader, or `num_workers=0` for few batches",
+)
 def test_workers_of_validation_are_kept_or_left_out(tmp_path: Path, hand_clock: HandClock) -> None:
     course = Course(tmp_path, hand_clock, val_check_interval=40)
     train, now = loader(Samples(400)), {"num_workers": 2}
@@ -136,7 +145,9 @@ def test_validation_with_the_advised_workers_is_shorter(tmp_path: Path) -> None:
     assert after.phase_s["validation"] < before.phase_s["validation"]
 
 
-@pytest.mark.follows("or keep the loader's workers between epochs (persistent_workers=True)")
+@pytest.mark.follows(
+    "or keep the loader's workers between epochs (persistent_workers=True)", "longer epochs; `persistent_workers=True`"
+)
 def test_workers_that_are_kept_start_no_epoch_anew(tmp_path: Path, hand_clock: HandClock) -> None:
     course = Course(tmp_path, hand_clock, max_epochs=12)
     advice = advice_on(course.report(slowly_starting(hand_clock, 30, num_workers=1)), "epoch_start")
@@ -155,12 +166,101 @@ def test_a_logger_that_writes_as_rarely_as_advised_is_no_cause(tmp_path: Path, h
     assert not advice_on(report(**options_in(r"Trainer\((log_every_n_steps=\d+)\)", advice)), "logging")
 
 
+def slow_to_read(clock: HandClock, value: torch.Tensor) -> torch.Tensor:
+    """Return a value whose number takes its time, as on a GPU that is behind."""
+
+    class SlowToRead(torch.Tensor):
+        def item(self) -> Any:
+            clock.spend(0.01)
+            return super().item()
+
+    return value.detach().as_subclass(SlowToRead)
+
+
+@pytest.mark.follows("Pass fewer metrics to self.log, without prog_bar=True, which syncs in every step.")
+def test_metrics_that_are_not_on_the_progress_bar_are_not_waited_for(tmp_path: Path, hand_clock: HandClock) -> None:
+    class Logging(Model):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(hand_clock.spend, STEP_S)
+            self.options = options
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("slow", slow_to_read(hand_clock, loss), **self.options)
+            return loss
+
+    def advice(**options: Any) -> str:
+        watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
+        quiet_trainer(tmp_path, callbacks=watching).fit(Logging(**options), loader(Samples(200)))
+        return advice_on(load_report(tmp_path), "logging")
+
+    without = options_in(r"without (prog_bar=True)", advice(prog_bar=True))
+    assert without == {"prog_bar": True}
+    assert not advice()
+
+
+@pytest.mark.follows("Pass on_step=False to self.log: {} then writes once, at the end.")
+def test_a_test_that_logs_as_advised_writes_once(tmp_path: Path, hand_clock: HandClock) -> None:
+    class Tested(Model):
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+            self.options = options
+
+        def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            hand_clock.spend(STEP_S)
+            self.log("error", self.layer(batch).square().mean(), **self.options)
+
+    def advice(**options: Any) -> str:
+        watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
+        logger = SpendingLogger(tmp_path, hand_clock.spend, 0.01)
+        quiet_trainer(tmp_path, callbacks=watching, logger=logger).test(Tested(**options), loader(Samples(200)))
+        return advice_on(load_report(Path(logger.log_dir) / "test"), "logging")
+
+    assert not advice(**options_in(r"(on_step=False)", advice(on_step=True)))
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+@pytest.mark.follows("Profile the {} step: Trainer(profiler='pytorch', {}).")
+def test_some_steps_of_each_stage_are_profiled_as_advised(
+    tmp_path: Path, stage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    run = dataclasses.replace(CAUSES["unexplained"].sick, stage=stage)
+    options = options_in(r"Trainer\((profiler='pytorch', \w+=50)\)", diagnose(run).next_step)
+    (few,) = options.keys() - {"profiler"}
+    model, batches = Model(), []
+    hook = f"on_{ {'fit': 'train', 'validate': 'validation'}.get(stage, stage) }_batch_end"
+    counting = Callback()
+    setattr(counting, hook, lambda *args: batches.append(1))
+    trainer = quiet_trainer(tmp_path, callbacks=[counting], **{**options, few: 5})
+    getattr(trainer, stage)(model, loader(Samples(20)))
+    assert len(batches) == 5
+    assert "Profile stats" in caplog.text
+
+
+@pytest.mark.follows("Trainer.predict keeps all outputs: pass return_predictions=False, and write them in a")
+def test_predictions_are_written_and_not_kept_as_advised(tmp_path: Path) -> None:
+    growth = MemoryGrowth(whose="process", bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)
+    option, writer = re.findall(
+        r"pass (\w+=False), and write them in a (\w+)\.", growing_memory(growth, stage="predict").advice
+    )[0]
+    written: list[torch.Tensor] = []
+
+    class Writer(getattr(callbacks, writer)):  # type: ignore[misc]
+        def write_on_batch_end(self, trainer: Any, pl_module: Any, prediction: torch.Tensor, *args: Any) -> None:
+            written.append(prediction)
+
+    trainer = quiet_trainer(tmp_path, callbacks=[Writer("batch")])
+    kept = trainer.predict(Model(), loader(Samples(5)), **options_in("(.+)", option))
+    assert (kept, len(written)) == (None, 5)
+
+
 class SlowDisk(TorchCheckpointIO):
-    def __init__(self, spend: Callable[[float], None]) -> None:
-        self.spend = spend
+    def __init__(self, spend: Callable[[float], None], seconds: float = 0.05) -> None:
+        self.spend, self.seconds = spend, seconds
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.spend(0.05)
+        self.spend(self.seconds)
         super().save_checkpoint(*args, **kwargs)
 
 
@@ -195,11 +295,11 @@ def test_training_does_not_wait_for_checkpoints_in_the_background(tmp_path: Path
             loader(Samples(60)), callbacks=(ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4),)
         )
 
-    before = report(SlowDisk(time.sleep))
+    before = report(SlowDisk(time.sleep, 0.3))
     (code,) = re.findall(r"plugins=\[(.*?)\]", advice_on(before, "checkpoint"))
     names = {
         "AsyncCheckpointIO": AsyncCheckpointIO,
-        "PortableCheckpointIO": lambda: PortableCheckpointIO(SlowDisk(time.sleep)),
+        "PortableCheckpointIO": lambda: PortableCheckpointIO(SlowDisk(time.sleep, 0.3)),
     }
     after = report(eval(code, names))
     assert after.phase_s["checkpoint"] < before.phase_s["checkpoint"] / 2
