@@ -42,6 +42,8 @@ _EXCEPTIONS = {
     "LIGHTNING_GPU_TOOLS=advise has no effect": "the beginning of a warning",
     "copies of gradients; `gradient_as_bucket_view=True` saves them": "the name of a part of the memory",
     "because this would run code: {}. Ask its author": "asks a person",
+    "Speedup with num_workers={}: {} to {}{}": "an estimate, which the search that it names measures",
+    "/dev/shm is too small for their batches": "needs another container",
     "no_sync() in 3 of 4 batches": "a part of the message of communication",
     "(CUDA graphs)": "compiled kernels compute nothing on simulated GPUs",
     "CUDA_LAUNCH_BLOCKING=1": "a kernel that hangs would hang a real GPU",

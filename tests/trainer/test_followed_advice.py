@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from rank_processes import run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from toys import CollectingModel
 from trainings import Model, Samples, loader, quiet_trainer
 
@@ -30,7 +32,7 @@ from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper, ranks
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Finding
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.trainer.accelerator import why_no_cuda
-from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, LoadingFacts, RunMeasurements
 
 
 def found(cause: str, run: RunMeasurements) -> Finding | None:
@@ -110,9 +112,7 @@ def sent_bytes(folder: Path, rank: int, *, accumulate: int, halved: bool, **opti
     print("sent", len(sent), *sent, "in all")
 
 
-@pytest.mark.follows(
-    "The GPU waits for other GPUs. Average gradients less often", "Set Trainer(accumulate_grad_batches="
-)
+@pytest.mark.follows("Average gradients less often ({}) or send half the bytes", "Set Trainer(accumulate_grad_batches=")
 def test_gradients_are_sent_as_seldom_and_small_as_advised(tmp_path: Path) -> None:
     run = gpu_run(STEP, 100.0, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.02))
     finding = found("communication", run)
@@ -139,6 +139,51 @@ def test_gradients_are_sent_as_seldom_and_small_as_advised(tmp_path: Path) -> No
     assert small[1] == before[1] / 2
 
 
+# --- data_loading -------------------------------------------------------------------------------------------------
+
+
+class OneWaits(Dataset[int]):
+    """Samples that are the number of their worker; worker 1 returns none until it may, the others count theirs."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self.may_go_on, self.loaded = context.Event(), context.Semaphore(0)
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        worker = get_worker_info()
+        assert worker is not None
+        if worker.id == 1:
+            self.may_go_on.wait(60)
+        else:
+            self.loaded.release()
+        return worker.id
+
+
+@pytest.mark.follows("Some batches delay the others: when a late one arrives")
+def test_others_go_on_beside_a_slow_worker_as_advised() -> None:
+    waits = LoadingFacts(long_waits=20, ready_out_of_order_share=0.9)
+    loader_now = LoaderSettings(num_workers=2, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+    sick = CAUSES["data_loading"].sick
+    finding = found("data_loading", replace(sick, loader=loader_now, loading=waits))
+    assert finding is not None
+    assert finding.evidence["kind"] == "slow_worker"
+
+    prefetch, data = int(value(r"prefetch_factor=(\d+) \(now 2\)", finding.advice)), OneWaits()
+    batches = iter(DataLoader(data, num_workers=2, prefetch_factor=prefetch))
+    assert all(data.loaded.acquire(timeout=60) for _ in range(prefetch))
+    data.may_go_on.set()
+    assert next(batches) == 0
+
+    assert "in_order=False" in finding.advice
+    data = OneWaits()
+    batches = iter(DataLoader(data, num_workers=2, in_order=False))
+    assert {int(next(batches)) for _ in range(5)} == {0}
+    data.may_go_on.set()
+
+
 # --- garbage_collection -------------------------------------------------------------------------------------------
 
 
@@ -149,7 +194,7 @@ def unfrozen() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
-@pytest.mark.follows("Call gc.collect() and gc.freeze() once before training")
+@pytest.mark.follows("Call gc.collect() and gc.freeze() once before")
 def test_collections_skip_what_is_frozen_as_advised(tmp_path: Path, unfrozen: None) -> None:
     def collecting_s(folder: Path) -> float:
         callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=1, min_seconds=0.001)]
@@ -238,7 +283,7 @@ def test_a_fused_optimizer_has_fewer_operations_as_advised() -> None:
 # --- unexplained, and every slow function -------------------------------------------------------------------------
 
 
-@pytest.mark.follows("Profile the training step: Trainer(profiler='pytorch', max_steps=50)")
+@pytest.mark.follows("step: Trainer(profiler='pytorch', {})")
 def test_the_profiler_that_is_advised_shows_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     advice = idle_in_step(gpu_run(STEP), 0.5).advice
     profiler, steps = value(r"profiler='(\w+)'", advice), int(value(r"max_steps=(\d+)", advice))
