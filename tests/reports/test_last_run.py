@@ -177,3 +177,15 @@ def test_the_newest_one_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     os.utime(broken, (1e9,) * 2)
     with pytest.raises(ReportError, match=rf"^min_free=last: {broken} is not a report .* Or remove the file, or pass"):
         last_need(str(tmp_path))
+
+
+def test_a_process_that_trains_needs_most_in_its_fit(tmp_path: Path) -> None:
+    fit = replace(TRAINED, process=ProcessId.of(os.getpid()))
+    test = replace(with_memory(parts_bytes={"parameters": GIB}), process=fit.process, settings={"stage": "test"})
+    ReportFile(tmp_path / "run").save(fit)
+    ReportFile(tmp_path / "run" / "test").save(test)
+    assert last_need(str(tmp_path)).min_free_bytes == 48 * GIB
+    ReportFile(tmp_path / "run" / "test").save(replace(test, process=ProcessId.of(os.getppid())))
+    assert last_need(str(tmp_path)).min_free_bytes < 3 * GIB
+    (tmp_path / "run" / "gpu_report.json").unlink()
+    assert last_need(str(tmp_path)).min_free_bytes < 3 * GIB
