@@ -262,3 +262,16 @@ def test_ranks_that_log_as_advised_do_not_wait_for_each_other(tmp_path: Path) ->
 
     ((option, value),) = re.findall(r"Pass (on_step)=(False) to self\.log to synchronize", advice(on_step=True))
     assert not advice(**{option: value == "True"})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_gpu_of_a_stage_is_in_its_report_and_the_stage_goes_on_whatever_fails(
+    cuda: object, tmp_path: Path, stage: str
+) -> None:
+    """The driver is a fake one, and torch has no CUDA: its events and its memory cannot be read."""
+    callbacks = [GPUUtilizationMonitor(interval_s=0.02), GPUUtilizationAdvisor()]
+    trainer = quiet_trainer(tmp_path, strategy="ddp", accelerator="cuda", devices=1, callbacks=callbacks)
+    results = run(trainer, stage, Model(time.sleep, 0.001, 0.001), loader(Samples(40)))
+    report = report_of(tmp_path, stage)
+    assert (report.steps, report.outcome, len(report.gpus)) == (40, "completed", 1)
+    assert len(results) == (40 if stage == "predict" else 1)

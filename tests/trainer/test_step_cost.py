@@ -97,7 +97,8 @@ def test_a_step_makes_fewer_calls_than_with_two_empty_callbacks(
         assert empty.ours == 0
         assert counted[every].all < empty.all
     assert 10 < counted[50].ours / STEPS < 60
-    assert (counted[1].ours - counted[50].ours) / STEPS < 6  # around the logger; hardly one asks whether to log
+    # Around the logger; hardly one asks whether to log. 3, and more where other programs have the cores.
+    assert (counted[1].ours - counted[50].ours) / STEPS < 10
 
 
 def test_a_predicted_batch_makes_fewer_calls_than_with_two_empty_callbacks(tmp_path: Path) -> None:
