@@ -66,7 +66,9 @@ def find_report(path: str | os.PathLike[str]) -> str:
         if files.status(folder).kind != "folder":
             return folder
         own = os.path.join(folder, FILE_NAME)
-        found = [own] if files.exists(own) else files.matching(folder, *(f"{below}{FILE_NAME}" for below in _BELOW))
+        if files.exists(own):
+            return own
+        found = files.matching(folder, *(f"{below}{FILE_NAME}" for below in _BELOW))
     except OSError as error:
         raise _unreadable(folder, error) from None
     if not found:
