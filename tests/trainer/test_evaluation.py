@@ -266,12 +266,19 @@ def test_ranks_that_log_as_advised_do_not_wait_for_each_other(tmp_path: Path) ->
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_gpu_of_a_stage_is_in_its_report_and_the_stage_goes_on_whatever_fails(
-    cuda: object, tmp_path: Path, stage: str
+    cuda: object, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver is a fake one, and torch has no CUDA: its events and its memory cannot be read."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(name, "0")  # so that what Lightning sets here does not stay
+        monkeypatch.delenv(name)
     callbacks = [GPUUtilizationMonitor(interval_s=0.02), GPUUtilizationAdvisor()]
     trainer = quiet_trainer(tmp_path, strategy="ddp", accelerator="cuda", devices=1, callbacks=callbacks)
-    results = run(trainer, stage, Model(time.sleep, 0.001, 0.001), loader(Samples(40)))
+    try:
+        results = run(trainer, stage, Model(time.sleep, 0.001, 0.001), loader(Samples(40)))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     report = report_of(tmp_path, stage)
     assert (report.steps, report.outcome, len(report.gpus)) == (40, "completed", 1)
     assert len(results) == (40 if stage == "predict" else 1)
