@@ -6,7 +6,7 @@ They test that the rules distinguish the causes, not that hardware behaves this 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.examples import (
@@ -15,12 +15,13 @@ from lightning_gpu_tools.advice.examples import (
     STEP,
     WAITS,
     contended,
+    cpu_run,
     gpu_run,
     on_hopper,
     sampled_idle,
 )
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER, RANK_WAIT_IN_STEP
-from lightning_gpu_tools.training.run_measurements import LoadingFacts, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoadingFacts, RunMeasurements, SourceLine
 
 
 class Measured(NamedTuple):
@@ -45,6 +46,13 @@ def sick(cause: str, share: float | None = None, words: str = "", kind: str = ""
     return Measured(f"{cause} {kind}".strip(), CAUSES[cause].sick, share, words)
 
 
+def _facts(**options: Any) -> dict[str, Any]:
+    """Return the options of a run with these facts about its loader, from the beginning on."""
+    facts = LoaderFacts(kind="torch.utils.data.dataloader.DataLoader", dataset="Photos", **options)
+    return {"loader_began": facts, "loader_now": facts}
+
+
+_IN_GETITEM = (SourceLine(phase="data_loading", file="data.py", line=41, function="__getitem__", samples=200),)
 _WAITS_FOR_RANKS = dataclasses.replace(sampled_idle(), step_s={RANK_WAIT_IN_STEP: 20 * 0.020})
 _ON_STORAGE = LoadingFacts(samples=50, storage_wait_share=0.6)
 MEASURED = {
@@ -119,6 +127,34 @@ MEASURED = {
     "a checkpoint too rare to be sampled": Measured(
         "checkpoint",
         gpu_run({"checkpoint": 30, "training_step": 70}, 60.0, gpu_idle=sampled_idle(training_step=(0.0, 0.0))), 0.3,
+    ),
+    "a stream that does not split": Measured(
+        "data_loading not_ready_for_workers", cpu_run(WAITS, **_facts(is_iterable=True, splits=False)), 0.75,
+        "Split what `__iter__` reads by torch.utils.data.get_worker_info()",
+    ),
+    "a dataset with an open file": Measured(
+        "data_loading not_ready_for_workers", cpu_run(WAITS, **_facts(open_files=("Photos.file",))), 0.75,
+        "`Photos.file` is open, and forked workers would share it. Open it in the worker",
+    ),
+    "fewer shards than workers": Measured(
+        "data_loading too_few_workers", cpu_run(WAITS, **_facts(is_iterable=True, splits=True, shards=2)), 0.75,
+        "at most as many workers as shards, and `Photos` has 2",
+    ),
+    "rows of tensors, one by one": Measured(
+        "data_loading single_samples",
+        cpu_run(
+            WAITS, load_cpu_ms=29, loader=dataclasses.replace(NO_WORKERS, batch_size=4096),
+            **_facts(is_table=True, sampler="RandomSampler"),
+        ),
+        0.75, "sampler=BatchSampler(RandomSampler(dataset), 4096, drop_last=False)",
+    ),
+    "samples that take no longer than to call for them": Measured(
+        "data_loading single_samples",
+        cpu_run(
+            WAITS, load_cpu_ms=29, loader=dataclasses.replace(NO_WORKERS, batch_size=4096), lines=_IN_GETITEM,
+            **_facts(),
+        ),
+        0.75, "`__getitems__(self, indices)`",
     ),
     "a cold page cache": Measured("data_loading cold_cache", cold_cache(), words="Later epochs need no change"),
 }  # fmt: skip

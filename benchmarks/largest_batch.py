@@ -1,7 +1,9 @@
 """Largest batch sizes that fit in 15 GiB: predicted from a run with small batches, and found by trying.
 
-The models resemble GPT-2, BERT, and ResNet-50, with random weights. The prediction replays the recorded steps on a
-model of torch's allocator, and leaves 2 % free. benchmarks/out_of_memory.py runs this on a GPU.
+    python benchmarks/largest_batch.py [--model NAME ...] [--output results.json]
+
+Requires a GPU. The models resemble GPT-2, BERT, and ResNet-50, with random weights. The prediction replays the recorded
+steps on a model of torch's allocator, and leaves 2 % free. benchmarks/out_of_memory.py runs this as well.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import quiet_trainer
+from harness import be_quiet, make_parser, quiet_trainer, write_result
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -195,12 +197,12 @@ def largest_that_trains(trains: Callable[[int], bool], guess: int) -> int:
     return fits
 
 
-def predictions() -> list[dict[str, Any]]:
-    """Compare predicted with actual largest batch sizes, for each model."""
+def predictions(models: Sequence[str] = tuple(MODELS)) -> list[dict[str, Any]]:
+    """Compare predicted with actual largest batch sizes, for these models."""
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, 15 * GIB / total))
     rows = []
-    for name in MODELS:
+    for name in models:
         predicted = {}
         for size in (8, 32):
             predict = Predict()
@@ -218,3 +220,18 @@ def mean_error(sizes: Sequence[dict[str, Any]]) -> float | None:
     """Return the mean size of the relative errors, for predictions from the larger of the small batch sizes."""
     errors = [abs(error) for row in sizes if (error := [*row["error"].values()][-1]) is not None]
     return sum(errors) / len(errors) if errors else None
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=[*MODELS], help="default: all")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a CUDA device is required")
+    be_quiet()
+    sizes = predictions(args.model)
+    write_result(args.output, "largest_batch", mean_error=mean_error(sizes), sizes=sizes)
+
+
+if __name__ == "__main__":
+    main()

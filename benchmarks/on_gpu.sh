@@ -10,7 +10,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-parts=(tests peaks times advice diagnosis step_cost memory pick)
+parts=(tests peaks times advice diagnosis batches step_cost memory pick)
 folder=${RESULTS:-benchmarks/results}
 if [ -n "${SIMULATED_CUDA:-}" ]; then
     parts=(tests diagnosis step_cost memory pick)
@@ -31,8 +31,9 @@ for part in "${parts[@]}"; do
         peaks) command=(benchmarks/dry_run_peaks.py --output "$folder/gpu_peaks.json") ;;
         times) command=(benchmarks/gpu_times.py --output "$folder/gpu_times.json") ;;
         advice) command=(benchmarks/following_advice.py --reports "$folder/following_advice" --output "$folder/following_advice.json") ;;
-        diagnosis) command=(benchmarks/diagnosis_on_gpu.py --output "$folder/gpu_diagnosis.json") ;;
-        step_cost) command=(benchmarks/step_overhead.py --rounds 14 --tool "monitor + advisor" --output "$folder/gpu_step_overhead.json") ;;
+        diagnosis) command=(benchmarks/diagnosis_on_gpu.py --seconds 10 --output "$folder/gpu_diagnosis.json") ;;
+        batches) command=(benchmarks/largest_batch.py --output "$folder/gpu_largest_batch.json") ;;
+        step_cost) command=(benchmarks/step_overhead.py --rounds 20 --steps 499 --tool "monitor + advisor" --output "$folder/gpu_step_overhead.json") ;;
         memory) command=(benchmarks/out_of_memory.py --output "$folder/gpu_out_of_memory.json") ;;
         pick) command=(benchmarks/pick_speed.py --real --output "$folder/gpu_pick_speed.json") ;;
         *) echo "Unknown part: $part" >&2; exit 2 ;;

@@ -70,10 +70,16 @@ def taken(mib: int) -> torch.Tensor:
 
 
 class Layers(LightningModule):
-    """Linear layers with AdamW. Four have 256 MiB of parameters, 256 MiB of gradients, and 512 MiB of states."""
+    """Linear layers with AdamW. Four have 256 MiB of parameters, 256 MiB of gradients, and 512 MiB of states.
 
-    def __init__(self, depth: int = 4) -> None:
+    Args:
+        depth: Number of layers.
+        fused: Option of the optimizer.
+    """
+
+    def __init__(self, depth: int = 4, *, fused: bool | None = None) -> None:
         super().__init__()
+        self.fused = fused
         # The values of the weights do not matter, so initialization is skipped.
         linear = (torch.nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(depth))
         self.layers = nn.Sequential(*(nn.Sequential(one, nn.Tanh()) for one in linear))
@@ -86,24 +92,62 @@ class Layers(LightningModule):
         self.layers(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-6)
+        return torch.optim.AdamW(self.parameters(), lr=1e-6, fused=self.fused)
 
 
-class KeepsGraphs(Layers):
-    """A model that keeps the loss of every step with its graph."""
+class Keeps(Layers):
+    """A model that keeps something of every step or validation batch.
+
+    Args:
+        of_training: What it keeps of the outputs of a training step.
+        of_validation: What it keeps of the outputs of a validation batch.
+        with_graph: Whether validation enables gradients.
+    """
+
+    def __init__(
+        self,
+        of_training: Callable[[torch.Tensor], Any] | None = None,
+        of_validation: Callable[[torch.Tensor], Any] | None = None,
+        *,
+        with_graph: bool = False,
+    ) -> None:
+        super().__init__()
+        self.of_training, self.of_validation, self.with_graph = of_training, of_validation, with_graph
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.kept.append(self.layers(batch).mean())
+        if self.of_training is not None:
+            self.kept.append(self.of_training(self.layers(batch)))
         return loss
 
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        with torch.enable_grad() if self.with_graph else contextlib.nullcontext():
+            if self.of_validation is not None:
+                self.kept.append(self.of_validation(self.layers(batch)))
 
-class KeepsOutputs(Layers):
-    """A model that keeps the outputs of every step without a graph, as for a metric at the end of the epoch."""
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.kept.append(self.layers(batch).detach())
-        return super().training_step(batch, batch_idx)
+def mean_with_graph(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs.mean()
+
+
+def as_they_are(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs
+
+
+def without_graph(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs.detach()
+
+
+def mean_without_graph(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs.mean().detach()
+
+
+def as_a_number(outputs: torch.Tensor) -> float:
+    return outputs.mean().item()
+
+
+def on_the_cpu(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs[:1].cpu()
 
 
 class Generates(Layers):
@@ -116,34 +160,40 @@ class Generates(Layers):
         return super().training_step(batch, batch_idx)
 
 
-class EvaluatesWithGraph(Layers):
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        with torch.enable_grad():
-            self.kept.append(self.layers(batch).mean())
+class LoadsACheckpoint(Layers):
+    """A model that loads a checkpoint next to its own weights, with these options of ``torch.load``."""
 
+    def __init__(self, depth: int, **options: Any) -> None:
+        super().__init__(depth)
+        self.options = options
 
-class EvaluatesIntoAList(Layers):
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.kept.append(self.layers(batch))
-
-
-class LoadsOntoTheGpu(Layers):
-    """A model that loads a checkpoint to the GPU, next to its own weights."""
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        """Skip the step: with its gradients and states, the model does not fit."""
 
     def on_fit_start(self) -> None:
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
             torch.save(self.state_dict(), file.name)
-            self.load_state_dict(torch.load(file.name, map_location="cuda"))
+            self.load_state_dict(torch.load(file.name, **self.options))
 
 
 class Fragments(Layers):
-    """A model that keeps every second of many small allocations, as caches of varying sizes do."""
+    """A model that keeps every second of many allocations, as caches of varying sizes do.
+
+    Args:
+        piece: MiB of an allocation.
+        block: MiB of the blocks from which they are cut.
+        blocks: Number of such blocks.
+    """
+
+    def __init__(self, piece: int = 16, block: int = 512, blocks: int = 8) -> None:
+        super().__init__()
+        self.piece, self.block, self.blocks = piece, block, blocks
 
     def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
         if batch_idx == 10:
-            for _ in range(8):
-                taken(512)  # returns to the cache, from which the pieces are cut
-                pieces = [taken(16) for _ in range(32)]
+            for _ in range(self.blocks):
+                taken(self.block)  # returns to the cache, from which the pieces are cut
+                pieces = [taken(self.piece) for _ in range(self.block // self.piece)]
                 self.kept += pieces[::2]
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -229,8 +279,34 @@ class OnOneGpu(DDPStrategy):
 
 
 class AtEpochEnd(Layers):
+    """A model that evaluates 800 samples at the end of the epoch, in some parts, with or without gradients."""
+
+    def __init__(self, parts: int = 1, *, with_graph: bool = True) -> None:
+        super().__init__()
+        self.parts, self.with_graph = parts, with_graph
+
     def on_train_epoch_end(self) -> None:
-        taken(8000)
+        samples = torch.zeros(800 // self.parts, LENGTH * 4, WIDTH, device=self.device)
+        with contextlib.nullcontext() if self.with_graph else torch.no_grad():
+            for _ in range(self.parts):
+                self.layers(samples)
+
+
+class ZeroesAfterTheStep(Layers):
+    """A model that takes 2496 MiB in forward, and frees the gradients before the next forward, or does not."""
+
+    def __init__(self, *, frees: bool = False) -> None:
+        super().__init__()
+        self.frees = frees
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        held = [taken(64) for _ in range(39)]
+        del held
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.frees:
+            self.optimizers().zero_grad()
 
 
 def hold(job: Connection, left: int, gpus: int | None, is_orphan: bool) -> None:
@@ -344,9 +420,15 @@ CASES = {
     "weights and gradients too large": Case("model_too_large", "backward", model=partial(Layers, 32)),
     "weights too large": Case("model_too_large", "the setup", model=partial(Layers, 62)),
     "states too large": Case(
-        "optimizer_too_large", "the optimizer", "fused=True", model=partial(Layers, 15), batches=partial(Batches, 2)
+        "optimizer_too_large", "the optimizer", "fused=True", model=partial(Layers, 13), batches=partial(Batches, 2)
     ),
-    "memory in pieces": Case("fragmentation", "forward", "expandable_segments", model=Fragments, allowed=4300),
+    "memory in pieces": Case(
+        "fragmentation", "forward", "expandable_segments:True in the environment",
+        model=partial(Fragments, 256, block=2048, blocks=1),
+    ),
+    "memory in small pieces": Case(
+        "fragmentation", "forward", "Allocate long-lived tensors before training", model=Fragments, allowed=4300
+    ),
     "another job that starts": Case(
         "other_processes", "forward", "--min-free", model=EmptiesTheCache, batches=partial(Batches, 64), job="starts",
         left=20,
@@ -357,39 +439,37 @@ CASES = {
     "a process left over": Case(
         "leftover_process", "forward", "kill", batches=partial(Batches, 64), job="left over", left=724
     ),
-    "graphs kept": Case("memory_growth", "", "detach", line="self.kept.append", model=KeepsGraphs),
+    "graphs kept": Case("memory_growth", "", "detach", line="self.kept.append", model=partial(Keeps, mean_with_graph)),
     "outputs kept": Case(
-        "memory_growth", "", "loss.item()", line="self.kept.append", model=KeepsOutputs,
+        "memory_growth", "", "loss.item()", line="self.kept.append", model=partial(Keeps, without_graph),
         batches=partial(Batches, 32, count=60)
     ),
     "a graph in validation": Case(
-        "evaluation_graph", "validation", "enable_grad", line="self.kept.append", model=EvaluatesWithGraph,
+        "evaluation_graph", "validation", "enable_grad", line="self.kept.append",
+        model=partial(Keeps, None, mean_with_graph, with_graph=True),
         batches=partial(Batches, count=10),
         validation=partial(Batches, count=40), options={"inference_mode": False},
     ),
     "outputs kept in validation": Case(
-        "memory_growth", "validation", "numbers", line="self.kept.append", model=EvaluatesIntoAList,
+        "memory_growth", "validation", "numbers", line="self.kept.append", model=partial(Keeps, None, as_they_are),
         batches=partial(Batches, count=10),
         validation=partial(Batches, 64, count=40),
     ),
     "a checkpoint on the GPU": Case(
-        "loading_checkpoint", "loading a checkpoint", "map_location", model=partial(LoadsOntoTheGpu, 8), allowed=1000
+        "loading_checkpoint", "loading a checkpoint", "map_location",
+        model=partial(LoadsACheckpoint, 8, map_location="cuda"), allowed=1000
     ),
     "a batch too large, expandable_segments": Case(
         "batch_too_large", "forward", "in addition to 64.0 MiB of fixed memory", line="self.layers(batch).square()",
         batches=partial(Batches, 512), allocator="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     ),
     "outputs kept, expandable_segments": Case(
-        "memory_growth", "", "loss.item()", line="self.kept.append", model=KeepsOutputs,
+        "memory_growth", "", "loss.item()", line="self.kept.append", model=partial(Keeps, without_graph),
         batches=partial(Batches, 32, count=60), allocator="PYTORCH_ALLOC_CONF=expandable_segments:True",
     ),
     "memory in pieces, expandable_segments": Case(
         "fragmentation", "forward", "expandable_segments:True is set", model=Fragments, allowed=4300,
         allocator="PYTORCH_ALLOC_CONF=expandable_segments:True",
-    ),
-    "memory in pieces, max_split_size_mb": Case(
-        "fragmentation", "forward", "Set PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True ",
-        model=Fragments, allowed=4300, allocator="PYTORCH_ALLOC_CONF=max_split_size_mb:64",
     ),
     "a batch too large for a limit": Case(
         "batch_too_large", "forward", "Raise it: torch.cuda.set_per_process", batches=partial(Batches, 512),
@@ -436,10 +516,9 @@ def warm_up() -> None:
     optimizer.step()
 
 
-def train(folder: Path, rank: int, name: str) -> None:
+def train(folder: Path, rank: int, case: Case) -> None:
     """Train until memory runs out, and leave a report. Each case needs its own process, because torch keeps limits."""
     be_quiet()
-    case = CASES[name]
     if case.allocator:
         total = list_gpus()[0].memory_total_bytes or 0
         variable, settings = case.allocator.replace("{fraction}", f"{case.allowed * MIB / total:.4f}").split("=")
@@ -464,38 +543,36 @@ def train(folder: Path, rank: int, name: str) -> None:
             trainer.fit(case.model(), *loaders)
 
 
-def train_one_by_one(folders: dict[str, Path]) -> None:
-    """Train cases in this process."""
-    for name, folder in folders.items():
+def train_one_by_one(cases: dict[Path, Case]) -> None:
+    """Train cases in this process, each in its folder."""
+    for folder, case in cases.items():
         with open(folder / "stdout", "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-            train(folder, 0, name)
+            train(folder, 0, case)
 
 
-def train_in_new_process(folders: dict[str, Path], allocator: str) -> None:
-    """Train cases in a new process, because torch chooses the allocator's backend on import."""
-    variable, settings = allocator.split("=")
+def train_in_new_process(cases: dict[Path, Case]) -> None:
+    """Train cases with the same allocator in a new process, because torch chooses its backend on import."""
+    variable, settings = next(iter(cases.values())).allocator.split("=")
     os.environ[variable] = settings
-    alone = multiprocessing.get_context("spawn").Process(target=train_one_by_one, args=(folders,))
+    alone = multiprocessing.get_context("spawn").Process(target=train_one_by_one, args=(cases,))
     alone.start()
     del os.environ[variable]
     alone.join()
     assert alone.exitcode == 0
 
 
-def judged(name: str, folder: Path) -> dict[str, Any]:
+def judged(case: Case, folder: Path) -> dict[str, Any]:
     """Train, and return the report's answer."""
-    case = CASES[name]
     if "backend" in case.allocator:
-        train_in_new_process({name: folder}, case.allocator)
+        train_in_new_process({folder: case})
     else:
-        for process in run_ranks(folder, train, ranks=case.ranks, options={"name": name}):
+        for process in run_ranks(folder, train, ranks=case.ranks, options={"case": case}):
             assert process.returncode == 0, process.stderr
-    return answer(name, folder)
+    return answer(case, folder)
 
 
-def answer(name: str, folder: Path) -> dict[str, Any]:
+def answer(case: Case, folder: Path) -> dict[str, Any]:
     """Return the answer in the report of a run, and whether it is right."""
-    case = CASES[name]
     report = load_report(folder)
     diagnosis = report.diagnosis
     first = diagnosis.findings[0] if diagnosis.findings else None
@@ -530,7 +607,7 @@ def main() -> int:
         if CASES[name].ranks > torch.cuda.device_count():
             continue
         with tempfile.TemporaryDirectory() as folder:
-            rows.append({"training": name, **judged(name, Path(folder))})
+            rows.append({"training": name, **judged(CASES[name], Path(folder))})
         print_answer(rows[-1], rows[-1]["outcome"], rows[-1]["why"], rows[-1]["next"])
     right = sum(row["right"] for row in rows)
     sizes = [] if args.only else predictions()

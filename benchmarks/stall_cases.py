@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -17,7 +17,8 @@ import torch
 from harness import quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchmetrics import MeanMetric
 
 from lightning_gpu_tools import GPUUtilizationMonitor, watch
 from lightning_gpu_tools.training import stacks
@@ -85,17 +86,16 @@ def fit(
     *callbacks: Callback,
     data: Dataset[torch.Tensor] | None = None,
     model: LightningModule | None = None,
-    num_workers: int = 0,
+    loader: Mapping[str, Any] | None = None,
     validation: DataLoader[torch.Tensor] | None = None,
     **options: Any,
 ) -> None:
-    """Train for one epoch, by default of 100 steps on the CPU, with the monitor."""
+    """Train for one epoch, by default of 100 steps on the CPU, with the monitor; ``loader`` has DataLoader options."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     monitor = GPUUtilizationMonitor(stall_after_s=stall_after_s)
     options = {"devices": ranks, "strategy": "ddp" if ranks > 1 else "auto", **options}
     trainer = quiet_trainer(folder, callbacks=[monitor, *callbacks], use_distributed_sampler=False, **options)
-    loader = DataLoader(data or Data(), batch_size=2, num_workers=num_workers)
-    trainer.fit(model or Model(), loader, validation)
+    trainer.fit(model or Model(), DataLoader(data or Data(), batch_size=2, **(loader or {})), validation)
 
 
 def save_at_step(folder: Path) -> Acting:
@@ -111,19 +111,22 @@ def save_at_step(folder: Path) -> Acting:
 # Runs that hang
 
 
-def blocked_worker(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    fit(folder, stall_after_s, data=Data(lambda index: hang() if index == 4 * AT else None), num_workers=2)
+def blocked_worker(folder: Path, rank: int, stall_after_s: StallAfter, **loader: Any) -> None:
+    data = Data(lambda index: hang() if index == 4 * AT else None)
+    fit(folder, stall_after_s, data=data, loader={"num_workers": 2, **loader})
 
 
-def deadlocked_workers(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    lock = threading.Lock()
-    lock.acquire()  # as a library's thread may while workers are forked
+LOCK = threading.Lock()  # of a library, which a module of the program imports
 
-    def act(index: int) -> None:
-        with lock:
-            pass
 
-    fit(folder, stall_after_s, data=Data(act), num_workers=2)
+def with_lock(index: int) -> None:
+    with LOCK:
+        pass
+
+
+def deadlocked_workers(folder: Path, rank: int, stall_after_s: StallAfter, **loader: Any) -> None:
+    LOCK.acquire()  # as a library's thread may while workers are forked
+    fit(folder, stall_after_s, data=Data(with_lock), loader={"num_workers": 2, **loader})
 
 
 def dataset(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
@@ -138,7 +141,7 @@ def silent_storage(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
         if index >= 2 * AT:
             (folder / "sample").read_bytes()
 
-    fit(folder, stall_after_s, data=Data(act), num_workers=2)
+    fit(folder, stall_after_s, data=Data(act), loader={"num_workers": 2})
 
 
 def waiting_callback(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
@@ -165,7 +168,7 @@ def evaluation(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
     fit(folder, stall_after_s, validation=validation, num_sanity_val_steps=1)
 
 
-def swallowed_error(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+def swallowed_error(folder: Path, rank: int, stall_after_s: StallAfter, *, swallow: bool = True) -> None:
     def act(model: Model, step: int) -> None:
         if rank == 1 and step == AT:
             raise ValueError("corrupt sample")
@@ -173,12 +176,21 @@ def swallowed_error(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
     try:
         fit(folder, stall_after_s, model=Model(act))
     except ValueError:
+        if not swallow:
+            raise
         hang()
 
 
-def uneven_batches(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+def uneven_batches(
+    folder: Path, rank: int, stall_after_s: StallAfter, *, is_distributed: bool = False, **options: Any
+) -> None:
     meet = Acting("on_train_epoch_end", lambda trainer: trainer.strategy.barrier())
-    fit(folder, stall_after_s, meet, data=Data(length=2 * (AT if rank == 1 else 2 * AT)))
+    data: Dataset[torch.Tensor] = Data(length=2 * (AT if rank == 1 else 2 * AT))
+    loader = {}
+    if is_distributed:
+        data = Data(length=6 * AT + 1)
+        loader = {"sampler": DistributedSampler(data, 2, rank, drop_last=True)}
+    fit(folder, stall_after_s, meet, data=data, loader=loader, **options)
 
 
 def hold(seconds: int) -> None:
@@ -195,16 +207,29 @@ def held_lock(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
     fit(folder, stall_after_s, data=Data(length=1_000_000), model=Model(act))
 
 
-def sync_on_one_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
+def log_on_ranks(
+    folder: Path, rank: int, stall_after_s: StallAfter, *, ranks: Collection[int] = (0,), **options: Any
+) -> None:
     def act(model: Model, step: int) -> None:
-        if rank == 0 and step == AT:
-            model.log("loss", torch.tensor(1.0), sync_dist=True)
+        if rank in ranks and step == AT:
+            model.log("loss", torch.tensor(1.0), **(options or {"sync_dist": True}))
 
     fit(folder, stall_after_s, model=Model(act))
 
 
-def save_on_one_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    fit(folder, stall_after_s, *([save_at_step(folder)] if rank == 0 else []))
+def compute_on_ranks(folder: Path, rank: int, stall_after_s: StallAfter, *, ranks: Collection[int] = (0,)) -> None:
+    metric = MeanMetric()
+
+    def act(model: Model, step: int) -> None:
+        metric.update(float(step))
+        if rank in ranks and step == AT:
+            metric.compute()
+
+    fit(folder, stall_after_s, model=Model(act))
+
+
+def save_on_ranks(folder: Path, rank: int, stall_after_s: StallAfter, *, ranks: Collection[int] = (0,)) -> None:
+    fit(folder, stall_after_s, *([save_at_step(folder)] if rank in ranks else []))
 
 
 def stopped_rank(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
@@ -265,7 +290,12 @@ def first_step(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
 
 
 def first_batch(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    fit(folder, stall_after_s, data=Data(lambda index: time.sleep(LONG_S if index == 0 else 0)), num_workers=1)
+    fit(
+        folder,
+        stall_after_s,
+        data=Data(lambda index: time.sleep(LONG_S if index == 0 else 0)),
+        loader={"num_workers": 1},
+    )
 
 
 def compiling(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
@@ -409,9 +439,10 @@ STALLS = {
     ),
     "uneven numbers of batches": Case(uneven_batches, "uneven_batches", "the end of the epoch at step 12", 2, 1),
     "sync_dist on one rank": Case(
-        sync_on_one_rank, "collective_on_one_rank", "rank 0 in self.log(..., sync_dist=True) at step 13", 2, 0
+        log_on_ranks, "collective_on_one_rank", "rank 0 in self.log(..., sync_dist=True) at step 13", 2, 0
     ),
-    "a checkpoint on one rank": Case(save_on_one_rank, "collective_on_one_rank", "rank 0 in saving a checkpoint", 2, 0),
+    "a metric on one rank": Case(compute_on_ranks, "collective_on_one_rank", "rank 0 in", 2, 0),
+    "a checkpoint on one rank": Case(save_on_ranks, "collective_on_one_rank", "rank 0 in saving a checkpoint", 2, 0),
     "a rank that was stopped": Case(stopped_rank, "rank_silent", "Rank 1 (PID ", 2, 1),
     "a rank that waits for data": Case(late_rank, "dataset", "All ranks wait for rank 1, at step 13", 2, 1),
     "a rank in an endless loop": Case(endless_loop, "code", "All ranks wait for rank 1, at step 13, in forward.", 2, 1),

@@ -1,16 +1,16 @@
 """Time that the monitor and the advisor, and other tools, add to a training step, each at its defaults.
 
-    python benchmarks/step_overhead.py [--rounds 10] [--fake-gpus 8] [--tool NAME] [--output results.json]
+    python benchmarks/step_overhead.py [--rounds 10] [--steps 4999] [--tool NAME] [--output results.json]
 
 Each tool is compared with a run without callbacks and with one with two empty callbacks, which log as often. With
 --tool, other tools in the output file are kept. Each of the three variants trains in three processes, because the
 memory layout of a process changes a step by about 10 us.
 
-Only one process trains at a time. In each round, each process has one turn of 4,999 steps, in random order. A turn
-starts with cold caches, which a training without turns does not have, so it is long enough that they hardly matter. All
-steps count, and 4,999 is a prime, so the turns include the work of every 10th and 50th step in proportion. The average
-times of a round are compared. The result is the median of the differences with its 95 % interval. It includes the work
-of a tool's threads and processes as far as that slows down the training thread.
+Only one process trains at a time. In each round, each process has one turn, by default of 4,999 steps, in random
+order. A turn starts with cold caches, which a training without turns does not have, so it is long enough that they
+hardly matter. All steps count, and 4,999 is a prime, so the turns include the work of every 10th and 50th step in
+proportion. The average times of a round are compared. The result is the median of the differences with its 95 %
+interval. It includes the work of a tool's threads and processes as far as that slows down the training thread.
 
 nvitop's collector is included if nvitop is installed and there are GPUs. TraceML is included if traceml-ai is
 installed, under ``traceml run``, as its docs recommend. With --fake-gpus, the GPUs are those of the tests' fake driver,
@@ -45,7 +45,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, lo
 from lightning_gpu_tools.advice.findings import median_interval
 from lightning_gpu_tools.types import Report
 
-STEPS = 4_999  # in a turn
+STEPS = 4_999  # in a turn, by default
 PROCESSES = 3  # for each variant
 WARM_UP_TURNS = 2
 
@@ -59,10 +59,11 @@ class Samples(Dataset):
 
 
 class InTurns(LightningModule):
-    """A model with steps of about 1 ms that waits for its next turn after 4,999 steps, and reports the turn's time."""
+    """A model with steps of about 1 ms that waits for its next turn after some steps, and reports the turn's time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, steps: int) -> None:
         super().__init__()
+        self.steps_per_turn = steps
         self.layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
         self.turns = (folder / "turns").open("rb", buffering=0)
         self.times = (folder / "times").open("wb", buffering=0)
@@ -70,9 +71,10 @@ class InTurns(LightningModule):
         self.began = (0.0, 0.0)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        if self.steps % STEPS == 0:
+        if self.steps % self.steps_per_turn == 0:
             if self.steps:
-                us = [1e6 * (now - began) / STEPS for now, began in zip(self.now(), self.began, strict=True)]
+                s = (now - began for now, began in zip(self.now(), self.began, strict=True))
+                us = [1e6 * one / self.steps_per_turn for one in s]
                 self.times.write(f"{us[0]:.2f} {us[1]:.2f}\n".encode())
             self.trainer.should_stop = not self.turns.read(1)  # no data: the other end is closed
             self.began = self.now()
@@ -138,14 +140,14 @@ DEVICE_STATS = "DeviceStatsMonitor"
 TOOLS = [OURS, OURS + OFTEN, f"{DEVICE_STATS}, log_every_n_steps=50", DEVICE_STATS + OFTEN, NVITOP, TRACEML]
 
 
-def train(name: str, folder: Path) -> None:
+def train(name: str, folder: Path, steps: int) -> None:
     """Train one variant in turns."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     options = {"accelerator": "auto", "max_epochs": -1, "log_every_n_steps": 1 if name.endswith(OFTEN) else 50}
     callbacks = VARIANTS[name.partition(", ")[0]]()
     trainer = quiet_trainer(folder, callbacks=callbacks, logger=CSVLogger(folder), **options)
-    trainer.fit(InTurns(folder), DataLoader(Samples(), batch_size=1))
+    trainer.fit(InTurns(folder, steps), DataLoader(Samples(), batch_size=1))
 
 
 class Runner:
@@ -155,15 +157,16 @@ class Runner:
         name: Name of the variant in the result.
         variant: Name of the variant for ``train``.
         folder: Folder for its files.
+        steps: Number of steps in a turn.
     """
 
-    def __init__(self, name: str, variant: str, folder: Path) -> None:
+    def __init__(self, name: str, variant: str, folder: Path, steps: int) -> None:
         self.name = name
         self.folder = folder
         folder.mkdir()
         for pipe in ("turns", "times"):
             os.mkfifo(folder / pipe)
-        command = [sys.executable, __file__, "--train", variant, "--folder", str(folder)]
+        command = [sys.executable, __file__, "--train", variant, "--folder", str(folder), "--steps", str(steps)]
         if name == TRACEML:
             # TraceML's default ports would conflict between processes.
             ports = ["--aggregator-port", str(free_port()), "--master-port", str(free_port())]
@@ -196,13 +199,13 @@ class Runner:
 Turns = dict[str, dict[str, list[float]]]
 
 
-def measure(tool: str, rounds: int) -> tuple[Turns, Report | None]:
+def measure(tool: str, rounds: int, steps: int) -> tuple[Turns, Report | None]:
     """Train with and without a tool in turn, and return the times, and the tool's report if it has one."""
     with tempfile.TemporaryDirectory() as folder:
         often = OFTEN if tool.endswith(OFTEN) else ""
         variants = {NONE: NONE + often, EMPTY: EMPTY + often, tool: tool}
         runners = [
-            Runner(name, variant, Path(folder) / f"{i} {k}")
+            Runner(name, variant, Path(folder) / f"{i} {k}", steps)
             for i, (name, variant) in enumerate(variants.items())
             for k in range(PROCESSES)
         ]
@@ -237,13 +240,14 @@ def difference(times_us: Sequence[float], others_us: Sequence[float]) -> str:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="turns of each process (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="in a turn (default: %(default)s)")
     parser.add_argument("--fake-gpus", type=int, default=0, metavar="N", help="use N GPUs of the fake driver")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="measure only this tool; may be repeated")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
-        train(args.train, args.folder)
+        train(args.train, args.folder, args.steps)
         return
     has_gpus = args.fake_gpus or torch.cuda.is_available()
     missing = {
@@ -254,7 +258,7 @@ def main() -> None:
     load = load_average()
     with fake_gpus([{"utilization": 50}] * args.fake_gpus) if args.fake_gpus else contextlib.nullcontext({}) as driver:
         os.environ.update(driver)
-        measured = {tool: measure(tool, args.rounds) for tool in tools}
+        measured = {tool: measure(tool, args.rounds, args.steps) for tool in tools}
     report = next((found for tool, (_, found) in measured.items() if tool == OURS), None)
 
     for tool, (turns, _) in measured.items():
@@ -273,7 +277,7 @@ def main() -> None:
             "machine": describe_machine(),
             "load_average_before": load,
             "rounds": args.rounds,
-            "steps_per_turn": STEPS,
+            "steps_per_turn": args.steps,
             "processes": PROCESSES,
             "fake_gpus": args.fake_gpus,
             **{name: known[name] for name in ("own_count_us", "sampling_thread_us") if name in known},

@@ -78,6 +78,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """No checkpoint exists at the path. The message begins like Lightning's: "Checkpoint file not found"."""
 
 
+class UnreachableError(CheckpointError, OSError):
+    """A URL cannot be opened: its package is not installed, or its server does not answer or refuses."""
+
+
 class BrokenCheckpointError(CheckpointError):
     """The file is truncated, empty, or not a checkpoint."""
 

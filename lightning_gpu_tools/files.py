@@ -15,14 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from lightning_gpu_tools.errors import CheckpointNotFoundError
+from lightning_gpu_tools.errors import CheckpointNotFoundError, UnreachableError
 from lightning_gpu_tools.processes import running_kernel
-from lightning_gpu_tools.units import printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 # Raised by file systems that cannot flush a directory, such as FUSE and CIFS.
 _CANNOT_SYNC_DIRECTORY = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS})
 # Here an upload becomes visible only once complete. Elsewhere (SFTP, SMB, HDFS), it is moved into place.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2"})
+
+_CHECK = "Check the URL and your access to it, or use a local file."
+_PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}  # of modules with other names
 
 
 @contextlib.contextmanager
@@ -36,7 +39,8 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="lightning-gpu-tools-", ignore_cleanup_errors=True) as folder:
         copy = os.path.join(folder, "checkpoint")
         try:
-            filesystem.get_file(name, copy)
+            with _reaching(path, passed=FileNotFoundError):
+                filesystem.get_file(name, copy)
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"Checkpoint file not found: {printable_path(path)}.") from None
         yield copy
@@ -65,11 +69,13 @@ def status(path: str | os.PathLike[str]) -> Status:
         content = found.st_ino, found.st_mtime_ns
         is_file, is_folder = stat.S_ISREG(found.st_mode), stat.S_ISDIR(found.st_mode)
         return Status(found.st_size, found.st_mtime, content, "file" if is_file else "folder" if is_folder else "other")
-    info, modified_s = filesystem.info(name), None
-    if info["type"] == "directory":
-        return Status(0, None, None, "folder")
-    with contextlib.suppress(NotImplementedError):
-        modified_s = filesystem.modified(name).timestamp()
+    modified_s = None
+    with _reaching(path):
+        info = filesystem.info(name)
+        if info["type"] == "directory":
+            return Status(0, None, None, "folder")
+        with contextlib.suppress(NotImplementedError):
+            modified_s = filesystem.modified(name).timestamp()
     size_bytes = info.get("size") or 0
     return Status(size_bytes, modified_s, (size_bytes, modified_s), "file")
 
@@ -78,9 +84,7 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
     """Raise the error that writing to a local folder, or reaching a URL, would cause. Creates nothing.
 
     Raises:
-        OSError: The folder is not writable.
-        ValueError: The protocol of the URL is unknown.
-        ImportError: The package for that protocol is not installed.
+        OSError: The folder is not writable, the protocol of the URL is unknown, or its package is not installed.
     """
     filesystem, name = _place(folder)
     if filesystem is None:
@@ -101,7 +105,10 @@ def last_modified(path: str | os.PathLike[str]) -> float:
 def read(path: str | os.PathLike[str]) -> bytes:
     """Return the contents of a file at a local path or URL. OSErrors propagate."""
     filesystem, name = _place(path)
-    return Path(name).read_bytes() if filesystem is None else bytes(filesystem.cat_file(name))
+    if filesystem is None:
+        return Path(name).read_bytes()
+    with _reaching(path):
+        return bytes(filesystem.cat_file(name))
 
 
 def matching(folder: str | os.PathLike[str], *patterns: str) -> list[str]:
@@ -111,7 +118,8 @@ def matching(folder: str | os.PathLike[str], *patterns: str) -> list[str]:
         found = [glob.glob(os.path.join(glob.escape(name), pattern)) for pattern in patterns]
         return [path for paths in found for path in paths if os.path.exists(path)]
     name = name.rstrip("/")
-    found = [filesystem.glob(f"{name}/{pattern}") for pattern in patterns]
+    with _reaching(folder):
+        found = [filesystem.glob(f"{name}/{pattern}") for pattern in patterns]
     return [os.fspath(folder).rstrip("/") + path[len(name) :] for paths in found for path in paths]
 
 
@@ -126,7 +134,8 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     with tempfile.NamedTemporaryFile(prefix="lightning-gpu-tools-") as temporary:
         yield temporary  # type: ignore[misc]
         temporary.flush()
-        _upload(filesystem, temporary.name, name)
+        with _reaching(path):
+            _upload(filesystem, temporary.name, name)
 
 
 def behind_links(path: str | os.PathLike[str]) -> str:
@@ -141,15 +150,19 @@ def behind_links(path: str | os.PathLike[str]) -> str:
 def exists(path: str | os.PathLike[str]) -> bool:
     """Return whether anything exists at a local path or URL."""
     filesystem, name = _place(path)
-    return os.path.exists(name) if filesystem is None else bool(filesystem.exists(name))
+    if filesystem is None:
+        return os.path.exists(name)
+    with _reaching(path):
+        return bool(filesystem.exists(name))
 
 
 def remove(path: str | os.PathLike[str]) -> None:
     """Remove a file, link, or folder if it exists."""
     filesystem, name = _place(path)
     if filesystem is not None:
-        if filesystem.exists(name):
-            filesystem.rm(name, recursive=True)
+        with _reaching(path):
+            if filesystem.exists(name):
+                filesystem.rm(name, recursive=True)
     elif os.path.isdir(name) and not os.path.islink(name):
         shutil.rmtree(name)
     elif os.path.lexists(name):
@@ -246,8 +259,33 @@ def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
     from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-    filesystem, name = url_to_fs(text)
+    with _reaching(text, passed=FileNotFoundError):
+        filesystem, name = url_to_fs(text)
     return None if isinstance(filesystem, LocalFileSystem) else filesystem, name
+
+
+@contextlib.contextmanager
+def _reaching(url: str | os.PathLike[str], passed: type[OSError] = OSError) -> Iterator[None]:
+    """Turn the errors of a file system, except those ``passed``, into one with the reason and what to do."""
+    try:
+        yield
+    except passed:
+        raise
+    except Exception as error:  # each file system raises errors of the packages that it uses
+        missing = getattr(error.__cause__, "name", None)
+        if isinstance(error, ImportError) and missing:
+            package = _PACKAGES.get(missing, missing)
+            reason = f"Python's package {printable(missing)} is not installed"
+            raise _unreachable(url, reason, f"Install it: pip install {printable(package)}") from error
+        status = getattr(error, "status", None)
+        words = f"the server answers {status} {getattr(error, 'message', '')}".rstrip() if status else error
+        raise _unreachable(url, printable(words, 200) or type(error).__name__) from error
+
+
+def _unreachable(url: object, reason: str, advice: str = _CHECK) -> OSError:
+    error = UnreachableError(f"{printable_path(url)} cannot be opened: {reason}. {advice}")
+    error.strerror = f"{reason}. {advice}".rstrip(".")
+    return error
 
 
 def _upload(filesystem: Any, source: str, target: str) -> None:

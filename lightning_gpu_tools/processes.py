@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 INIT = 1  # becomes the parent of processes whose parent has ended
+_PF_KTHREAD = 0x00200000  # include/linux/sched.h
 
 
 class ProcessStat(NamedTuple):
@@ -17,6 +18,7 @@ class ProcessStat(NamedTuple):
     state: str
     parent: int
     started_ticks: int  # since boot
+    is_kernel_thread: bool
 
 
 def read_kernel_file(path: str | os.PathLike[str]) -> str:
@@ -31,7 +33,10 @@ def read_kernel_file(path: str | os.PathLike[str]) -> str:
 def process_stat(pid: int) -> ProcessStat | None:
     """Return the kernel's facts about a process; ``None`` if it has ended or is hidden."""
     fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # skip the name, which may contain ")"
-    return ProcessStat(fields[0], int(fields[1]), int(fields[19])) if fields else None  # fields 3, 4 and 22
+    if not fields:
+        return None
+    is_kernel_thread = bool(int(fields[6]) & _PF_KTHREAD)
+    return ProcessStat(fields[0], int(fields[1]), int(fields[19]), is_kernel_thread)  # fields 3, 4, 22 and 9
 
 
 def descendants(pids: Collection[int], ancestors: Collection[int]) -> frozenset[int]:

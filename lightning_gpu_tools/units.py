@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 
-# Powers of 1024 for KiB/MiB/GiB/TiB and of 1000 for kB/MB/GB/TB: IEC 80000-13 and SI.
+# Powers of 1024 for KiB/MiB/GiB/TiB and of 1000 for kB/MB/GB/TB: IEC 80000-13 and SI. K/M/G/T are powers of 1024, as in
+# SLURM (--mem=8G, str_to_mbytes() in its src/common/proc_args.c) and Docker (-m 8g).
 _BYTES_PER_UNIT = {
     "": 1,
     "b": 1,
@@ -20,6 +21,14 @@ _BYTES_PER_UNIT = {
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
 }
 _SECONDS_PER_UNIT = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MAX_BYTES = 2**64  # NVML counts bytes in 64 bits

@@ -19,6 +19,8 @@ import pytest
 import quiet_kernel
 from slurm_cluster import slurm_cluster
 
+from lightning_gpu_tools.processes import process_stat
+from lightning_gpu_tools.selection import picking
 from lightning_gpu_tools.selection.claims import held_claims
 
 if TYPE_CHECKING:
@@ -116,12 +118,38 @@ def run_cli(run_python: Callable[..., Any]) -> Callable[..., subprocess.Complete
     return lambda *arguments, **options: run_python("-m", "lightning_gpu_tools", *arguments, **options)
 
 
+@pytest.fixture
+def in_shell(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """``in_shell("lightning-gpu-tools pick")``: a command as users type it, beside a train.py that prints its GPUs."""
+    (tmp_path / "train.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    (tmp_path / "bin").mkdir()
+    for name, arguments in (("python", ""), ("lightning-gpu-tools", "-m lightning_gpu_tools")):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def run(command: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+        options: dict[str, Any] = {"cwd": tmp_path, "env": environ, "capture_output": True, "text": True}
+        return subprocess.run(["sh", "-c", command], timeout=120, check=False, **options)
+
+    return run
+
+
 @pytest.fixture(autouse=True)
 def no_claim_is_left() -> Iterator[None]:
     """Release the claims of a test, such as those of a Trainer's accelerator, which last as long as this process."""
+    picking._applied.clear()
     yield
     for claim in held_claims():
         claim.release()
+
+
+@pytest.fixture
+def kernel_thread() -> int:
+    """Return the PID of a kernel thread, which uses no GPU: as if the driver named a process of another container."""
+    pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    found = next((pid for pid in pids if (stat := process_stat(pid)) is not None and stat.is_kernel_thread), None)
+    return found or pytest.skip("no kernel thread is visible from here")
 
 
 @pytest.fixture
@@ -129,7 +157,7 @@ def claims_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty place for claims, for this process and its children; not yet created."""
     directory = tmp_path / "claims"
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", str(directory))
-    for name in ("CUDA_VISIBLE_DEVICES", "LIGHTNING_GPU_TOOLS_JOB", "LIGHTNING_GPU_TOOLS_KEPT"):
+    for name in ("CUDA_VISIBLE_DEVICES", "LIGHTNING_GPU_TOOLS_JOB"):
         monkeypatch.setenv(name, "")  # so that it is put back, whatever a selection does with it
         monkeypatch.delenv(name)
     return directory

@@ -94,6 +94,7 @@ def check_readings() -> None:
             assert gpu.utilization_percent is not None
             assert 0 <= gpu.utilization_percent <= 100
         assert gpu.compute_mode is not None
+        assert (gpu.compute_capability or (0, 0)) >= (3, 0)
     uuids = [gpu.uuid for gpu in gpus if gpu.uuid]
     assert nvml.read_nvlinks(uuids) <= set(itertools.combinations(sorted(uuids), 2))
     assert set(nvml.read_numa_nodes(uuids)) == set(uuids)

@@ -26,15 +26,38 @@ from lightning_gpu_tools.units import (
         ("1.5GB", 1_500_000_000),
         ("500MB", 500_000_000),
         ("10B", 10),
+        ("8G", 8 * 2**30),
+        ("8g", 8 * 2**30),
+        ("1.5 T", 3 * 2**39),
+        ("500M", 500 * 2**20),
+        ("64k", 64 * 2**10),
+        ("8Gi", 8 * 2**30),
+        ("500mi", 500 * 2**20),
     ],
 )
-def test_sizes_are_read_in_iec_and_si_units(text: int | str, size_bytes: int) -> None:
+def test_sizes_are_read_in_iec_si_and_slurms_units(text: int | str, size_bytes: int) -> None:
     assert parse_bytes(text) == size_bytes
 
 
 @pytest.mark.parametrize(
     "text",
-    ["8 bananas", "", "-1GiB", -1, "GiB", "1e3", True, None, 1.5, "8GiB free", 2**64, "9" * 400, "9" * 300 + "TiB"],
+    [
+        "8 bananas",
+        "8i",
+        "8Bi",
+        "",
+        "-1GiB",
+        -1,
+        "GiB",
+        "1e3",
+        True,
+        None,
+        1.5,
+        "8GiB free",
+        2**64,
+        "9" * 400,
+        "9" * 300 + "TiB",
+    ],
 )
 def test_an_invalid_size_is_refused_with_an_example(text: object) -> None:
     with pytest.raises(ValueError, match="min_free must be") as caught:

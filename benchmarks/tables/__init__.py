@@ -52,7 +52,8 @@ TABLES: dict[str, Callable[[], str]] = {
             *(
                 on_hardware.h100_tests,
                 on_hardware.h200_advice,
-                on_hardware.h200_diagnosis,
+                on_hardware.h100_diagnosis,
+                on_hardware.h100_largest_batch,
                 on_hardware.h200_gpu_times,
                 on_hardware.h200_peaks,
             ),

@@ -60,9 +60,9 @@ def h200_advice() -> str:
     )
 
 
-def h200_diagnosis() -> str:
+def h100_diagnosis() -> str:
     """Return the diagnoses of runs with a known cause."""
-    found = results("h200/diagnosis")
+    found = results("h100/diagnosis")
 
     def reported(one: Results) -> str:
         return {"too_short": "too short to judge"}.get(one["said"], one["said"])
@@ -73,8 +73,24 @@ def h200_diagnosis() -> str:
 
     rows = [(one["training"], " or ".join(one["known"]), reported(one), line(one), ms(one)) for one in found["answers"]]
     return block(
-        table(("run, 3.5 s", "expected", "first finding", "line", "GPU time of forward, ms"), *rows),
-        _measured("diagnosis_on_gpu.py --seconds 3.5", "h200/diagnosis"),
+        table(("run, 10 s", "expected", "first finding", "line", "GPU time of forward, ms"), *rows),
+        _measured("diagnosis_on_gpu.py --seconds 10", "h100/diagnosis"),
+    )
+
+
+def h100_largest_batch() -> str:
+    """Return predicted and actual largest batch sizes."""
+    rows = [
+        (
+            one["model"],
+            *(f"{size} ({signed_percent(one['error'][small])})" for small, size in one["predicted"].items()),
+            str(one["found"]),
+        )
+        for one in results("h100/largest_batch")["sizes"]
+    ]
+    return block(
+        table(("model", "predicted from batches of 8", "predicted from batches of 32", "largest that trains"), *rows),
+        _measured("largest_batch.py --model ...", "h100/largest_batch"),
     )
 
 

@@ -46,6 +46,7 @@ from lightning_gpu_tools.advice.memory_causes.memory_growth import growing_memor
 from lightning_gpu_tools.advice.memory_causes.stray_contexts import stray_contexts
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
+from lightning_gpu_tools.advice.single_samples import with_garbage
 from lightning_gpu_tools.advice.uneven_steps import details
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import (
@@ -194,7 +195,7 @@ def _causes(run: RunMeasurements, searched: LoaderResult | None) -> list[Finding
         is_first = not any(one.cause in cause.after for one in found)
         if is_first and not cause.is_remark and name != "shared_gpu":
             found += _found_by(cause, run)
-    found = slow_steps.revised(run, found)
+    found = with_garbage(run, slow_steps.revised(run, found))
     if searched is not None:
         found = [as_searched(one, searched) if one.cause == "data_loading" else one for one in found]
     named = _worth_reporting(run, found)

@@ -36,7 +36,7 @@ _LOST_OF_COMPUTING = (0.0, 0.0, 0.2)
 # computes on it gains up to this part of its time.
 _WON = 0.40
 BETWEEN_RUNS = 0.03  # the median steps of two runs of the same training differ by this much
-Limit = Literal["cores", "shm", "memory"]
+Limit = Literal["cores", "shm", "memory", "shards"]
 _DEFAULT_PREFETCH_FACTOR = 2  # torch.utils.data.DataLoader's own
 
 
@@ -71,11 +71,19 @@ class StepRange(NamedTuple):
 
 
 def plan_loader(
-    current: LoaderSettings, cost: LoadCost, *, step_s: float, host: HostBudget, cuda: bool, step_cores: float = 1.0
+    current: LoaderSettings,
+    cost: LoadCost,
+    *,
+    step_s: float,
+    host: HostBudget,
+    cuda: bool,
+    step_cores: float = 1.0,
+    most_workers: int | None = None,
 ) -> LoaderPlan:
     """Return the smallest number of workers that comes within 3 % of the best speed this host can reach.
 
     ``step_s`` excludes any wait for data. ``step_cores`` is the number of cores that the training process keeps busy.
+    ``most_workers`` is the number of shards, if that limits them.
     """
     cores = _cores(host)
 
@@ -96,12 +104,13 @@ def plan_loader(
     while prefetch_factor > least_prefetch and workers > most_workers_in_shm(cost, host, prefetch_factor):
         prefetch_factor = max(least_prefetch, prefetch_factor // 2)
     limits: dict[Limit, float] = {"shm": most_workers_in_shm(cost, host, prefetch_factor), "memory": math.inf}
+    limits["shards"] = math.inf if most_workers is None else most_workers
     if cost.worker_bytes:
         limits["memory"] = _MEMORY_SHARE * host.memory_available_bytes / host.local_ranks // cost.worker_bytes
-    for resource, most in limits.items():
-        if most < workers:
-            workers, limited_by = int(most), resource
-    most_workers = min(limits.values())
+    for resource, limit in limits.items():
+        if limit < workers:
+            workers, limited_by = int(limit), resource
+    most = min(limits.values())
     alone_s = cost.wall_s + step_s
     predicted_s = max(workers_s(workers), cost.wall_s / workers) if workers else alone_s
     if alone_s <= (1 + TOLERANCE) * predicted_s:
@@ -118,7 +127,7 @@ def plan_loader(
         limited_by=limited_by,
         workers_needed=workers_needed,
         step_s=predicted_s,
-        most_workers=None if math.isinf(most_workers) else int(most_workers),
+        most_workers=None if math.isinf(most) else int(most),
     )
 
 

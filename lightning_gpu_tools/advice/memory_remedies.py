@@ -12,6 +12,8 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
 MARGIN = 0.20  # loadtune's, of a job's need: for rounding, fragments and cuDNN's workspaces
+_PART_OF_BOUND = 0.5  # our default: what to try of an upper bound, because the rest of the failed step is unknown
+_MIN_FREED = 0.1  # our default: the share of the activations below which lower precision is not worth a change
 _LEFT_BY_CHECKPOINTING = 0.2  # measured in a transformer of 6 layers: 5.7 of 28.2 MiB per sample
 
 
@@ -52,14 +54,15 @@ def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits
     if fits.size < 1:
         return "By measured memory, not even a batch of 1 fits."
     known = f"At most {fits.size} fit" if fits.is_bound else f"{fits.size} fit by measured memory"
+    goal = math.ceil(_PART_OF_BOUND * fits.size) if fits.is_bound else fits.size
+    more = ", or fewer: the failed step did not finish" if fits.is_bound else ""
     if in_validation(oom) or run.stage != "fit":
-        return f"Set batch_size={fits.size}{where} (now {size}). {known}."
-    smaller, accumulate = split(size, fits.size, run.accumulate_grad_batches)
+        return f"Set batch_size={goal}{where} (now {size}). {known}{more}."
+    smaller, accumulate = split(size, goal, run.accumulate_grad_batches)
     if run.has_trainer:
         keep = f"accumulate_grad_batches={accumulate} (now {run.accumulate_grad_batches})"
     else:
         keep = f"call optimizer.step() after every {accumulate} batches, with the loss divided by {accumulate},"
-    more = ", because the failed step did not finish" if fits.is_bound else ""
     return f"Set batch_size={smaller} (now {size}), and {keep} to keep the effective batch size. {known}{more}."
 
 
@@ -86,13 +89,13 @@ def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
     found = [f"activation checkpointing (about {left} instead of {format_bytes(activations)})"] * (run.stage == "fit")
     model = oom.model
     halved = (activations - model.parameters_bytes) / 2  # autocast keeps a 16-bit copy of the weights
-    if is_32(run) and halved > 0:
+    if is_32(run) and halved > _MIN_FREED * activations:
         found.append(f"precision='bf16-mixed' (frees up to {format_bytes(halved)})")
     held = None if oom.memory is None or run.stage != "fit" else oom.memory.holdings
     if run.has_trainer and oom.phase == FORWARD and held is not None and held.gradients_kept_bytes:
         freed = format_bytes(held.gradients_kept_bytes)
         found.append(f"optimizer.zero_grad() in on_train_batch_end (frees {freed} in forward)")
-    return f"Or keep the batch size with {'; '.join(found)}." if found else ""
+    return f"At the same batch size, these need less: {'; '.join(found)}." if found else ""
 
 
 def is_32(run: RunMeasurements) -> bool:

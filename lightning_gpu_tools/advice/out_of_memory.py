@@ -254,7 +254,9 @@ class OutOfMemory:
     @property
     def others(self) -> tuple[GpuProcess, ...]:
         """Other jobs' processes on the GPU, the largest first."""
-        found = [GpuProcess(pid=pid, memory_used_bytes=size) for pid, size in self.message.others_bytes.items()]
+        foreign = {one.pid for one in self._listed if one.is_foreign}
+        sizes = self.message.others_bytes.items()
+        found = [GpuProcess(pid=pid, memory_used_bytes=size, is_foreign=pid in foreign) for pid, size in sizes]
         if self._listed and self.own_pids is not None:
             found = [one for one in self._listed if one.pid not in self.own_pids]
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))

@@ -1,4 +1,4 @@
-"""Shortages that would end training later, or slow it down: of disk, shared memory, cores, unclaimed GPUs."""
+"""Shortages that would end training later, or slow it down: of disk, shared memory, cores, GPUs; and shared files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_gpu_tools.advice.failures import SHARED_MEMORY
+from lightning_gpu_tools.advice.workers_allowed import OPEN_IN_WORKER, named
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 # A new checkpoint is complete before the old one is removed, so both exist at the same time.
@@ -25,10 +26,11 @@ class Surroundings:
     workers: int = 0  # of all ranks of this machine
     cores: float | None = None  # that the job may use
     claims: tuple[tuple[str, str, int], ...] = ()  # of others: GPU, owner, bytes (0 = all of it)
+    shared_files: tuple[str, ...] = ()  # that a dataset had open when its workers were forked
 
 
 def shortcomings(found: Surroundings) -> Iterator[str]:
-    """Yield a message for each shortage that would end training, or slow it down, with what to do."""
+    """Yield a message for each shortage that would end training, slow it down, or make it wrong, with what to do."""
     if found.folder is not None and found.why_not_writable:
         yield (
             f"Checkpoints cannot be written to {printable_path(found.folder)}: {found.why_not_writable}. "
@@ -50,6 +52,11 @@ def shortcomings(found: Surroundings) -> Iterator[str]:
         yield (
             f"The ranks of this machine have {found.workers} DataLoader workers in total, but only {found.cores:g} "
             "CPU cores. Lower num_workers, or request more cores."
+        )
+    if found.shared_files:
+        yield (
+            f"The DataLoader's workers share {named(found.shared_files)}, open since before they were forked, and may "
+            f"read each other's data. {OPEN_IN_WORKER}"
         )
     for gpu, who, size in found.claims:
         much = format_bytes(size) if size else "all"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.faults import Fault, faults_of
-from lightning_gpu_tools.checkpoints.key_tree import listed
+from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, listed
 from lightning_gpu_tools.checkpoints.structure import MAX_DEPTH, Opaque, StandIn, TensorInfo
 from lightning_gpu_tools.errors import BrokenCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
@@ -19,9 +21,20 @@ LIGHTNING_VERSION = "pytorch-lightning_version"
 MANIFEST = "lightning_gpu_tools"
 # Entries of a Lightning checkpoint with the model's keys. WeightAveraging adds the second one.
 MODEL_STATES = ("state_dict", "current_model_state")
+# Entries that a Trainer restores, and what they are.
+_RESTORED = {
+    LIGHTNING_VERSION: "a version such as 2.6.0",
+    "hyper_parameters": "a dictionary with string keys",
+    "loops": "a dictionary with the loops of a Trainer",
+    **dict.fromkeys(("callbacks", "current_model_state", "averaging_state"), "a dictionary"),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), "a list of dictionaries"),
+}
+_VERSION = re.compile(r"\d{1,9}(\.\d{1,9}){1,3}[\w.+-]{0,40}")
 # Arguments of classes. Tensors in them are not weights.
 _ARGUMENTS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
 _MAX_LEVELS = 3  # "callbacks", "StochasticWeightAveraging", "average_model_state"
+_MAX_LISTS = 2  # our default: pairs of a number and a set of weights, or lists of such sets
+_MAX_ITEMS = 1000  # of a list, our default: longer ones hold data
 # Our default, ten times more than in any real model. A hostile file can hold one module in a billion places.
 _MAX_PARTS = 1_000_000
 _QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
@@ -35,17 +48,18 @@ def likely(entries: Entries) -> dict[str, Mapping[str, Any]]:
 def all_state_dicts(content: Any) -> dict[str, Mapping[str, Any]]:
     """Return entry name -> weights for every set of weights; the name is ``""`` if the file holds nothing else.
 
-    A set of weights is a module, or a dictionary of tensors that is not an optimizer's state.
+    A set of weights is a module, or a dictionary of tensors that is not an optimizer's state. In the names of entries,
+    ``[0]`` is the first item of a list or tuple.
     """
     mapping = _as_mapping(content)
     if is_state_dict(mapping):
         return {"": mapping}
     if not is_lightning_checkpoint(content):
-        return dict(_nested_state_dicts(mapping, "", 2))
+        return dict(_nested_state_dicts(content, "", 2))
     # Callbacks keep averages a level deeper, next to scores and counters.
-    found = _nested_state_dicts(mapping, "", _MAX_LEVELS)
+    found = _nested_state_dicts(content, "", _MAX_LEVELS)
     return {"state_dict": content["state_dict"]} | {
-        name: weights for name, weights in found if any(getattr(item, "shape", ()) != () for item in weights.values())
+        name: weights for name, weights in found if _has_more_than_numbers(weights)
     }
 
 
@@ -66,6 +80,30 @@ def check_contents(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
                 "attribute of the state_dict, and save it again."
             )
     return entries
+
+
+def check_training_state(content: Any, path: object) -> None:
+    """Raise if an entry of a Lightning checkpoint is not what Lightning writes, so that it cannot be restored."""
+    for name, expected in _RESTORED.items() if is_lightning_checkpoint(content) else ():
+        if name in content and not _is_restorable(name, content[name]):
+            raise BrokenCheckpointError(
+                f"{printable_path(path)} cannot be resumed: its {name} is {describe_content(content[name])}, not "
+                f"{expected}. Use an earlier checkpoint, or load its weights with lightning_gpu_tools.load_weights."
+            )
+
+
+def _is_restorable(name: str, value: Any) -> bool:
+    if isinstance(value, Opaque):  # only its class knows
+        return True
+    if name == LIGHTNING_VERSION:
+        return isinstance(value, str) and _VERSION.fullmatch(value) is not None
+    if name == "hyper_parameters":
+        return is_named(value)
+    if name == "loops" and isinstance(value, Mapping):
+        return {f"{loop}_loop" for loop in ("fit", "validate", "test", "predict")} <= value.keys()
+    if isinstance(value, list):
+        return "list" in _RESTORED[name] and all(isinstance(item, (Mapping, Opaque)) for item in value)
+    return "list" not in _RESTORED[name] and (isinstance(value, Mapping) or value is None)
 
 
 def manifest_of(content: Any) -> dict[str, Any]:
@@ -98,8 +136,7 @@ def is_state_dict(value: Any) -> bool:
         return False
     if hasattr(value, "_metadata"):  # set by torch
         return bool(value)
-    torch = sys.modules.get("torch")  # without it, no tensor has been loaded
-    kinds = (TensorInfo,) if torch is None else (TensorInfo, torch.Tensor)
+    kinds = _tensor_classes()
     tensors = 0
     for key, item in value.items():
         if isinstance(item, kinds):
@@ -109,6 +146,11 @@ def is_state_dict(value: Any) -> bool:
     return tensors > 0 and 2 * tensors >= len(value)
 
 
+def _tensor_classes() -> tuple[type, ...]:
+    torch = sys.modules.get("torch")  # without it, no tensor has been loaded
+    return (TensorInfo,) if torch is None else (TensorInfo, torch.Tensor)
+
+
 def is_lightning_checkpoint(content: Any) -> bool:
     """Return whether this is a checkpoint as written by ``Trainer.save_checkpoint``."""
     return (
@@ -116,14 +158,23 @@ def is_lightning_checkpoint(content: Any) -> bool:
     )
 
 
-def put_weights(content: Any, entries: Entries, name: str = "", depth: int = _MAX_LEVELS) -> Any:
+def put_weights(content: Any, entries: Entries) -> Any:
     """Return the content with its sets of weights replaced by those in ``entries``."""
-    mapping = _as_mapping(content)
-    if name in entries or depth == 0 or not mapping:
-        return entries.get(name, content)
+    on_the_way = {entry[:i] for entry in entries for i, letter in enumerate(entry) if letter in ".[" or i == 0}
+    return _put_weights(content, entries, "", on_the_way)
+
+
+def _put_weights(content: Any, entries: Entries, name: str, on_the_way: Collection[str]) -> Any:
+    if name in entries:
+        return entries[name]
+    if name not in on_the_way:
+        return content
+    if isinstance(content, (list, tuple)):
+        items = (_put_weights(item, entries, f"{name}[{i}]", on_the_way) for i, item in enumerate(content))
+        return [*items] if isinstance(content, list) else (*items,)
     return {
-        key: put_weights(item, entries, f"{name}.{key}" if name else key, depth - 1) if isinstance(key, str) else item
-        for key, item in mapping.items()
+        key: _put_weights(item, entries, f"{name}.{key}" if name else key, on_the_way) if isinstance(key, str) else item
+        for key, item in _as_mapping(content).items()
     }
 
 
@@ -136,10 +187,11 @@ def describe_content(content: Any) -> str:
     if hasattr(content, "shape") and hasattr(content, "dtype"):
         return f"a tensor ({shown_shape(content.shape or ())}, {printable(str(content.dtype).removeprefix('torch.'))})"
     if isinstance(content, (list, tuple)):
+        kind = "list" if isinstance(content, list) else "tuple"
         if not content:
-            return "an empty list"
+            return f"an empty {kind}"
         has_first = not isinstance(content[0], (list, tuple))
-        return f"a list of {len(content)}" + (f", first {describe_content(content[0])}" if has_first else "")
+        return f"a {kind} of {len(content)}" + (f", first {describe_content(content[0])}" if has_first else "")
     if isinstance(content, Opaque):
         is_optimizer = isinstance(content.state, Mapping) and {"state", "param_groups"} <= content.state.keys()
         what = "a module" if _is_module(content) else "an optimizer" if is_optimizer else "an object"
@@ -151,6 +203,29 @@ def describe_content(content: Any) -> str:
     if content is None or isinstance(content, (bool, int, float)):
         return f"the value {printable(content)}"
     return f"an object of {printable(type(content).__name__)}"
+
+
+def hidden_tensors(content: Any) -> tuple[str, bool] | None:
+    """Return the place of tensors that :func:`all_state_dicts` does not find, and whether they have names.
+
+    The place is in Python: ``["a"][0]``, or ``""`` for the whole content.
+    """
+    seen = set[int]()
+    queue = deque([("", content)])
+    while queue:
+        place, value = queue.popleft()
+        is_list = isinstance(value, (list, tuple))
+        mapping = _as_mapping(value)
+        if is_list and value and all(isinstance(item, _tensor_classes()) for item in value):
+            return place, False
+        if is_state_dict(mapping) and _has_more_than_numbers(mapping):
+            return place, True
+        if id(value) not in seen and len(seen) < _MAX_PARTS and len(place) < MAX_NAME and "param_groups" not in mapping:
+            seen.add(id(value))
+            for key, item in enumerate(value) if is_list else mapping.items():
+                if isinstance(key, (str, int)) and isinstance(item, (Mapping, list, tuple)) and key not in _ARGUMENTS:
+                    queue.append((f"{place}[{key!r}]", item))
+    return None
 
 
 def unopened_objects(content: Any) -> set[str]:
@@ -167,6 +242,26 @@ def unopened_objects(content: Any) -> set[str]:
             seen.add(id(value))
             stack += [*value, *value.values()] if isinstance(value, Mapping) else value
     return found
+
+
+def check_depth(content: Any) -> None:
+    """Raise ``RecursionError`` if described content is nested too deeply to be copied.
+
+    Takes the same way through shared parts as a recursive copy, which does not enter a part twice.
+    """
+    seen: set[int] = set()
+    stack = [iter([content])]
+    while stack:
+        value = next(stack[-1], None)
+        if value is None:
+            stack.pop()
+        elif isinstance(value, (dict, list, tuple, Opaque)) and id(value) not in seen:
+            seen.add(id(value))
+            parts = (value.state, value.items) if isinstance(value, Opaque) else value
+            inside = parts.values() if isinstance(parts, dict) else parts
+            stack.append(part for part in inside if part is not None)
+            if len(stack) > MAX_DEPTH:
+                raise RecursionError
 
 
 def shown_shape(shape: Iterable[int]) -> str:
@@ -188,7 +283,21 @@ def _as_mapping(value: Any) -> Mapping[Any, Any]:
 def _is_module(value: Any) -> bool:
     state = value.state if isinstance(value, Opaque) else None
     parts = ("_modules", "_parameters", "_buffers")
-    return isinstance(state, Mapping) and all(isinstance(state.get(part), Mapping) for part in parts)
+    return isinstance(state, Mapping) and (_is_script(value) or all(isinstance(state.get(p), Mapping) for p in parts))
+
+
+def _is_script(value: Opaque) -> bool:
+    """Return whether this is an object of a TorchScript program."""
+    return value.kind.startswith("__torch__.")
+
+
+def _parts_of(module: Opaque) -> tuple[dict[Any, Any], Mapping[Any, Any]]:
+    """Return the tensors and the modules in a described module by name."""
+    state = module.state
+    if not _is_script(module):
+        return {**state["_parameters"], **state["_buffers"]}, state["_modules"]
+    tensors = {name: part for name, part in state.items() if isinstance(part, TensorInfo)}
+    return tensors, {name: part for name, part in state.items() if _is_module(part)}
 
 
 def _weights_of(module: Opaque) -> dict[str, Any]:
@@ -208,9 +317,9 @@ def _weights_of(module: Opaque) -> dict[str, Any]:
         not_saved = (
             {name for name in not_saved if isinstance(name, str)} if isinstance(not_saved, (list, tuple)) else ()
         )
-        parts = {**one.state["_parameters"], **one.state["_buffers"]}
+        parts, inside = _parts_of(one)
         children = []
-        for name, part in one.state["_modules"].items():
+        for name, part in inside.items():
             if _is_module(part):
                 children.append((f"{prefix}{name}.", part))
             else:
@@ -227,12 +336,32 @@ def _weights_of(module: Opaque) -> dict[str, Any]:
     return weights
 
 
-def _nested_state_dicts(content: Mapping[str, Any], path: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for name, value in content.items():
+def _nested_state_dicts(
+    content: Any, path: str, levels: int, lists: int = _MAX_LISTS
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the sets of weights that are at most this number of dictionaries and of lists deep."""
+    is_list = isinstance(content, (list, tuple))
+    if is_list:
+        lists -= 1
+        named = ((f"{path}[{i}]", item) for i, item in enumerate(content) if len(content) <= _MAX_ITEMS)
+    else:
+        levels -= 1
+        prefix = f"{path}." if path else ""
+        named = (
+            (prefix + name, item)
+            for name, item in _as_mapping(content).items()
+            if isinstance(name, str) and name not in _ARGUMENTS
+        )
+    for name, value in named:
         mapping = _as_mapping(value)
-        if not mapping or not isinstance(name, str) or name in _ARGUMENTS or "param_groups" in mapping:
+        if "param_groups" in mapping:
             continue
         if is_state_dict(mapping):
-            yield path + name, mapping
-        elif depth > 1:
-            yield from _nested_state_dicts(mapping, f"{path}{name}.", depth - 1)
+            if not is_list or _has_more_than_numbers(mapping):  # a list may hold the scores of all epochs
+                yield name, mapping
+        elif (lists if isinstance(value, (list, tuple)) else levels) > 0:
+            yield from _nested_state_dicts(value, name, levels, lists)
+
+
+def _has_more_than_numbers(weights: Mapping[str, Any]) -> bool:
+    return any(getattr(item, "shape", ()) != () for item in weights.values())

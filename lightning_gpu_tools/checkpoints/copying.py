@@ -24,6 +24,7 @@ from lightning_gpu_tools.checkpoints.model_keys import has_own_hooks, loads_itse
 from lightning_gpu_tools.checkpoints.state_dicts import (
     FROM_META,
     fault_of_parts,
+    is_dense,
     is_packed,
     is_sharded,
     name_of,
@@ -32,6 +33,8 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
 )
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.units import printable
+
+_OF_MODEL = "the model has"  # begins a reason that is not the checkpoint's
 
 
 class Fit(NamedTuple):
@@ -47,9 +50,16 @@ class Fit(NamedTuple):
 
     def renamed(self, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """Return ``weights`` as ``load_state_dict`` takes them, plus the model's own for keys they may lack."""
-        renamed = self.plan.apply(weights, self.plan.left_over(strict=self.strict))
+        renamed = self.plan.apply(weights, self.offered())
         renamed.update((key, self.state[key]) for key in self.plan.kept)
         return renamed
+
+    def offered(self) -> dict[str, str]:
+        """Return key -> name for keys without a match that the model's own loading code may take."""
+        left_over = self.plan.left_over(strict=self.strict)
+        # InstanceNorm refuses statistics that it does not keep, even if torch is told that keys may be left over.
+        untracked = self.keys.untracked
+        return {key: name for key, name in left_over.items() if without_private_segments(name) not in untracked}
 
     def choice(self) -> str:
         """Return a message on the loaded set of weights, and how to load the others."""
@@ -118,7 +128,7 @@ def _sharded_like(value: Any, target: Any) -> Any:
 
 
 def _outcome_of(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str]) -> tuple[RenamePlan, tuple[str, ...]]:
-    plan, offered = fit.plan, fit.plan.left_over(strict=False)
+    plan, offered = fit.plan, fit.offered()
     # Torch's names include modules that the model's hooks leave out of its keys.
     bare = without_private_segments
     shown = {bare(key): key for key in fit.state}
@@ -149,7 +159,7 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
     if fault and not _all_have_their_own(fit.weights):
         raise CheckpointMismatchError(f"{fault} Nothing was changed.")
     refused = _different_for_tied(fit)
-    if fit.plan.left_over(strict=fit.strict) or _has_loading_code(model, fit.keys):
+    if fit.offered() or _has_loading_code(model, fit.keys):
         refused |= _rehearse(model, fit, leave_out_misfits)
     else:
         for old, new in fit.plan.renames.items():
@@ -158,10 +168,13 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
                 refused[old] = why
     if refused:
         reasons = [f"{printable(key)} ({why})" for key, why in refused.items()]
-        raise CheckpointMismatchError(
-            f"Torch cannot copy {shortened(reasons)}. Nothing was changed. Save these weights with the model's shapes "
-            "and types, or remove them from the file and use strict=False."
-        )
+        message = f"Torch cannot copy {shortened(reasons)}. Nothing was changed."
+        if not all(why.startswith(_OF_MODEL) for why in refused.values()):
+            message += (
+                " Save these weights with the model's shapes and types, or remove them from the file and use "
+                "strict=False."
+            )
+        raise CheckpointMismatchError(message)
 
 
 def _has_loading_code(model: nn.Module, keys: ModelKeys) -> bool:
@@ -185,8 +198,9 @@ def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, 
         elif leave_out_misfits:
             del state_dict[key]
 
+    outcome = "\n  ".join(("Nothing was changed.", *fit.plan.hints()))
     with _undoing(model), _before_each_copy(model, check):
-        _load_state(model, fit.renamed(fit.weights), fit.strict, "Nothing was changed.")
+        _load_state(model, fit.renamed(fit.weights), fit.strict, outcome)
     return refused
 
 
@@ -232,7 +246,7 @@ def _load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outc
         raise
     except RuntimeError as error:
         # Torch lists keys of the file, one per line. The traceback also shows this error.
-        error.args = ("\n  ".join(printable(line, 300) for line in str(error).split("\n\t")),)
+        error.args = ("\n  ".join(map(_line_of_torch, str(error).split("\n\t"))),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
     except KeyError as error:  # from quantized modules, which load themselves
         key = error.args[0] if error.args else None
@@ -241,6 +255,12 @@ def _load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outc
         raise CheckpointMismatchError(
             f"The key {printable(key)} is missing, and the model's own loading code needs it. {outcome}", [key]
         ) from None
+
+
+def _line_of_torch(line: str) -> str:
+    """Return a line of torch's error. Only its lists of keys are shortened, not its advice."""
+    is_list = line.startswith(("Missing key(s)", "Unexpected key(s)", "size mismatch"))
+    return printable(line, 300 if is_list else 3000)
 
 
 @contextlib.contextmanager
@@ -332,6 +352,14 @@ def _are_equal(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> bool
     return torch.allclose(one.to(dtype), two.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
+def has_same_numbers(value: Any, buffer: torch.Tensor) -> bool:
+    """Return whether a buffer of a model has these numbers, perhaps in the precision of the file."""
+    if not is_dense(value) or buffer.is_meta:
+        return buffer.is_meta
+    kinds = {buffer.dtype, *[value.dtype] * (value.is_floating_point() and buffer.is_floating_point())}
+    return any(_are_equal(value, buffer.to(value.device), dtype) for dtype in kinds)
+
+
 def _why_not_copied(value: Any, target: torch.Tensor) -> str:
     """Return why a weight cannot be copied unchanged; ``""`` if it can."""
     if not isinstance(value, torch.Tensor):
@@ -347,11 +375,11 @@ def _why_not_copied(value: Any, target: torch.Tensor) -> str:
     if not is_of_its_kind:
         return f"{_kind(value)} instead of {_kind(target)}"
     if target.is_inference() and not torch.is_inference_mode_enabled():
-        return "the model has an inference tensor, which can only be changed under torch.inference_mode()"
+        return f"{_OF_MODEL} an inference tensor, which can only be changed under torch.inference_mode()"
     if target.layout is torch.strided and any(
         size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)
     ):
-        return "the model has an expanded tensor, whose elements share memory"
+        return f"{_OF_MODEL} an expanded tensor, whose elements share memory; replace it with its clone()"
     return "" if value.dtype is target.dtype else changed_number(value, target.dtype)
 
 
@@ -367,13 +395,14 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
             if numbers[..., 1].any():
                 return f"a complex number cannot become {name_of(dtype)}"
             numbers = numbers[..., 0]
-    if numbers.is_floating_point() and numbers.element_size() < 4:
-        numbers = numbers.float()  # here the limits below are exact, and float8 can be compared
+    limit = None
     if dtype.is_floating_point or dtype.is_complex:
-        kinds = torch.finfo if numbers.is_floating_point() else torch.iinfo
         limit = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 4)  # numbers up to here round down to max
-        if numbers.dtype is torch.bool or kinds(numbers.dtype).max <= limit:
+        if _are_within(numbers, limit):
             return ""
+    if numbers.is_floating_point() and numbers.element_size() < 4:
+        numbers = numbers.float()  # here limits are exact, and float8 can be compared
+    if limit is not None:
         changed = ((numbers > limit) | (numbers < -limit)) & ~numbers.isinf()
     else:
         cast = numbers.to(dtype)
@@ -382,6 +411,19 @@ def changed_number(value: torch.Tensor, dtype: torch.dtype) -> str:
         return ""
     number = numbers[changed][0]
     return f"{number.item():g} would become {number.to(dtype).item():g} as {name_of(dtype)}"
+
+
+def _are_within(numbers: torch.Tensor, limit: float) -> bool:
+    """Return whether no number can be beyond the limit, by their type or by the largest. Takes no memory."""
+    if numbers.dtype is torch.bool:
+        return True
+    kinds = torch.finfo if numbers.is_floating_point() else torch.iinfo
+    if kinds(numbers.dtype).max <= limit or not numbers.numel():
+        return True
+    if numbers.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        return False  # torch has no aminmax for some of the others
+    low, high = (number.item() for number in numbers.aminmax())
+    return -limit <= low and high <= limit  # false if one of them is infinite or not a number
 
 
 def _kind(value: torch.Tensor) -> str:

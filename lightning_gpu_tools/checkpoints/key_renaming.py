@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
+from lightning_gpu_tools.checkpoints.key_hints import hints
 from lightning_gpu_tools.checkpoints.key_tree import (
+    MAX_NAME,
     PRIVATE_SEGMENTS,
     WRAPPER_COUNTER,
     Node,
@@ -27,6 +30,7 @@ from lightning_gpu_tools.checkpoints.key_tree import (
     keys_below,
     list_groups,
     shortened,
+    without_private_segments,
     without_wrappers,
 )
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
@@ -41,6 +45,7 @@ class RenamePlan:
     dropped_root: str = ""
     added_root: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)  # other names of a tensor -> its checkpoint key
+    buffers: Mapping[str, str] = field(default_factory=dict)  # like renames, to buffers that the model does not save
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -72,7 +77,7 @@ class RenamePlan:
 
     def rename(self, name: str) -> str:
         """Rename any key or module path of the checkpoint, even one without a weight."""
-        known = self.renames.get(name, self.clashes.get(name))
+        known = self.renames.get(name, self.clashes.get(name, self.buffers.get(name)))
         if known is not None:
             return known
         path, rest = name, ""
@@ -101,6 +106,10 @@ class RenamePlan:
                     break
                 old_path = parent
         return moved
+
+    def hints(self) -> Iterator[str]:
+        """Yield what to do about the keys without a match."""
+        return hints(self.missing, map(self.rename, self.unexpected))
 
     def left_over(self, *, strict: bool) -> dict[str, str]:
         """Return key -> name for keys without a match. Hooks of the model may use these names.
@@ -166,8 +175,6 @@ def clean_names(keys: Iterable[str], wrappers: Iterable[str] = (), *, around_all
 # Names of averaged weights in timm, Lightning, torch.optim.swa_utils, BasicSR (params_ema) and StyleGAN (g_ema).
 _AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "shadow"})
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-# Names of the two factors in peft, loralib and diffusers.
-_LORA = re.compile(r"(?<![A-Za-z])lora[._](?:A|B|down|up|embedding_A|embedding_B)(?![A-Za-z])")
 
 Set = TypeVar("Set")
 # An attribute of one side, or one each of checkpoint and model; see load_weights.
@@ -183,6 +190,8 @@ class ModelKeys:
     tied: Mapping[str, str] = field(default_factory=dict)  # each key of a tied tensor -> first key of the tensor
     optional: frozenset[str] = frozenset()  # keys that a complete checkpoint may lack
     self_loading: frozenset[str] = frozenset()  # modules with their own loading code, as paths without private segments
+    unsaved: frozenset[str] = frozenset()  # buffers among the shapes that are not in the model's ``state_dict()``
+    untracked: Mapping[str, str] = field(default_factory=dict)  # statistics that a norm does not keep -> its class
 
 
 def plan_renaming(
@@ -192,12 +201,16 @@ def plan_renaming(
     root: Root = None,
     strict: bool = True,
     same_tensor: Callable[[], Mapping[str, Hashable]] = dict,
+    entry: str = "",
+    average: bool = False,
 ) -> RenamePlan:
     """Find the only plan by which a checkpoint fits a model; arguments and errors as in ``load_weights``.
 
     ``same_tensor`` returns a value for each checkpoint key that may be tied. Equal values mean the same tensor.
+    ``entry`` is the name that a root in a message begins with, for a file with several sets of weights. ``average`` is
+    whether the whole checkpoint is an average. Averages inside it are preferred.
     """
-    return _Search(checkpoint, model, same_tensor, root).run(strict)
+    return _Search(checkpoint, model, same_tensor, root, entry, average).run(strict)
 
 
 def is_average(name: str) -> bool:
@@ -205,9 +218,9 @@ def is_average(name: str) -> bool:
     return any(word.lower() in _AVERAGES for word in _WORD.findall(name))
 
 
-def preferred(sets: Sequence[Set], name_of: Callable[[Set], str]) -> list[Set]:
-    """Return the default sets if the user names none: the sets that are not averages, if there are any."""
-    return [one for one in sets if not is_average(name_of(one))] or [*sets]
+def preferred(sets: Sequence[Set], name_of: Callable[[Set], str], *, averages: bool = False) -> list[Set]:
+    """Return the default sets if the user names none: those that are not averages, or that are, if there are any."""
+    return [one for one in sets if is_average(name_of(one)) is averages] or [*sets]
 
 
 @dataclass(frozen=True)
@@ -227,6 +240,8 @@ class _Search:
     model: ModelKeys
     same_tensor: Callable[[], Mapping[str, Hashable]]
     root: Root
+    entry: str
+    average: bool
 
     def __post_init__(self) -> None:
         self.overlay = Overlay(self.shapes, self.model.shapes)
@@ -237,7 +252,8 @@ class _Search:
 
     def run(self, strict: bool) -> RenamePlan:
         unchanged = self.overlay.by_name({key: key for key in self.shapes}, {key: key for key in self.model.shapes})
-        if not self.root and len(unchanged.pairs) == len(self.shapes) == len(self.model.shapes):
+        is_same = len(unchanged.pairs) == len(self.shapes) == len(self.model.shapes)
+        if is_same and not (self.root or self.model.unsaved):
             return RenamePlan(renames=dict(unchanged.pairs))  # the usual case, which needs no tree
         self.checkpoint_tree = build_tree(self.shapes)
         self.model_tree = build_tree(self.model.shapes, self.model.wrappers)
@@ -251,7 +267,8 @@ class _Search:
         if not tried:
             raise CheckpointMismatchError(
                 f"Neither the checkpoint ({_roots(self.checkpoint_tree)}) nor the model ({_roots(self.model_tree)}) "
-                f"has {_shown(self.root)}. Check root."
+                f"has {_shown(self.root)}. Check root.",
+                tuple(self.model.shapes),
             )
         nearest = _most(tried)
         plan = self._to_plan(nearest[0])
@@ -266,10 +283,11 @@ class _Search:
     def _levels(self, unchanged: Overlap) -> Iterable[list[_Reading]]:
         checkpoint, model = self.checkpoint_tree.root, self.model_tree.root
         if self.root:
-            for dropped, added in [self.root] if isinstance(self.root, tuple) else [(self.root, ""), ("", self.root)]:
+            for dropped, added in self._given():
                 part, place = self.checkpoint_tree.find(dropped), self.model_tree.find(added)
                 if part is not None and place is not None:
-                    yield [self._reading((as_root(dropped), part), (as_root(added), place))]
+                    yield [self._reading((dropped, part), (added, place))]
+                    yield [*self._inside(dropped, part, (added, place), is_average(dropped))]
                     return
             return
         # Keys that fit are never renamed.
@@ -277,8 +295,27 @@ class _Search:
         keeps_names = has_all or self._covers(unchanged)
         yield [_Reading(unchanged if keeps_names else self.overlay.largest(checkpoint, model), checkpoint)]
         if self.root is None:
-            yield [self._reading(part, ("", model)) for part in child_modules(inside_wrappers(checkpoint))]
+            yield [*self._inside("", checkpoint, ("", model), self.average)]
             yield [self._reading(("", checkpoint), place) for place in child_modules(model)]
+
+    def _given(self) -> list[tuple[str, str]]:
+        """Return the attributes of checkpoint and model that the given root may mean."""
+        roots = [self.root] if isinstance(self.root, tuple) else [(self.root or "", ""), ("", self.root or "")]
+        return [(as_root(dropped), as_root(added)) for dropped, added in roots]
+
+    def _inside(
+        self, path: str, node: Node, place: tuple[str, Node], average: bool, levels: int = 2
+    ) -> Iterator[_Reading]:
+        """Yield a reading of each attribute, and of what fits inside averages that do not fit themselves."""
+        for name, child in child_modules(inside_wrappers(node)):
+            reading = self._reading((path + name, child), place)
+            yield reading
+            if levels and (average or is_average(name)) and not self._covers(reading.overlap):
+                yield from self._inside_average(path + name, child, place, levels - 1)
+
+    def _inside_average(self, path: str, node: Node, place: tuple[str, Node], levels: int) -> list[_Reading]:
+        fits = [one for one in self._inside(path, node, place, True, levels) if self._covers(one.overlap)]
+        return preferred(fits, lambda one: one.roots[0].removeprefix(path), averages=True)
 
     def _reading(self, part: tuple[str, Node], place: tuple[str, Node]) -> _Reading:
         return _Reading(self.overlay.largest(part[1], place[1]), part[1], (part[0], place[0]))
@@ -289,7 +326,8 @@ class _Search:
 
     def _is_meant(self, plan: RenamePlan) -> bool:
         """Return whether the root was given, or matches most keys. A single bias can fit by chance."""
-        is_guess = self.root is None and (plan.dropped_root or plan.added_root)
+        roots = (plan.dropped_root, plan.added_root)
+        is_guess = any(roots) and roots not in self._given()
         named = len(plan.renames) + len(plan.clashes)
         return not is_guess or 2 * named > min(len(self.required), len(self.shapes))
 
@@ -301,19 +339,29 @@ class _Search:
             weights = ((key, same_tensor.get(source, source)) for source, key in reading.overlap.pairs)
             different.setdefault(frozenset(weights), reading)
         found = list(different.values())
-        chosen = preferred(found, lambda reading: reading.roots[0])
+        given = self._given()[0][0]
+        averages = self.average or is_average(given)
+        chosen = preferred(found, lambda reading: reading.roots[0].removeprefix(given), averages=averages)
+        whole = [reading for reading in chosen if self._is_whole(reading)] if len(chosen) > 1 else []
+        if len(whole) == 1:
+            chosen = whole
         if len(chosen) != 1:
-            choices = " or ".join(f"root={_shown(reading.roots)}" for reading in found)
+            choices = " or ".join(
+                f"root={self._shown(reading.roots)}{'' if self._is_whole(reading) else ' and strict=False'}"
+                for reading in found
+            )
             sides = "checkpoint has {} sets of weights" if fits[0].roots[0] else "model has {} attributes"
             names = quoted(*("".join(reading.roots) for reading in found))
             raise AmbiguousCheckpointError(
                 f"The {sides.format(len(found))} that fit: {names}. Choose one with {choices}."
             )
-        others = tuple(reading.roots[0] for reading in found if reading is not chosen[0])
+        others = tuple(reading.roots[0] for reading in found if reading is not chosen[0] and not self.root)
         return replace(self._to_plan(chosen[0]), others=others)
 
     def _to_plan(self, reading: _Reading) -> RenamePlan:
-        target, clashes = dict(reading.overlap.pairs), dict(reading.overlap.clashes)
+        unsaved = self.model.unsaved
+        target = dict(reading.overlap.pairs)
+        clashes = {key: name for key, name in reading.overlap.clashes if name not in unsaved}
         for key, other in self.checkpoint_tree.collisions.items():
             if key in target:
                 raise collision(quoted(other, key), f"{quoted(target[key])} of the model")
@@ -321,12 +369,13 @@ class _Search:
         covered = {*target.values(), *clashes.values()}
         uncovered = [key for key in self.model.shapes if key not in covered]
         tied = {key: source[self._leader(key)] for key in uncovered if self._leader(key) in source}
-        absent = [key for key in uncovered if key not in tied]
+        absent = [key for key in uncovered if key not in tied and key not in unsaved]
         left = [key for key in self.shapes if key not in target and key not in clashes]
         inside = {*keys_below(reading.scope), *self.checkpoint_tree.collisions} if left else set()
         unexpected = {key: None for key in left if key in inside and not self._is_wrapper_counter(key)}
         return RenamePlan(
-            renames={key: target[key] for key in self.shapes if key in target},
+            renames={key: target[key] for key in self.shapes if key in target and target[key] not in unsaved},
+            buffers={key: name for key, name in target.items() if name in unsaved},
             dropped_root=reading.roots[0],
             added_root=reading.roots[1],
             tied=tied,
@@ -346,9 +395,7 @@ class _Search:
 
     def _accept(self, plan: RenamePlan) -> RenamePlan:
         """Return the plan; raise if any key is left over."""
-        inside = self.model.self_loading
-        left_over = [key for key in plan.unexpected if not is_inside(plan.rename(key), inside)]
-        misfits = [key for key in (*plan.missing, *plan.clashes.values()) if not is_inside(key, inside)]
+        left_over, misfits = self._without_match(plan)
         if not (left_over or misfits):
             return plan
         bare = {without_wrappers(key): key for key in plan.renames}
@@ -358,8 +405,29 @@ class _Search:
                 raise collision(quoted(other, key), f"{quoted(plan.renames[other])} of the model")
         raise self._mismatch(plan)
 
+    def _without_match(self, plan: RenamePlan) -> tuple[list[str], list[str]]:
+        """Return the keys of the checkpoint, and of the model, that no loading code of the model may match."""
+        inside = self.model.self_loading
+        names = {key: plan.rename(key) for key in plan.unexpected}
+        return (
+            [key for key, name in names.items() if self._norm_without(name) or not is_inside(name, inside)],
+            [key for key in (*plan.missing, *plan.clashes.values()) if not is_inside(key, inside)],
+        )
+
+    def _is_whole(self, reading: _Reading) -> bool:
+        """Return whether every key of a part of the checkpoint has a match, and vice versa."""
+        try:
+            return not any(self._without_match(self._to_plan(reading)))
+        except KeyCollisionError:
+            return False
+
+    def _norm_without(self, name: str) -> str:
+        """Return the class of the norm that does not keep this statistic; ``""`` if it is none."""
+        return self.model.untracked.get(without_private_segments(name), "")
+
     def _mismatch(self, plan: RenamePlan) -> CheckpointMismatchError:
-        covered, wanted = len(plan.renames) + len(plan.tied), len(self.model.shapes)
+        covered = len(plan.renames) + len(plan.tied)
+        wanted = len(self.model.shapes) - len(self.model.unsaved)
         change = f" ({plan.describe()})" if plan.changes_names else ""
         lines = [f"{covered} of the model's {wanted} keys fit{change}. Nothing was changed."]
         for where, keys in (("checkpoint", plan.missing), ("model", plan.unexpected)):
@@ -374,31 +442,42 @@ class _Search:
         if covered and self._is_meant(plan):
             lines.append("To load the weights that fit and report the rest, use strict=False.")
         elif covered:
-            roots = _shown((plan.dropped_root, plan.added_root))
+            roots = self._shown((plan.dropped_root, plan.added_root))
             lines.append(f"Too few keys fit to guess the root. To load them, use root={roots} and strict=False.")
-        lines += self._suggestions(covered)
-        if any(map(_LORA.search, plan.unexpected)):
+        if norms := {self._norm_without(plan.rename(key)) for key in plan.unexpected} - {""}:
             lines.append(
-                "The checkpoint holds LoRA weights, which modify a base model. Merge them first (peft: "
-                "merge_and_unload()), or load them with peft."
+                f"The model's {' and '.join(sorted(map(printable, norms)))} keeps no running statistics; files of "
+                "torch 0.3 always hold them. To use them, create the model with track_running_stats=True."
             )
+        if resized := [key for key in plan.unexpected if plan.rename(key) in self.model.unsaved]:
+            lines.append(
+                f"The model does not save {list_groups(resized)} (persistent=False), and has other shapes there."
+            )
+        lines += [*self._suggestions(covered), *plan.hints()]
         return CheckpointMismatchError("\n  ".join(lines), plan.missing, plan.unexpected)
 
     def _suggestions(self, covered: int) -> Iterable[str]:
         """Yield advice on roots, at most two levels deep, with which more keys fit than ``covered``."""
         parts = [*self._large(inside_wrappers(self.checkpoint_tree.root))]
         readings = [self._reading(part, place) for place in self._large(self.model_tree.root) for part in parts]
-        for reading in _most(readings)[:2]:
+        for reading in _most([reading for reading in readings if any(reading.roots)])[:2]:
             plan = self._to_plan(reading)
             count = len(plan.renames) + len(plan.tied)
             if count <= covered:
                 return
             rest = " and strict=False" if plan.missing or plan.unexpected or plan.clashes else ""
-            options = zip(("--drop-root", "--add-root"), map(printable, reading.roots), strict=True)
+            dropped, added = reading.roots
+            options = {"--drop-root": dropped, "--add-root": added, "--weights --entry": self.entry}
+            shown = " ".join(f"{option} {shlex.quote(_name(value))}" for option, value in options.items() if value)
             yield (
-                f"{count} fit with root={_shown(reading.roots)}{rest}. To rename them in the file: lightning-gpu-tools "
-                f"checkpoint convert FILE TARGET {' '.join(f'{option} {name}' for option, name in options if name)}"
+                f"{count} fit with root={self._shown(reading.roots)}{rest}. To rename them in the file: "
+                f"lightning-gpu-tools checkpoint convert FILE TARGET {shown}"
             )
+
+    def _shown(self, roots: tuple[str, str]) -> str:
+        """Return a root as Python code, after the name of the entry."""
+        dropped, added = roots
+        return _shown((".".join(filter(None, (self.entry, dropped))), added))
 
     def _large(self, node: Node) -> Iterator[tuple[str, Node]]:
         """Yield (name, node) for nodes at most two levels below that could hold half of the model."""
@@ -426,5 +505,9 @@ def as_root(name: str) -> str:
 
 def _shown(root: Root) -> str:
     """Return a root as Python code."""
-    dropped, added = root if isinstance(root, tuple) else (root, "")
-    return f'("{printable(dropped)}", "{printable(added)}")' if added else f'"{printable(dropped)}"'
+    dropped, added = root if isinstance(root, tuple) else (root or "", "")
+    return f'("{_name(dropped)}", "{_name(added)}")' if added else f'"{_name(dropped)}"'
+
+
+def _name(name: str) -> str:
+    return printable(name, MAX_NAME)

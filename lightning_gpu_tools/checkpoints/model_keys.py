@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_gpu_tools.checkpoints.state_dicts import shape_of
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 _WRAPPERS_BY_NAME = {"deepspeed.DeepSpeedEngine", "apex.DistributedDataParallel", "timm.ModelEmaV2", "timm.ModelEmaV3"}
 _BATCH_COUNTER = "num_batches_tracked"
+_STATISTICS = ("running_mean", "running_var", _BATCH_COUNTER)
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -26,7 +27,7 @@ _NORMS = (
 _HOOK_PACKAGES = ("torch.distributed.", "torch._dynamo.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 
 
-def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[ModelKeys, dict[str, Any]]:
+def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple[ModelKeys, dict[str, Any]]:
     """Return the facts about ``model`` that a plan needs, and its ``state_dict()``.
 
     A checkpoint without batch counters is older than torch 0.4.1, so it may lack the model's counters.
@@ -36,18 +37,29 @@ def read_model(model: nn.Module, checkpoint_keys: Iterable[str] = ()) -> tuple[M
     wrappers = wrapper_paths(model)
     counters = {_inside(path, WRAPPER_COUNTER) for path in wrappers}
     self_loading = set()
+    untracked: dict[str, str] = {}
+    unsaved = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _NORMS):
             if is_old:
                 counters.add(_inside(path, _BATCH_COUNTER))
+            if not module.track_running_stats:
+                untracked.update((_inside(path, name), type(module).__name__) for name in _STATISTICS)
         elif path not in wrappers and loads_itself(module):
             self_loading.add(without_private_segments(path))
+        for name in getattr(module, "_non_persistent_buffers_set", ()):  # a ScriptModule may lack it
+            unsaved[f"{path}.{name}" if path else name] = shape_of(module._buffers[name])
+    if unsaved:  # an older version of the model may have saved them
+        names = {key.rpartition(".")[2] for key in checkpoint_keys}
+        unsaved = {key: shape for key, shape in unsaved.items() if key.rpartition(".")[2] in names and key not in state}
     keys = ModelKeys(
-        shapes={key: shape_of(value) for key, value in state.items()},
+        shapes={**{key: shape_of(value) for key, value in state.items()}, **unsaved},
         wrappers=frozenset(wrappers),
         tied=_tied(state),
-        optional=frozenset(key for key in state if without_private_segments(key) in counters),
+        optional=frozenset((*unsaved, *(key for key in state if without_private_segments(key) in counters))),
         self_loading=frozenset(self_loading),
+        untracked=untracked,
+        unsaved=frozenset(unsaved),
     )
     return keys, state
 

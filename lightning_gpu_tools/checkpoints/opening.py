@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import stat
+import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged, faults_of
+from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
+from lightning_gpu_tools.checkpoints.file_kinds import HEAD_BYTES, is_tar, other_file, other_folder
 from lightning_gpu_tools.checkpoints.formats import file_formats
 from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.checkpoints.structure import Structure
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import CheckpointNotFoundError
 from lightning_gpu_tools.files import local_copy
-from lightning_gpu_tools.units import format_bytes, printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
-# First bytes of a file (in any case, after any whitespace), what the file is, and what to do.
-_OTHER_FILES: tuple[tuple[tuple[bytes, ...], str, str], ...] = (
-    ((b"version https://git-lfs",), "is a git-lfs pointer, not the file itself", "To fetch the file: git lfs pull"),
-    (
-        (b"<!doctype html", b"<html", b"<?xml", b"<head"),
-        "is a web page: the download returned a login or error page",
-        "Download the file itself.",
-    ),
-    ((b"{", b"["), "is a JSON file", "Use the file with the weights."),
-    (
-        (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"),
-        "is compressed (gzip, bzip2, xz or zstd)",
-        "Unpack it first.",
-    ),
-    (
-        (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"),
-        "is a Python pickle that torch.save did not write",
-        "Save it with torch.save or as safetensors.",
-    ),
-)
+_MAX_NAMES = 100  # our default: of the files in an archive, to say what it is
 
 
 @contextlib.contextmanager
@@ -50,18 +34,29 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             with faults_of(path):
                 file = _open(local)
         except FileNotFoundError:
+            with faults_of(path):
+                _refuse_tensorflows(local)
             no_folder = "" if Path(local).parent.is_dir() else " Its folder does not exist either."
             raise CheckpointNotFoundError(f"Checkpoint file not found: {printable_path(path)}.{no_folder}") from None
         with file:
             yield file
 
 
+def _refuse_tensorflows(path: str) -> None:
+    """Raise a fault if this is the name of a TensorFlow checkpoint, which has files with longer names only."""
+    folder, name = os.path.split(path)
+    with contextlib.suppress(OSError):
+        beside = [other for other in os.listdir(folder or ".") if other.startswith(f"{name}.")]
+        if fault := other_folder(path, beside, ()):
+            raise fault
+
+
 def _open(path: str) -> BinaryIO:
     if os.path.isdir(path):
-        suffixes = tuple(suffix for form in file_formats() for suffix in form.SUFFIXES)
-        inside = sorted(name for name in os.listdir(path) if name.endswith(suffixes))
-        if inside:
-            raise Fault("is a folder", f"Use a file in it: {listed(inside, 5)}.")
+        names = sorted(os.listdir(path))
+        unpacked = [name for name in names if os.path.isfile(os.path.join(path, name, "data.pkl"))]
+        if fault := other_folder(path, names, unpacked):
+            raise fault
         raise Fault("is a folder without shards of a checkpoint", "Use a file, or the folder with all shards.")
     # Without O_NONBLOCK, opening a pipe blocks until something writes to it.
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
@@ -75,23 +70,22 @@ def describe(file: BinaryIO, path: str) -> Structure:
     """Read the description in an open file, and check it against the file's contents."""
     size_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
-    head = file.read(1024)
+    head = file.read(HEAD_BYTES)
     with faults_of(path):
         for form in file_formats():
             if form.recognizes(head):
                 with collector_paused(), any_error_is(damaged("its description and its contents do not match")):
                     return dataclasses.replace(form.describe(file, path, size_bytes), form=form)
-        raise _something_else(head, size_bytes)
+        raise other_file(path, size_bytes, head, _names_in_tar(file) if is_tar(head) else ())
 
 
-def _something_else(head: bytes, size_bytes: int) -> Fault:
-    if not head:
-        return Fault("is empty", "Probably the disk was full, or a save was interrupted.")
-    text = head.lstrip()[:200].lower()
-    for starts, what, advice in _OTHER_FILES:
-        if head.startswith(starts) or text.startswith(starts):
-            return Fault(what, advice)
-    return Fault(f"is not a checkpoint: {format_bytes(size_bytes)} that begin with {head[:8]!r}", RESTORE)
+def _names_in_tar(file: BinaryIO) -> list[str]:
+    file.seek(0)
+    with (
+        any_error_is(damaged("its tar headers contradict each other")),
+        tarfile.open(fileobj=file, mode="r:") as archive,
+    ):
+        return [member.name for member in itertools.islice(archive, _MAX_NAMES)]
 
 
 class Folder:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import IO, Any, ClassVar
 
+from lightning_gpu_tools.checkpoints.arrays import array_of_buffer, array_of_state
 from lightning_gpu_tools.checkpoints.faults import Fault, damaged
 from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
@@ -38,6 +39,10 @@ _MAKERS_OF_OTHERS = {
     "_rebuild_device_tensor_from_numpy": "NumPy",
     "_rebuild_device_tensor_from_cpu_tensor": "",
 }
+# NumPy 2 has moved them.
+_MAKES_ARRAY = frozenset(f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core"))
+_ARRAY_FROM_BUFFER = frozenset(f"numpy.{core}.numeric._frombuffer" for core in ("core", "_core"))
+_MAX_BETWEEN = 32  # objects that a pickle of NumPy stores between an array and its state
 _PLAIN_TENSORS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
 # Python hashes nested tuples recursively without a limit, and again wherever they occur.
 _MAX_KEY_PARTS = 256
@@ -64,14 +69,15 @@ class StructureReader(pickle._Unpickler):
     """
 
     # Missing in the type stubs.
+    memo: dict[int, Any]
     stack: list[Any]
     append: Callable[[Any], None]
     read: Callable[[int], bytes]
     readline: Callable[[], bytes]
     pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, file: IO[bytes], size_bytes: int, *, legacy: bool = False) -> None:
-        super().__init__(file, encoding="utf-8", errors="replace")
+    def __init__(self, file: IO[bytes], size_bytes: int, *, legacy: bool = False, encoding: str = "utf-8") -> None:
+        super().__init__(file, encoding=encoding, errors="replace")
         self._file = file
         # "module.name", or "module.name(...)" for calls that weights_only=True allows but plain data never needs.
         self.globals: set[str] = set()
@@ -156,10 +162,20 @@ class StructureReader(pickle._Unpickler):
             self.globals.add("torch.Tensor.__setstate__(...)")  # could reach beyond the storage
             if isinstance(target, TensorInfo):
                 target.kind = "changed"
+        elif isinstance(target, Opaque) and target.kind in _MAKES_ARRAY and (array := array_of_state(state)):
+            self._replace(target, array)
         elif isinstance(target, Opaque):
-            target.state = state
+            is_dtype = target.kind == "numpy.dtype" and isinstance(target.state, tuple)
+            target.state = (*target.state[:3], state) if is_dtype else state
         else:
             raise _not_by_torch()
+
+    def _replace(self, target: Opaque, array: TensorInfo) -> None:
+        """Put an array in the place of its object, whose memo may be read again."""
+        self.stack[-1] = array
+        for number in range(len(self.memo), max(-1, len(self.memo) - _MAX_BETWEEN), -1):
+            if self.memo.get(number) is target:
+                self.memo[number] = array
 
     def _setitem(self) -> None:
         items = self.stack[-2:]
@@ -267,6 +283,8 @@ class StructureReader(pickle._Unpickler):
             for element in arguments[0]:
                 _check_key(element)
             return _Set(arguments[0])
+        if name in _ARRAY_FROM_BUFFER and (array := array_of_buffer(arguments)):
+            return array
         if function.is_plain and not _needs_no_more_memory(name, arguments):
             self.globals.add(f"{name}(...)")
         return Opaque(function.is_plain, name, arguments)

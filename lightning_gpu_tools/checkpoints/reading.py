@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from lightning_gpu_tools.checkpoints.content import all_state_dicts, check_contents, put_weights
+from lightning_gpu_tools.checkpoints.content import (
+    all_state_dicts,
+    check_contents,
+    check_training_state,
+    describe_content,
+    put_weights,
+)
 from lightning_gpu_tools.checkpoints.faults import faults_of
+from lightning_gpu_tools.checkpoints.key_renaming import quoted
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
-from lightning_gpu_tools.checkpoints.sources import opened_source
-from lightning_gpu_tools.checkpoints.structure import Opaque, Structure, compare_with_checksums
-from lightning_gpu_tools.checkpoints.torch_loading import described_weights, holds_tensors, is_plain, refusal
-from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
-from lightning_gpu_tools.errors import UnsafeCheckpointError
+from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
+from lightning_gpu_tools.checkpoints.state_dicts import check_numbers, weights_in, whole_weights
+from lightning_gpu_tools.checkpoints.structure import (
+    Opaque,
+    Progress,
+    Structure,
+    TensorInfo,
+    compare_with_checksums,
+    no_progress,
+)
+from lightning_gpu_tools.checkpoints.torch_loading import (
+    described_weights,
+    holds_tensors,
+    is_loaded_alone,
+    refusal,
+)
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, builds_arrays
+from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.units import printable_path
 
 
 def read_checkpoint(
-    path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True, verify: bool = False
+    path: str | os.PathLike[str],
+    *,
+    map_location: Any = "cpu",
+    weights_only: bool = True,
+    verify: bool = False,
+    opened: Structure | None = None,
 ) -> Any:
     """Return the contents of a checkpoint file or a folder of shards.
 
@@ -28,7 +54,7 @@ def read_checkpoint(
     joined for each operation, and takes memory only during it.
 
     With ``weights_only``, raises ``UnsafeCheckpointError`` for anything but plain data. With ``verify``, compares
-    checksums first. Other errors are as in ``read_structure``.
+    checksums first. Other errors are as in ``read_structure``. ``opened`` is the checkpoint, if it is already open.
     """
 
     def load(structure: Structure) -> Any:
@@ -37,8 +63,8 @@ def read_checkpoint(
         except UnsafeCheckpointError as error:
             entries = check_contents(structure.content, structure.path)
             values = [value for weights in entries.values() for value in weights.values()]
-            is_shard = structure.path != os.fspath(path)  # the weights are elsewhere
-            if is_shard or (values and all(is_plain(value) or not holds_tensors(value) for value in values)):
+            is_shard = structure.path != checkpoint_at(path)  # the weights are elsewhere
+            if is_shard or (values and all(is_loaded_alone(value) or not holds_tensors(value) for value in values)):
                 shown = printable_path(path)
                 error.args = (
                     f"{error}\n  To load only the weights, without opening the rest, use "
@@ -47,7 +73,7 @@ def read_checkpoint(
                 )
             raise
 
-    return _read(path, load, verify, map_location)
+    return _read(path, load, verify, map_location, opened)
 
 
 class Unread(NamedTuple):
@@ -57,7 +83,9 @@ class Unread(NamedTuple):
     values: Mapping[str, Mapping[str, str]]  # entry -> key -> class, for objects among the weights
 
 
-def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> tuple[Any, Unread]:
+def read_weights(
+    path: str | os.PathLike[str], *, weights_only: bool = True, opened: Structure | None = None
+) -> tuple[Any, Unread]:
     """Return the weights of a file or folder of shards, with the rest only described, and the unread parts.
 
     Raises ``UnsafeCheckpointError`` for a weight that is not a block of plain numbers. If not ``weights_only``, opens
@@ -67,9 +95,14 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
     values: defaultdict[str, dict[str, str]] = defaultdict(dict)
 
     def load(structure: Structure) -> Any:
-        if not weights_only or structure.form.HOLDS_ONLY_WEIGHTS:
+        if structure.form.HOLDS_ONLY_WEIGHTS:
+            classes.update(structure.globals)
             return structure.form.load(structure, "cpu", weights_only)
         entries = check_contents(structure.content, structure.path)
+        if not weights_only:
+            content = structure.form.load(structure, "cpu", weights_only)
+            is_of_arrays = entries and not all_state_dicts(content)  # which are not tensors
+            return described_weights(structure, entries)[0] if is_of_arrays else content
         content, left_out = described_weights(structure, entries)
         refused = refusal(structure)
         if left_out and refused is None:
@@ -81,22 +114,24 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
             key: kind
             for entry, kinds in left_out.items()
             for key, kind in kinds.items()
-            if holds_tensors(entries[entry][key]) and not key.endswith("_extra_state")
+            if holds_tensors(entries[entry][key]) and not _is_extra_state(key)
         }
         if weights:
-            kinds = ", ".join(sorted({*weights.values()}))
+            shown = ", ".join(sorted({*weights.values()}))
             raise UnsafeCheckpointError(
                 f"{refused}\n  Some of its weights are not plain tensors, so they cannot be loaded without opening it "
-                f"({kinds}): {list_groups(weights)}."
+                f"({shown}): {list_groups(weights)}."
             )
-        classes.update(beyond_plain_data(structure.globals))
+        not_built = {kind for kinds in left_out.values() for kind in kinds.values()}
+        foreign = beyond_plain_data(structure.globals)
+        classes.update(name for name in foreign if name in not_built or not builds_arrays(name))
         for entry, unopened in left_out.items():
             values[entry].update(unopened)
         return content
 
-    content = _read(path, load)
+    content = _read(path, load, opened=opened)
     for entry, weights in all_state_dicts(content).items() if classes else ():
-        objects = {key: value.kind for key, value in weights.items() if isinstance(value, Opaque)}
+        objects = {key: value.kind for key, value in weights.items() if isinstance(value, (Opaque, TensorInfo))}
         if objects:  # in a folder by torch.distributed.checkpoint, which stores each object like a file
             values[entry].update(objects)
             rest = OrderedDict((key, value) for key, value in weights.items() if key not in objects)
@@ -104,10 +139,68 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
     return content, Unread(tuple(sorted(classes)), values)
 
 
+def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_progress) -> tuple[Structure, Unread]:
+    """Compare each whole file with its checksums, then load everything, or only the weights next to foreign classes.
+
+    Returns the description, and what was not read. A checkpoint without an error here can be loaded, except a single
+    shard, of which only the checksums are compared: ``Structure.part``.
+    """
+    with opened_source(path) as structure:
+        advance = progress(structure.size_bytes)
+        for file in structure.files:
+            compare_with_checksums(file, advance)
+        unread = Unread((), {})
+        if structure.part is None:
+            try:
+                content = read_checkpoint(path, opened=structure)
+            except UnsafeCheckpointError:
+                content, unread = read_weights(path, opened=structure)
+            _check_weights(content, unread, path)
+            check_training_state(content, path)
+        return structure, unread
+
+
+def _check_weights(content: Any, unread: Unread, path: str | os.PathLike[str]) -> None:
+    """Raise unless every set of weights can be loaded into a model."""
+    shown = printable_path(path)
+    for entry, weights in weights_in(content, path).items():
+        check_numbers(str(path), whole_weights(str(path), weights))
+        may_be_more = not hasattr(weights, "_metadata")  # such as the name of an architecture, beside the weights
+        odd = [
+            key
+            for key, value in weights.items()
+            if _is_no_weight(value) and not (_is_extra_state(key) or (may_be_more and "." not in key))
+        ]
+        if odd:
+            what = describe_content(weights[odd[0]])
+            raise BrokenCheckpointError(f"{shown}: the weight {quoted(odd[0])} is {what}. Save a module's state_dict.")
+        unopened = [key for key in unread.values.get(entry, ()) if not _is_extra_state(key)]
+        if unopened:
+            raise UnsafeCheckpointError(
+                f"{shown} has weights that were not opened, because this would run code: {list_groups(unopened)}. "
+                "Ask its author for the model's state_dict()."
+            )
+
+
+def _is_no_weight(value: Any) -> bool:
+    """Return whether no module keeps this. Some keep numbers, or lists of tensors."""
+    if isinstance(value, (list, tuple)) and value:
+        return all(isinstance(item, (int, float, str, bytes, Mapping, list, tuple)) for item in value)
+    return isinstance(value, (str, bytes, Mapping))
+
+
+def _is_extra_state(key: str) -> bool:
+    return key.endswith("_extra_state")
+
+
 def _read(
-    path: str | os.PathLike[str], load: Callable[[Structure], Any], verify: bool = False, map_location: Any = "cpu"
+    path: str | os.PathLike[str],
+    load: Callable[[Structure], Any],
+    verify: bool = False,
+    map_location: Any = "cpu",
+    opened: Structure | None = None,
 ) -> Any:
-    with opened_source(path) as structure, faults_of(path):
+    with contextlib.nullcontext(opened) if opened else opened_source(path) as structure, faults_of(path):
         if structure.part is not None:
             raise structure.part
         for file in structure.files if verify else ():

@@ -3,51 +3,74 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_gpu_tools.checkpoints.content import check_contents, is_lightning_checkpoint
+from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
 from lightning_gpu_tools.checkpoints.formats import (
     FolderFormat,
     deepspeed,
+    file_formats,
     folder_formats,
     shard_index,
     torch_distributed,
 )
+from lightning_gpu_tools.checkpoints.key_tree import shortened
 from lightning_gpu_tools.checkpoints.opening import Folder, describe, opened
 from lightning_gpu_tools.checkpoints.structure import (
     Assembly,
-    Progress,
     Structure,
-    compare_with_checksums,
-    no_progress,
 )
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.units import printable_path
 
 _MAX_NEIGHBORS = 8  # our default: an error message must not take long
+# The weights in a folder by Hugging Face's tools, the preferred file first. The others are copies, or states of a
+# training.
+_HUGGING_FACE = tuple(
+    f"{name}.{suffix}"
+    for suffix in ("safetensors", "bin")
+    for name in ("model", "pytorch_model", "diffusion_pytorch_model", "open_clip_model", "open_clip_pytorch_model")
+)
+
+
+def checkpoint_at(path: str | os.PathLike[str]) -> str:
+    """Return the path of the only checkpoint in a folder, or in its ``checkpoints``; the path itself for anything else.
+
+    Raises ``BrokenCheckpointError`` with their paths if there are several.
+    """
+    text = os.fspath(path)
+    local = os.path.expanduser(text)
+    if "://" in text or not os.path.isdir(local) or _folder_format(local):
+        return text
+    known = [file for file in (os.path.join(local, name) for name in _HUGGING_FACE) if os.path.isfile(file)]
+    suffixes = tuple(suffix for form in file_formats() for suffix in form.SUFFIXES)
+    for place in ("", "checkpoints", "version_*/checkpoints"):  # the others are those of Lightning's loggers
+        folder = os.path.join(glob.escape(local), place)
+        found = (file for suffix in suffixes for file in glob.glob(os.path.join(folder, f"*{suffix}")))
+        files = sorted(filter(os.path.exists, found), reverse=True)
+        different = {os.path.realpath(file): file for file in files}  # last.ckpt may be a link
+        if known or len(different) == 1:
+            return checkpoint_at([*known, *different.values()][0])
+        if different:
+            newest = sorted(different.values(), key=os.path.getmtime, reverse=True)
+            advice = f"Use one of them, the newest first: {shortened([*map(printable_path, newest)])}"
+            with faults_of(text):
+                raise Fault(f"is a folder with {len(newest)} checkpoints", advice)
+    return text
 
 
 def read_structure(path: str | os.PathLike[str]) -> Structure:
-    """Describe a file, a folder of shards, or a file at a URL that fsspec can open.
+    """Describe a file, a folder with one checkpoint, or a file at a URL that fsspec can open.
 
     The error for a broken or missing file suggests a complete checkpoint in the same folder, if there is one.
     """
     with opened_source(path, to_load=False) as structure:
-        return structure
-
-
-def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_progress) -> Structure:
-    """Describe a checkpoint like ``read_structure``, then compare each whole file with its checksums."""
-    with opened_source(path) as structure:
-        check_contents(structure.content, path)
-        advance = progress(structure.size_bytes)
-        for file in structure.files:
-            compare_with_checksums(file, advance)
         return structure
 
 
@@ -57,12 +80,12 @@ def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iter
 
     Looks up the places of blocks in the files only if ``to_load``.
     """
-    text = os.fspath(path)
+    text = checkpoint_at(path)
     with _suggesting_another(text), contextlib.ExitStack() as stack:
         with faults_of(text), collector_paused():
             structure = _described_folder(text, stack, to_load)
         if structure is None:
-            structure = describe(stack.enter_context(opened(path)), text)
+            structure = describe(stack.enter_context(opened(text)), text)
             structure = replace(structure, part=_part(text))
         yield structure
 
@@ -76,16 +99,21 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         if is_index:
             raise Fault("lists shards at a URL", "Download the whole folder, and use the local copy.")
     elif os.path.isdir(local):
-        place = deepspeed.folder_in(local)
-        names = set(os.listdir(place))
-        for form in folder_formats():
-            if any(map(form.FILES.fullmatch, names)):
-                return _assembled(path, form.describe(Folder(place, stack), names, to_load=to_load), form)
+        if form := _folder_format(local):
+            place = deepspeed.folder_in(local)
+            names = set(os.listdir(place))
+            return _assembled(path, form.describe(Folder(place, stack), names, to_load=to_load), form)
     elif (part := _part(path)) and torch_distributed.PART.fullmatch(name):  # cannot be described alone
         raise part
     elif is_index and os.path.isfile(local):
         return _assembled(path, shard_index.describe_index(Folder(folder, stack), name), shard_index)
     return None
+
+
+def _folder_format(path: str) -> FolderFormat | None:
+    """Return the format of the checkpoint that the files of a folder make up, if they do."""
+    names = os.listdir(deepspeed.folder_in(path))
+    return next((form for form in folder_formats() if any(map(form.FILES.fullmatch, names))), None)
 
 
 def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:

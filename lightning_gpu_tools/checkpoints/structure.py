@@ -52,6 +52,13 @@ class StorageInfo:
 
 
 @dataclass(slots=True, unsafe_hash=True)
+class ArrayNumbers(StorageInfo):
+    """The numbers of a NumPy array, which are a part of the pickle."""
+
+    data: bytes | bytearray = field(default=b"", repr=False, compare=False)
+
+
+@dataclass(slots=True, unsafe_hash=True)
 class TensorInfo:
     """A tensor as described in the file."""
 

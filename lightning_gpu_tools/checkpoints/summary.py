@@ -82,9 +82,9 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
     size = format_bytes(summary["size_bytes"])
     how = {"dcp": "torch.distributed.checkpoint", "deepspeed": "DeepSpeed"}.get(summary["format"], summary["format"])
     files = f" in {summary['shards']} files" if (summary["shards"] or 0) > 1 else ""
-    lines = prose(f"{printable_path(summary['path'])}: {kind}, {size}, {how}{files}")
+    lines = _prose(f"{printable_path(summary['path'])}: {kind}, {size}, {how}{files}")
     if summary["part"]:
-        lines += prose(f"  This file {summary['part']}")
+        lines += _prose(f"  This file {summary['part']}")
     facts = {
         "epoch": summary["epoch"],
         "step": summary["global_step"],
@@ -93,7 +93,9 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
         "saved from": ", ".join(summary["saved_from_devices"] or summary["devices"] or ()) or None,
         "optimizers": summary["optimizers"],
     }
-    lines += prose("  " + ", ".join(f"{name} {printable(value)}" for name, value in facts.items() if value is not None))
+    lines += _prose(
+        "  " + ", ".join(f"{name} {printable(value)}" for name, value in facts.items() if value is not None)
+    )
     wrappers = (summary["removed_wrappers"] or {}).items()
     for label, names in {
         "hyperparameters": summary["hyper_parameters"],
@@ -101,20 +103,20 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
         "wrappers removed on save": [f"{kind} at {path or 'the root'}" for path, kind in wrappers],
     }.items():
         if names:
-            lines += prose(f"  {label}: {', '.join(map(printable, names))}")
+            lines += _prose(f"  {label}: {', '.join(map(printable, names))}")
     others = [name for name in summary["entries"] if name not in _SHOWN and name not in summary["weights"]]
     for name in others[:_MAX_ENTRIES]:
-        lines += prose(f"  {printable(name)}: {summary['entries'][name]}")
+        lines += _prose(f"  {printable(name)}: {summary['entries'][name]}")
     if len(others) > _MAX_ENTRIES:
         lines.append(f"  and {len(others) - _MAX_ENTRIES} more entries; use --json to list all")
     if summary["beyond_plain_data"]:
-        lines += prose(f"  holds more than plain data: {', '.join(map(printable, summary['beyond_plain_data']))}")
+        lines += _prose(f"  holds more than plain data: {', '.join(map(printable, summary['beyond_plain_data']))}")
     for name, weights in summary["weights"].items():
         lines += ["", *_weights(name, weights, summary["wrappers_in_keys"][name], all_keys)]
     return "\n".join(lines)
 
 
-def prose(line: str) -> list[str]:
+def _prose(line: str) -> list[str]:
     """Wrap a line of text to 100 columns without breaking names."""
     return textwrap.wrap(line, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
@@ -139,10 +141,10 @@ def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str,
         kind = (members[0]["kind"] or "").rpartition(".")[2]
         dtype = printable(f"{members[0]['dtype'] or '-'}{kind and f' ({kind})'}", 40)
         rows += [(key, shape, dtype, size if i == 0 else '"') for i, key in enumerate(keys)]
-    return lines + table(rows)
+    return lines + _table(rows)
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return rows as aligned lines of at most 100 columns. A longer name gets its own line."""
     longest, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     first = min(longest, _WIDTH - 2 - sum(widths) - 2 * len(widths))

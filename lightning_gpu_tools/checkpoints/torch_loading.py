@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.content import Entries, put_weights
+from lightning_gpu_tools.checkpoints.arrays import ARRAY
+from lightning_gpu_tools.checkpoints.content import Entries, check_depth, put_weights
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, path_of
-from lightning_gpu_tools.checkpoints.structure import Opaque, StorageInfo, Structure, TensorInfo
+from lightning_gpu_tools.checkpoints.structure import ArrayNumbers, Opaque, StorageInfo, Structure, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable
@@ -38,6 +39,8 @@ def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *
         if refused is None and map_location == "cpu":
             with contextlib.suppress(NotPlainError):
                 return _Builder(structure).build(structure.content)
+        if refused is None:
+            check_depth(structure.content)
     file = structure.file
     mapped = can_be_mapped and not isinstance(file, io.BytesIO)
     file.seek(0)
@@ -80,10 +83,16 @@ def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict
     return put_weights(structure.content, sets), left_out
 
 
+def content_with_arrays(structure: Structure) -> Any:
+    """Return plain content with tensors instead of NumPy's arrays; raise :class:`NotPlainError` for anything else."""
+    return _Builder(structure, weights_alone=True).build(structure.content)
+
+
 class _Builder:
     """A builder of content from its description, with mapped tensors, in half of torch's time.
 
-    Raises :class:`NotPlainError` for anything but plain data and tensors. ``weights_alone``: make parameters tensors.
+    Raises :class:`NotPlainError` for anything but plain data and tensors. ``weights_alone``: make parameters and arrays
+    tensors.
     """
 
     def __init__(self, structure: Structure, *, weights_alone: bool = False) -> None:
@@ -101,7 +110,8 @@ class _Builder:
             return self._made[id(value)]
         built: Any
         if isinstance(value, TensorInfo):
-            if not is_plain(value) or (value.is_parameter and not self._weights_alone):
+            is_fit = is_loaded_alone(value) if self._weights_alone else is_plain(value) and not value.is_parameter
+            if not is_fit:
                 raise NotPlainError(value.kind or value.dtype)
             empty: Any = torch.empty(0, dtype=dtype_of(value.dtype), device="cpu")
             built = empty.set_(self._storage(value.storage), value.offset, value.shape, value.strides)
@@ -119,7 +129,11 @@ class _Builder:
         return built
 
     def _storage(self, described: Any) -> Any:
-        """Return the numbers of a storage as a part of the mapped file."""
+        """Return the numbers of a storage as a part of the mapped file. Those of an array are in memory."""
+        if isinstance(described, ArrayNumbers):
+            numbers = bytearray(described.data)  # a copy, which may be changed
+            made = torch.frombuffer(numbers, dtype=torch.uint8) if numbers else torch.empty(0, dtype=torch.uint8)
+            return made.untyped_storage()
         key = described.key
         if key not in self._storages:
             start = self._places[key]
@@ -155,6 +169,11 @@ def is_plain(tensor: Any) -> bool:
     if not isinstance(tensor, TensorInfo) or tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
         return False
     return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
+
+
+def is_loaded_alone(tensor: Any) -> bool:
+    """Return whether a described weight can be loaded without the rest of the file: plain numbers, or an array."""
+    return is_plain(tensor) or (isinstance(tensor, TensorInfo) and tensor.kind == ARRAY)
 
 
 # torch treats these as plain data only after the module on the right is imported.

@@ -25,13 +25,15 @@ _PLAIN = re.compile(
     r"|_codecs\.encode"
     r"|builtins\.(bytearray|set|complex)"
 )
+# Described without calling them: checkpoints.arrays.
+_ARRAYS = re.compile(r"numpy\.(ndarray|dtype)|numpy\.(_core|core)\.(multiarray\._reconstruct|numeric\._frombuffer)")
 # These only store values. Not collections.deque, which torch refuses to fill even if it is allowed.
 _HARMLESS = re.compile(
     r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
     r"|datetime\.\w+|decimal\.Decimal|fractions\.Fraction|uuid\.UUID|zoneinfo\.ZoneInfo"
     r"|argparse\.Namespace|types\.SimpleNamespace|collections\.defaultdict|functools\.partial"
     r"|builtins\.(list|dict|tuple|int|float|str|bytes|bool|slice|range|frozenset)"
-    r"|numpy\.(dtype|ndarray)|numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)|numpy\.dtypes\.\w+"
+    rf"|{_ARRAYS.pattern}|numpy\.(_core|core)\.multiarray\.scalar|numpy\.dtypes\.\w+"
     r"|torch\.nn\.modules\.\w+\.\w+"
     r"|torch\.optim\.(\w+\.)?\w+"
     r"|torch\.torch_version\.TorchVersion|_io\.BytesIO"
@@ -47,8 +49,10 @@ _FOUND_AT = (
     (re.compile(r"^numpy\.core\."), "numpy._core."),
     (re.compile(r"^pathlib\.(WindowsPath)"), r"pathlib.Pure\1"),
 )
-# Modules of the standard library that can run code: all except these, which only hold values.
-_CODE_MODULES = sys.stdlib_module_names - {"array", "collections", "datetime", "decimal", "enum", "ipaddress", "random"}
+# Modules that can run code: TorchScript's, and those of the standard library except these, which only hold values.
+_CODE_MODULES = {"__torch__", *sys.stdlib_module_names} - {
+    *("array", "collections", "datetime", "decimal", "enum", "ipaddress", "random")
+}
 _RUNS_CODE = re.compile(
     r"(nt|posix|distutils|setuptools|pip|pkg_resources|requests|aiohttp|torch\.(hub|jit|utils|serialization))\.\S+"
     r"|torch\.[a-z]\w*"
@@ -58,6 +62,11 @@ _RUNS_CODE = re.compile(
 def beyond_plain_data(names: Iterable[str]) -> list[str]:
     """Return the names that ``weights_only=True`` refuses by default, and the calls ``module.name(...)``."""
     return sorted(name for name in names if not _PLAIN.fullmatch(name))
+
+
+def builds_arrays(name: str) -> bool:
+    """Return whether this only builds NumPy arrays."""
+    return _ARRAYS.fullmatch(name) is not None
 
 
 def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (), reason: str = "") -> str:

@@ -6,18 +6,18 @@ import contextlib
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from lightning_gpu_tools.checkpoints.content import Entries, likely
-from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights
+from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights, has_same_numbers
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, Root, is_average, plan_renaming, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import counted, list_groups, shortened
 from lightning_gpu_tools.checkpoints.model_keys import read_model
 from lightning_gpu_tools.checkpoints.reading import read_weights
+from lightning_gpu_tools.checkpoints.sources import checkpoint_at
 from lightning_gpu_tools.checkpoints.state_dicts import (
     errors_about,
     others_of_this_model,
@@ -32,7 +32,6 @@ from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     CheckpointError,
     CheckpointMismatchError,
-    KeyCollisionError,
 )
 from lightning_gpu_tools.units import printable, printable_path
 
@@ -49,6 +48,7 @@ class LoadReport:
         root: Attribute that was dropped (``"model."``) or added; ``""`` if none, a pair if both.
         others: Entries and attributes of the file with other weights of the same model, such as averages. To load one,
             pass it as ``root``.
+        buffers: Checkpoint keys of buffers that the model does not save, with the same numbers as in the model.
         kept: Counters of wrappers and of batch normalization that the file lacks; the model keeps its values.
         missing: Model keys without a weight in the file, which keep their values; empty if ``strict``.
         unexpected: Checkpoint keys that the model does not have; empty if ``strict``.
@@ -64,6 +64,7 @@ class LoadReport:
     renamed: Mapping[str, str] = field(default_factory=dict)
     root: str | tuple[str, str] = ""
     others: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -82,10 +83,11 @@ def load_weights(
 ) -> LoadReport:
     """Load a checkpoint into a model, regardless of the wrappers (DataParallel, DDP, FSDP, torch.compile) in its keys.
 
-    The file may be a Lightning checkpoint, a plain ``state_dict``, a dictionary with one, a pickled module or
-    safetensors. Shards are loaded as one checkpoint: safetensors or ``.bin`` files with an ``index.json``, and the
-    folders of ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights are read on the CPU and
-    copied to the model's devices. Other objects (hyperparameters, arguments) are not read.
+    The file may be a Lightning checkpoint, a plain ``state_dict``, a dictionary or a list with one, a pickled module, a
+    TorchScript program, safetensors, or NumPy arrays (``.npz``, Detectron2's ``.pkl``). Shards are loaded as one
+    checkpoint: safetensors or ``.bin`` files with an ``index.json``, and the folders of
+    ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights are read on the CPU and copied to
+    the model's devices. Other objects (hyperparameters, arguments) are not read.
 
     Loading is all-or-nothing: every error below is raised before anything is copied. A model with load hooks or its own
     ``load_state_dict`` is loaded twice, the first time as a check. A model can be partly loaded only after an
@@ -94,7 +96,8 @@ def load_weights(
 
     Args:
         model: Any module, wrapped or not. If it is sharded, every process must call this function.
-        path: A local file, a folder of shards, or the URL of a file that fsspec can open.
+        path: A local file, a folder with one checkpoint (shards, a Hugging Face model, ``lightning_logs/version_0``),
+            or the URL of a file that fsspec can open.
         root: Attribute that only one side has, such as ``"model."``, or the entry of the file with the weights. A pair
             such as ``("bert.", "encoder.")`` replaces the first, in the checkpoint, with the second, in the model.
             ``None`` searches for a root; ``""`` keeps the names.
@@ -108,6 +111,7 @@ def load_weights(
         KeyCollisionError: Two keys of the checkpoint would become the same key of the model.
         BrokenCheckpointError: The file is not a checkpoint, or it is damaged.
         UnsafeCheckpointError: Some weights can be built only by running code.
+        TypeError: ``model`` is not a module, or ``path`` is not a path.
 
     Warns:
         UserWarning: The file also holds averages of these weights, or part of the model is still on the meta device.
@@ -117,6 +121,8 @@ def load_weights(
         >>> print(report)  # doctest: +SKIP
         last.ckpt: loaded 161 weights; removed "module." from 161 keys
     """
+    _check_arguments(model, path)
+    path = checkpoint_at(path)
     content, unread = read_weights(path, weights_only=weights_only)
     entries = weights_in(content, path)
     unopened = [
@@ -128,6 +134,24 @@ def load_weights(
         plan, loaded = copy_weights(model, fit)
     warn_of_what_is_left(path, model, fit)
     return _report(str(path), fit, plan, loaded, unread.classes)
+
+
+def _check_arguments(model: object, path: object) -> None:
+    if isinstance(model, nn.Module) and isinstance(path, (str, os.PathLike)):
+        return
+    shown = printable(repr(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else "path", 300)
+    if isinstance(path, nn.Module) and isinstance(model, (str, os.PathLike)):
+        problem = f"the path first. The model comes first: load_weights(model, {os.fspath(model)!r})"
+    elif isinstance(model, type) and issubclass(model, nn.Module):
+        name = printable(model.__name__)
+        problem = f"the class {name} instead of a model. Create one: load_weights({name}(...), {shown})"
+        if hasattr(model, "load_from_checkpoint"):
+            problem += f". Or use the hyperparameters in the file: load_from_checkpoint({name}, {shown})"
+    elif isinstance(model, nn.Module):
+        problem = f"{printable(type(path).__name__)} as the path. It takes the path or URL of a checkpoint"
+    else:
+        problem = f"{printable(type(model).__name__)} as the model. It takes a torch.nn.Module"
+    raise TypeError(f"load_weights got {problem}.")
 
 
 def naming_file(path: object, model_class: type, note: str = "") -> contextlib.AbstractContextManager[None]:
@@ -151,22 +175,25 @@ def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fi
 
 def fit_weights(model: nn.Module, entries: Entries, root: Root, strict: bool) -> Fit:
     """Return the match for the only entry of a checkpoint that fits the model."""
-    dropped = (root if isinstance(root, str) else root[0] if root else "").rstrip(".")
+    dropped, added = root if isinstance(root, tuple) else (root or "", "")
+    dropped = dropped.rstrip(".")
     named = [entry for entry in entries if entry and f"{dropped}.".startswith(f"{entry}.")]
     if named:
         entry = max(named, key=len)
         inside = dropped.removeprefix(entry).lstrip(".")
-        rest = (inside, root[1]) if isinstance(root, tuple) else inside or None
-        return _fit(model, entry, entries[entry], rest, strict)
+        return _fit(model, entry, entries, (inside, added) if added else inside or None, strict)
+    candidates = likely(entries)
     fits: list[Fit] = []
-    refusals = []
-    for entry, weights in likely(entries).items():
+    refusals: dict[str, CheckpointError] = {}
+    for entry in candidates:
         try:
-            fits.append(_fit(model, entry, weights, root, strict))
-        except (CheckpointMismatchError, KeyCollisionError) as error:  # noqa: PERF203 - a handful of entries
-            refusals.append(error)
+            fits.append(_fit(model, entry, entries, root, strict))
+        except CheckpointError as error:  # noqa: PERF203 - a handful of entries
+            if isinstance(error, AmbiguousCheckpointError) and not is_average(entry):
+                raise
+            refusals[entry] = error
     if not fits:
-        raise refusals[0]
+        raise _closest(refusals, entries)
     if not strict:
         most = max(len(fit.plan.renames) for fit in fits)
         fits = [fit for fit in fits if len(fit.plan.renames) == most]
@@ -179,26 +206,69 @@ def fit_weights(model: nn.Module, entries: Entries, root: Root, strict: bool) ->
         )
     fit = meant[0]
 
-    def fits_as_well(entry: str) -> bool:
-        if entries[entry].keys() == fit.weights.keys():
-            return True
+    def root_of(entry: str) -> str:
+        """Return the root that loads an entry, or the average in it; ``""`` if fewer of its keys fit."""
+        if entries[entry].keys() == fit.weights.keys() and not (fit.plan.dropped_root or fit.plan.added_root):
+            return entry  # the usual case
         with contextlib.suppress(CheckpointError):
-            return len(_fit(model, entry, entries[entry], None, strict).plan.renames) >= len(fit.plan.renames)
-        return False
+            plan = _fit(model, entry, entries, None, strict).plan
+            if len(plan.renames) >= len(fit.plan.renames):
+                return f"{entry}.{plan.dropped_root}" if plan.others else entry
+        return ""
 
-    others = filter(fits_as_well, others_of_this_model(fit.entry, entries)) if root is None else ()
-    return fit._replace(others=(*others, *fit.plan.others))
+    others = map(root_of, others_of_this_model(fit.entry, entries)) if root is None else ()
+    of_fit = _entry_in_roots(fit.entry, entries)
+    attributes = (f"{of_fit}.{name}" if of_fit else name for name in fit.plan.others)
+    return fit._replace(others=(*filter(None, others), *attributes))
 
 
-def _fit(model: nn.Module, entry: str, weights: Mapping[str, Any], root: Root, strict: bool) -> Fit:
+def _closest(refusals: Mapping[str, CheckpointError], entries: Entries) -> CheckpointError:
+    """Return the refusal of the entry that lacks the fewest keys, with the names of all entries."""
+    entry = min(refusals, key=lambda entry: len(getattr(refusals[entry], "missing", ())))
+    error = refusals[entry]
+    if len(entries) > 1:
+        message = f"Of the entries {shortened([*map(quoted, entries)], 8)}, {quoted(entry)} is closest. {error}"
+        error.args = (message, *error.args[1:])
+    return error
+
+
+def _entry_in_roots(entry: str, entries: Entries) -> str:
+    """Return the name with which a root must begin to mean an attribute in this entry; ``""`` if none is needed."""
+    start, inside = f"{entry}.", f".{entry}."
+    is_needed = len(entries) > 1 or any(key.startswith(start) or inside in key for key in entries[entry])
+    return entry if is_needed else ""
+
+
+def _fit(model: nn.Module, entry: str, entries: Entries, root: Root, strict: bool) -> Fit:
+    weights = entries[entry]
     keys, state = read_model(model, weights)
-    plan = plan_renaming(shapes_of(weights), keys, root=root, strict=strict, same_tensor=lambda: same_tensors(weights))
+    plan = plan_renaming(
+        shapes_of(weights),
+        keys,
+        root=root,
+        strict=strict,
+        same_tensor=lambda: same_tensors(weights),
+        entry=_entry_in_roots(entry, entries),
+        average=is_average(entry),
+    )
+    buffers = {key: model.get_buffer(name) for key, name in plan.buffers.items()}
+    others = [key for key, buffer in buffers.items() if not has_same_numbers(weights[key], buffer)]
+    if others and strict:
+        raise CheckpointMismatchError(
+            f"The model does not save {list_groups(others)} (persistent=False), and has other numbers there. Nothing "
+            "was changed. To keep the model's numbers, use strict=False.",
+            (),
+            others,
+        )
+    same = {key: name for key, name in plan.buffers.items() if key not in others}
+    plan = replace(plan, buffers=same, unexpected=(*plan.unexpected, *others))
     return Fit(entry, weights, plan, keys, state, strict)
 
 
 def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unread: tuple[str, ...]) -> LoadReport:
     dropped, added = plan.dropped_root, plan.added_root
     lists = {
+        "equal to buffers that the model does not save": tuple(plan.buffers),
         "kept": plan.kept,
         "missing": plan.missing,
         "unexpected": plan.unexpected,
@@ -220,6 +290,7 @@ def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unre
         renamed={old: new for old, new in plan.renames.items() if old != new},
         root=(dropped, added) if dropped and added else dropped or added,
         others=fit.others,
+        buffers=tuple(plan.buffers),
         kept=plan.kept,
         missing=plan.missing,
         unexpected=plan.unexpected,

@@ -35,9 +35,16 @@ class Record(NamedTuple):
     start: int  # offset of its first byte; in the index, of its header
     size_bytes: int
     crc: int  # torch writes 0 after set_crc32_options(False)
+    packed_bytes: int  # in the file
+    method: int | None  # of compression; None if only a password opens it
 
     def __str__(self) -> str:
         return printable(self.name)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether its bytes must be unpacked."""
+        return self.method not in (_STORED, None)
 
     def read(self) -> bytes:
         """Return the bytes of the record."""
@@ -46,43 +53,69 @@ class Record(NamedTuple):
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes of the record in chunks; raise at the end if its checksum is wrong."""
         crc, left = 0, self.size_bytes
-        self.file.seek(self.start)
-        while left and (chunk := self.file.read(min(left, _CHUNK_BYTES))):
-            crc = zlib.crc32(chunk, crc)
-            left -= len(chunk)
-            yield chunk
+        try:
+            for chunk in self._inflated_chunks() if self.is_compressed else self._packed_chunks():
+                crc = zlib.crc32(chunk, crc)
+                left -= len(chunk)
+                yield chunk
+        except zlib.error:
+            left = -1
         if left or self.crc not in (crc, 0):
             raise damaged(f"the checksum of the record {self} is wrong")
 
+    def _packed_chunks(self) -> Iterator[bytes]:
+        left = self.packed_bytes
+        self.file.seek(self.start)
+        while left and (chunk := self.file.read(min(left, _CHUNK_BYTES))):
+            left -= len(chunk)
+            yield chunk
 
-def read_records(file: BinaryIO, size_bytes: int) -> tuple[str, dict[str, Record]]:
+    def _inflated_chunks(self) -> Iterator[bytes]:
+        inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+        for packed in self._packed_chunks():
+            rest = packed
+            while rest:
+                yield inflater.decompress(rest, _CHUNK_BYTES)
+                rest = inflater.unconsumed_tail
+
+
+class Index(NamedTuple):
+    """The index at the end of a zip file."""
+
+    entries: list[Record]  # ``start`` is the offset of their headers
+    length: int  # number of entries, according to the file
+    start: int  # its offset in the file
+
+
+def read_records(index: Index) -> tuple[str, dict[str, Record]]:
     """Return the folder of all records, ``"name/"`` or ``""``, and the records by name in the folder."""
-    index, count, index_start = _read_index(file, size_bytes)
-    entries = sorted(_entries(file, index), key=lambda entry: entry.start)
-    if len(entries) != count:
+    entries = sorted(index.entries, key=lambda entry: entry.start)
+    if len(entries) != index.length:
         raise damaged(_CONTRADICTION)
     root = _only_root(entries)
     records: dict[str, Record] = {}
     names: set[str] = set()
     end = 0
     for entry in entries:
+        if entry.method is None:
+            raise Fault(f"has an encrypted record, {entry}", "Unpack it with its password, and zip it without one.")
         if entry.start - end not in _DESCRIPTOR_BYTES:
             raise damaged(_CONTRADICTION)
         start = _start(entry)
-        end = start + entry.size_bytes
+        end = start + entry.packed_bytes
         if entry.name.lower() in names:
             raise damaged(_CONTRADICTION)
         names.add(entry.name.lower())
         if not entry.name.endswith("/"):  # not a folder
             name = entry.name.removeprefix(root)
             records[name] = entry._replace(name=name, start=start)
-    if index_start - end not in _DESCRIPTOR_BYTES:
+    if index.start - end not in _DESCRIPTOR_BYTES:
         raise damaged(_CONTRADICTION)
     return root, records
 
 
-def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
-    """Return the central directory, the number of its entries and its offset in the file."""
+def read_index(file: BinaryIO, size_bytes: int) -> Index:
+    """Read the names of all records, and where they are, from the end of a zip file."""
     tail_start = max(0, size_bytes - _END.size - _MAX_COMMENT_BYTES - _LOCATOR64.size - _END64.size)
     file.seek(tail_start)
     tail = file.read(size_bytes - tail_start)
@@ -104,7 +137,7 @@ def _read_index(file: BinaryIO, size_bytes: int) -> tuple[bytes, int, int]:
     if disk or index_disk or count_here != count or start + length != tail_start + end:
         raise damaged(_CONTRADICTION)
     file.seek(start)
-    return file.read(length), count, start
+    return Index([*_entries(file, file.read(length))], count, start)
 
 
 def _start(entry: Record) -> int:
@@ -114,7 +147,7 @@ def _start(entry: Record) -> int:
     header = entry.file.read(_LOCAL_HEADER.size + len(name))
     if header[_LOCAL_HEADER.size :] == name:
         signature, _, flags, method, *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
-        if (signature, method, name_bytes) == (b"PK\3\4", _STORED, len(name)) and not flags & _UNREADABLE_FLAGS:
+        if (signature, method, name_bytes) == (b"PK\3\4", entry.method, len(name)) and not flags & _UNREADABLE_FLAGS:
             return entry.start + len(header) + int(extra_bytes)
     raise damaged(_CONTRADICTION)
 
@@ -135,14 +168,12 @@ def _entries(file: BinaryIO, index: bytes) -> Iterator[Record]:
             extra = index[extra_start : extra_start + extra_length]
             size, packed, header_start = _zip64(extra, size, packed, header_start)
         text = name.decode(errors="surrogateescape")
-        entry = Record(file, text, header_start, size, crc)
-        if method != _STORED or flags & _UNREADABLE_FLAGS:  # torch.save does neither
-            advice = "Unpack it, and zip its folder again without compression: zip -0 -r."
-            raise Fault(f"has a compressed or encrypted record, {entry}", advice)
         # If a record is marked as a folder, torch silently reads nothing from it.
-        if size != packed or disk or (attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/")):
+        if disk or (attributes & _FOLDER_ATTRIBUTE and not name.endswith(b"/")):
             raise damaged(_CONTRADICTION)
-        yield entry
+        if method == _STORED and size != packed:
+            raise damaged(_CONTRADICTION)
+        yield Record(file, text, header_start, size, crc, packed, None if flags & _UNREADABLE_FLAGS else method)
 
 
 def _zip64(extra: bytes, *numbers: int) -> Iterator[int]:

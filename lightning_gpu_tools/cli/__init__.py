@@ -28,7 +28,7 @@ COMMANDS = {
     "report": "print a training report again, or compare two runs",
     "explain": "explain a cause in a report: what it means, how it is measured, what to change",
     "demo": "train with a slow DataLoader, read the report, and fix it",
-    "checkpoint": "inspect, verify, convert and compare checkpoint files",
+    "checkpoint": "inspect, verify and convert checkpoint files",
 }
 _EXIT_CODES: dict[type, int] = {NotEnoughGpusError: 3, NvmlUnavailableError: 4}
 _EXIT_UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h: not the result of any command
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code.
 
     0: done; 1: failed; 2: wrong usage; 3: not enough GPUs; 4: no driver; 70: unexpected error. For commands such as
-    ``diff``, where 1 is a result, 3 means that there is no result.
+    ``report``, where 1 is a result, 3 means that there is no result.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed, as by `>&-`; a claim's file must not get its descriptor

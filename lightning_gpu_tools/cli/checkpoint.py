@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 
 from lightning_gpu_tools.checkpoints import sources, summary
-from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.structure import WRITTEN_SUFFIXES, Progress, no_progress
+from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.files import exists
@@ -20,15 +19,16 @@ from lightning_gpu_tools.units import format_bytes, format_duration, printable_p
 
 _SUFFIXES = ", ".join(WRITTEN_SUFFIXES)
 _MIN_PROGRESS_BYTES = 256 << 20  # our default: smaller files take no noticeable time
-_ANY = "a file, a folder of shards, its index file, or the URL of a file"
+_ANY = "a file, a folder with a checkpoint or its shards, their index file, or the URL of a file"
 _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong usage."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Inspect, verify, convert and compare checkpoints: torch.save, Lightning and safetensors files, and folders of "
-        "shards (Hugging Face, torch.distributed.checkpoint, FSDP, DeepSpeed ZeRO). Never runs code in a file."
+        "Inspect, verify and convert checkpoints: files of torch.save, Lightning, TorchScript, safetensors and NumPy, "
+        "and folders of shards (Hugging Face, torch.distributed.checkpoint, FSDP, DeepSpeed ZeRO). Never runs code in "
+        "a file."
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
@@ -45,14 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     verify = actions.add_parser(
         "verify",
-        help="read the whole file and compare it with its checksums",
-        description="Compare every record with its checksum (CRC-32), which torch does not do on load. torch's legacy "
-        "format and safetensors have no checksums. For these files, only the structure is checked, and the output "
-        "says so.",
+        help="compare the whole file with its checksums, and load it",
+        description="Compare every record with its checksum (CRC-32), which torch does not do on load. Then load the "
+        "file without running code in it: its weights, and everything else if it is plain data. torch's legacy format "
+        "and safetensors have no checksums, and the output says so.",
         epilog=_EXIT_CODES,
     )
     verify.add_argument("file", metavar="FILE", help=_ANY)
-    verify.add_argument("--json", action="store_true", help="print JSON with path, sound, checksums, bytes")
+    verify.add_argument("--json", action="store_true", help="print JSON with path, sound, checksums, bytes, unread")
     verify.set_defaults(run=_verify)
 
     convert = actions.add_parser(
@@ -95,20 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     convert.set_defaults(run=_convert)
 
-    diff = actions.add_parser(
-        "diff",
-        help="compare the weights of two files: keys, shapes, dtypes, values",
-        description="Compare the weights of two files and nothing else. Ignores wrappers and one prefix in the keys. "
-        "Lists objects that only running code could open, without opening them.",
-        epilog="Exit code: 0 all weights are the same; 1 they differ; 2 wrong usage; 3 some or all of them cannot be "
-        "compared, with the reason on stderr; 70 unexpected error.",
-    )
-    diff.add_argument("first", metavar="A", help=_ANY)
-    diff.add_argument("second", metavar="B", help="same as A")
-    diff.add_argument("--entry", metavar="NAME", help="entry with the weights, for each file that has several")
-    diff.add_argument("--json", action="store_true", help="print JSON")
-    diff.set_defaults(run=_diff)
-
 
 @collector_paused()
 def _inspect(args: argparse.Namespace) -> int:
@@ -120,18 +106,22 @@ def _inspect(args: argparse.Namespace) -> int:
 
 @collector_paused()
 def _verify(args: argparse.Namespace) -> int:
+    from lightning_gpu_tools.checkpoints.reading import verify_checkpoint
+
     start = time.monotonic()
     with _errors_reported(), _progress("verifying") as progress:
-        structure = sources.verify_checkpoint(args.file, progress)
+        structure, unread = verify_checkpoint(args.file, progress)
     if args.json:
-        _print({"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": structure.size_bytes})
+        found = {"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": structure.size_bytes}
+        _print({**found, "unread": unread.classes})
     else:
         sound = "all checksums match"
         if not structure.has_checksums:
             sound = "the structure is valid (this format has no checksums)"
         size, took = format_bytes(structure.size_bytes), format_duration(time.monotonic() - start)
         part = f". This file {structure.part.what}" if structure.part else ""
-        _print(f"{printable_path(args.file)}: {sound}, {size} in {took}{part}")
+        note = unread.classes and f"; {describe_unread(unread.classes)}"
+        _print(f"{printable_path(args.file)}: {sound}, {size} in {took}{note or part}")
     return 0
 
 
@@ -158,29 +148,6 @@ def _convert(args: argparse.Namespace) -> int:
     with _errors_reported(), _progress("converting") as progress:
         result = convert(args.source, args.target, changes, progress)
     _print(result)
-    return 0
-
-
-@collector_paused()
-def _diff(args: argparse.Namespace) -> int:
-    from lightning_gpu_tools.checkpoints.compare import compare, render
-
-    try:
-        with _errors_reported(), _progress("comparing") as progress:
-            found = compare(args.first, args.second, progress, entry=args.entry)
-    except CheckpointError as error:
-        print(f"lightning-gpu-tools: {error}", file=sys.stderr)
-        return 3
-    _print(dataclasses.asdict(found) if args.json else render(found, args.first, args.second))
-    if not found.is_same:
-        return 1
-    if found.not_compared:
-        print(
-            f"lightning-gpu-tools: Some weights were not compared, because only running code could open them: "
-            f"{list_groups(found.not_compared)}. They may differ.",
-            file=sys.stderr,
-        )
-        return 3
     return 0
 
 

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, folded_claims
+from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuProcess, GpuReading, folded_claims
 from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.selection import claims as all_claims
-from lightning_gpu_tools.selection.ranking import effective_free_bytes
+from lightning_gpu_tools.selection import cuda
+from lightning_gpu_tools.selection.ranking import effective_free_bytes, is_outdated
 from lightning_gpu_tools.units import format_bytes, format_duration, number_ranges, printable
 
 if TYPE_CHECKING:
@@ -35,12 +36,11 @@ class _Fold(NamedTuple):
     """Limits on the claims in a row. A user's only claim is always shown."""
 
     claims: int  # per user
-    users: int = 8
     short: bool = False  # one line for each MIG instance
 
 
 # Tried until the table fits on the screen.
-_FOLDS = (_Fold(10), _Fold(3), _Fold(1), _Fold(0), _Fold(0, 3), _Fold(0, 3, short=True))
+_FOLDS = (_Fold(10), _Fold(3), _Fold(1), _Fold(0), _Fold(0, short=True))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.types.GpuReading, in bytes and "
         "seconds since the epoch; null = not reported. Each GPU also has `effective_free_bytes` (free and not claimed) "
         "and `claims`, both null if claims cannot be read. Each claim has `user`, `pid`, `hostname`, `kind` (memory, "
-        "whole or exclusive), `memory_bytes`, `since_s` and `is_unused`; `pid` and `hostname` are null if you may not "
-        "read the claim. Each process also has `started_s`, `is_idle` and `is_left_over`."
+        "whole or exclusive), `memory_bytes`, `since_s` and `is_unused`; `pid` is null unless it is certain, and "
+        "`hostname` if you may not read the claim. Each process also has `started_s`, `is_idle` and `is_left_over`."
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
@@ -103,7 +103,7 @@ def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
     from lightning_gpu_tools.gpus import nvml  # imports pynvml
 
     gpus = nvml.read_gpus(with_loads=True)
-    process_ids = {process.pid for gpu in gpus for process in gpu.processes or ()}
+    process_ids = {one.pid for gpu in gpus for one in gpu.processes or () if not one.is_foreign}
     all_claims.warn_if_private()
     try:
         with all_claims.read_ledger(all_claims.directory()) as ledger:
@@ -200,9 +200,12 @@ def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: _Fold) -> t
         return f"{claim}: {share} for {age}{', unused' if _is_unused(claim, gpu) else ''}"
 
     here = [claim for claim in claims or () if claim.is_on(gpu.uuid)]
-    used_by, claimed_by = _use(gpu), "\n".join(folded_claims(here, describe, fold.claims, fold.users))
+    used_by, claimed_by = _use(gpu), "\n".join(folded_claims(here, describe, fold.claims))
     if fold.short and gpu.mig_index is not None and not gpu.error:
-        users = [f"{one.user or f'pid {one.pid}'} {_size(one.memory_used_bytes)}" for one in gpu.processes or ()]
+        users = [
+            f"{one.user or ('?' if one.is_foreign else f'pid {one.pid}')} {_size(one.memory_used_bytes)}"
+            for one in gpu.processes or ()
+        ]
         owners = [f"{one.user}: {_size(one.memory_bytes) if one.kind == 'memory' else one.kind}" for one in here]
         used_by = used_by if not users else users[0] if len(users) == 1 else f"{len(users)} processes"
         claimed_by = owners[0] if len(owners) == 1 else f"{len(owners)} claims" if owners else ""
@@ -225,12 +228,17 @@ def _use(gpu: GpuReading) -> str:
         return "cannot be used: MIG mode without an instance"
     if gpu.compute_mode == "prohibited":
         return "cannot be used: compute mode PROHIBITED"
+    torch, lines = cuda.installed_torch(), []
+    if torch is not None and (why := torch.why_not(gpu)):
+        lines = [f"cannot be used: {why}"]
+    elif is_outdated(gpu):
+        lines = ["picked last: its compute capability is too old for torch's wheels on PyPI"]
     if gpu.processes is None:
-        return "?"
-    lines = []
+        return lines[0] if lines else "?"
     for one in gpu.processes:
         memory = "" if one.memory_used_bytes is None else format_bytes(one.memory_used_bytes)
-        line = " ".join(printable(part) for part in (one.user, one.name or f"pid {one.pid}", memory) if part)
+        process = one.name or (FOREIGN if one.is_foreign else f"pid {one.pid}")
+        line = " ".join(printable(part) for part in (one.user, process, memory) if part)
         state = _state(one)
         if state["is_idle"]:
             label = "left over" if state["is_left_over"] else "idle"

@@ -22,14 +22,15 @@ ABOUT_CLAIMS = (
 
 
 def add_requirements(parser: argparse.ArgumentParser) -> None:
-    """Add ``-n`` and all options except ``claim``, which each command sets itself, and ``yield_after``."""
+    """Add ``-n`` and all options except ``claim``, which each command sets itself."""
     group = parser.add_argument_group("which GPUs")
     group.add_argument("-n", "--count", type=int, metavar="N", help="Number of GPUs. Default: 1.")
     group.add_argument("--min-free", metavar="SIZE", help=OPTIONS["min_free"])
     group.add_argument("--max-utilization", type=percent, metavar="PERCENT", help=OPTIONS["max_utilization"])
     group.add_argument("--exclusive", action="store_true", help=OPTIONS["exclusive"])
+    group.add_argument("--name", metavar="PART", help=OPTIONS["name"])
     group.add_argument("--wait", metavar="TIME", help=OPTIONS["wait"])
-    parser.set_defaults(parser=parser, yield_after=None)
+    parser.set_defaults(parser=parser)
 
 
 def percent(text: str) -> float:

@@ -10,8 +10,7 @@ import sys
 
 from lightning_gpu_tools.cli import options
 from lightning_gpu_tools.selection.launchers import find_launch
-from lightning_gpu_tools.selection.ranking import OPTIONS
-from lightning_gpu_tools.units import parse_duration, printable_path
+from lightning_gpu_tools.units import printable_path
 
 _SRUN_INSIDE = (
     "SLURM removes CUDA_VISIBLE_DEVICES from tasks without --gres, so they see all GPUs. Run this instead: srun ... "
@@ -35,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{options.ABOUT_CLAIMS}"
     )
     options.add_requirements(parser)
-    parser.add_argument("--yield-after", metavar="TIME", help=OPTIONS["yield_after"])
     parser.add_argument(
         "--advise",
         action="store_true",
@@ -55,11 +53,9 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("no command given: put it last, after --")
     if args.advise:
         os.environ["LIGHTNING_GPU_TOOLS"] = "advise"
-    values = (args.count, args.min_free, args.max_utilization, args.wait, args.yield_after)
+    values = (args.count, args.min_free, args.max_utilization, args.name, args.wait)
     asked = args.exclusive or args.bind_numa or any(value is not None for value in values)
     if asked or not args.advise:
-        from lightning_gpu_tools.selection import claims, yielding
-
         with contextlib.ExitStack() as one_session:
             if args.bind_numa:
                 from lightning_gpu_tools.gpus import nvml
@@ -76,12 +72,10 @@ def run(args: argparse.Namespace) -> int:
             selection.apply()
             if args.bind_numa:
                 bind_to_gpus(selection.uuids)
-        selection.pass_on()  # with the driver closed, because the process that keeps the claim opens its own session
+        selection.pass_on()
         reason = selection.reason or f"Another process has picked {selection.cuda_visible_devices}."
         if launch and group:
             reason += f" The {launch.processes} processes that {launch.program} started on this machine share them."
-        if args.yield_after and claims.is_kept():
-            reason += f" {yielding.agreement(parse_duration(args.yield_after))}"
         options.say(reason)
         if os.path.basename(command[0]) == "srun":
             options.say(_SRUN_INSIDE)

@@ -16,12 +16,14 @@ class GpuProcess:
     """A process that the driver lists on a GPU.
 
     Attributes:
-        pid: PID from the driver: in a container, the host's PID, which may belong to a different process here.
+        pid: PID from the driver.
         memory_used_bytes: GPU memory; ``None`` if the driver does not report it (WSL).
         user: Owner; ``None`` if the process is not visible from here.
         name: Process name; ``None`` if the process is not visible from here.
         graphics_only: Whether it only draws, like a desktop, and does not compute.
         utilization_percent: Its recent utilization of the GPU; ``None`` if not reported (MIG).
+        is_foreign: Whether it runs in another container or on the host, as seen from a container. The same PID may
+            belong to a different process here.
     """
 
     pid: int
@@ -30,6 +32,10 @@ class GpuProcess:
     name: str | None = None
     graphics_only: bool = False
     utilization_percent: float | None = None
+    is_foreign: bool = False
+
+
+FOREIGN = "a process of another container or the host"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +58,7 @@ class GpuReading:
         mig_index: Number of a MIG instance on its GPU; ``None`` for a whole GPU.
         compute_mode: As set with ``nvidia-smi -c``.
         integrated: Whether the GPU shares the host's memory (Jetson, GB10).
+        compute_capability: Major and minor version, as in ``torch.cuda.get_device_capability()``.
         error: Reason that this GPU cannot be used, and a remedy; ``None`` if it could be read.
     """
 
@@ -68,6 +75,7 @@ class GpuReading:
     mig_index: int | None = None
     compute_mode: ComputeMode | None = None
     integrated: bool | None = None
+    compute_capability: tuple[int, int] | None = None
     error: str | None = None
 
     @property
@@ -85,53 +93,56 @@ class GpuClaim(NamedTuple):
         kind: ``memory``: ``memory_bytes`` on each GPU. ``whole``: each whole GPU; others use it only as a last resort.
             ``exclusive``: each whole GPU; others cannot use it.
         memory_bytes: Claimed bytes on each GPU for the kind ``memory``; otherwise ``None``.
-        pid: PID of the process that made the claim, in its own namespace (in a container, the PID there). ``None`` if
-            this user may not read the claim, which then counts as exclusive.
+        pid: PID of the process that made the claim. ``None`` if its start time does not prove that it still has this
+            PID here: it has ended and left the claim to a child, or is in another container.
         user: Owner of the claim, according to the file system.
         owner_id: UID of the owner.
-        hostname: Host or container of the process; ``None`` if this user may not read the claim.
+        hostname: Host or container of the process; ``None`` if this user may not read the claim, which then counts as
+            exclusive.
         since_s: Time of the claim, in seconds since the epoch.
         group: A launcher's name for the processes of one job on this machine, by which they find the choice of the
             first process; ``None`` without a launcher.
         process_ids: PIDs of the job's processes in the driver's list, if they were recognized.
-        yields: Whether the job agreed to end once its GPUs are idle and another job waits for one of them.
     """
 
     job: str
     uuids: tuple[str, ...]
     kind: Literal["memory", "whole", "exclusive"]
     memory_bytes: int | None
-    pid: int | None
     user: str
     owner_id: int
     hostname: str | None
     since_s: float
+    pid: int | None = None
     group: str | None = None
     process_ids: frozenset[int] = frozenset()
-    yields: bool = False
 
     def __str__(self) -> str:
         return self.user if self.pid is None else f"{self.user} (pid {self.pid})"
 
     def is_on(self, uuid: str | None) -> bool:
         """Return whether it claims this GPU or MIG instance."""
-        return uuid is not None and (uuid in self.uuids or (self.pid is None and uuid.startswith(self.uuids)))
+        return uuid is not None and (uuid in self.uuids or (self.hostname is None and uuid.startswith(self.uuids)))
 
 
-def folded_claims(
-    claims: Iterable[GpuClaim], describe: Callable[[GpuClaim], str], max_each: int = 1, max_users: int = 8
-) -> list[str]:
-    """Describe at most ``max_each`` claims per user, and count the others. A user's only claim is always described."""
+MAX_USERS = 3  # named in a message or a table; our default: one person can act as thousands of users (subuid(5))
+
+
+def folded_claims(claims: Iterable[GpuClaim], describe: Callable[[GpuClaim], str], max_each: int = 1) -> list[str]:
+    """Describe at most ``max_each`` claims of each of three users, and count the others.
+
+    A user's only claim is always described.
+    """
     of_users: dict[str, list[GpuClaim]] = {}
     for claim in claims:
         of_users.setdefault(claim.user, []).append(claim)
     lines: list[str] = []
-    for user, those in [*of_users.items()][:max_users]:
+    for user, those in [*of_users.items()][:MAX_USERS]:
         shown = len(those) if len(those) <= max(1, max_each) else max_each
         lines += map(describe, those[:shown])
         if left := len(those) - shown:
             lines.append(f"and {left:,} more of {user}" if shown else f"{left:,} claims of {user}")
-    if others := [*of_users.values()][max_users:]:
+    if others := [*of_users.values()][MAX_USERS:]:
         lines.append(f"and {sum(map(len, others)):,} more of {len(others):,} other users")
     return lines
 
@@ -142,10 +153,12 @@ class GpuWaiter(NamedTuple):
     name: str  # random
     uuids: tuple[str, ...]  # GPUs that it could use
     requested: int  # number of GPUs that it waits for
-    pid: int  # in its own namespace
     user: str  # according to the file system
     owner_id: int = -1  # UID of the user
-    since_s: float = 0.0  # start of the wait, seconds since the epoch
+    pid: int | None = None  # as in GpuClaim
+
+    def __str__(self) -> str:
+        return self.user if self.pid is None else f"{self.user} (pid {self.pid})"
 
 
 class UtilizationSample(NamedTuple):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.metrics import GpuSample, GpuWindow
-from lightning_gpu_tools.gpus.readings import mean_percent, not_none
-from lightning_gpu_tools.gpus.windows import GpuTimelines, IdleTime, Phases, WindowBuilder
+from lightning_gpu_tools.gpus.readings import mean_percent
+from lightning_gpu_tools.gpus.windows import GpuTimelines, Phases, WindowBuilder
 from lightning_gpu_tools.training.timeline import Series
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ class Sampler:
             for _ in range(2)
         )
         self._timelines = {uuid: GpuTimelines(_TIMELINE_POINTS, interval_s) for uuid in uuids}
-        self._idle = {uuid: IdleTime() for uuid in uuids}
         self._latest_percent: dict[str, float] = {}
         self._latest_listed: dict[str, GpuSample] = {}
         self.refused: dict[str, None] = {}  # descriptions of counters that the driver refuses
@@ -106,11 +105,6 @@ class Sampler:
         _, late = self.polled
         values = [percent for uuid, percent in [*self._latest_percent.items()] if uuid not in late]
         return fmean(values) if values else None
-
-    def idle_s(self, uuids: Sequence[str]) -> float | None:
-        """Return the seconds for which all these GPUs have been idle; ``None`` if the driver does not report it."""
-        times = self._collected(lambda: [self._idle[uuid].seconds(time.time()) for uuid in uuids]) or []
-        return None if None in times else min(not_none(times), default=None)
 
     def enter(self, phase: Phase) -> None:
         """Assign samples to this phase from now on. The first phase is training."""
@@ -208,7 +202,6 @@ class Sampler:
             for windows in (*self._recent.values(), *self._whole.values()):
                 windows[sample.uuid].add(sample)
             self._timelines[sample.uuid].add(sample)
-            self._idle[sample.uuid].add(sample)
             if sample.lists_processes:
                 self._latest_listed[sample.uuid] = sample
             percent = mean_percent(sample.utilization)

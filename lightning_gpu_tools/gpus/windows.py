@@ -77,25 +77,6 @@ class Phases:
         return total_s
 
 
-class IdleTime:
-    """The time that a GPU has been idle: at 0 % utilization in all samples of the driver, without a gap."""
-
-    def __init__(self) -> None:
-        self._since_s = self._until_s = -math.inf
-
-    def add(self, sample: GpuSample) -> None:
-        """Add the next sample."""
-        if sample.utilization:
-            is_busy = any(entry.percent > 0 for entry in sample.utilization)
-            if is_busy or sample.time_s - self._until_s > _MAX_GAP_S:
-                self._since_s = sample.time_s
-            self._until_s = sample.time_s
-
-    def seconds(self, now_s: float) -> float | None:
-        """Return the idle seconds; ``None`` if the driver does not report utilization or has stopped doing so."""
-        return self._until_s - self._since_s if now_s - self._until_s <= _MAX_GAP_S else None
-
-
 class WindowBuilder:
     """An aggregate of the samples of one GPU until it is taken.
 

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_gpu_tools.advice.workers_allowed import CHANGES, why_not_searched, why_not_switched
+from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.plan import Fetch
 from lightning_gpu_tools.loaders.random_states import (
     draw_seed,
@@ -30,9 +32,9 @@ from lightning_gpu_tools.loaders.random_states import (
     undisturbed,
 )
 from lightning_gpu_tools.loaders.search import in_one_line
-from lightning_gpu_tools.loaders.settings import GET_ITERATOR, fingerprint, plain_loader, settings_of, why_fixed
+from lightning_gpu_tools.loaders.settings import GET_ITERATOR, fingerprint, plain_loader, settings_of
 from lightning_gpu_tools.loaders.workers import Batches
-from lightning_gpu_tools.training.run_measurements import LoaderSettings
+from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoaderSettings
 
 # Our default: if no batch arrives for this long, new settings are abandoned.
 MAX_BATCH_S = 120.0
@@ -113,8 +115,9 @@ class Switch:
     start, ``None`` is. ``as_own_work`` ends workers during a fetch, so that a timer can count this time separately.
     """
 
-    def __init__(self, made: DataLoader[Any]) -> None:
+    def __init__(self, made: DataLoader[Any], facts: LoaderFacts) -> None:
         self.original = settings_of(made)
+        self._facts = facts  # before the first batch
         self.chosen: LoaderSettings | None = None
         self.fault: str | None = None  # the reason that the chosen settings were abandoned
         self.moved_draws = False  # whether other processes now draw the dataset's random numbers
@@ -139,17 +142,15 @@ class Switch:
     def obstacle(self) -> str | None:
         """Return the reason not to change the settings, based on the batches so far, and stop watching."""
         self._watched = False
+        loader = self._shown_by()
+        if loader is not None and (why := why_not_switched(self._facts, read_loader_facts(loader))) is not None:
+            return why
         if any(epoch.source.drew_late for epoch in self._epochs):
             return "its sampler draws random numbers during the epoch, and other settings would draw them earlier"
         after = self._contents()
         if isinstance(after, str):
             return f"worker processes cannot copy its dataset ({after})"
-        if after != self._before:
-            return (
-                "its dataset changes while it is used (a cache, or its own random generator), and the copies in the "
-                "workers would change separately"
-            )
-        return None
+        return CHANGES if after != self._before else None
 
     def use(self, settings: LoaderSettings) -> None:
         """Use other settings, starting with the next batch that is not in progress. The batch size does not change."""
@@ -332,7 +333,10 @@ def switchable(loader: DataLoader[Any]) -> DataLoader[Any]:
     Raises:
         ValueError: This loader must not be changed; the message gives the reason.
     """
-    fixed = why_fixed(loader)
+    facts = read_loader_facts(loader)
+    fixed = why_not_searched(facts)
+    if fixed is None and not hasattr(DataLoader, GET_ITERATOR):
+        fixed = f"this version of torch has no DataLoader.{GET_ITERATOR}"
     if fixed is not None:
         raise ValueError(fixed)
     made = copy.copy(loader)
@@ -346,7 +350,7 @@ def switchable(loader: DataLoader[Any]) -> DataLoader[Any]:
     # Only one base class, because objects with a mixin as a second base have a different layout.
     made.__class__ = type(kind.__name__, (kind,), {GET_ITERATOR: get_iterator, "__module__": kind.__module__})
     # Without persistent workers, DataLoader.__iter__ requests a new iterator in each epoch.
-    vars(made).update(switch=Switch(made), persistent_workers=False)
+    vars(made).update(switch=Switch(made, facts), persistent_workers=False)
     return made
 
 

@@ -105,6 +105,11 @@ def step_to_step_s(steps: Sequence[Step]) -> float:
     return mean(step.wait_s for step in steps) + median(step.step_s for step in steps)
 
 
+def wait_s(steps: Sequence[Step]) -> float:
+    """Return the mean wait for a batch; 0 without steps."""
+    return mean(step.wait_s for step in steps) if steps else 0.0
+
+
 def wait_share(steps: Sequence[Step]) -> float:
     """Return the share of time spent waiting for batches."""
     return mean(step.wait_s for step in steps) / max(1e-9, step_to_step_s(steps))
@@ -285,7 +290,7 @@ def choose(case: LoaderCase, trials: Sequence[LoaderTrial]) -> tuple[LoaderSetti
         reason = f"The original settings are kept, because other settings failed: {failures[0]}."
     elif chosen is not original and case.step.threads and _seconds(original) > (1 + TOLERANCE) * _seconds(chosen):
         reason = (
-            f"num_workers={chosen.settings.num_workers} would give {speeds}. The training step also uses the CPU, so a "
+            f"{chosen.settings.num_workers} workers would give {speeds}. The training step also uses the CPU, so a "
             f"gain of less than {100 * (_MIN_GAIN_ON_CPU - 1):.0f} % is uncertain."
         )
     else:

@@ -24,10 +24,12 @@ from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.failures import without_index
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderResult, LoaderTrial, trial_of
+from lightning_gpu_tools.advice.workers_allowed import why_not_searched
 from lightning_gpu_tools.host import HostBudget, private_memory_bytes, read_host_budget
+from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.plan import LoaderCase, StepCost, choose, next_trial
 from lightning_gpu_tools.loaders.random_states import undisturbed
-from lightning_gpu_tools.loaders.settings import batch_bytes, fingerprint, plain_loader, settings_of, why_fixed
+from lightning_gpu_tools.loaders.settings import batch_bytes, fingerprint, plain_loader, settings_of
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 from lightning_gpu_tools.units import printable
@@ -275,7 +277,7 @@ def search(
                     break
                 trial = LoaderTrial(settings=following)
                 if trials.expected_s(following, case.cost, slowest["start_s"], case.host.cores) <= left_s:
-                    show(f"num_workers={following.num_workers}, prefetch_factor={following.prefetch_factor}")
+                    show(f"{following.num_workers} workers, {following.prefetch_factor} batches each")
                     trial = trials.run(following, min(one.batch_s or math.inf for one in tried))
                 everyones = gather({"trial": dataclasses.asdict(trial), "left_s": trials.left_s})
                 worst = max(
@@ -349,8 +351,8 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
     loaded only in worker processes.
 
     Args:
-        loader: The loader. Nothing is tried if it keeps its position (``state_dict``), or if its dataset is iterable or
-            holds an open file or a lock.
+        loader: The loader. Nothing is tried if it keeps its position (``state_dict``), if its dataset is iterable or
+            holds an open file or a lock, or if this process may not start others.
         step_time_s: Duration of a training step once its batch is ready, in seconds.
         budget_s: Time limit in seconds. It holds even if an item of the dataset hangs.
 
@@ -369,7 +371,7 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
     for name, seconds in (("step_time_s", step_time_s), ("budget_s", budget_s)):
         if not 0 < seconds < math.inf:
             raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}.")
-    fixed = why_fixed(loader)
+    fixed = why_not_searched(read_loader_facts(loader))
     if fixed is not None:
         original = settings_of(loader) if isinstance(loader, DataLoader) else None
         return LoaderResult(original=original, settings=original, reason=f"The loader was not changed: {fixed}.")

@@ -15,7 +15,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 
@@ -41,27 +41,6 @@ def forks_workers(loader: DataLoader[Any]) -> bool:
     """Return whether the workers of a loader are forked; others import modules when they start."""
     context = loader.multiprocessing_context or multiprocessing
     return bool(context.get_start_method() == "fork")
-
-
-def why_fixed(loader: object) -> str | None:
-    """Return the reason that other settings would change a loader's output; ``None`` if they would not."""
-    kind = type(loader)
-    if not isinstance(loader, DataLoader):
-        return f"it is a {kind.__module__}.{kind.__qualname__}, not a torch DataLoader"
-    if hasattr(loader, "state_dict"):
-        return f"a {kind.__qualname__} keeps its position (state_dict), which new workers would lose"
-    if isinstance(loader.dataset, IterableDataset):
-        return (
-            f"its dataset is iterable ({type(loader.dataset).__qualname__}), so another number of workers could "
-            "repeat or lose samples"
-        )
-    if not loader.in_order:
-        return "in_order=False: the order of its batches depends on the workers"
-    if not hasattr(DataLoader, GET_ITERATOR):
-        return f"this version of torch has no DataLoader.{GET_ITERATOR}"
-    if getattr(kind, GET_ITERATOR) is not getattr(DataLoader, GET_ITERATOR):
-        return f"{kind.__qualname__} has its own {GET_ITERATOR}"
-    return None
 
 
 def plain_loader(loader: DataLoader[Any], settings: LoaderSettings, indices: Any, **options: Any) -> DataLoader[Any]:
@@ -167,7 +146,7 @@ class _Walk(pickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, _SKIPPED):
             return NotImplemented if getattr(thing, "__module__", None) == "builtins" else (int, ())
-        if isinstance(thing, io.IOBase):
+        if isinstance(thing, io.IOBase) and not isinstance(thing, (io.BytesIO, io.StringIO)):
             raise TypeError("it holds an open file")
         if isinstance(thing, torch.Tensor):
             flat = thing.detach().reshape(-1)[:: max(1, thing.numel() // _ELEMENTS)] if thing.is_contiguous() else None

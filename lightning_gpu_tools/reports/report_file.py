@@ -69,7 +69,7 @@ def find_report(path: str | os.PathLike[str]) -> str:
         if files.exists(own):
             return own
         found = files.matching(folder, *(f"{below}{FILE_NAME}" for below in _BELOW))
-    except (OSError, ValueError, ImportError) as error:  # no such file, no such protocol, or its package is missing
+    except OSError as error:
         raise _unreadable(folder, error) from None
     if not found:
         raise ReportError(f"There is no {FILE_NAME} in {printable_path(folder)} or below it. Pass the file itself.")

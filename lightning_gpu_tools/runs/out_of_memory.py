@@ -160,7 +160,8 @@ def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, job_pids: frozenset[i
         found = replace(found, gpus=whole_or_instances(nvml.read_gpus(limit_s=limits.LIMIT_S)))
     except NvmlUnavailableError:
         return found
-    if job_pids is None or not nvml.pids_are_ours():  # in a container, the driver's PIDs are the host's
+    listed = (found.gpu.processes if found.gpu is not None else None) or ()
+    if job_pids is None or not nvml.pids_are_ours() or any(one.is_foreign for one in listed):
         return found
     found = replace(found, pid=os.getpid(), own_pids=job_pids)
     if watch is None:

@@ -64,7 +64,7 @@ def _driver_memory(gpus: GpuWatch, node: int) -> Iterable[DriverMemory]:
             total_bytes=sample.memory_total_bytes,
             used_bytes=sample.memory_used_bytes,
             driver_bytes=sample.driver_memory_bytes,
-            processes=None if sample.processes is None else tuple(map(nvml.identified, sample.processes)),
+            processes=None if sample.processes is None else nvml.identified(sample.processes),
             own_pids=None if own_pids is None else tuple(sorted(own_pids)),
         )
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuReading
+from lightning_gpu_tools.loaders.inside import Inside
 from lightning_gpu_tools.selection.visibility import shown_uuid
 from lightning_gpu_tools.training.drift import GraphSizes
 from lightning_gpu_tools.training.line_sampler import WorkerLines
@@ -28,6 +29,7 @@ class Run(Training, Protocol):
     """The facts that the Trainer, Fabric or loop knows about a run; ``None`` = unknown, or none."""
 
     has_trainer: bool  # whether a Trainer drives it, so that advice can name its options
+    slowest: int  # place of the loader that training waits for most, among the loaders
     stage: Stage
 
     @property
@@ -39,12 +41,16 @@ class Run(Training, Protocol):
         """The NVIDIA GPUs on which the ranks of this node train."""
 
     @property
+    def loaders(self) -> Sequence[Inside]:
+        """The training loaders, at least one once training has begun."""
+
+    @property
     def loader(self) -> DataLoader[Any] | None:
-        """The training loader if it is a ``torch.utils.data.DataLoader``."""
+        """The slowest training loader if it is a ``torch.utils.data.DataLoader``."""
 
     @property
     def iterator(self) -> object | None:
-        """The iterator of the loader."""
+        """The iterator of that loader."""
 
     @property
     def validation_loaders(self) -> tuple[LoaderSettings, ...]:
@@ -81,6 +87,13 @@ class Run(Training, Protocol):
     @property
     def settings(self) -> Mapping[str, Any]:
         """More settings for the report: at least ``model``, the name of the model."""
+
+
+def slowest_loader(run: Run) -> DataLoader[Any] | None:
+    """Return the loader that a run waits for most, as far as known, if it is torch's."""
+    loaders = run.loaders
+    loader = loaders[min(run.slowest, len(loaders) - 1)].loader if loaders else None
+    return loader if isinstance(loader, DataLoader) else None
 
 
 class Timer(Protocol):

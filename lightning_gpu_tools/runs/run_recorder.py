@@ -35,11 +35,12 @@ from lightning_gpu_tools.host import (
     read_host_budget,
     throttled_periods,
 )
-from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor, settings_of
+from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor
 from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.runs.contexts import Contexts
 from lightning_gpu_tools.runs.rank_entries import Received, own_step, own_waits, received
 from lightning_gpu_tools.runs.run import Run, Timer, gpu_readings
+from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
 from lightning_gpu_tools.training.cores import CoreUsers, pressure_s
@@ -126,7 +127,7 @@ class RunRecorder:
         self.largest_batch_size: int | None = None  # in samples, that fits there
         self.batch_bytes: int | None = None  # of the first batch
         self.core_users = core_users
-        self.lines = LineSampler(clock, timer.worker_lines)
+        self.lines = LineSampler(clock, timer.worker_lines, lambda: [one.loader for one in run.loaders])
         self.compilations = Compilations(lambda: clock.steps)
         self.facts = Facts()
         lost_clock_percent = (lambda: None) if gpus is None else gpus.lost_clock_percent
@@ -138,7 +139,7 @@ class RunRecorder:
         self._local_ranks = run.place.local_ranks
         self._began = self.read_host()
         self._on_gpu = bool(run.gpus)
-        self.loader = self._loader_settings()
+        self._loaders = RunLoaders(run, self.lines.waits, self.facts.read)
         self._loader_since = self._began.children_cpu_s, 0  # the children's CPU time, and the step
         if self.loader is not None:
             ready = self.loader.num_workers * (self.loader.prefetch_factor or 0)
@@ -206,15 +207,18 @@ class RunRecorder:
         """Poll the storage of the dataset and of checkpoints, and return the seconds until the next poll."""
         return self.facts.read("the storage of the dataset", self._storage.poll, math.inf)
 
-    def _loader_settings(self) -> LoaderSettings | None:
-        return self.facts.read("the loader's settings", partial(loader_settings, self.run), None)
+    @property
+    def loader(self) -> LoaderSettings | None:
+        """The settings of the training loader, or of the slowest one of several, if it is torch's."""
+        return self._loaders.settings
 
     def _follow_loader(self) -> None:
-        # When NumWorkersFinder has changed the settings, only the new ones count.
-        settings = self._loader_settings()
-        if settings is not None and settings != self.loader:
-            children_s = self.facts.read("the workers' CPU time", children_cpu_s, None)
-            self.loader, self._loader_since = settings, (children_s, self._clock.steps)
+        is_new = self._loaders.follow()
+        if is_new == "another":
+            pids, self._workers = self._workers.pids, WorkerWatch(lambda: self.run.iterator)
+            self._workers.pids = pids
+        elif is_new == "changed":  # when NumWorkersFinder has changed the settings, only the new ones count
+            self._loader_since = self.facts.read("the workers' CPU time", children_cpu_s, None), self._clock.steps
             self._workers.unseen = None
             self._clock.begin_anew()
 
@@ -274,6 +278,7 @@ class RunRecorder:
             children_s_before, steps_before = self._loader_since
             worker_s = _per(now.children_cpu_s, children_s_before, max(1, clock.steps - steps_before))
         phase_s = clock.so_far()
+        loader_began, loader_now, wait_share = self._loaders.followed()
         loading = read("the loader's workers", self._workers.facts, None)
         if worker_s is not None and loading is not None and loading.worker_cores is not None:  # others may be children
             assert self.loader is not None
@@ -303,6 +308,9 @@ class RunRecorder:
             own_utilization_percent=read("the GPU's utilization", self._own_utilization, None),
             validation_utilization_percent=read("the GPU's utilization", partial(utilization, "validation"), None),
             loader=self.loader,
+            loader_began=loader_began,
+            loader_now=loader_now,
+            loader_wait_share=wait_share,
             worker_cpu_s_per_batch=worker_s,
             batch_bytes=self.batch_bytes,
             loading=loading,
@@ -432,11 +440,6 @@ def _log_folders(loggers: Iterable[Any]) -> dict[str, str]:
             if local := local_path(logger.log_dir):
                 found[type(logger).__name__] = local
     return found
-
-
-def loader_settings(run: Run) -> LoaderSettings | None:
-    """Return the settings of a run's loader, if it is a ``torch.utils.data.DataLoader``."""
-    return None if run.loader is None else settings_of(run.loader)
 
 
 def _per(now_s: float | None, before_s: float | None, amount: float) -> float | None:

@@ -322,9 +322,9 @@ def warn_if_not_writable(folder: str) -> None:
     """Warn before training if the report cannot be written. The folder is not created, because it may stay empty."""
     try:
         files.check_writable(folder)
-    except (OSError, ValueError, ImportError) as error:  # no permission, no such protocol, its package is missing
+    except OSError as error:
         warnings.warn(
-            f"The report of this run will be printed, but not written to {folder!r}: {error}. To get a file, choose "
-            "another folder: Trainer(default_root_dir=...), its logger, or watch(folder=...).",
+            f"The report of this run will be printed, but not written to {folder!r}: {error.strerror or error}. "
+            "To get a file, choose another folder: Trainer(default_root_dir=...), its logger, or watch(folder=...).",
             stacklevel=2,
         )

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from lightning_gpu_tools.runs.run import Run, Timer, gpu_readings
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.runs.stall_watch import StallAfter, StallWatch
 from lightning_gpu_tools.runs.surroundings import read_surroundings
-from lightning_gpu_tools.selection import claims, yielding
+from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.cores import CoreUsers
@@ -213,15 +213,8 @@ class Session:
                     gpm=gpm,
                     node=self.run.place.node,
                 )
-                self._poll_for_waiting_jobs(self.gpus, [str(gpu.uuid) for gpu in trained_on])
         except NvmlUnavailableError as error:
             self.gpu_note = f"No GPU was measured. {error}"
-
-    def _poll_for_waiting_jobs(self, gpus: GpuWatch, uuids: Sequence[str]) -> None:
-        if self._is_monitored and uuids and not claims.is_kept():
-            # The thread may print: nothing trains on GPUs that have been idle for half an hour.
-            reminder = yielding.Reminder(uuids, lambda: gpus.idle_s(uuids), claims.warn)
-            self.background.add("Polling for waiting jobs", reminder.check)
 
     # Stepping
 

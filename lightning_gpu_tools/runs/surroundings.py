@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.shortcomings import Surroundings
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpus.readings import GpuClaim
+from lightning_gpu_tools.gpus.readings import MAX_USERS, GpuClaim
 from lightning_gpu_tools.host import affinity_cores, read_host_budget, shared_memory_bytes
+from lightning_gpu_tools.loaders.facts import read_loader_facts
+from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.runs.out_of_memory import copies_per_weight
 from lightning_gpu_tools.runs.run import Run, gpu_readings
-from lightning_gpu_tools.runs.run_recorder import loader_settings
 from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.units import printable_path
 
 
 def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
     """Return the needs of a run and the machine's resources; for rank 0, after the first step."""
-    loader, ranks = loader_settings(run), run.place.local_ranks
+    loader, ranks = None if run.loader is None else settings_of(run.loader), run.place.local_ranks
     workers = 0 if loader is None else loader.num_workers * ranks
     ahead = None if loader is None or batch_bytes is None else workers * (loader.prefetch_factor or 0) * batch_bytes
     cores = read_host_budget(local_ranks=ranks).cores
@@ -39,7 +42,16 @@ def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
         workers=0 if has_warned else workers,
         cores=cores,
         claims=tuple(_claims(run)),
+        shared_files=tuple(_shared_files(run)),
     )
+
+
+def _shared_files(run: Run) -> Iterator[str]:
+    """Yield what datasets have open while forked workers read it."""
+    for one in run.loaders:
+        if isinstance(one.loader, DataLoader) and one.loader.num_workers:
+            facts = read_loader_facts(one.loader)
+            yield from facts.open_files if facts.is_forked else ()
 
 
 def _why_not_writable(place: Path) -> str:
@@ -70,15 +82,17 @@ def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
             found = ledger.claims()
     except ClaimsError:  # nobody can claim anything then
         return ()
+    others = [claim for claim in found if not claims.is_of_own_job(claim) and claim.pid != os.getpid()]
+    named = [*dict.fromkeys(claim.user for claim in others)][:MAX_USERS]
     of_users: dict[tuple[str, str], list[GpuClaim]] = {}  # one message per user, so that no user can flood the log
-    for claim in found:
-        if not claims.is_of_own_job(claim) and claim.pid != os.getpid():
-            for uuid in filter(claim.is_on, gpus):
-                of_users.setdefault((gpus[uuid], claim.user), []).append(claim)
+    for claim in others:
+        for uuid in filter(claim.is_on, gpus):
+            user = claim.user if claim.user in named else "other users"
+            of_users.setdefault((gpus[uuid], user), []).append(claim)
     return [
         (
             gpu,
-            str(those[0]) if len(those) == 1 else f"{user} ({len(those)} claims)",
+            str(those[0]) if len(those) == 1 and user in named else f"{user} ({len(those)} claims)",
             0 if None in (sizes := [claim.memory_bytes for claim in those]) else sum(filter(None, sizes)),
         )
         for (gpu, user), those in of_users.items()

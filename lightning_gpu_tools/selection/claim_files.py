@@ -5,8 +5,9 @@ Unix socket (``.sock``), the process listens but never answers. The kernel close
 has it open ends, so an entry is alive if a connection succeeds.
 
 No user of the folder is trusted. The folder must be sticky, so that nobody can remove, rename, or replace other users'
-files. Only names in the format of ``Folder.put`` count, and a file speaks only for its owner. Symbolic links are not
-followed, reads never block, and other users' files are not written. Anybody can lock the folder, so waits are limited.
+files. Only names in the format of ``Folder.put`` count, and a file speaks only for its owner. No link is followed: what
+is checked and what is used are one descriptor. Reads never block, and other users' files are not written. Anybody can
+lock the folder and fill it, so waits and the number of files are limited.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import contextlib
 import errno
 import fcntl
 import functools
+import itertools
 import os
 import re
+import shlex
 import stat
 import time
 from collections import Counter
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError
 from lightning_gpu_tools.mounts import mount_of, read_mounts
-from lightning_gpu_tools.processes import read_kernel_file
+from lightning_gpu_tools.processes import process_stat, read_kernel_file
 from lightning_gpu_tools.units import printable, printable_path, user_name
 
 if TYPE_CHECKING:
@@ -33,8 +36,10 @@ if TYPE_CHECKING:
 
 TIMEOUT_LOCK_S = 30.0  # about 300 picks of 0.1 s; after that, the holder hangs or keeps the lock on purpose
 _TIMEOUT_CREATION_S = 2.0  # mkdir to chmod takes microseconds, unless the process loses the CPU
-MAX_RECORD_BYTES = 64 * 1024  # a record of 16 GPUs with 7 MIG instances each has 6 KiB
+MAX_RECORD_BYTES = 16 * 1024  # a record of 16 GPUs with 7 MIG instances each has 6 KiB
 _MAX_RECORDS_PER_USER = 1000  # the latest ones; a job has one record per process
+# Our default: two files for each process of 100 users with 50 processes each. To read them all takes a second.
+_MAX_FILES = 10_000
 _MAX_ATTEMPTS = 10  # our default: an attacker who races for a new name wins once in fifty attempts
 # The sticky bit keeps systemd-tmpfiles and the like from removing a file of a long job for its age
 # (XDG Base Directory Specification, XDG_RUNTIME_DIR).
@@ -46,6 +51,7 @@ _FILE = re.compile(
     rf"(?:((?:claim|wait)-[0-9a-f]{{16}})\.sock|\.?((?:claim|wait)-[0-9a-f]{{16}})(?:-{_UUID_START.pattern})*\.json)"
 )
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_LOOK = os.O_PATH | os.O_NOFOLLOW  # of a symbolic link, this opens the link itself
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
@@ -56,7 +62,7 @@ class Entry(NamedTuple):
     name: str  # file name of the socket, without the extension
     owner_id: int  # according to the file system
     record: str  # file name of the record
-    is_closed: bool = False  # this user may not connect to the socket, so the entry may be dead
+    is_closed: bool = False  # this user may not connect to the socket
 
     @property
     def uuid_starts(self) -> tuple[str, ...]:
@@ -108,6 +114,7 @@ class Folder:
         self.owner_id = os.fstat(descriptor).st_uid
         self.unreadable: list[Unreadable] = []  # files skipped so far
         self._descriptor = descriptor
+        self._files: list[tuple[str, os.DirEntry[str]]] = []  # of entries, each with the name of its entry
 
     def entries(self, kind: str) -> list[Entry]:
         """Return the entries of live processes, earliest first."""
@@ -172,7 +179,7 @@ class Folder:
     def clean_up(self) -> None:
         """Remove the files of ended processes: those of this user, or of all users as root."""
         own: dict[tuple[str, int], list[str]] = {}
-        for name, file in self._files():
+        for name, file in self._files:
             with contextlib.suppress(OSError):  # already released, or unreadable
                 owner_id = file.stat(follow_symlinks=False).st_uid
                 if os.geteuid() in (0, owner_id):
@@ -186,7 +193,7 @@ class Folder:
     @property
     def _here(self) -> str:
         """A path for calls that accept no descriptor, short enough for a socket address."""
-        return f"/proc/self/fd/{self._descriptor}"
+        return _path_of(self._descriptor)
 
     @functools.cached_property
     def _mounted(self) -> dict[str, int | None]:
@@ -197,24 +204,39 @@ class Folder:
         below = f"{os.readlink(self._here)}/"
         return {point[len(below) :]: mount.user_id for point, mount in read_mounts().items() if point.startswith(below)}
 
-    def _files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yield the files of entries, each with the name of its entry."""
+    def list_files(self) -> None:
+        """List the files, on which all other methods rely; raise ``ClaimsError`` if that takes too long."""
         try:
             with os.scandir(self._descriptor) as files:
-                found = [(match[1] or match[2], file) for file in files if (match := _FILE.fullmatch(file.name))]
+                found = [*itertools.islice(files, _MAX_FILES + 1)]
         except OSError as error:
             raise _unusable(self.path, f"it cannot be listed ({error.strerror})", "Check its file system") from error
-        for name, file in found:
-            if file.name in self._mounted:
-                self._skip(file.name, "another file system is mounted on it")
-            else:
-                yield name, file
+        if len(found) > _MAX_FILES:
+            raise self._overfull(found)
+        self._files = []
+        for file in found:
+            if match := _FILE.fullmatch(file.name):
+                if file.name in self._mounted:
+                    self._skip(file.name, "another file system is mounted on it")
+                else:
+                    self._files.append((match[1] or match[2], file))
+
+    def _overfull(self, files: Iterable[os.DirEntry[str]]) -> ClaimsError:
+        owners: Counter[int] = Counter()
+        for file in files:
+            with contextlib.suppress(OSError):  # already removed
+                if file.name not in self._mounted:
+                    owners[file.stat(follow_symlinks=False).st_uid] += 1
+        owner_id = max(owners, key=owners.__getitem__, default=0)
+        reason = f"it has more than {_MAX_FILES:,} files, most of them of {user_name(owner_id)}"
+        remove = f"find {shlex.quote(self.path)} -mindepth 1 -user {owner_id} -delete"
+        return _unusable(self.path, reason, f"{user_name(owner_id)} or an administrator can remove them: {remove}")
 
     def _skip(self, file: str, reason: str) -> None:
         self.unreadable.append(Unreadable(file, self._mounted.get(file), reason))
 
     def _records(self, kind: str) -> Iterator[Entry]:
-        for name, file in self._files():
+        for name, file in self._files:
             if file.name.startswith(f"{kind}-") and file.name.endswith(".json"):
                 try:
                     found = file.stat(follow_symlinks=False)
@@ -226,43 +248,57 @@ class Folder:
                 yield Entry(found.st_ctime_ns, name, found.st_uid, file.name)
 
     def _is_held(self, name: str, owner_id: int) -> bool | None:
-        """Return whether a process of the owner has the socket open; ``None`` if it is closed to others."""
+        """Return whether a process of the owner has the socket open; ``None`` if it has, but with a closed mode."""
         file = f"{name}.sock"
         try:
             if file in self._mounted:
                 return False
-            found = os.stat(file, dir_fd=self._descriptor, follow_symlinks=False)
+            descriptor = os.open(file, _LOOK, dir_fd=self._descriptor)
         except FileNotFoundError:
             return False
         except OSError as error:
             self._skip(file, str(error.strerror))
             return False
-        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != owner_id:
-            return False
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISSOCK(found.st_mode) or found.st_uid != owner_id:
+                return False
+            return self._accepts(descriptor, name, is_open=bool(found.st_mode & stat.S_IWOTH))
+        finally:
+            os.close(descriptor)
+
+    def _accepts(self, descriptor: int, name: str, *, is_open: bool) -> bool | None:
         from socket import AF_UNIX, socket  # takes a twentieth of the time of a pick without claims
 
         with socket(AF_UNIX) as probe:
             probe.setblocking(False)
             try:
-                probe.connect(f"{self._here}/{file}")
+                probe.connect(_path_of(descriptor))
             except BlockingIOError:  # another process has already connected, and nobody accepts
                 return True
-            except PermissionError:  # due to its mode, or to a security module, which its owner cannot see
-                return True if found.st_mode & stat.S_IWOTH else None
+            except PermissionError:  # due to its mode, or to an ACL or a security module
+                if f"/{name}.sock\n" not in self._listening:
+                    return False
+                return True if is_open else None
             except OSError as error:
                 return error.errno not in (errno.ECONNREFUSED, errno.ENOENT, errno.EPROTOTYPE)
         return True
 
+    @functools.cached_property
+    def _listening(self) -> str:
+        """The kernel's list of the open sockets in this network namespace, which needs no permission."""
+        return read_kernel_file("/proc/net/unix")
+
     def _listen(self, listener: socket.socket, file: str, made: dict[str, os.stat_result]) -> None:
         listener.bind(f"{self._here}/{file}")
         # The folder's owner may have replaced the file, and chmod() follows links.
-        descriptor = os.open(file, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._descriptor)
+        descriptor = os.open(file, _LOOK, dir_fd=self._descriptor)
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             made[file] = found
-            os.chmod(f"/proc/self/fd/{descriptor}", SOCKET_MODE)
+            os.chmod(_path_of(descriptor), SOCKET_MODE)
         finally:
             os.close(descriptor)
         listener.listen(0)  # one connection is enough for checks; it is never accepted
@@ -321,6 +357,7 @@ def open_folder(path: str) -> Iterator[Folder | None]:
 @contextlib.contextmanager
 def locked_folder(path: str) -> Iterator[Folder]:
     """Lock the folder, and create it if it does not exist."""
+    began_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     give_up_s = time.monotonic() + TIMEOUT_LOCK_S
     while True:
         try:
@@ -333,8 +370,9 @@ def locked_folder(path: str) -> Iterator[Folder]:
                 yield Folder(path, descriptor)
                 return
             if time.monotonic() > give_up_s:
-                reason = f"{_holder_of_lock(descriptor)} has locked it for {TIMEOUT_LOCK_S:.0f} s"
-                raise ClaimsLockedError(*_unusable(path, reason, "End that process").args)
+                holder, advice = _holder_of_lock(descriptor, path, began_s)
+                reason = f"{holder} has locked it for {TIMEOUT_LOCK_S:.0f} s"
+                raise ClaimsLockedError(*_unusable(path, reason, advice).args)
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # because a child that was forked in between has this descriptor too
             os.close(descriptor)
@@ -401,7 +439,7 @@ def _open(path: str) -> int:
     if mode & 0o022 and not mode & stat.S_ISVTX:
         os.close(descriptor)
         raise _unusable(path, "it lets users remove the files of others", _open_to_all(path))
-    if not os.path.exists(f"/proc/self/fd/{descriptor}"):  # without it, every socket would seem dead
+    if not os.path.exists(_path_of(descriptor)):  # without it, every socket would seem dead
         os.close(descriptor)
         raise _unusable(path, "/proc is not mounted", "Mount it")
     return descriptor
@@ -409,7 +447,7 @@ def _open(path: str) -> int:
 
 def _open_to_all(path: str) -> str:
     try:
-        owner = f"Its owner {user_name(os.stat(path).st_uid)} or an administrator"
+        owner = f"Its owner {user_name(os.lstat(path).st_uid)} or an administrator"
     except OSError:  # a parent folder is closed, too
         owner = "An administrator"
     return f"{owner} can open it to all users: chmod 1777 {printable_path(path)}"
@@ -448,13 +486,27 @@ def _is_at(descriptor: int, path: str) -> bool:
     return False
 
 
-def _holder_of_lock(descriptor: int) -> str:
+def _holder_of_lock(descriptor: int, path: str, began_s: float) -> tuple[str, str]:
+    """Return who has locked the folder since ``began_s``, in seconds since boot, and what to do."""
     found = os.fstat(descriptor)
-    file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    for words in map(str.split, read_kernel_file("/proc/locks").splitlines()):
-        if words[-3] == file and "->" not in words:  # an arrow marks waiting processes
-            pid = words[-4]
-            with contextlib.suppress(OSError):
-                name = printable(read_kernel_file(f"/proc/{pid}/comm").strip())
-                return f"{name} of {user_name(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
-    return "a process that is not visible from here"
+    file = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino} "
+    unknown = "a process that cannot be identified", f"Root can find it: fuser -v {shlex.quote(path)}"
+    lines = read_kernel_file("/proc/locks").splitlines()
+    pid = next((line.split()[-4] for line in lines if file in line and "->" not in line), "0")  # arrow: it waits
+    # This process took the lock. Since then, it may have left the lock to a child, and another may have got its PID.
+    stat = process_stat(int(pid))
+    if stat is None or stat.started_ticks / os.sysconf("SC_CLK_TCK") > began_s:
+        return unknown
+    try:
+        user = user_name(os.stat(f"/proc/{pid}").st_uid)
+        holder = f"{printable(read_kernel_file(f'/proc/{pid}/comm').strip())} of {user} (pid {pid})"
+        is_certain = any(file in read_kernel_file(one.path) for one in os.scandir(f"/proc/{pid}/fdinfo"))
+    except PermissionError:  # of another user
+        return f"probably {holder} or one of its children", f"Ask {user} or an administrator to end it"
+    except OSError:  # it has just ended
+        return unknown
+    return (holder, "End that process") if is_certain else unknown
+
+
+def _path_of(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
-from lightning_gpu_tools.gpus.readings import GpuClaim, GpuWaiter, folded_claims
+from lightning_gpu_tools.gpus.readings import MAX_USERS, GpuClaim, GpuWaiter, folded_claims
 from lightning_gpu_tools.processes import ProcessId, descendants, read_kernel_file, running_kernel
 from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path, user_name
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _Parsed = TypeVar("_Parsed")
 # Names of the jobs of this process and its children, comma-separated.
 JOB_VARIABLE = "LIGHTNING_GPU_TOOLS_JOB"
-_KEPT_VARIABLE = "LIGHTNING_GPU_TOOLS_KEPT"  # set to 1 under ``run``, where a process keeps the claim
 _DEFAULT_DIRECTORY = "/tmp/lightning-gpu-tools"  # not TMPDIR, which often differs between users
 _MAX_PID = 2**22  # PID_MAX_LIMIT of 64-bit Linux, proc_sys_kernel(5)
 _MAX_UUIDS = 1024  # more than on 16 GPUs in MIG mode
@@ -55,11 +54,6 @@ def is_trusted(claim: GpuClaim) -> bool:
     return claim.owner_id in (os.geteuid(), 0)  # root may have started this job for its user
 
 
-def is_kept() -> bool:
-    """Return whether a process started by ``run`` keeps the claim of this job."""
-    return _KEPT_VARIABLE in os.environ
-
-
 def directory() -> str:
     """Return the path of the claims folder."""
     return os.path.abspath(os.environ.get("LIGHTNING_GPU_TOOLS_CLAIMS_DIR") or _DEFAULT_DIRECTORY)
@@ -71,6 +65,7 @@ def read_ledger(path: str) -> Iterator[Ledger]:
     with claim_files.open_folder(path) as folder:
         if folder:
             _name_owner(folder)
+            folder.list_files()
         yield Ledger(folder)
 
 
@@ -79,6 +74,7 @@ def open_ledger(path: str) -> Iterator[Ledger]:
     """Lock the claims, so that no other process can claim at the same time."""
     with claim_files.locked_folder(path) as folder:
         _name_owner(folder)
+        folder.list_files()
         folder.clean_up()
         yield Ledger(folder, takes_claims=True)
 
@@ -97,40 +93,21 @@ _held_claims: list[HeldClaim] = []  # a forked child has a copy of its parent's
 
 
 class HeldClaim:
-    """A claim that this process holds until it ends or releases the claim.
+    """A claim that this process holds until it ends or releases the claim."""
 
-    ``yield_after_s`` is the number of idle seconds after which the job agreed to end for others; ``None``: never.
-    """
-
-    def __init__(self, path: str, content: dict[str, Any], held: Held, yield_after_s: float | None) -> None:
+    def __init__(self, path: str, content: dict[str, Any], held: Held) -> None:
         self.job: str = content["job"]
         self._path = path
         self._content = content
-        self._process = ProcessId.of(os.getpid())
+        self.pid = os.getpid()  # a process that this one forks does not hold the claim
         self._held = [held]
-        self.is_released = False
-        self.yield_after_s = yield_after_s
+        self._is_released = False
         self._said: set[str] = set()
         _held_claims.append(self)
 
-    @property
-    def is_own(self) -> bool:
-        """Whether this process made the claim, not a process that forked this one."""
-        return self.pid == os.getpid()
-
-    @property
-    def pid(self) -> int:
-        """PID of the process that made the claim, even if it has executed a program since."""
-        return self._process.pid
-
-    @property
-    def uuids(self) -> list[str]:
-        """The claimed GPUs."""
-        return list(self._content["uuids"])
-
     def release(self) -> None:
         """Release the claim, even if forked children still hold it. Idempotent."""
-        self.is_released = True
+        self._is_released = True
         with contextlib.suppress(ValueError):
             _held_claims.remove(self)
         with contextlib.suppress(IndexError):
@@ -139,7 +116,7 @@ class HeldClaim:
 
     def keep(self) -> str:
         """Take the claim again if its files were removed. Return a message about it, or ``""`` if none is new."""
-        if self.is_released or any(held.is_in(self._path) for held in [*self._held]):
+        if self._is_released or any(held.is_in(self._path) for held in [*self._held]):
             return ""
         try:
             event = self._take_again()
@@ -155,11 +132,11 @@ class HeldClaim:
         with open_ledger(self._path) as ledger:
             rivals = ledger.rivals(uuids, kind, [self.job])
             content = {**self._content, "kind": "whole", "memory_bytes": None} if rivals else self._content
-            self._held.append(ledger.put("claim", content, self._process))
+            self._held.append(ledger.put("claim", content))
             owner = ledger.foreign_owner
         with contextlib.suppress(IndexError):  # already released
             self._held.pop(0).release()
-        if self.is_released:
+        if self._is_released:
             self.release()
         by = f", which belongs to {owner}" if owner else ""
         event = f"The claim of this job on {', '.join(uuids)} was removed from {printable_path(self._path)}{by}."
@@ -168,68 +145,19 @@ class HeldClaim:
         names = ", ".join(folded_claims(rivals, str))
         return f"{event} Meanwhile {names} claimed it. Both jobs now use it: talk to them, or stop this job."
 
-    def pass_on(self, meanwhile: Callable[[int], object]) -> None:
-        """Pass the claim on to a program that this process executes, and start a process that keeps it for as long.
-
-        The new process calls ``meanwhile`` with one end of a pipe. The program and its children have the other end.
-        """
+    def pass_on(self) -> None:
+        """Pass the claim on to a program that this process executes."""
         self._held[0].pass_on()
-        with contextlib.suppress(OSError):  # no process can be started: others may remove the claim unnoticed
-            ended, job = os.pipe()  # the program and its children have one end; the kernel closes it with the last one
-            os.set_inheritable(job, True)
-            child = os.fork()
-            if child == 0:
-                try:
-                    self._keep_until(ended, meanwhile)
-                finally:
-                    os._exit(0)
-            os.close(ended)
-            os.waitpid(child, 0)  # wait until it has closed the claim's socket
-            os.environ[_KEPT_VARIABLE] = "1"
-
-    def _keep_until(self, ended: int, meanwhile: Callable[[int], object]) -> None:
-        """Keep the claim in a detached process until a pipe is closed."""
-        import select
-
-        self._held[0].release()  # in a forked child, this only closes its descriptors
-        os.setsid()
-        os.chdir("/")
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor < 2:
-                os.dup2(nowhere, descriptor)
-            elif descriptor not in (2, ended, nowhere):
-                with contextlib.suppress(OSError):  # the descriptor of the listing itself
-                    os.close(descriptor)
-        if os.fork():
-            return
-        meanwhile(ended)
-        poll = select.poll()
-        poll.register(ended, 0)
-        while not poll.poll(KEEP_EVERY_S * 1000):
-            if event := self.keep():
-                write_line(event)
-            # Whoever reads the program's output must not have to wait for the program's children. Without children,
-            # the pipe closes before the kernel reports the end of the program.
-            if self._process.is_running is False and not poll.poll(0):
-                os.dup2(nowhere, 2)
-        self.release()
 
 
 def held_claims() -> list[HeldClaim]:
     """Return the claims that this process holds."""
-    return [claim for claim in [*_held_claims] if claim.is_own]
+    return [claim for claim in [*_held_claims] if claim.pid == os.getpid()]
 
 
 def keep_claims() -> list[str]:
     """Restore claims of this process whose files were removed. Return messages. Safe in any thread."""
     return [event for claim in held_claims() if (event := claim.keep())]
-
-
-def write_line(text: str) -> None:
-    """Write a line to stderr without Python's locks, which a thread may have held when this process was forked."""
-    with contextlib.suppress(OSError):  # stderr was closed
-        os.write(2, f"lightning-gpu-tools: {text}\n".encode())
 
 
 class Ledger:
@@ -249,7 +177,10 @@ class Ledger:
         return user_name(owner_id) if _is_foreign(owner_id) else ""
 
     def claims(self, process_ids: Collection[int] = ()) -> tuple[GpuClaim, ...]:
-        """Return the live claims, oldest first. Claims on memory list their jobs' processes among ``process_ids``."""
+        """Return the live claims, oldest first, with the PIDs that are certain.
+
+        Claims on memory list their jobs' processes among ``process_ids``.
+        """
         jobs: dict[tuple[object, ...], list[tuple[GpuClaim, ProcessId | None]]] = {}
         for claim, process in self._claim_records:
             # Only records of the same user form a job, because other users can write any name.
@@ -257,10 +188,10 @@ class Ledger:
             jobs.setdefault(same, []).append((claim, process))
         found = []
         for records in jobs.values():
-            claim = records[0][0]
+            pids = [_certain_pid(process, claim.owner_id) for claim, process in records]
+            claim = records[0][0]._replace(pid=pids[0])
             if process_ids and claim.kind == "memory":
-                holders = {process.pid for _, process in records if process and process.is_running}
-                claim = claim._replace(process_ids=descendants(process_ids, holders))
+                claim = claim._replace(process_ids=descendants(process_ids, {*filter(None, pids)}))
             found.append(claim)
         return tuple(found)
 
@@ -273,11 +204,6 @@ class Ledger:
             and "exclusive" in (kind, claim.kind)
             and not (claim.job in own_jobs and is_trusted(claim))
         ]
-
-    def records(self, jobs: Collection[str]) -> list[tuple[GpuClaim, ProcessId]]:
-        """Return the claims of these jobs of this user, one for each process, earliest first."""
-        mine = [(claim, process) for claim, process in self._claim_records if claim.owner_id == os.geteuid()]
-        return [(claim, process) for claim, process in mine if process and claim.job in jobs]
 
     @functools.cached_property
     def waiters(self) -> tuple[GpuWaiter, ...]:
@@ -296,32 +222,30 @@ class Ledger:
         *,
         group: str | None = None,
         job: str | None = None,
-        yield_after_s: float | None = None,
     ) -> HeldClaim:
         """Claim GPUs as in ``GpuClaim``, for a new job or for another process of an existing job."""
         job = job or os.urandom(8).hex()
         content = {"job": job, "uuids": list(uuids), "kind": kind, "memory_bytes": memory_bytes, "group": group}
-        content["yields"] = yield_after_s is not None
-        held = self.put("claim", content, ProcessId.of(os.getpid()))
+        held = self.put("claim", content)
         assert self._folder is not None
-        return HeldClaim(self._folder.path, content, held, yield_after_s)
+        return HeldClaim(self._folder.path, content, held)
 
-    def join(self, claim: GpuClaim, yield_after_s: float | None = None) -> HeldClaim | None:
+    def join(self, claim: GpuClaim) -> HeldClaim | None:
         """Hold an existing claim in this process, too; return ``None`` if it already does."""
         own = ProcessId.of(os.getpid())
-        agreed = [one.yields for one, process in self.records([claim.job]) if process == own]
-        if agreed and (yield_after_s is None or any(agreed)):
+        mine = ((one, process) for one, process in self._claim_records if one.owner_id == os.geteuid())
+        if any(process == own and one.job == claim.job for one, process in mine):
             return None
-        take = functools.partial(self.take, group=claim.group, job=claim.job, yield_after_s=yield_after_s)
-        return take(claim.uuids, claim.kind, claim.memory_bytes)
+        return self.take(claim.uuids, claim.kind, claim.memory_bytes, group=claim.group, job=claim.job)
 
     def queue(self, uuids: Sequence[str], count: int) -> Held:
         """Take the last place in the queue for ``count`` of these GPUs."""
-        return self.put("wait", {"uuids": list(uuids), "requested": count}, ProcessId.of(os.getpid()))
+        return self.put("wait", {"uuids": list(uuids), "requested": count})
 
-    def put(self, kind: str, content: dict[str, Any], process: ProcessId) -> Held:
-        """Create an entry for a process."""
-        assert self._folder is not None, "only open_ledger() gives a ledger to write to"
+    def put(self, kind: str, content: dict[str, Any]) -> Held:
+        """Create an entry of this process."""
+        assert self._folder is not None, "only a ledger of open_ledger can be written to"
+        process = ProcessId.of(os.getpid())
         record = {
             "schema_version": 2,
             **content,
@@ -371,6 +295,14 @@ class Ledger:
         )
 
 
+def _certain_pid(process: ProcessId | None, owner_id: int) -> int | None:
+    """Return the PID in a record if its start time and its owner prove that this process wrote the record."""
+    if process is not None and process.is_running:
+        with contextlib.suppress(OSError):  # just ended
+            return process.pid if os.stat(f"/proc/{process.pid}").st_uid == owner_id else None
+    return None
+
+
 def warn(message: str) -> None:
     """Log a warning."""
     import logging  # this import takes a twentieth of the time of a pick
@@ -384,15 +316,19 @@ def warn_once(message: str) -> None:
     warn(message)
 
 
-_warned_of: set[tuple[str, int | None, str]] = set()
+_warned_of: dict[tuple[str, str], list[int | None]] = {}  # by folder and message: the users named so far
 
 
 def _warn_of_files(path: str, files: Sequence[Unreadable], message: str) -> None:
-    """Warn about the first file of each user and the number of further files, once in this process."""
+    """Warn about the first file of each user and the number of further files, once in this process, of three users."""
+    named = _warned_of.setdefault((path, message), [])
     for owner_id in dict.fromkeys(one.owner_id for one in files):
-        if (path, owner_id, message) in _warned_of:
+        if owner_id in named or len(named) > MAX_USERS:
             continue
-        _warned_of.add((path, owner_id, message))
+        named.append(owner_id)
+        if len(named) > MAX_USERS:
+            warn(f"More users have such files in {printable_path(path)}. They are not named.")
+            return
         first, *others = dict.fromkeys(one for one in files if one.owner_id == owner_id)  # some occur several times
         file = printable_path(os.path.join(path, first.file))
         owner = "an unknown user" if owner_id is None else user_name(owner_id)
@@ -435,9 +371,7 @@ def warn_if_private() -> None:
 def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]:
     if record is _CLOSED:  # it may be a claim of any kind, on all GPUs
         uuids = entry.uuid_starts or ("GPU-", "MIG-")
-        claim = GpuClaim(
-            job="", uuids=uuids, kind="exclusive", memory_bytes=None, pid=None, hostname=None, **_origin(entry)
-        )
+        claim = GpuClaim(job="", uuids=uuids, kind="exclusive", memory_bytes=None, hostname=None, **_origin(entry))
         return claim, None
     kind = _checked(record, "kind", lambda value: value in ("memory", "whole", "exclusive"))
     claim = GpuClaim(
@@ -445,23 +379,31 @@ def _parse_claim(record: Any, entry: Entry) -> tuple[GpuClaim, ProcessId | None]
         uuids=_uuids(record),
         kind=kind,
         memory_bytes=_number(record, "memory_bytes", 0, MAX_BYTES) if kind == "memory" else None,
-        pid=(pid := _number(record, "pid", 1, _MAX_PID)),
         hostname=printable(_text(record, "hostname", 255)),
         group=None if record.get("group") is None else _text(record, "group", 4096),
-        yields=record.get("yields") is True,
         **_origin(entry),
     )
-    return claim, ProcessId(
-        kernel=running_kernel(),  # sockets of an earlier kernel are dead
-        namespace=record.get("pid_namespace"),
-        pid=pid,
-        started_ticks=record.get("started_ticks"),
-    )
+    return claim, _process(record)
 
 
 def _parse_waiter(record: Any, entry: Entry) -> GpuWaiter:
-    requested, pid = _number(record, "requested", 1, _MAX_UUIDS), _number(record, "pid", 1, _MAX_PID)
-    return GpuWaiter(name=entry.name, uuids=_uuids(record), requested=requested, pid=pid, **_origin(entry))
+    return GpuWaiter(
+        name=entry.name,
+        uuids=_uuids(record),
+        requested=_number(record, "requested", 1, _MAX_UUIDS),
+        pid=_certain_pid(_process(record), entry.owner_id),
+        user=user_name(entry.owner_id),
+        owner_id=entry.owner_id,
+    )
+
+
+def _process(record: Any) -> ProcessId:
+    return ProcessId(
+        kernel=running_kernel(),  # sockets of an earlier kernel are dead
+        namespace=record.get("pid_namespace"),
+        pid=_number(record, "pid", 1, _MAX_PID),
+        started_ticks=record.get("started_ticks"),
+    )
 
 
 def _origin(entry: Entry) -> dict[str, Any]:

@@ -1,14 +1,19 @@
-"""Facts that only CUDA knows, found without starting CUDA in this process."""
+"""Facts that only CUDA and torch know, found without starting CUDA or importing torch in this process."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
+import importlib.util
 import os
+import re
 import sys
 
 from lightning_gpu_tools.errors import LightningGpuToolsError
+from lightning_gpu_tools.processes import read_kernel_file
+from lightning_gpu_tools.selection.ranking import TorchBuild
+from lightning_gpu_tools.units import printable
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
 _LIMIT_S = 10.0  # our default: CUDA starts in one or two seconds, and other jobs wait for the claims until then
@@ -23,6 +28,11 @@ for ordinal in range(count.value):
     assert cuda.cuDeviceGet(ctypes.byref(device), ordinal) == 0 and cuda.cuDeviceGetUuid(raw, device) == 0
     print(f"GPU-{{uuid.UUID(bytes=raw.raw)}}")
 """
+
+# What torch.cuda.get_arch_list() returns is a text in this library (CUDA_ARCH_FLAGS in torch/csrc/cuda/Module.cpp).
+_TORCH_LIBRARY = "lib/libtorch_python.so"
+_ARCHITECTURES = re.compile(rb"\0(sm_\d+[af]?(?: (?:sm|compute)_\d+[af]?)*)\0")
+_VERSION = re.compile(r"^(__version__|cuda)\b.*= '(.+)'", re.MULTILINE)
 
 
 def is_initialized() -> bool:
@@ -60,3 +70,26 @@ def device_order() -> tuple[str, ...]:
             "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs in CUDA_VISIBLE_DEVICES."
         )
     return tuple(uuids.split())
+
+
+@functools.cache
+def installed_torch() -> TorchBuild | None:
+    """Return the CUDA build of torch that this Python would import; ``None`` if there is none, or its code is unknown.
+
+    Takes 20 ms. torch.cuda.get_arch_list() would need an imported torch, which takes a second.
+    """
+    import mmap  # not needed elsewhere
+
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        facts = dict(_VERSION.findall(read_kernel_file(os.path.join(folder, "version.py"))))
+        if "cuda" not in facts:  # a build for the CPU or for AMD
+            return None
+        with (
+            contextlib.suppress(OSError, ValueError),  # another layout, as on Windows; an empty file
+            open(os.path.join(folder, _TORCH_LIBRARY), "rb") as library,
+            mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            if found := _ARCHITECTURES.search(content):
+                return TorchBuild(printable(facts.get("__version__", "")), tuple(found[1].decode().split()))
+    return None

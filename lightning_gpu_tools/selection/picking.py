@@ -15,20 +15,22 @@ from typing import TYPE_CHECKING, TypeVar
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError, CudaAlreadyInitializedError, NotEnoughGpusError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuClaim, GpuReading, GpuWaiter
-from lightning_gpu_tools.selection import claims, cuda, yielding
+from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.ranking import (
     Candidate,
     Ranking,
     Rejection,
     Request,
+    TorchBuild,
     attainable,
     best_set,
     folded_reasons,
+    mixed_models,
     rank_gpus,
     sharding_hint,
     why_picked,
 )
-from lightning_gpu_tools.selection.visibility import visible_gpus, whole_or_instances
+from lightning_gpu_tools.selection.visibility import visible_gpus, whole_or_instances, why_fewer
 from lightning_gpu_tools.units import format_duration
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ class GpuSelection:
     def pass_on(self) -> None:
         """Pass the claim on to a program that this process executes."""
         if self._claim:
-            self._claim.pass_on(functools.partial(yielding.watch_program, self._claim))
+            self._claim.pass_on()
 
     def release(self) -> None:
         """Release the claim. Does not change ``CUDA_VISIBLE_DEVICES``."""
@@ -106,15 +108,25 @@ class GpuSelection:
         self.release()
 
 
+_applied: set[str] = set()  # values of CUDA_VISIBLE_DEVICES that this process has set
+
+
 def show_gpus(uuids: Sequence[str]) -> None:
     """Set ``CUDA_VISIBLE_DEVICES``; nothing else in the package does."""
-    mask = ",".join(uuids)
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == mask:
+    mask, before = ",".join(uuids), os.environ.get("CUDA_VISIBLE_DEVICES")
+    _applied.add(mask)
+    if before == mask:
         return
     if cuda.is_initialized():
         raise CudaAlreadyInitializedError(
             "CUDA has already started in this process and has read CUDA_VISIBLE_DEVICES. Pick the GPUs before anything "
             "uses CUDA, including torch.cuda.is_available(), which can start it."
+        )
+    if before in _applied:
+        count = len({*uuids, *before.split(",")})
+        claims.warn(
+            f"This process was restricted to {before}. From now on, all its threads see only {mask}. To use these GPUs "
+            f"together, pick them together: select_gpus({count}).apply(). Or start a process for each selection."
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = mask
 
@@ -136,8 +148,8 @@ def select_gpus(
     min_free: int | str | None = None,
     max_utilization: float | None = None,
     exclusive: bool = False,
+    name: str | None = None,
     wait: float | str | None = None,
-    yield_after: float | str | None = None,
     claim: bool = True,
 ) -> GpuSelection:
     """Pick the GPUs with the most free memory, idle ones first, and claim them until this process ends.
@@ -150,15 +162,14 @@ def select_gpus(
 
     Args:
         count: Number of GPUs. You never get fewer.
-        min_free: Free memory that each GPU must have in addition to live claims, as bytes or ``"8GiB"``. This amount is
-            claimed on each GPU. By default, all memory is claimed, and others use these GPUs only as a last resort.
+        min_free: Free memory that each GPU must have in addition to live claims, as bytes, ``"8GiB"`` or, as in SLURM,
+            ``"8G"``. This amount is claimed on each GPU. By default, all memory is claimed, and others use these GPUs
+            only as a last resort.
         max_utilization: Highest allowed utilization of each GPU, in percent.
         exclusive: Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.
+        name: Part of the model's name that each GPU must have, such as ``"A100"``, in upper or lower case.
         wait: Longest time to wait, in seconds or as ``"10m"``. ``None``: do not wait. First come, first served: GPUs
             are reserved for jobs that have waited longer.
-        yield_after: Send SIGTERM to the processes that claimed the GPUs once the GPUs have been idle for this time (0 %
-            utilization according to the driver) and another job waits for one of them. In seconds, at least 60, or as
-            ``"2h"``. ``None``: never. Has no effect if the driver does not report utilization.
         claim: Whether to claim the GPUs. The claims of others are respected in any case.
 
     Raises:
@@ -173,13 +184,11 @@ def select_gpus(
         min_free=min_free,
         max_utilization=max_utilization,
         exclusive=exclusive,
+        name=name,
         wait=wait,
-        yield_after=yield_after,
         claim=claim,
     )
-    selection = pick(request, Attempt.choose)
-    yielding.watch_claims()
-    return selection
+    return pick(request, Attempt.choose)
 
 
 @dataclass
@@ -195,6 +204,7 @@ class Attempt:
     group: str | None
     # UUIDs to pick from, in the order of the result. None: those in CUDA_VISIBLE_DEVICES, best first.
     among: Sequence[str] | None
+    torch: TorchBuild | None
 
     @functools.cached_property
     def gpus(self) -> tuple[GpuReading, ...]:
@@ -224,12 +234,12 @@ class Attempt:
     def live_claims(self) -> tuple[GpuClaim, ...]:
         """The live claims, oldest first."""
         gpus = whole_or_instances(self.gpus)
-        return self.ledger.claims({process.pid for gpu in gpus for process in gpu.processes or ()})
+        return self.ledger.claims({one.pid for gpu in gpus for one in gpu.processes or () if not one.is_foreign})
 
     def rank(self, request: Request, ahead: Sequence[GpuWaiter] = ()) -> Ranking:
         """Rank the GPUs that may be picked, for this or another request."""
         others = [claim for claim in self.live_claims if not claims.is_of_own_job(claim)]
-        return rank_gpus(self.visible, others, request, {os.getpid()}, ahead)
+        return rank_gpus(self.visible, others, request, {os.getpid()}, ahead, self.torch)
 
     def choose(self) -> GpuSelection:
         """Pick and claim GPUs. Raise the errors of :func:`select_gpus`."""
@@ -239,12 +249,15 @@ class Attempt:
         by_uuid = {gpu.uuid: gpu for gpu in visible}
         for claim in reversed(self.live_claims):
             if self.is_choice_of_job(claim) and by_uuid.keys() >= {*claim.uuids}:
-                held = self.ledger.join(claim, self.request.yield_after_s) if self.ledger.takes_claims else None
+                held = self.ledger.join(claim) if self.ledger.takes_claims else None
                 return GpuSelection(tuple(by_uuid[uuid] for uuid in claim.uuids), "", held)
         ranking = self.rank(self.request, self.ahead)
         if len(ranking.candidates) < self.request.count:
             raise self._not_enough(ranking)
         chosen = _best_set(ranking.candidates, self.request)
+        are_named = self.among is not None and len(self.among) == len(chosen)
+        if not are_named and (warning := mixed_models(chosen, ranking.candidates)):
+            claims.warn_once(warning)
         if self.among is not None:  # child processes number GPUs in this order once CUDA has started in the parent
             chosen = tuple(sorted(chosen, key=lambda one: visible.index(one.gpu)))
         held = None
@@ -265,7 +278,7 @@ class Attempt:
 
     def take(self, uuids: Sequence[str], *, share: bool = False) -> HeldClaim:
         """Claim GPUs as requested; if others ``share`` them, as ``whole``, which contradicts no other claim."""
-        take = functools.partial(self.ledger.take, uuids, group=self.group, yield_after_s=self.request.yield_after_s)
+        take = functools.partial(self.ledger.take, uuids, group=self.group)
         if not self.request.claim:
             return take("memory", 0)  # only so that the others of the group can find it
         if share or not self.request.promises:
@@ -279,7 +292,6 @@ class Attempt:
         if (self.group is not None and not named) or (self.request.claim and self.request.promises):
             raise error
         consequence = " The GPUs of this job are not claimed." if self.request.claim else ""
-        consequence += " yield_after has no effect." if self.request.yield_after is not None else ""
         claims.warn_once(f"{error}{consequence}")
 
     def _not_enough(self, ranking: Ranking) -> NotEnoughGpusError:
@@ -288,11 +300,15 @@ class Attempt:
         hidden = [Rejection(gpu, outside) for gpu in whole_or_instances(self.gpus) if gpu not in visible]
         rejections = sorted([*ranking.rejections, *hidden], key=Rejection.order)
         requested = f"Asked for {count} GPU{'s' if count > 1 else ''}"
-        if self.gpus:
-            message = f"{requested}, but {len(ranking.candidates) or 'none'} of {len(visible)} visible qualify."
-            message += sharding_hint(self.request, self.rank)
-        else:
+        why = "" if mask is None or self.among is not None else why_fewer(self.gpus, mask)
+        shown = f"CUDA_VISIBLE_DEVICES={mask!r} shows {len(visible) or 'none'}: {why}. Correct it, or unset it."
+        if not self.gpus:
             message = f"{requested}, but the NVIDIA driver lists none."
+        elif why and not visible:
+            message = f"{requested}, but {shown}"
+        else:
+            message = f"{requested}, but {len(ranking.candidates) or 'none'} of {len(visible)} visible qualify."
+            message += (f" {shown}" if why else "") + sharding_hint(self.request, self.rank)
         message = "\n  ".join([message, *folded_reasons(rejections)])
         return NotEnoughGpusError(message, count, [str(rejection) for rejection in rejections])
 
@@ -323,8 +339,9 @@ def pick(
             keep_open()
             return nvml.read_gpus(limit_s=limits.LIMIT_S)
 
-        if request.promises or waits or request.yield_after is not None:
+        if request.promises or waits:
             claims.warn_if_private()
+        torch = cuda.installed_torch()
         if not claims.own_jobs():  # otherwise, the driver may not be needed
             keep_open()  # before taking the lock, because this takes seconds without persistence mode
         while True:
@@ -334,7 +351,7 @@ def pick(
                     claims.warn_once(f"{problem} Waiting for the lock.")
                     continue
                 ahead = _ahead_of(place, ledger) if waits else ()
-                attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among)
+                attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among, torch)
                 try:
                     return decide(attempt)
                 except NotEnoughGpusError as error:
@@ -342,7 +359,7 @@ def pick(
                         raise
                     reasons = error
                 if announced_s == -math.inf:  # the first time
-                    uuids = attainable(attempt.visible, attempt.request)
+                    uuids = attainable(attempt.visible, attempt.request, torch)
                     if len(uuids) < attempt.request.count:
                         raise _prefixed(reasons, "Waiting cannot help, because even idle GPUs would not qualify.")
                 if ledger.takes_claims and not (place and place.is_in(claims.directory())):  # it may have been removed

@@ -14,7 +14,7 @@ from dataclasses import replace
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuClaim, folded_claims
-from lightning_gpu_tools.selection import claims, cuda, yielding
+from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.launchers import Launch, find_launch
 from lightning_gpu_tools.selection.picking import Attempt, pick, show_gpus
 from lightning_gpu_tools.selection.ranking import Request
@@ -33,15 +33,12 @@ def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[
     shown = cuda_uuids() if cuda.is_initialized() else None
     if not isinstance(devices, int):
         group = _launcher_group(len(devices))
-        placed = pick(request, lambda attempt: _check(devices, attempt), group=group, among=shown)
-    else:
-        group = _launcher_group(devices)
-        if shown is not None and group is None:
-            # Children cannot get the choice from the environment. They find it by its claim, which must exist.
-            group = secrets.token_hex(8)
-        placed = pick(request, lambda attempt: _place(devices, attempt), group=group, among=shown)
-    yielding.watch_claims()
-    return placed
+        return pick(request, lambda attempt: _check(devices, attempt), group=group, among=shown)
+    group = _launcher_group(devices)
+    if shown is not None and group is None:
+        # Children cannot get the choice from the environment. They find it by its claim, which must exist.
+        group = secrets.token_hex(8)
+    return pick(request, lambda attempt: _place(devices, attempt), group=group, among=shown)
 
 
 def how_many(request: Request) -> int:
@@ -49,7 +46,7 @@ def how_many(request: Request) -> int:
 
     The result is at least 1, because a request for 1 GPU reports the reasons if none qualifies.
     """
-    return pick(replace(request, claim=False, wait=None, yield_after=None), _how_many)
+    return pick(replace(request, claim=False, wait=None), _how_many)
 
 
 def _place(devices: int, attempt: Attempt) -> list[int]:
@@ -154,7 +151,7 @@ def _claim_granted(attempt: Attempt) -> None:
             raise attempt.problem
         for claim in ledger.claims():
             if attempt.is_choice_of_job(claim) and set(claim.uuids) == set(uuids):
-                ledger.join(claim, attempt.request.yield_after_s)
+                ledger.join(claim)
                 claims.adopt_job(claim.job)
                 return
         rivals = ledger.rivals(uuids, "exclusive" if attempt.request.exclusive else "whole", claims.own_jobs())
@@ -186,9 +183,9 @@ def _join(claim: GpuClaim, attempt: Attempt) -> None:
         if attempt.problem:
             raise attempt.problem
         if attempt.ledger.takes_claims:
-            attempt.ledger.join(claim, attempt.request.yield_after_s)
+            attempt.ledger.join(claim)
     except ClaimsError as error:
-        claims.warn_once(f"{error} The claim of this job ends with process {claim.pid}, which made it.")
+        claims.warn_once(f"{error} The claim of this job ends with the process that made it.")
 
 
 def bind_to_gpus(uuids: Iterable[str]) -> frozenset[int] | None:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from lightning_gpu_tools.gpus.readings import GpuClaim, GpuProcess, GpuReading, GpuWaiter, folded_claims
+from lightning_gpu_tools.gpus.readings import (
+    FOREIGN,
+    MAX_USERS,
+    GpuClaim,
+    GpuProcess,
+    GpuReading,
+    GpuWaiter,
+    folded_claims,
+)
 from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, parse_duration
 
 _Class = TypeVar("_Class", bound=type)
@@ -18,13 +26,12 @@ LAST_RUN = "last"  # as ``min_free``: reports/last_run.py replaces it by a size
 
 # For --help of the command line and of LightningCLI, and for help().
 OPTIONS = {
-    "min_free": "Free memory that each GPU must have in addition to the claims of others, such as 8GiB or 500MB; or "
-    "`last`, 1.2 times what the last run needed, from the newest report below the current folder.",
+    "min_free": "Free memory that each GPU must have in addition to the claims of others, such as 8GiB, 8G (the "
+    "same) or 500MB; or `last`, 1.2 times what the last run needed, from the newest report below the current folder.",
     "max_utilization": "Highest allowed utilization of each GPU, in percent.",
     "exclusive": "Take only GPUs that nobody else uses or has claimed, and let nobody else claim them.",
+    "name": "Take only GPUs with this text in their model's name, such as A100. Upper and lower case are the same.",
     "wait": "Longest time to wait for the GPUs, for example 90s, 10m or 2h. First come, first served.",
-    "yield_after": "Send this job SIGTERM once its GPUs have been idle for this time, for example 30m or 2h, and "
-    "another job waits for one of them.",
     "claim": "Claim the GPUs until the job ends. The claims of others are respected in any case.",
 }
 
@@ -38,8 +45,8 @@ class Request:
     min_free: int | str | None = None
     max_utilization: float | None = None
     exclusive: bool = False
+    name: str | None = None
     wait: float | str | None = None
-    yield_after: float | str | None = None
     claim: bool = True
 
     def __post_init__(self) -> None:
@@ -52,9 +59,9 @@ class Request:
         is_number = isinstance(percent, (int, float)) and not isinstance(percent, bool)
         if percent is not None and not (is_number and 0 <= percent <= 100):
             raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
-        if self.yield_after is not None and not self.claim:
-            raise ValueError("yield_after works only with a claim. Set claim=True.")
-        _ = self.min_free_bytes, self.wait_s, self.yield_after_s  # raises if they are invalid
+        if self.name is not None and not (isinstance(self.name, str) and self.name.strip()):
+            raise ValueError(f'name must be a part of a model\'s name like "A100", got {self.name!r}.')
+        _ = self.min_free_bytes, self.wait_s  # raises if they are invalid
 
     @property
     def promises(self) -> bool:
@@ -75,17 +82,6 @@ class Request:
         """Seconds to wait; ``None``: do not wait."""
         return None if self.wait is None else parse_duration(self.wait, "wait")
 
-    @property
-    def yield_after_s(self) -> float | None:
-        """Seconds of idle GPUs after which the job ends for a waiting job; ``None``: never."""
-        seconds = None if self.yield_after is None else parse_duration(self.yield_after, "yield_after")
-        if seconds is not None and seconds < MIN_YIELD_AFTER_S:
-            raise ValueError(
-                f"yield_after must be at least {MIN_YIELD_AFTER_S:.0f} s, got {self.yield_after!r}. Shorter pauses are "
-                'normal during training. Try "30m".'
-            )
-        return seconds
-
 
 def documented(cls: _Class) -> _Class:
     """Add the options to the docstring of a class that takes them."""
@@ -102,7 +98,8 @@ def documented(cls: _Class) -> _Class:
 # Source: nvitop's default threshold between light and moderate load (--gpu-util-thresh). It is a threshold, not a
 # scale, because one percent of noise must not outweigh 20 GiB of memory.
 BUSY_FROM_PERCENT = 10.0
-MIN_YIELD_AFTER_S = 60.0  # our default: reading data, saving and compiling can each take tens of seconds
+# PyPI's wheels of torch 2.6 (CUDA 12.4) and later. Source: torch.cuda.PYTORCH_RELEASES_CODE_CC, and its history.
+_OLDEST_CAPABILITY = (5, 0)
 _MAX_REASONS = 16  # our default: a message with 16 reasons fits on a screen of 24 lines
 
 
@@ -114,16 +111,53 @@ class Candidate(NamedTuple):
     whole_claims: int  # number of jobs that have claimed the whole GPU
 
     @property
-    def tier(self) -> tuple[bool, int, int]:
-        """Criteria before memory: known memory, then fewer claims, then idle before busy before unknown."""
+    def tier(self) -> tuple[bool, bool, int, int]:
+        """Criteria before memory: not outdated, known memory, fewer claims, then idle before busy before unknown."""
         percent = self.gpu.utilization_percent
         load = 2 if percent is None else 1 if percent >= BUSY_FROM_PERCENT else 0
-        return (self.effective_free_bytes is None, self.whole_claims, load)
+        return (is_outdated(self.gpu), self.effective_free_bytes is None, self.whole_claims, load)
 
     @property
     def order(self) -> tuple[object, ...]:
         """Sort key, best first: tier, then most effective free memory, then the higher index."""
         return (*self.tier, -(self.effective_free_bytes or 0), -self.gpu.index, self.gpu.uuid or "")
+
+
+def is_outdated(gpu: GpuReading) -> bool:
+    """Return whether none of torch's wheels on PyPI has code for a GPU. Which build will use it may be unknown."""
+    return gpu.compute_capability is not None and gpu.compute_capability < _OLDEST_CAPABILITY
+
+
+class TorchBuild(NamedTuple):
+    """A build of torch for CUDA, and the GPUs that it has code for."""
+
+    version: str
+    codes: tuple[str, ...]  # as in torch.cuda.get_arch_list()
+
+    def why_not(self, gpu: GpuReading) -> str | None:
+        """Return why this build cannot use a GPU; ``None`` if it can, or if the GPU's compute capability is unknown."""
+        capability = gpu.compute_capability
+        if capability is None or any(_runs(code, capability) for code in self.codes):
+            return None
+        versions = sorted({_capability_of(code) for code in self.codes})
+        listed = ", ".join(f"{major}.{minor}" for major, minor in versions)
+        own = f"compute capability {capability[0]}.{capability[1]}"
+        return f"{own}; the installed torch {self.version} has code for {listed} only"
+
+
+def _capability_of(code: str) -> tuple[int, int]:
+    major, minor = divmod(int(code.rpartition("_")[2].rstrip("af")), 10)
+    return major, minor
+
+
+def _runs(code: str, capability: tuple[int, int]) -> bool:
+    """Return whether code such as ``sm_86`` runs on a GPU. Source: CUDA programming guide, "Compute Capabilities"."""
+    target = _capability_of(code)
+    if code.endswith("a"):  # specific to one architecture
+        return target == capability
+    if code.startswith("compute_") and not code.endswith("f"):  # PTX, which the driver compiles for any later GPU
+        return target <= capability
+    return target[0] == capability[0] and target <= capability
 
 
 class Rejection(NamedTuple):
@@ -153,11 +187,13 @@ def rank_gpus(
     request: Request,
     own_process_ids: Collection[int] = (),
     ahead: Sequence[GpuWaiter] = (),
+    torch: TorchBuild | None = None,
 ) -> Ranking:
     """Return the GPUs that meet the request, best first, and the reasons against the others.
 
     ``claims`` are those of other jobs; ``own_process_ids`` do not count as others' use. Jobs ``ahead`` have waited
     longer, the first one longest. The best GPUs that each of them could use are reserved for it, up to its count.
+    Without a ``torch``, or with an unknown compute capability, it is not known whether torch can use a GPU: it may.
     """
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
@@ -166,22 +202,25 @@ def rank_gpus(
         candidate = Candidate(gpu, effective_free_bytes(gpu, here), sum(claim.kind != "memory" for claim in here))
         others = None
         if gpu.processes is not None:  # processes that only draw, like a desktop, do not count
-            others = [one for one in gpu.processes if one.pid not in own_process_ids and not one.graphics_only]
-        reasons = "; ".join(_objections(candidate, others, here, request))
+            own = [one for one in gpu.processes if one.pid in own_process_ids and not one.is_foreign]
+            others = [one for one in gpu.processes if one not in own and not one.graphics_only]
+        outdated = torch and torch.why_not(gpu)
+        reasons = "; ".join([outdated] if outdated else _objections(candidate, others, here, request))
         if reasons:
             rejections.append(Rejection(gpu, reasons))
         else:
             candidates.append(candidate)
     candidates.sort(key=lambda candidate: candidate.order)
+    named = [*dict.fromkeys(waiter.user for waiter in ahead)][:MAX_USERS]
     for waiter in ahead:
         kept = [candidate for candidate in candidates if candidate.gpu.uuid in waiter.uuids][: waiter.requested]
         candidates = [candidate for candidate in candidates if candidate not in kept]
-        reason = f"reserved for {waiter.user} (pid {waiter.pid}), who has waited longer"
+        reason = f"reserved for {waiter if waiter.user in named else 'another user'}, who has waited longer"
         rejections += [Rejection(candidate.gpu, reason) for candidate in kept]
     return Ranking(tuple(candidates), tuple(rejections))
 
 
-def attainable(gpus: Sequence[GpuReading], request: Request) -> tuple[str, ...]:
+def attainable(gpus: Sequence[GpuReading], request: Request, torch: TorchBuild | None = None) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs that would meet the request if nobody used them."""
     left_alone = [
         replace(
@@ -192,7 +231,7 @@ def attainable(gpus: Sequence[GpuReading], request: Request) -> tuple[str, ...]:
         )
         for gpu in gpus
     ]
-    return tuple(str(candidate.gpu.uuid) for candidate in rank_gpus(left_alone, (), request).candidates)
+    return tuple(str(candidate.gpu.uuid) for candidate in rank_gpus(left_alone, (), request, torch=torch).candidates)
 
 
 def effective_free_bytes(gpu: GpuReading, claims: Sequence[GpuClaim]) -> int | None:
@@ -268,7 +307,7 @@ def _labels(gpus: Sequence[GpuReading]) -> str:
 
 def _describe(process: GpuProcess) -> str:
     if not process.name:
-        return f"pid {process.pid}"
+        return FOREIGN if process.is_foreign else f"pid {process.pid}"
     owner = f" of {process.user}" if process.user else ""
     return f"{process.name}{owner} (pid {process.pid})"
 
@@ -282,7 +321,7 @@ def _objections(
         yield gpu.error or "the driver does not report its UUID"
         return
     if gpu.mig_mode and not gpu.uuid.startswith("MIG-"):
-        yield "is in MIG mode but has no instance; create one (nvidia-smi mig -cgi ... -C) or disable MIG mode"
+        yield "is in MIG mode but has no instance; create one (`nvidia-smi mig -cgi ... -C`) or disable MIG mode"
         return
     if request.count > 1 and gpu.uuid.startswith("MIG-"):
         # MIG user guide, "CUDA Device Enumeration": a process can enumerate a single compute instance.
@@ -291,7 +330,7 @@ def _objections(
         yield f"{limit}, so it cannot be one of {request.count}"
     # A driver that does not report the mode (WSL, some vGPUs) has none to set, so unknown counts as "default".
     if gpu.compute_mode == "prohibited":
-        yield "compute mode PROHIBITED; an administrator can change it with nvidia-smi -c DEFAULT"
+        yield "compute mode PROHIBITED; an administrator can change it with `nvidia-smi -c DEFAULT`"
     elif gpu.compute_mode == "exclusive_process" and others != []:
         user = _describe(others[0]) if others else "processes that are not visible"
         yield f"compute mode EXCLUSIVE_PROCESS and in use by {user}"
@@ -313,6 +352,8 @@ def _objections(
 
 
 def _shortages(candidate: Candidate, request: Request) -> Iterator[str]:
+    if request.name is not None and request.name.strip().lower() not in (candidate.gpu.name or "").lower():
+        yield f"is {candidate.gpu.name or 'a GPU without a name'}, asked for {request.name.strip()}"
     free, percent = candidate.effective_free_bytes, candidate.gpu.utilization_percent
     if request.min_free_bytes is not None:
         asked = f"asked for {format_bytes(request.min_free_bytes)}"
@@ -343,21 +384,30 @@ def best_set(
 ) -> tuple[Candidate, ...]:
     """Return ``count`` of the candidates; both are ordered, best first.
 
-    Tiers of the ranking always come first. Within the last tier, sets compare by pairs connected by NVLink, then by
-    pairs on one NUMA node, then by the rank of their worst member. That member limits the batch size. A set is grown
-    greedily from each GPU, because comparing all sets would take seconds for 8 of 16.
+    Tiers of the ranking always come first. Within the last tier, GPUs of one model come first. Such sets compare by
+    pairs connected by NVLink, then by pairs on one NUMA node, then by the rank of their worst member. That member
+    limits the batch size. A set is grown greedily from each GPU, because comparing all sets would take seconds for 8 of
+    16.
 
     ``nvlinks`` are pairs of UUIDs in alphabetical order; ``memory_matters`` means that candidates may have too little.
     """
     last_tier = candidates[count - 1].tier
     certain = tuple(rank for rank, one in enumerate(candidates) if one.tier < last_tier)
     equals = [rank for rank, one in enumerate(candidates) if one.tier == last_tier]
+    missing = count - len(certain)
+    names = {candidates[rank].gpu.name for rank in certain}
+    models: dict[str | None, list[int]] = {}
+    for rank in equals:
+        models.setdefault(candidates[rank].gpu.name, []).append(rank)
+    # Members of one group, in their order, can complete the set.
+    groups = [ranks for name, ranks in models.items() if name and names <= {name} and len(ranks) >= missing] or [equals]
     if memory_matters:
-        min_bytes = _MEMORY_KEPT * (candidates[count - 1].effective_free_bytes or 0)
-        equals = [rank for rank in equals if (candidates[rank].effective_free_bytes or 0) >= min_bytes]
+        free_bytes = [candidate.effective_free_bytes or 0 for candidate in candidates]
+        min_bytes = _MEMORY_KEPT * max(free_bytes[ranks[missing - 1]] for ranks in groups)
+        groups = [[rank for rank in ranks if free_bytes[rank] >= min_bytes] for ranks in groups]
     uuids = [str(one.gpu.uuid) for one in candidates]
 
-    def quality(chosen: tuple[int, ...]) -> tuple[int, int, list[int]]:
+    def quality(chosen: Iterable[int]) -> tuple[int, int, list[int]]:
         pairs = itertools.combinations(sorted(uuids[rank] for rank in chosen), 2)
         nodes = Counter(numa_nodes.get(uuids[rank]) for rank in chosen)
         return (
@@ -366,11 +416,25 @@ def best_set(
             sorted(-rank for rank in chosen),
         )
 
-    def grown(seed: int) -> tuple[int, ...]:
+    def grown(seed: int, ranks: Sequence[int]) -> tuple[int, ...]:
         chosen = (*certain, seed)
         while len(chosen) < count:
-            chosen = max(((*chosen, rank) for rank in equals if rank not in chosen), key=quality)
+            chosen = max(((*chosen, rank) for rank in ranks if rank not in chosen), key=quality)
         return chosen
 
-    best = max(map(grown, equals), key=quality)
-    return tuple(candidates[rank] for rank in sorted(best))
+    sets = [grown(seed, ranks) for ranks in groups if len(ranks) >= missing for seed in ranks]
+    return tuple(candidates[rank] for rank in sorted(max(sets, key=quality)))
+
+
+def mixed_models(chosen: Sequence[Candidate], candidates: Sequence[Candidate]) -> str:
+    """Return a warning if the chosen GPUs are of several models; else ``""``."""
+    names = [candidate.gpu.name or "unknown" for candidate in chosen]
+    if len({*names}) == 1:
+        return ""
+    warning = f"The {len(chosen)} picked GPUs differ ({', '.join(names)}). Training waits for the slowest in each step."
+    models = Counter(candidate.gpu.name for candidate in candidates if candidate.gpu.name)
+    for name, number in models.items():
+        # The name may be a part of another model's name.
+        if len(chosen) <= number == sum(models[other] for other in models if name in other):
+            return f"{warning} To get equal ones, some of them busy or claimed, use --name '{name}' or name='{name}'."
+    return warning

@@ -14,6 +14,7 @@ from typing import TypeVar
 from lightning_gpu_tools.gpus.readings import GpuReading
 
 _T = TypeVar("_T")
+_PREFIXES = ("GPU-", "MIG-")
 
 
 def parse_visible_devices(text: str) -> tuple[int | str, ...]:
@@ -22,12 +23,17 @@ def parse_visible_devices(text: str) -> tuple[int | str, ...]:
     The list ends before the first entry that cannot name a device (``"0,2,-1,1"`` gives ``(0, 2)``) or differs in kind
     from the first. A repeated entry makes the list empty, and any text may follow a number (``"1gpu2"`` is 1).
     """
-    for prefix in ("GPU-", "MIG-"):
+    return _distinct_until_none(_entries(text))
+
+
+def _entries(text: str) -> list[int | str | None]:
+    """Return all entries; ``None`` for each that cannot name a device."""
+    for prefix in _PREFIXES:
         if text.startswith(prefix):
             # Blanks matter here: " GPU-b" does not begin with "GPU-".
-            return _distinct_until_none(entry if entry.startswith(prefix) else None for entry in text.split(","))
+            return [entry if entry.startswith(prefix) else None for entry in text.split(",")]
     numbers = [re.match(r"[+-]?\d+", entry.strip()) for entry in text.split(",")]
-    return _distinct_until_none(int(match[0]) if match and int(match[0]) >= 0 else None for match in numbers)
+    return [int(match[0]) if match and int(match[0]) >= 0 else None for match in numbers]
 
 
 def visible_gpus(
@@ -49,15 +55,37 @@ def visible_gpus(
     if device_order != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1 and entries and isinstance(entries[0], int):
         by_uuid = {gpu.uuid: gpu for gpu in gpus}
         numbered = [by_uuid[uuid] for uuid in ask_cuda_order() if uuid in by_uuid]
-    nameable = [*gpus, *(instance for gpu in gpus for instance in gpu.mig_instances)]
 
     def find(entry: int | str) -> GpuReading | None:
         if isinstance(entry, int):
             return numbered[entry] if entry < len(numbered) else None
-        matches = [gpu for gpu in nameable if gpu.uuid and gpu.uuid.startswith(entry)]
+        matches = _beginning_with(entry, gpus)
         return matches[0] if len(matches) == 1 else None
 
     return whole_or_instances(_distinct_until_none(map(find, entries)))
+
+
+def why_fewer(gpus: Sequence[GpuReading], cuda_visible_devices: str) -> str:
+    """Explain why CUDA shows fewer GPUs than ``CUDA_VISIBLE_DEVICES`` lists; return ``""`` if it shows all of them."""
+    if cuda_visible_devices.strip() in ("", "-1"):
+        return "it hides all GPUs"
+    there_are = "there is 1 (GPU 0)" if len(gpus) == 1 else f"there are {len(gpus)} (GPUs 0 to {len(gpus) - 1})"
+    found: list[GpuReading] = []
+    for text, entry in zip(cuda_visible_devices.split(","), _entries(cuda_visible_devices), strict=True):
+        if entry is None:
+            return f"{text!r} is no {'UUID' if cuda_visible_devices[:4] in _PREFIXES else 'number'} of a GPU"
+        if isinstance(entry, int):
+            named = [gpu for gpu in gpus if gpu.index == entry]
+            problem = f"it names GPU {entry}; {there_are}"
+        else:
+            named = _beginning_with(entry, gpus)
+            problem = f"{len(named) or 'no'} GPUs have a UUID that begins with {text!r}"
+        if len(named) != 1:
+            return problem
+        if named[0] in found:
+            return f"it names GPU {named[0].number} twice"
+        found += named
+    return ""
 
 
 def shown_uuid(gpus: Sequence[GpuReading], cuda_visible_devices: str | None, cuda_uuid: str) -> str:
@@ -79,6 +107,10 @@ def shown_uuid(gpus: Sequence[GpuReading], cuda_visible_devices: str | None, cud
 def whole_or_instances(gpus: Iterable[GpuReading]) -> tuple[GpuReading, ...]:
     """Return the GPUs, with GPUs in MIG mode replaced by their instances."""
     return tuple(part for gpu in gpus for part in (gpu.mig_instances or (gpu,)))
+
+
+def _beginning_with(start: str, gpus: Iterable[GpuReading]) -> list[GpuReading]:
+    return [one for gpu in gpus for one in (gpu, *gpu.mig_instances) if one.uuid and one.uuid.startswith(start)]
 
 
 def _distinct_until_none(items: Iterable[_T | None]) -> tuple[_T, ...]:

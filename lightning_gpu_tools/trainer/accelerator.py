@@ -16,7 +16,7 @@ from lightning_gpu_tools.runs.run import gpu_readings
 from lightning_gpu_tools.selection import cuda, placement
 from lightning_gpu_tools.selection.picking import list_gpus
 from lightning_gpu_tools.selection.ranking import LAST_RUN, Request, documented
-from lightning_gpu_tools.selection.visibility import visible_gpus
+from lightning_gpu_tools.selection.visibility import visible_gpus, why_fewer
 from lightning_gpu_tools.trainer.families import CUDAAccelerator, own_class
 
 
@@ -52,8 +52,8 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         min_free: int | str | None = None,
         max_utilization: float | None = None,
         exclusive: bool = False,
+        name: str | None = None,
         wait: float | str | None = None,
-        yield_after: float | str | None = None,
         claim: bool = True,
     ) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
             min_free,
             max_utilization=max_utilization,
             exclusive=exclusive,
+            name=name,
             wait=wait,
-            yield_after=yield_after,
             claim=claim,
         )
         # Lightning calls parse_devices on the class of an accelerator, not on the instance.
@@ -145,5 +145,5 @@ def why_no_cuda() -> str:
         return "The NVIDIA driver lists no GPU."
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not visible_gpus(gpus, mask, "PCI_BUS_ID", list):
-        return f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU."
+        return f"CUDA_VISIBLE_DEVICES={mask!r} shows none: {why_fewer(gpus, mask or '')}. Correct it, or unset it."
     return "CUDA cannot start, although the driver lists GPUs. Run `python -c 'import torch; torch.cuda.init()'`."

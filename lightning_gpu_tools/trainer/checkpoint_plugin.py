@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -25,12 +27,18 @@ from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names
 from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_groups
 from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
-from lightning_gpu_tools.checkpoints.sources import verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, rename_optimizers, weights_in
+from lightning_gpu_tools.checkpoints.structure import compare_with_checksums
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.environment import is_disabled
-from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError, KeyCollisionError
+from lightning_gpu_tools.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    KeyCollisionError,
+    UnsafeCheckpointError,
+)
 from lightning_gpu_tools.files import remove
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Callback, CheckpointIO, LightningModule, Trainer, overrides
@@ -122,18 +130,22 @@ class PortableCheckpointIO(CheckpointIO):
         checkpoint: Any
         if self.inner is not None and not compat.loads_with_torch(self.inner):
             if self.verify:
-                verify_checkpoint(path)
+                with opened_source(path, to_load=False) as structure:
+                    for file in structure.files:
+                        compare_with_checksums(file)
             given = {"map_location": map_location, "weights_only": weights_only}
             options.update((name, value) for name, value in given.items() if value is not None)
             checkpoint = self.inner.load_checkpoint(path, **options)
             check_contents(checkpoint, path)
         else:
-            content = read_checkpoint(
-                path,
-                map_location="cpu" if map_location is None else map_location,
-                weights_only=weights_only is not False,
-                verify=self.verify,
-            )
+            path = checkpoint_at(path)
+            with self._saying_how_to_open(path):
+                content = read_checkpoint(
+                    path,
+                    map_location="cpu" if map_location is None else map_location,
+                    weights_only=weights_only is not False,
+                    verify=self.verify,
+                )
             check_contents(content, path)
             checkpoint = own_all_but_weights(content)
         fitted: dict[str, Any] = self._fit_to_model(checkpoint, path)
@@ -161,6 +173,21 @@ class PortableCheckpointIO(CheckpointIO):
     def _model(self) -> LightningModule | None:
         trainer = self._trainer()
         return None if trainer is None else trainer.lightning_module
+
+    @contextlib.contextmanager
+    def _saying_how_to_open(self, path: str) -> Iterator[None]:
+        """Name the Trainer's argument with which it opens a file that holds more than plain data."""
+        try:
+            yield
+        except UnsafeCheckpointError as error:
+            trainer = self._trainer()
+            name = trainer.state.fn.value if trainer is not None and trainer.state.fn else ""
+            if name and "weights_only" in inspect.signature(getattr(trainer, name)).parameters:  # since Lightning 2.6
+                error.args = (
+                    f"{error}\n  If you trust its author, open all of it, which may run code: "
+                    f"trainer.{name}(model, ckpt_path={printable_path(path)!r}, weights_only=False)",
+                )
+            raise
 
     def _make_portable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         if not is_lightning_checkpoint(checkpoint):
@@ -211,6 +238,10 @@ class PortableCheckpointIO(CheckpointIO):
         except CheckpointError as error:
             is_lax = not model.strict_loading and isinstance(error, CheckpointMismatchError)
             if "state_dict" not in checkpoint or not (may_still_change or is_lax):
+                if "root=" in str(error) or "strict=" in str(error):
+                    call = f"lightning_gpu_tools.load_weights(model, {printable_path(path)!r}, ...)"
+                    advice = f"A Trainer does not take these arguments. Call {call} instead of passing ckpt_path."
+                    error.args = (f"{error}\n  {advice}", *error.args[1:])
                 raise
             if not may_still_change:
                 rank_zero_warn(

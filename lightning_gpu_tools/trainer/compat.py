@@ -88,11 +88,13 @@ def loads_with_torch(plugin: Any) -> bool:
     return bool(type(plugin).load_checkpoint.__module__.endswith(".plugins.io.torch_io"))
 
 
-def iterator_of(loop: Any) -> object | None:
-    """Return the iterator of a loop's first loader, or of the present one if it reads them in turn.
+def train_iterators(trainer: Trainer) -> Sequence[object]:
+    """Return the iterators of the training loaders. Lost: the workers."""
+    return getattr(_iterator_over_all(trainer.fit_loop), "iterators", None) or ()
 
-    Lost: the workers.
-    """
+
+def iterator_of(loop: Any) -> object | None:
+    """Return the iterator of the present loader of a loop that reads its loaders in turn. Lost: the workers."""
     iterators = getattr(_iterator_over_all(loop), "iterators", None)
     return iterators[0] if iterators else None
 

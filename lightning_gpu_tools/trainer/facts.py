@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_gpu_tools.loaders.inside import Inside, loaders_in
 from lightning_gpu_tools.loaders.settings import forks_workers, settings_of
 from lightning_gpu_tools.reports.report import FOLDER_NAME
-from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.runs.run import Run, slowest_loader
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
 from lightning_gpu_tools.training.rank_exchange import RankPlace
@@ -66,6 +67,7 @@ class TrainerRun(Run):
     """The ``Run`` of a Trainer's fit."""
 
     has_trainer = True
+    slowest = 0
     stage: Stage = "fit"
     device = _trainers("strategy.root_device")
     module = _trainers("lightning_module")
@@ -77,6 +79,7 @@ class TrainerRun(Run):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._loaders: tuple[object, Sequence[Inside]] = None, ()
 
     @property
     @override
@@ -95,14 +98,28 @@ class TrainerRun(Run):
         return gpus_of(self._trainer)
 
     @property
+    def _given(self) -> object:
+        return self._trainer.train_dataloader
+
+    @property
+    @override
+    def loaders(self) -> Sequence[Inside]:
+        given = self._given
+        if given is not self._loaders[0]:  # created, or created again
+            self._loaders = given, loaders_in(given)
+        return self._loaders[1]
+
+    @property
     @override
     def loader(self) -> DataLoader[Any] | None:
-        return next((one for one in _flat(self._trainer.train_dataloader) if isinstance(one, DataLoader)), None)
+        return slowest_loader(self)
 
     @property
     @override
     def iterator(self) -> object | None:
-        return compat.iterator_of(self._trainer.fit_loop)
+        iterators = compat.train_iterators(self._trainer)
+        place = self.slowest if len(iterators) == len(self.loaders) else 0
+        return iterators[place] if iterators else None
 
     @property
     @override
@@ -172,9 +189,8 @@ class EvaluationRun(TrainerRun):
 
     @property
     @override
-    def loader(self) -> DataLoader[Any] | None:
-        loader = compat.loader_of(self._loop)
-        return loader if isinstance(loader, DataLoader) else None
+    def _given(self) -> object:
+        return compat.loader_of(self._loop)
 
     @property
     @override
@@ -206,18 +222,9 @@ def run_of(trainer: Trainer) -> TrainerRun:
     return TrainerRun(trainer) if stage in (None, "fit") else EvaluationRun(trainer, stage.value)
 
 
-def _flat(loaders: Any) -> Iterable[Any]:
-    if isinstance(loaders, dict):
-        loaders = list(loaders.values())
-    if isinstance(loaders, (list, tuple)):
-        for loader in loaders:
-            yield from _flat(loader)
-    else:
-        yield loaders
-
-
 # Private names of Fabric. Lost without them: the loader that it has set up, and the time of moving a batch.
 _GIVEN_LOADER = "_dataloader"
+_MAX_LOADERS = 8  # our default, for the same steps
 MOVE_BATCH = "move_data_to_device"
 
 
@@ -235,10 +242,12 @@ class LoopRun:
     def __init__(self) -> None:
         self.place = self._find_place()
         self.gpus, self._device = self._find_devices()
-        self._iterator: Callable[[], object | None] = lambda: None
+        self._iterators: dict[int, Callable[[], object | None]] = {}  # by place of their loaders
         self.optimizers: list[torch.optim.Optimizer] = []  # those that have made a step
         self.optimizer_steps = self.logged_step = 0
-        self._loader: object = None
+        self.slowest = 0
+        self.loaders: list[Inside] = []
+        self._given: object = None
         self.validation_loaders: tuple[LoaderSettings, ...] = ()
         self.forks_for_validation = True
 
@@ -289,7 +298,21 @@ class LoopRun:
 
     def follow(self, loader: object) -> None:
         """Record the loader that the steps come from."""
-        self._loader = getattr(loader, _GIVEN_LOADER, loader)
+        given = getattr(loader, _GIVEN_LOADER, loader)
+        self._given = None if hasattr(type(given), "__next__") else given  # an iterator would keep workers alive
+        self.loaders, self._iterators = [], {}
+        self.follow_also(loader)
+
+    def follow_also(self, loader: object) -> None:
+        """Record another loader that the same steps come from."""
+        known = {id(one.loader) for one in self.loaders}
+        for one in loaders_in(getattr(loader, _GIVEN_LOADER, loader)):
+            if id(one.loader) not in known and len(self.loaders) < _MAX_LOADERS:
+                # Of an iterator, only the loop may keep it alive, and with it the workers.
+                self.loaders.append(one._replace(iterator=None))
+                self.note_iterator(len(self.loaders) - 1, one.iterator)
+        if len(self.loaders) > 1:
+            self.loaders = [one._replace(name=one.name or f"number {i}") for i, one in enumerate(self.loaders, 1)]
 
     def note_validation(self, loader: object) -> None:
         """Record the settings of the loader that a validation reads."""
@@ -301,18 +324,16 @@ class LoopRun:
     @property
     def iterator(self) -> object | None:
         """The iterator in use."""
-        return self._iterator()
+        return self._iterators.get(self.slowest, lambda: None)()
 
-    @iterator.setter
-    def iterator(self, iterator: object) -> None:
-        try:  # only the loop keeps it alive, and with it the workers
-            self._iterator = weakref.ref(iterator)
-        except TypeError:
-            self._iterator = lambda: None
+    def note_iterator(self, place: int, iterator: object) -> None:
+        """Record the iterator of the loader at this place."""
+        with contextlib.suppress(TypeError):  # it has no weak references, or is None
+            self._iterators[place] = weakref.ref(iterator)
 
     def forget(self) -> None:
         """Drop all references to the loop."""
-        self._loader, self.optimizers, self._iterator = None, [], lambda: None
+        self._given, self.loaders, self.optimizers, self._iterators = None, [], [], {}
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer that makes a step."""
@@ -321,8 +342,8 @@ class LoopRun:
 
     @property
     def loader(self) -> DataLoader[Any] | None:
-        """The loader in use, if it is a ``torch.utils.data.DataLoader``."""
-        return self._loader if isinstance(self._loader, DataLoader) else None
+        """The slowest loader in use, if it is a ``torch.utils.data.DataLoader``."""
+        return slowest_loader(self)
 
     @property
     def is_plain_ddp(self) -> bool:
@@ -338,7 +359,7 @@ class LoopRun:
     def epoch_steps(self) -> int | None:
         """The length of the loader."""
         try:
-            return len(self._loader)  # type: ignore[arg-type]
+            return len(self._given)  # type: ignore[arg-type]
         except TypeError:
             return None
 

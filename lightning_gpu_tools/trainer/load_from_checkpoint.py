@@ -9,7 +9,7 @@ import functools
 import inspect
 import os
 import sys
-import warnings
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -25,10 +25,12 @@ from lightning_gpu_tools.checkpoints.content import (
 from lightning_gpu_tools.checkpoints.copying import copy_weights
 from lightning_gpu_tools.checkpoints.key_renaming import Root
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
+from lightning_gpu_tools.checkpoints.sources import checkpoint_at
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, weights_in
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, warn_of_what_is_left
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.trainer.families import LightningModule, is_lightnings, lookup, version_of
+from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.units import printable, printable_path
 
 Module = TypeVar("Module", bound="LightningModule")
@@ -161,20 +163,30 @@ def _built_by_its_class(
     return model
 
 
+_replacing = threading.Lock()  # of torch.load, which several threads may do
+
+
 @contextlib.contextmanager
 def _trusting_files() -> Iterator[None]:
-    """Make ``torch.load`` open any file by default, as before torch 2.6."""
-    name = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
+    """Make ``torch.load`` open any file by default, as before torch 2.6, in this thread alone."""
+    mine, wrappers = threading.get_ident(), Wrappers()
+
+    def trusting(load: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == mine and kwargs.get("weights_only") is None:
+                kwargs["weights_only"] = False
+            return load(*args, **kwargs)
+
+        return wrapped
+
+    with _replacing:
+        wrappers.put(torch, "load", trusting)
+        wrappers.put(torch.serialization, "load", trusting)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=f".*{name}")
-            yield
+        yield
     finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+        with _replacing:
+            wrappers.undo()
 
 
 def load_from_checkpoint(
@@ -197,7 +209,8 @@ def load_from_checkpoint(
 
     Args:
         model_class: The LightningModule's class.
-        path: A Lightning checkpoint, or a raw ``state_dict`` if ``kwargs`` suffice to build the model.
+        path: A Lightning checkpoint, or a raw ``state_dict`` if ``kwargs`` suffice to build the model; or a folder with
+            one, such as ``lightning_logs/version_0``.
         root: As for :func:`load_weights`.
         map_location: Device for the weights and the model, or anything else that ``torch.load`` takes.
         hparams_file: A ``.yaml`` or ``.csv`` file with hyperparameters, in place of those in the checkpoint.
@@ -213,10 +226,15 @@ def load_from_checkpoint(
         TypeError: ``model_class`` is not the class of a LightningModule.
     """
     if not isinstance(model_class, type) or not hasattr(model_class, "load_from_checkpoint"):
+        shown: Any = path
+        if isinstance(path, type):
+            advice = f"It comes first: load_from_checkpoint({shown.__name__}, {model_class!r})."
+        else:
+            advice = f"load_weights(model, {os.fspath(path)!r}) loads weights into any module."
         raise TypeError(
-            f"model_class must be the class of a LightningModule, got {printable(repr(model_class), 100)}. "
-            "load_weights(model, path) loads weights into any module."
+            f"model_class must be the class of a LightningModule, got {printable(repr(model_class), 100)}. {advice}"
         )
+    path = checkpoint_at(path)
     device = "cpu" if map_location is None else map_location
     owner = next(base for base in model_class.__mro__ if "load_from_checkpoint" in vars(base))
     if not weights_only and not is_lightnings(owner):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gpu_tools.gpus.sampler import Phase
@@ -151,16 +152,24 @@ class LoopTimer(Timer):
             self._run.note_validation(loader)
             self._clock.validation_waits.begin()
         loop.around = self._clock.switch(self._validation if loop.is_validation else self._epoch_start)
-        if self._counting is None and not loop.is_validation:
+        if loop.is_validation:
+            return
+        known = 0
+        if self._counting is None:
             self._run.follow(loader)
             self._on_loader.undo()
-            if self._run.loader is not None:
-                self._run.iterator = compat.kept_iterator(self._run.loader)
-                self._on_loader.put(self._run.loader, GET_ITERATOR, self._remembering)
+        else:
+            known = len(self._run.loaders)
+            self._run.follow_also(loader)
+        for place, one in enumerate(self._run.loaders):
+            if place >= known and isinstance(one.loader, DataLoader):
+                self._run.note_iterator(place, compat.kept_iterator(one.loader))
+                self._on_loader.put(one.loader, GET_ITERATOR, partial(self._remembering, place))
 
-    def _remembering(self, get_iterator: Callable[[], object]) -> Callable[[], object]:
+    def _remembering(self, place: int, get_iterator: Callable[[], object]) -> Callable[[], object]:
         def remembered() -> object:
-            self._run.iterator = iterator = get_iterator()
+            iterator = get_iterator()
+            self._run.note_iterator(place, iterator)
             return iterator
 
         return remembered

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from statistics import mean
 from typing import Any, NamedTuple
@@ -27,13 +28,13 @@ from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import Board
-from lightning_gpu_tools.training.run_measurements import LoaderSettings
-from lightning_gpu_tools.units import number_ranges
+from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderSettings
+from lightning_gpu_tools.units import number_ranges, printable
 
 # Our default: ranks reach a search at the same time, and trials end with the budget.
 _RANKS_TIMEOUT_S = 10.0
 _POLL_S = 0.005
-_OBSTACLE = "The training loader is unchanged: {}."
+_OBSTACLE = "The training loader{} is unchanged: {}."
 
 
 class NumWorkersFinder(GuardedCallback):
@@ -49,10 +50,11 @@ class NumWorkersFinder(GuardedCallback):
     ``num_workers=0``, random numbers that the dataset draws come from the workers afterwards, as with every change of
     ``num_workers``; the result reports it. A failure of this callback never stops training.
 
-    Some loaders keep their settings, with the reason in the result: those whose dataset is iterable, holds an open
-    file, a lock or a running generator, or changes while it is used (a cache, its own random generator); those whose
-    sampler draws random numbers during the epoch; and those with a position (``StatefulDataLoader``), their own
-    ``_get_iterator``, or ``in_order=False``. With several training loaders, only the first suitable one is changed.
+    Some loaders keep their settings, with the reason in the result and what to change first: those whose dataset is
+    iterable, holds an open file, a lock or a running generator, or changes while it is used (a cache, its own random
+    generator); all loaders of a process that may not start others; those whose sampler draws random numbers during the
+    epoch; and those with a position (``StatefulDataLoader``), their own ``_get_iterator``, or ``in_order=False``. With
+    several training loaders, the one that training waits for most is changed.
 
     All ranks make the same decision. Nothing happens with ``fast_dev_run``, ``overfit_batches``, ``barebones``, or in
     trials of a tuner. If the step computes on the CPU, a change requires a predicted gain of more than 15 %.
@@ -245,7 +247,7 @@ class _Fit:
             except SilentRankError as error:
                 self._revert(f"The new settings could not be confirmed ({error})")
                 if self.result is None:
-                    self._leave(_OBSTACLE.format(error))
+                    self._leave(_OBSTACLE.format(self._name, error))
 
     def _as_own_work(self, action: Callable[[], object]) -> None:
         self._session.clock.as_own_work(action, part=NumWorkersFinder.__name__)
@@ -277,10 +279,14 @@ class _Fit:
 
     def _search(self) -> None:
         trainer, run = self._trainer, self._session.run
-        begun = (place for place, one in self._adopted.items() if one.switch is not None and one.switch.begun)
-        self._tuned = min(begun, default=None)
+        studies = {
+            place: list(plan.without_first_steps(plan.steps_between(one.switch.fetches or [])))
+            for place, one in self._adopted.items()
+            if one.switch is not None and one.switch.begun
+        }
+        self._tuned = self._slowest({place: plan.wait_s(study) for place, study in studies.items()})
         switch = self._switch
-        self._study = [] if switch is None else list(plan.without_first_steps(plan.steps_between(switch.fetches or [])))
+        self._study = [] if self._tuned is None else studies.get(self._tuned, [])
         for one in self._switches:
             one.fetches = None
         obstacle, nothing = self._obstacle(switch)
@@ -288,7 +294,7 @@ class _Fit:
         all_facts = self._gather({"obstacle": obstacle, "nothing": nothing, "step": cost})
         obstacle = next((facts["obstacle"] for facts in all_facts if facts["obstacle"]), None)
         if obstacle or switch is None or self._tuned is None:
-            self._leave(_OBSTACLE.format(obstacle))
+            self._leave(_OBSTACLE.format(self._name, obstacle))
             return
         if nothing and all(facts["nothing"] for facts in all_facts):
             self._leave(nothing)
@@ -311,14 +317,38 @@ class _Fit:
         )
         self._use(switch, found)
 
+    def _slowest(self, waits_s: dict[int, float]) -> int | None:
+        """Return the place of the loader that the ranks wait for most; these waits per step are of this rank."""
+        if len(self._adopted) < 2:
+            return next(iter(self._adopted), None)
+        seconds, steps = self._session.clock.so_far(), max(1, self._session.clock.steps)
+        others = [place for place in self._adopted if place not in waits_s]
+        if others:  # the rest of the wait is for loaders that cannot be changed, and are not measured
+            waits_s[others[0]] = max(0.0, seconds.get(DATA_LOADING, 0.0) / steps - sum(waits_s.values()))
+        everyones = self._gather({"waits": sorted(waits_s.items())})
+        total_s = Counter[int]()
+        for facts in everyones:
+            total_s.update(dict(facts["waits"]))
+        return max(sorted(total_s), key=total_s.__getitem__, default=None)
+
+    @property
+    def _name(self) -> str:
+        """The name of the tuned loader among several, after a space; empty if it is the only one."""
+        loaders = self._session.run.loaders
+        if self._tuned is None or len(self._adopted) < 2:
+            return ""
+        named = loaders[self._tuned].name if len(loaders) == len(self._adopted) else f"number {self._tuned + 1}"
+        dataset = getattr(self._adopted[self._tuned].given, "dataset", None)
+        return f" {printable(named)}" + ("" if dataset is None else f" ({printable(type(dataset).__name__)})")
+
     def _obstacle(self, switch: Switch | None) -> tuple[str | None, str | None]:
         """Return the reason why the loader cannot be changed, and the reason why there is nothing to gain."""
         if self._wrappers.missing:
             return f"this version of Lightning has no {self._wrappers.missing[0]}", None
-        if switch is None:
-            one = next(iter(self._adopted.values()), None)
-            if one is None:
-                return "there is no loader", None
+        if self._tuned is None:
+            return "there is no loader", None
+        if switch is None or not switch.begun:
+            one = self._adopted[self._tuned]
             return one.fixed or f"a {type(one.made).__qualname__} has its own iteration", None
         if not self._study:
             return "its epochs are too short to measure a step", None
@@ -335,6 +365,8 @@ class _Fit:
                     "training process."
                 )
             found = dataclasses.replace(found, applied=True, reason=reason)
+        if self._name:
+            found = dataclasses.replace(found, reason=f"{found.reason} The loader is{self._name}.")
         self.result = found
         self._show(found)
 
@@ -399,7 +431,8 @@ class _Fit:
             rank_zero_warn(f"NumWorkersFinder: {why}")
 
     def _leave(self, reason: str) -> None:
-        given = next((one.given for one in self._adopted.values()), None)
+        places = list(self._adopted) if self._tuned is None else [self._tuned]
+        given = self._adopted[places[0]].given if places else None
         original = settings_of(given) if isinstance(given, DataLoader) else None
         share = plan.wait_share(self._study) if self._study else None
         self.result = LoaderResult(original=original, settings=original, reason=reason, wait_share=share)
@@ -413,7 +446,7 @@ class _Fit:
             _say(f"{_settings_text(trial.settings)}: {trial.batches_per_s or 0.0:.4g} batches/s")
         if result.settings is None:
             return
-        state = "is now in use" if result.applied else "was found, but not applied (apply=False)"
+        state = "is now in use" if result.applied else "was found, but not applied"
         if result.settings == result.original:
             state = "is unchanged"
         _say(f"{_settings_text(result.settings)} {state}. {result.reason}")

@@ -122,5 +122,5 @@ def _naming(part: str, trainer: Trainer) -> Iterator[None]:
             raise
         raise CheckpointMismatchError(
             f"{part} of {printable_path(trainer.ckpt_path)} cannot be loaded: {type(error).__name__}: "
-            f"{printable(error, 300)}"
+            f"{printable(error, 3000)}"
         ) from error

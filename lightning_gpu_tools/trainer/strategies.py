@@ -46,8 +46,8 @@ class _FreeMemory(FamilyStrategy):
         min_free: int | str | None = None,
         max_utilization: float | None = None,
         exclusive: bool = False,
+        name: str | None = None,
         wait: float | str | None = None,
-        yield_after: float | str | None = None,
         claim: bool = True,
         bind_numa: bool = False,
         **kwargs: Any,
@@ -56,8 +56,8 @@ class _FreeMemory(FamilyStrategy):
             min_free,
             max_utilization=max_utilization,
             exclusive=exclusive,
+            name=name,
             wait=wait,
-            yield_after=yield_after,
             claim=claim,
         )
         self._bind_numa = bind_numa

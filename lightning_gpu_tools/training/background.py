@@ -42,13 +42,10 @@ class BackgroundJobs:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def add(self, what: str, job: _Job, *, after_s: float = 0.0) -> None:
-        """Call a job after ``after_s``, then after the seconds that it returns (``inf`` = never).
-
-        ``what`` is its name in ``faults``.
-        """
+    def add(self, what: str, job: _Job) -> None:
+        """Call a job now, then after the seconds that it returns (``inf`` = never). ``what`` is its name in faults."""
         with self._changed:
-            self._entries.append(_Entry(what, job, monotonic() + after_s))
+            self._entries.append(_Entry(what, job, monotonic()))
             self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lightning-gpu-tools-background", daemon=True)

@@ -131,6 +131,58 @@ def worker_pids(iterator: object) -> list[int]:
     return [worker.pid for worker in workers(iterator) if worker.pid]
 
 
+# Attributes of an iterator by those of its DataLoader.
+_PARTS = {
+    "dataset": "_dataset",
+    "num_workers": "_num_workers",
+    "persistent_workers": "_persistent_workers",
+    "pin_memory": "_pin_memory",
+    "drop_last": "_drop_last",
+    "collate_fn": "_collate_fn",
+}
+_INDICES, _HAS_BATCHES = "_index_sampler", "_auto_collation"
+
+
+def _attributes(thing: object) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = object.__getattribute__(thing, "__dict__")  # without a class's own way
+    except AttributeError:
+        return {}
+    return found
+
+
+def parts_of_loader(iterator: object) -> dict[str, Any] | None:
+    """Return the attributes of the DataLoader of an iterator. Without them, ``enumerate(loader)`` hides the loader."""
+    known = _attributes(iterator)
+    if not {*_PARTS.values(), _INDICES, _HAS_BATCHES} <= known.keys():
+        return None
+    indices, batches = known[_INDICES], known[_HAS_BATCHES]
+    return {
+        **{name: known[own] for name, own in _PARTS.items()},
+        "prefetch_factor": known.get("_prefetch_factor"),
+        "batch_size": getattr(indices, "batch_size", None) if batches else None,
+        "batch_sampler": indices if batches else None,
+        "sampler": getattr(indices, "sampler", indices),
+    }
+
+
+def loader_waited_for(frame: FrameType | None, loaders: Sequence[object]) -> int | None:
+    """Return the place of the loader that a stack is waiting for; call this in ``frames_kept``.
+
+    Without it, advice for several loaders does not name the slow one.
+    """
+    indices = [getattr(loader, _INDICES, loader) for loader in loaders]
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        known = _attributes(owner)
+        signs = (owner, known.get("_loader"), known.get(_INDICES))  # the second: an iterator of this package
+        for place, (loader, its_indices) in enumerate(zip(loaders, indices, strict=True)):
+            if any(one is not None and (one is loader or one is its_indices) for one in signs):
+                return place
+        frame = frame.f_back
+    return None
+
+
 # Methods in which training waits for a worker's batch.
 _WAITS = ("__next__", "_next_data", "_get_data", "_try_get_data")
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -30,7 +30,15 @@ from typing_extensions import override
 from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
-from lightning_gpu_tools.training.phases import IN_WORKER, MONITORING, PAUSES, SLOW_STEP, base_phase, is_backward
+from lightning_gpu_tools.training.phases import (
+    DATA_LOADING,
+    IN_WORKER,
+    MONITORING,
+    PAUSES,
+    SLOW_STEP,
+    base_phase,
+    is_backward,
+)
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import LineCounts, line_of
 from lightning_gpu_tools.training.step_clock import StepClock
@@ -123,10 +131,13 @@ def _is_of_c(frame: FrameType) -> bool:
 class LineSampler(_Sampler):
     """A sampler of a training thread: 10 s of steady steps, again when their pace changes, and 10 s of each pause."""
 
-    def __init__(self, clock: StepClock, workers: WorkerLines) -> None:
+    def __init__(self, clock: StepClock, workers: WorkerLines, loaders: Callable[[], Sequence[object]]) -> None:
         super().__init__()
+        # Samples while waiting for a batch, by the loader's place among several; None: none of torch's.
+        self.waits: Counter[int | None] = Counter()
         self._clock = clock
         self._workers = workers
+        self._loaders = loaders
         self._taken: Counter[str] = Counter()  # samples in this window, by pause; "" for steps
         self._windows = 1
         self._others = set(sys._current_frames())  # threads seen before training or outside backward
@@ -167,7 +178,12 @@ class LineSampler(_Sampler):
     def _look(self) -> tuple[Sequence[str], FrameType | None]:
         # In one expression, within which Python does not switch threads. Afterwards the thread may be elsewhere.
         phase, frames = self._clock.current.phase, sys._current_frames()
-        return self._phases(phase), self._frame(frames, phase)
+        frame = self._frame(frames, phase)
+        # This frame is in them and would hold itself, and with it the step's batch and activations until a collection.
+        frames.clear()
+        if phase == DATA_LOADING and len(loaders := self._loaders()) > 1:
+            self.waits[compat.loader_waited_for(frame, loaders)] += 1
+        return self._phases(phase), frame
 
     def _frame(self, frames: Mapping[int, FrameType], phase: str) -> FrameType | None:
         """Return the frame of autograd's thread for a GPU, if this thread waits for it and it runs Python."""

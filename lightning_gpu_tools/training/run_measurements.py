@@ -97,6 +97,63 @@ class LoaderSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderFacts:
+    """What decides whether a loader may get workers, as read without running its dataset.
+
+    Attributes:
+        kind: Class of the loader, with its module.
+        name: Its name among several: a key in quotes, or its number; empty if it is the only one.
+        is_torch: Whether it is a ``torch.utils.data.DataLoader``. Without it, only the fields above are known.
+        is_iterator: Whether it is exhausted after one pass, like ``enumerate(loader)``.
+        within: Class of another kind of loader that it is inside of; empty without one.
+        dataset: Class of the dataset.
+        is_iterable: Whether the dataset is a stream, of which each worker gets a copy.
+        splits: Whether the copies of a stream split its samples among them; ``None`` if its code does not show it.
+        stream: Whose stream it is, if that decides how to split it.
+        shards: Number of shards of a stream, for all ranks; ``None`` if unknown.
+        ranks: Number of ranks.
+        is_daemonic: Whether this process may not start others.
+        is_forked: Whether workers are forked, so that they share what the dataset has opened.
+        open_files: What the dataset or the collate function holds open: ``"Photos.file"``.
+        not_picklable: What cannot be sent to workers that are not forked: ``"Photos.transform"``.
+        not_copyable: What a copy of the dataset could not have: ``"Photos.lock"``.
+        keeps_position: Whether it has a ``state_dict``.
+        in_order: Whether its batches come in the sampler's order.
+        own_iterator: Whether its class has its own ``_get_iterator``, or torch has none.
+        contents: A number that changes when attributes of the dataset do.
+        sampler: Class of its sampler; empty with a batch sampler of the program.
+        drop_last: Whether it leaves out an incomplete batch.
+        collates: Whether torch's own function puts the samples of a batch together.
+        is_table: Whether a sample is one row of tensors or arrays, so that a list of indices fetches a whole batch.
+    """
+
+    kind: str
+    name: str = ""
+    is_torch: bool = True
+    is_iterator: bool = False
+    within: str = ""
+    dataset: str = ""
+    is_iterable: bool = False
+    splits: bool | None = None
+    stream: Literal["webdataset", "datapipe", "tfrecord"] | None = None
+    shards: int | None = None
+    ranks: int = 1
+    is_daemonic: bool = False
+    is_forked: bool = True
+    open_files: tuple[str, ...] = ()
+    not_picklable: str | None = None
+    not_copyable: str | None = None
+    keeps_position: bool = False
+    in_order: bool = True
+    own_iterator: bool = False
+    contents: int = 0
+    sampler: str = ""
+    drop_last: bool = False
+    collates: bool = True
+    is_table: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GpuIdle:
     """The GPU's idle time between training steps and its time for the parts of a step, by its own clock."""
 
@@ -420,6 +477,12 @@ class RunMeasurements:
     own_utilization_percent: float | None = None  # of this rank's GPU; None: the same
     validation_utilization_percent: float | None = None
     loader: LoaderSettings | None = None  # None for anything but a torch.utils.data.DataLoader
+    # Of the same loader, also of one that is not torch's: when training began, and now.
+    loader_began: LoaderFacts | None = None
+    loader_now: LoaderFacts | None = None
+    loader_wait_share: float = (
+        1.0  # of the wait for data, if there are several loaders: this is the one waited for most
+    )
     worker_cpu_s_per_batch: float | None = None
     batch_bytes: int | None = None
     loading: LoadingFacts | None = None

@@ -34,8 +34,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
-from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights, verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.cli import main
@@ -55,14 +55,13 @@ CONTRADICTION = "its description and its contents do not match"
 FAULTS = {
     "empty": (b"", "is empty.*disk was full"),
     "cut in the middle": (GOOD[: len(GOOD) // 2], "is cut short: .*index.*is missing.*interrupted"),
-    "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer.*git lfs pull"),
+    "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer.*git lfs pull"),
     "web page": (b"\n <HTML><head>Sign in", "web page.*login.*Download"),
     "json": (b'{"error": "not found"}', "JSON file"),
     "gzip": (b"\x1f\x8b\x08\x00" + bytes(100), "is compressed .gzip.*Unpack"),
     "plain pickle": (pickle.dumps({"a": 1}), "pickle that torch.save did not write"),
-    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "is not a checkpoint.*begin with b'GGUF"),
+    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "is a GGUF file of llama.cpp.*original files"),
     "photos in a zip": (zipped([("photos/cat.txt", b"meow")]), "zip archive but not a checkpoint.*photos/cat"),
-    "torchscript": (zipped([("a/data.pkl", b""), ("a/constants.pkl", b"")]), "TorchScript archive.*torch.jit.load"),
     "damaged zip index": (GOOD.replace(b"PK\x01\x02", b"pk\x01\x02", 1), "is damaged: its records and the index at"),
     "missing record": (zipped([record for record in records_of(GOOD) if "data/1" not in record[0]]), CONTRADICTION),
     "cut legacy file": (LEGACY[: len(LEGACY) // 2], CONTRADICTION),
@@ -91,6 +90,7 @@ def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Pat
         read_structure(str(path))
 
 
+@pytest.mark.follows("The newest complete checkpoint in that folder: ")
 def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) -> None:
     good = saved(lightning_checkpoint(CONTENT["state_dict"]))
     files = {"old.ckpt": good, "newer.ckpt": good, "broken.ckpt": good[:-50], "other.ckpt": saved({}), "a.pt": good}
@@ -98,10 +98,14 @@ def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) 
         (tmp_path / name).write_bytes(data)
         os.utime(tmp_path / name, (1000 + age, 1000 + age))
     for name in ("broken.ckpt", "gone.ckpt"):
-        with pytest.raises(CheckpointError, match=r"newest complete checkpoint in that folder: .*/newer\.ckpt$"):
+        with pytest.raises(
+            CheckpointError, match=r"newest complete checkpoint in that folder: .*/newer\.ckpt$"
+        ) as broken:
             read_checkpoint(tmp_path / name)
+        named = str(broken.value).rpartition("in that folder: ")[2]
+        assert torch.equal(read_checkpoint(named)["state_dict"]["a"], CONTENT["state_dict"]["a"])
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(BrokenCheckpointError, match=r"is a JSON file.*Use the file with the weights\.$"):
+    with pytest.raises(BrokenCheckpointError, match=r"is a JSON file, \"{}\"\. Use the file with the weights\.$"):
         read_checkpoint(tmp_path / "config.json")
 
 
@@ -132,9 +136,8 @@ def test_an_object_in_the_place_of_weights_is_named_and_not_opened(
     assert EXPLOIT in words
     assert f"no weights that can be loaded without opening it, only an object of {EXPLOIT}. Ask its author for" in words
     assert f"load_weights(model, {str(path)!r}, weights_only=False), which runs its code." in words
-    for command in (["diff", str(path), str(path)], ["convert", str(path), str(tmp_path / "b.pt"), "--weights"]):
-        assert main(["checkpoint", *command]) == {"diff": 3, "convert": 1}[command[0]]
-    assert main(["checkpoint", "inspect", str(path)]) == main(["checkpoint", "verify", str(path)]) == 0
+    assert main(["checkpoint", "convert", str(path), str(tmp_path / "b.pt"), "--weights"]) == 1
+    assert [main(["checkpoint", action, str(path)]) for action in ("inspect", "verify")] == [0, 1]
     assert not witness.exists()
 
 
@@ -155,7 +158,7 @@ def test_a_weight_that_is_an_object_is_named_where_it_is_missing(tmp_path: Path)
         (".metadata", "is damaged: its .metadata does not describe a checkpoint"),
         ("__0_0.distcp", "without .metadata, which is written last.*save was interrupted"),
         ("latest", "is a folder without shards of a checkpoint"),
-        ("epoch=1.ckpt", "is a folder.*Use a file in it: epoch=1.ckpt"),
+        ("epoch=1.ckpt", r"last\.ckpt/epoch=1\.ckpt is empty"),
     ],
 )
 def test_a_folder_without_shards_says_what_it_holds(inside: str, message: str, tmp_path: Path) -> None:
@@ -223,6 +226,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.follows("To allow these classes, if you trust them: ")
 @pytest.mark.parametrize("name", HARMLESS)
 def test_the_suggested_line_allows_what_only_holds_values(name: str, tmp_path: Path) -> None:
     data, value = HARMLESS[name]

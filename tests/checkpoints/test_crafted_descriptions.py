@@ -32,7 +32,7 @@ from checkpoint_files import (
 
 from lightning_gpu_tools.checkpoints.formats.safetensors import restore_metadata
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
-from lightning_gpu_tools.checkpoints.sources import read_structure, verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
@@ -116,14 +116,14 @@ def test_every_kind_of_content_loads_as_torch_loads_it(kind: str, tmp_path: Path
             pytest.skip("this torch does not load them itself")
     torch.save(content, old, _use_new_zipfile_serialization=False)
     for file in (path,) if kind in NOT_IN_THE_OLD_FORMAT else (path, old):
-        structure = verify_checkpoint(file)
+        structure = read_structure(file)
         check_description(structure.content, torch.load(path))
         assert kind == "jagged" or not beyond_plain_data(structure.globals)
         for weights_only in (True, False):
             assert shown(read_checkpoint(file, weights_only=weights_only)) == shown(torch.load(path))
     if kind in NOT_IN_THE_OLD_FORMAT:
         with pytest.raises(BrokenCheckpointError):
-            verify_checkpoint(str(old))
+            read_structure(str(old))
 
 
 def test_plain_content_shares_what_it_shared(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_objects_of_any_class_load_from_trusted_files(protocol: int, new_format:
     if protocol:  # torch writes no tensors in protocol 0
         content |= {"model": torch.nn.Linear(2, 2), "keys": {torch.ones(1): 1}}
     torch.save(content, path, pickle_protocol=protocol, _use_new_zipfile_serialization=new_format)
-    verify_checkpoint(str(path))
+    read_structure(str(path))
     loaded = read_checkpoint(path, weights_only=False)
     assert loaded["custom"]["next"].inner[0] is loaded["custom"]["next"]
     assert repr(loaded["plain"]) == repr(plain)

@@ -107,6 +107,12 @@ def test_a_root_chooses_between_two_sets_of_weights() -> None:
     assert plan_renaming(deep, model("w"), root="system.model.").renames == {"module.system.model.w": "w"}
 
 
+def test_a_set_that_leaves_nothing_over_is_preferred() -> None:
+    assert plan_renaming(keys("net.w", "larger.w", "larger.x"), model("w")).dropped_root == "net."
+    with pytest.raises(AmbiguousCheckpointError, match=r'root="a\." and strict=False or root="b\." and strict=False'):
+        plan_renaming(keys("a.w", "a.x", "b.w", "b.y"), model("w"))
+
+
 def test_two_names_of_one_tensor_are_not_two_sets_of_weights() -> None:
     # self.net = net; self.fast = torch.compile(net)
     same = {"net.w": 1, "fast._orig_mod.w": 1}

@@ -1,11 +1,12 @@
 """Files with several sets of weights: which one is taken, what is said of the others, and how to get them."""
 
 import ast
+import itertools
 import json
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,15 @@ def in_lightning(entry: str, average: Any) -> Callable[[Any], dict[str, Any]]:
     return content
 
 
+def below(root: list[str], keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {".".join([*root, key]): value for key, value in keys.items()}
+
+
+def in_ema_pytorch(raw: Mapping[str, Any], average: Mapping[str, Any]) -> dict[str, Any]:
+    weights = below(["online_model"], raw) | below(["ema_model"], average)
+    return {**weights, "initted": torch.tensor([True]), "step": torch.tensor([7])}
+
+
 AVERAGE = net(2).state_dict()
 AVERAGED_MODEL = AveragedModel(net(2)).state_dict()
 SWA = "callbacks.StochasticWeightAveraging.average_model_state"
@@ -56,13 +66,40 @@ SPELLINGS: dict[str, tuple[Callable[[Any], Mapping[str, Any]], str]] = {
     "BasicSR": (lambda raw: {"params": raw, "params_ema": AVERAGE}, "params_ema"),
     "a callback's entry": (in_lightning("ema_state_dict", AVERAGE), "ema_state_dict"),
     "Lightning's SWA": (in_lightning(SWA, AVERAGE), SWA),
-    "an attribute": (
-        lambda raw: {**{f"net.{k}": v for k, v in raw.items()}, **{f"ema_net.{k}": v for k, v in AVERAGE.items()}},
-        "ema_net.",
+    "an attribute": (lambda raw: below(["net"], raw) | below(["ema_net"], AVERAGE), "ema_net."),
+    "ema-pytorch": (lambda raw: {"model": raw, "ema": in_ema_pytorch(raw, AVERAGE)}, "ema.ema_model."),
+    "ema-pytorch alone": (lambda raw: in_ema_pytorch(raw, AVERAGE), "ema_model."),
+    "ema-pytorch without the raw weights": (lambda raw: {"model": raw, "ema": in_ema_pytorch({}, AVERAGE)}, "ema"),
+    "ema-pytorch around a diffusion": (
+        lambda raw: {
+            "model": below(["model"], raw),
+            "ema": in_ema_pytorch(*(below(["model"], w) for w in (raw, AVERAGE))),
+        },
+        "ema.ema_model.model.",
     ),
+    "ema-pytorch as an attribute": (
+        lambda raw: below(["net"], raw) | below(["ema"], in_ema_pytorch(raw, AVERAGE)),
+        "ema.ema_model.",
+    ),
+    "ema-pytorch's PostHocEMA": (
+        lambda raw: {"model": raw, "ema": below(["ema_models", "0"], in_ema_pytorch({}, AVERAGE))},
+        "ema",
+    ),
+    "timm's ModelEmaV3": (
+        lambda raw: {"state_dict": raw, "state_dict_ema": below(["module"], AVERAGE)},
+        "state_dict_ema",
+    ),
+    "mmengine": (
+        lambda raw: {"state_dict": raw, "ema_state_dict": {"steps": torch.tensor(3), **below(["module"], AVERAGE)}},
+        "ema_state_dict",
+    ),
+    "YOLO": (lambda raw: {"epoch": 1, "model": net(1), "ema": net(2).half(), "updates": 3}, "ema"),
 }
+# Those with names of their own in the average.
+OTHER_NAMES = ("an attribute", "mmengine", "YOLO", *(name for name in SPELLINGS if "ema-pytorch" in name))
 
 
+@pytest.mark.follows("call load_weights with ")
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_the_average_is_named_and_loaded_on_request(spelling: str, tmp_path: Path) -> None:
     make, entry = SPELLINGS[spelling]
@@ -83,7 +120,7 @@ def test_the_average_is_named_and_loaded_on_request(spelling: str, tmp_path: Pat
             assert values(target) == {number}
 
 
-@pytest.mark.parametrize("spelling", [name for name in SPELLINGS if name != "an attribute"])
+@pytest.mark.parametrize("spelling", [name for name in SPELLINGS if name not in OTHER_NAMES])
 def test_inspect_shows_and_convert_changes_every_set(
     spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +170,55 @@ def test_a_class_says_that_there_is_an_average(tmp_path: Path) -> None:
     assert values(load_from_checkpoint(Lit, tmp_path / "a.ckpt", root="ema")) == {2}
 
 
+trees = st.recursive(
+    st.just("weights"),
+    lambda inner: st.dictionaries(
+        st.sampled_from(["model", "ema", "teacher", "net", "online_model", "ema_model", "state_dict"]), inner,
+        min_size=1, max_size=3,
+    ),
+    max_leaves=5,
+)  # fmt: skip
+
+
+def content_of(tree: Any, levels: int, numbers: Iterator[int], places: dict[str, float], path: str = "") -> Any:
+    """Return a tree with sets of weights: its first levels as entries, the others as attributes."""
+    if tree == "weights":
+        places[path] = next(numbers)
+        return net(places[path]).state_dict()
+    parts = {
+        name: content_of(part, levels - 1, numbers, places, f"{path}.{name}".lstrip(".")) for name, part in tree.items()
+    }
+    if levels > 0:
+        return parts
+    return {f"{name}.{key}": value for name, weights in parts.items() for key, value in weights.items()}
+
+
+@pytest.mark.follows("Choose one with ")
+@given(tree=trees, levels=st.integers(0, 2))
+def test_each_root_in_a_message_loads_what_it_names(
+    tree: Any, levels: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path, places = tmp_path_factory.getbasetemp() / "tree.pt", dict[str, float]()
+    torch.save(content_of(tree, levels, itertools.count(1), places), path)
+
+    def load(root: Any) -> tuple[str, set[float]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return str(load_weights(target := net(0), path, root=root)), values(target)
+            except (CheckpointMismatchError, AmbiguousCheckpointError) as refusal:
+                return str(refusal), set()
+
+    message, loaded = load(None)
+    for root in re.findall(r'root="(.*?)"', message):
+        more, chosen = load(root)
+        # The name of the only entry may be left out.
+        inside = {number for place, number in places.items() if f".{root.strip('.')}." in f".{place}."}
+        assert chosen <= inside, (root, more)
+        assert len(chosen) == 1, (root, more)
+        assert chosen != loaded, (root, more)
+
+
 @pytest.mark.parametrize("name", ["ema", "model_ema", "state_dict_ema", "g_ema", "emaModel", "swa_model", "net.avg."])
 def test_names_of_averages_are_known(name: str) -> None:
     assert is_average(name)
@@ -148,10 +234,6 @@ bodies = st.dictionaries(
 )  # fmt: skip
 
 
-def below(root: list[str], keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {".".join([*root, key]): value for key, value in keys.items()}
-
-
 @given(body=bodies, dropped=attributes, added=attributes, more=bodies, beside=st.booleans())
 def test_a_refusal_names_roots_that_fit(
     body: dict[str, Any], dropped: list[str], added: list[str], more: dict[str, Any], beside: bool
@@ -165,8 +247,9 @@ def test_a_refusal_names_roots_that_fit(
     else:
         assert plan.missing == ()
         return
-    for root in re.findall(r"Choose one with|root=(\(.*?\)|\".*?\")", words) if "Choose" in words else ():
-        assert not root or plan_renaming(checkpoint, model, root=ast.literal_eval(root)).missing == ()
+    choices = re.findall(r'root=(\(.*?\)|".*?")( and strict=False)?', words) if "Choose one with" in words else ()
+    for root, loosely in choices:
+        assert plan_renaming(checkpoint, model, root=ast.literal_eval(root), strict=not loosely).missing == ()
     advice = re.findall(r"(\d+) fit with root=(.*?)( and strict=False)?\. To rename", words)
     assert advice or beside or "Choose" in words, words
     for count, root, loosely in advice:

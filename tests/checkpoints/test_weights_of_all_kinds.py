@@ -4,6 +4,7 @@ import copy
 import functools
 import http.server
 import importlib.util
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -96,7 +97,7 @@ def test_sharded_parameters_and_plain_files_load_into_each_other(meta: bool, tmp
 
 
 PROGRAM = """
-import sys, torch
+import importlib, re, sys, torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -118,6 +119,11 @@ try:
     load_weights(back, f"{folder}/0.pt")
 except CheckpointMismatchError as error:
     assert 'holds one part of a sharded checkpoint: "0.weight" is the part of rank 0 of 2, Shard(dim=0).' in str(error)
+    advice = re.search(r"save the full weights from (\\S+)\\.(\\w+) with (StateDictOptions.*?\\))", str(error))
+    advised = importlib.import_module(advice[1])
+    full = getattr(advised, advice[2])(net, options=eval(advice[3], vars(advised)))
+    if rank == 0:
+        torch.save(full, f"{folder}/full.pt")
 else:
     raise AssertionError("took the part of rank 0 for the one of rank 1")
 copies = {key: DTensor.from_local(value, mesh, [Replicate()], run_check=False) for key, value in whole.items()}
@@ -130,6 +136,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.follows("It holds one part of a sharded checkpoint", "Or load each part in the process that saved it")
 @needs_fsdp2
 def test_each_process_loads_its_own_part_and_no_other(
     run_python: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -142,14 +149,15 @@ def test_each_process_loads_its_own_part_and_no_other(
     alone += "load_weights(torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), sys.argv[1])"
     answer = run_python("-c", alone, str(tmp_path / "0.pt"))
     assert '0.pt does not fit Sequential. It holds one part of a sharded checkpoint: "0.weight"' in answer.stderr
-    copies = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    load_weights(copies, tmp_path / "copies.pt")
     plain = torch.load(tmp_path / "plain.pt")
-    assert all(torch.equal(value, plain[key]) for key, value in copies.state_dict().items())
-    for action, target, code in (("convert", "a.safetensors", 1), ("diff", "plain.pt", 3)):
-        assert main(["checkpoint", action, str(tmp_path / "0.pt"), str(tmp_path / target)]) == code
-        assert "0.pt: It holds one part of a sharded checkpoint" in capsys.readouterr().err
-        assert main(["checkpoint", action, str(tmp_path / "copies.pt"), str(tmp_path / target)]) == 0
+    for name in ("copies.pt", "full.pt"):
+        target = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        load_weights(target, tmp_path / name)
+        assert all(torch.equal(value, plain[key]) for key, value in target.state_dict().items())
+    converted = str(tmp_path / "a.safetensors")
+    assert main(["checkpoint", "convert", str(tmp_path / "0.pt"), converted]) == 1
+    assert "0.pt: It holds one part of a sharded checkpoint" in capsys.readouterr().err
+    assert main(["checkpoint", "convert", str(tmp_path / "copies.pt"), converted]) == 0
 
 
 DEEPSPEED = """
@@ -265,6 +273,51 @@ def test_files_from_before_batch_norm_counted_its_batches(tmp_path: Path) -> Non
     torch.save({**old, "module.x.num_batches_tracked": torch.tensor(1)}, tmp_path / "a.pt")
     with pytest.raises(CheckpointMismatchError, match="not in the checkpoint: num_batches_tracked"):
         load_weights(target, tmp_path / "a.pt")
+
+
+def translating(net: nn.Module) -> nn.Module:
+    net.register_load_state_dict_pre_hook(lambda *_: None)
+    return net
+
+
+@pytest.mark.follows("create the model with ", "report the rest, use strict=False")
+@pytest.mark.parametrize("prepare", [lambda net: net, translating, nn.DataParallel])
+def test_statistics_that_a_norm_does_not_keep_are_left_out(
+    prepare: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    def net(**options: Any) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, **options))
+
+    source = net(track_running_stats=True)
+    fill(source, 1)
+    old = {key: value for key, value in source.state_dict().items() if "tracked" not in key}  # as torch 0.3 saved it
+    torch.save(old, tmp_path / "a.pt")
+    with pytest.raises(CheckpointMismatchError, match=r"not in the model: 1\.running_mean, 1\.running_var") as refusal:
+        load_weights(prepare(net()), tmp_path / "a.pt")
+    for advice, kept in (
+        (r"use (strict=False)", ()),
+        (r"create the model with (\w+=True)", ("1.num_batches_tracked",)),
+    ):
+        found = re.search(advice, str(refusal.value))
+        assert found is not None
+        options = eval(f"dict({found[1]})")
+        target = net(**options) if kept else net()
+        report = load_weights(prepare(target), tmp_path / "a.pt", strict=options.get("strict", True))
+        assert torch.equal(target[0].weight, source[0].weight)
+        assert report.unexpected == (() if kept else ("1.running_mean", "1.running_var"))
+        assert len(report.kept) == len(kept)
+    assert torch.equal(target[1].running_var, source[1].running_var)
+
+
+def test_the_advice_of_torch_is_shown_in_full(tmp_path: Path) -> None:
+    class Refuses(nn.Linear):
+        def _load_from_state_dict(self, *arguments: Any) -> None:
+            arguments[-1].append(f"{'Very long advice. ' * 50}Now do this.")
+
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
+    with pytest.raises(CheckpointMismatchError) as refusal:
+        load_weights(Refuses(2, 2), tmp_path / "a.pt")
+    assert "Very long advice. " * 50 + "Now do this." in str(refusal.value)
 
 
 def test_extra_state_and_metrics_keep_nothing_of_the_file(tmp_path: Path) -> None:

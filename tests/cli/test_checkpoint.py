@@ -1,8 +1,9 @@
-"""``checkpoint inspect | verify | diff`` as a user runs them, on contents of all kinds; exit codes, URLs, progress."""
+"""``checkpoint inspect | verify`` as a user runs them, on contents of all kinds; exit codes, URLs, progress."""
 
 import argparse
 import json
 import os
+import pkgutil
 import re
 import shlex
 import struct
@@ -15,10 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import EXPLOIT, Exploit, Tied, lightning_checkpoint
+from checkpoint_files import Tied, lightning_checkpoint
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.fabric.utilities.data import AttributeDict
 from torch import nn
 
@@ -65,6 +64,14 @@ def test_inspect_gives_json(last: str, run: Run) -> None:
     assert summary["torch_version"] is None
 
 
+@pytest.mark.follows("more entries; use --json to list all")
+def test_inspect_lists_all_entries_as_json(tmp_path: Path, run: Run) -> None:
+    torch.save({**LIGHTNING, **{f"more{i}": i for i in range(30)}}, path := str(tmp_path / "a.ckpt"))
+    advised = re.search(r"and 10 more entries; use (\S+) to list all", run("inspect", path)[1])
+    entries = json.loads(run("inspect", path, advised[1])[1])["entries"]  # type: ignore[index]
+    assert {f"more{i}" for i in range(30)} <= entries.keys()
+
+
 def test_inspect_knows_the_manifest_and_foreign_classes(net: Tied, tmp_path: Path, run: Run) -> None:
     manifest = {"version": 1, "wrappers": {"net": "DataParallel"}, "torch": "2.13.0", "devices": ["cuda:7"]}
     path = tmp_path / "a.ckpt"
@@ -104,6 +111,37 @@ def test_verify_says_where_there_are_no_checksums(net: Tied, tmp_path: Path, run
     assert "no checksums" in out
 
 
+def test_verify_says_what_it_did_not_open(tmp_path: Path, run: Run) -> None:
+    path = str(tmp_path / "a.pt")
+    torch.save({"model": WEIGHTS, "data": tmp_path}, path)
+    code, out, _ = run("verify", path)
+    assert (code, f"; not read, because opening would run code: {PATH_CLASS}" in out) == (0, True)
+    assert json.loads(run("verify", path, "--json")[1])["unread"] == [PATH_CLASS]
+    assert load_weights(nn.Linear(2, 2), path).unread == (PATH_CLASS,)
+    torch.save({"model": {**WEIGHTS, "bias": tmp_path}}, path)
+    code, out, err = run("verify", path)
+    assert (code, out) == (1, "")
+    assert "has weights that were not opened, because this would run code: bias. Ask its author" in err
+
+
+def test_verify_refuses_what_holds_no_weights(tmp_path: Path, run: Run) -> None:
+    torch.save(torch.optim.SGD([torch.ones(2)]).state_dict(), tmp_path / "a.pt")
+    code, out, err = run("verify", str(tmp_path / "a.pt"))
+    assert (code, out) == (1, "")
+    assert "holds no weights, only the state of an optimizer" in err
+
+
+@pytest.mark.follows("load its weights with lightning_gpu_tools.load_weights")
+def test_weights_load_where_verify_says_that_nothing_else_does(tmp_path: Path, run: Run) -> None:
+    torch.save({**LIGHTNING, "optimizer_states": {}}, path := str(tmp_path / "a.ckpt"))
+    code, _, err = run("verify", path)
+    words = r"a\.ckpt cannot be resumed: its optimizer_states is an empty dictionary, not a list .* with (\S+)\.$"
+    advised = re.search(words, err.rstrip())
+    assert (code, bool(advised)) == (1, True)
+    pkgutil.resolve_name(advised[1])(model := nn.Linear(2, 2), path)  # type: ignore[index]
+    assert torch.equal(model.weight, WEIGHTS["weight"])
+
+
 @pytest.mark.usefixtures("memory_files")
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
 def test_every_action_takes_a_url(
@@ -119,7 +157,7 @@ def test_every_action_takes_a_url(
     assert MemoryFileSystem.store[f"/b/{name}"].getvalue() == before
     assert run("inspect", url)[1].startswith(f"{url}: ")
     assert json.loads(run("verify", url, "--json")[1])["path"] == url
-    assert run("diff", last, url)[0] == 0
+    assert load_weights(Tied(), url).loaded == tuple(Tied().state_dict())
     assert "Checkpoint file not found: memory://b/gone" in run("inspect", "memory://b/gone")[2]
 
 
@@ -129,16 +167,15 @@ def test_an_unexpected_error_is_one_line_and_no_answer(
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('a broken\\x1b installation')")
     path = f"{tmp_path}{os.pathsep}{os.getcwd()}"
-    for action in ("diff", "convert"):
-        answer = run_python(
-            *("-m", "lightning_gpu_tools", "checkpoint", action, last, str(tmp_path / "b.pt")), env={"PYTHONPATH": path}
-        )
-        assert (answer.returncode, answer.stdout) == (70, "")
-        assert re.fullmatch(
-            r"lightning-gpu-tools \S+ stopped on an unexpected error. Please report this line with the command: "
-            r"RuntimeError: a broken\\x1b installation \(.*checkpoint.py:\d+ .*> __init__.py:1\)\n",
-            answer.stderr,
-        )
+    answer = run_python(
+        *("-m", "lightning_gpu_tools", "checkpoint", "convert", last, str(tmp_path / "b.pt")), env={"PYTHONPATH": path}
+    )
+    assert (answer.returncode, answer.stdout) == (70, "")
+    assert re.fullmatch(
+        r"lightning-gpu-tools \S+ stopped on an unexpected error. Please report this line with the command: "
+        r"RuntimeError: a broken\\x1b installation \(.*checkpoint.py:\d+ .*> __init__.py:1\)\n",
+        answer.stderr,
+    )
 
 
 def test_long_files_show_their_progress_on_a_terminal(tmp_path: Path) -> None:
@@ -166,7 +203,7 @@ def test_long_files_show_their_progress_on_a_terminal(tmp_path: Path) -> None:
     path.unlink()
 
 
-@pytest.mark.parametrize("action", ["inspect", "verify", "convert", "diff"])
+@pytest.mark.parametrize("action", ["inspect", "verify", "convert"])
 def test_help_documents_the_exit_codes(action: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["checkpoint", action, "--help"])
@@ -194,9 +231,6 @@ def test_numbers_of_four_bits_are_kept_in_every_format(tmp_path: Path, run: Run)
         assert json.loads(run("inspect", path, "--json")[1])["weights"][""][0]["bytes"] == 24
     code, _, err = run("convert", paths["pt"], str(tmp_path / "b.pt"), "--dtype", "bfloat16")
     assert (code, "Torch cannot convert w from torch.float4_e2m1fn_x2" in err) == (1, True)
-    torch.save({"w": (packed.view(torch.uint8) + 1).view(packed.dtype)}, tmp_path / "c.pt")
-    code, out, _ = run("diff", paths["pt"], str(tmp_path / "c.pt"))
-    assert (code, "different bits" in out) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +252,7 @@ def test_numbers_of_four_bits_are_kept_in_every_format(tmp_path: Path, run: Run)
 def test_inspect_says_what_is_no_dictionary(content: object, words: str, tmp_path: Path, run: Run) -> None:
     torch.save(content, tmp_path / "a.pt")
     assert words in " ".join(run("inspect", str(tmp_path / "a.pt"))[1].split())
-    code, _, err = run("diff", str(tmp_path / "a.pt"), str(tmp_path / "a.pt"))
+    code, _, err = run("convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--weights")
     if isinstance(content, nn.Module):
         assert code == 0
     else:
@@ -234,10 +268,9 @@ def test_weights_without_numbers_are_shown_and_refused(tmp_path: Path, run: Run)
         ["bias", "2", "float32", "(meta)", "-"],
         ["mask", "3x3", "float32", "(sparse)", "-"],
     ]
-    for arguments, code in ((("convert", path, target), 1), (("diff", path, path), 3)):
-        answer = run(*arguments)
-        assert answer[:2] == (code, "")
-        assert "has no numbers for bias: it was saved from the meta device" in answer[2]
+    answer = run("convert", path, target)
+    assert answer[:2] == (1, "")
+    assert "has no numbers for bias: it was saved from the meta device" in answer[2]
 
 
 class Halves(torch.Tensor):
@@ -266,19 +299,19 @@ class Halves(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def test_packed_weights_are_kept_compared_or_refused(tmp_path: Path, run: Run) -> None:
+def test_packed_weights_are_kept_or_refused(tmp_path: Path, run: Run) -> None:
     numbers = torch.arange(4.0).reshape(2, 2)
-    paths = [tmp_path / f"{name}.pt" for name in "abc"]
-    for path, high in zip(paths, (numbers, numbers + 1), strict=False):
-        torch.save({"weight": Halves(numbers, high), "other": Halves(numbers + 5, high), "bias": numbers[0]}, path)
-    one, two, three = map(str, paths)
+    one, two = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
+    halves = {name: Halves(numbers + i, numbers) for i, name in enumerate(("weight", "other"))}
+    torch.save({**halves, "bias": numbers[0]}, one)
     assert "weight 2x2 float32 (Halves) -" in " ".join(run("inspect", one)[1].split())
     with torch.serialization.safe_globals([Halves]):
-        assert run("convert", one, three)[:2] == (0, f"{three}: 3 weights\n")
-        assert [run("diff", one, other)[0] for other in (one, two, three)] == [0, 1, 0]
+        assert run("convert", one, two)[:2] == (0, f"{two}: 3 weights\n")
+        kept = torch.load(two)
+        assert all(torch.equal(kept[name].low, packed.low) for name, packed in halves.items())
         target = str(tmp_path / "a.safetensors")
         assert "safetensors cannot store weight, other" in run("convert", one, target)[2]
-        assert "Torch cannot convert weight" in run("convert", one, three, "--dtype", "float16", "--force")[2]
+        assert "Torch cannot convert weight" in run("convert", one, two, "--dtype", "float16", "--force")[2]
         model = nn.Linear(2, 2)
         with pytest.raises(CheckpointMismatchError, match="a tensor of the class Halves instead of a strided tensor"):
             load_weights(model, one, strict=False)
@@ -306,9 +339,7 @@ def test_inspect_lists_entries_and_hyperparameters_of_any_class(tmp_path: Path, 
     assert summary["entries"]["state_dict"].startswith("a dictionary with weight, bias")
 
 
-def test_weights_beside_classes_are_converted_and_compared(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_beside_classes_are_converted(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     path, target = str(tmp_path / "a b.pt"), str(tmp_path / "b.pt")
     torch.save({"model": WEIGHTS, "hparams": {"data": tmp_path}}, path)
     code, _, err = run("convert", path, target)
@@ -320,138 +351,21 @@ def test_weights_beside_classes_are_converted_and_compared(
         "",
     )
     assert torch.load(target).keys() == WEIGHTS.keys()
-    code, out, _ = run("diff", path, target)
-    assert (code, out.splitlines()[0]) == (0, f"{path} and {target}: 2 weights are the same")
-    assert f"first: not read, because opening would run code: {PATH_CLASS}" in " ".join(out.split())
 
 
-def test_tensors_of_any_make_are_compared_and_converted_or_refused(tmp_path: Path, run: Run) -> None:
-    path, target = str(tmp_path / "a.pt"), str(tmp_path / "a.safetensors")
+def test_tensors_of_any_make_are_converted_or_refused(tmp_path: Path, run: Run) -> None:
+    path, copy, target = (str(tmp_path / name) for name in ("a.pt", "b.pt", "a.safetensors"))
     conjugate = torch.tensor([1 + 2j]).conj()
     torch.save({"sparse": torch.eye(3).to_sparse(), "conjugate": conjugate}, path)
-    assert run("diff", path, path)[0] == 0
+    assert run("convert", path, copy)[0] == 0
+    kept = torch.load(copy)
+    assert (kept["sparse"].to_dense().tolist(), kept["conjugate"].tolist()) == (torch.eye(3).tolist(), [1 - 2j])
     torch.save({"a": conjugate, "b": conjugate.conj()}, path)
-    assert run("diff", path, path)[0] == 0
     assert run("convert", path, target)[0] == 0
     assert {key: value.tolist() for key, value in read_checkpoint(target).items()} == {"a": [1 - 2j], "b": [1 + 2j]}
     torch.save({"nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, path)
-    code, _, errors = run("diff", path, path)
+    code, _, errors = run("convert", path, copy, "--force")
     assert code == 0 or "add_safe_globals([torch._utils._rebuild_nested_tensor])" in errors  # from torch 2.15 on
     with torch.serialization.safe_globals([torch._utils._rebuild_nested_tensor]):
-        assert run("diff", path, path)[0] == 0
+        assert run("convert", path, copy, "--force")[0] == 0
         assert "safetensors cannot store nested" in run("convert", path, target, "--force")[2]
-
-
-@given(data=st.data())
-def test_diff_tells_any_two_values_apart(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    from lightning_gpu_tools.checkpoints.compare import compare
-
-    def quantized(numbers: list[int]) -> torch.Tensor:
-        return torch.quantize_per_tensor(torch.tensor(numbers, dtype=torch.float32), 1.0, 0, torch.qint8)
-
-    # Longer than what repr() prints of a tensor, and closer than what it prints of a number.
-    spot = st.integers(0, 4095)
-    tensor = st.one_of(
-        st.builds(lambda at: torch.arange(4096) == at, spot),
-        st.builds(lambda at: torch.tensor(1 + at * 1e-6, dtype=torch.float64), spot),
-        st.builds(lambda at: torch.tensor(2**62 + at), spot),
-        st.builds(lambda at: torch.eye(4096)[at].to_sparse(), spot),
-        st.builds(lambda at: quantized([at % 100] * 2000), spot),
-    )
-    value = st.recursive(
-        st.one_of(tensor, st.integers(), st.floats(), st.text(), st.booleans(), st.none()),
-        lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
-        max_leaves=4,
-    )
-    one, two = data.draw(value), data.draw(value)
-    folder = tmp_path_factory.getbasetemp()
-    for name, state in (("one", one), ("two", two)):
-        torch.save(OrderedDict(w=torch.ones(1), _extra_state=state), folder / f"{name}.pt")
-    assert compare(str(folder / "one.pt"), str(folder / "one.pt")).is_same
-    assert compare(str(folder / "one.pt"), str(folder / "two.pt")).is_same == (canonical(one) == canonical(two))
-
-
-def canonical(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        dense = value.dequantize() if value.is_quantized else value.to_dense()
-        return (str(value.dtype), tuple(value.shape), str(dense.tolist()))
-    if isinstance(value, dict):
-        return {key: canonical(item) for key, item in value.items()}
-    return [*map(canonical, value)] if isinstance(value, list) else (type(value), repr(value))
-
-
-def test_diff_sees_keys_shapes_dtypes_and_values(net: Tied, last: str, tmp_path: Path, run: Run) -> None:
-    other = str(tmp_path / "other.pt")
-    weights = net.state_dict()
-    torch.save(weights, other)
-    code, out, _ = run("diff", last, other)
-    assert code == 0
-    assert "13 weights are the same" in out
-    assert 'keys of the first: removed "_orig_mod." from 13 keys, removed "model."' in out
-    weights = {key: value.clone() for key, value in weights.items()}
-    weights["layers.0.weight"][1, 1] += 0.5
-    weights["layers.1.weight"][0, 0] = float("nan")
-    weights["layers.2.bias"] = torch.ones(7)
-    weights["norm.weight"] = weights["norm.weight"].half()
-    weights["extra"] = weights.pop("norm.bias")
-    torch.save(weights, other)
-    code, out, _ = run("diff", last, other)
-    assert code == 1
-    assert "only in the first: model.module._orig_mod.norm.bias" in out
-    assert "only in the second: extra" in out
-    for row in (
-        r"key +shape +dtype +values",
-        r"layers\.0\.weight +same +same +max\. difference 0\.5; 6\.25% of elements differ",
-        r"layers\.2\.bias +4 and 7 +- +-",
-        r"norm\.weight +same +float32 and float16 +same",
-    ):
-        assert re.search(rf"^  {row}$", out, re.MULTILINE), out
-    found = json.loads(run("diff", last, other, "--json")[1])
-    seen = {(d["key"], d["what"]): d for d in found["differences"]}
-    assert seen["layers.0.weight", "values"]["largest"] == pytest.approx(0.5)
-    assert seen["layers.0.weight", "values"]["share"] == 1 / 16
-    assert seen["layers.1.weight", "values"]["largest"] is None
-    assert seen["layers.2.bias", "shape"]["detail"] == "4 and 7"
-    assert seen["norm.weight", "dtype"]["detail"] == "float32 and float16"
-    assert len(seen) == 4
-    assert found["same"] == 8
-
-
-def test_diff_says_what_it_left_unread(tmp_path: Path, run: Run) -> None:
-    one, two = str(tmp_path / "one.pt"), str(tmp_path / "two.pt")
-    weights, ran = {"w": torch.ones(2), "v": torch.ones(1)}, tmp_path / "ran"
-
-    def answer(first: object, second: object) -> tuple[int, str, dict[str, Any]]:
-        torch.save(first, one)
-        torch.save(second, two)
-        found = json.loads(run("diff", one, two, "--json")[1])
-        code, out, err = run("diff", one, two)
-        assert not ran.exists()
-        return code, " ".join(f"{out} {err}".split()), found
-
-    # The keys are the same, and nothing is known of one value.
-    code, said, found = answer({**weights, "x": Exploit(ran)}, {**weights, "x": Exploit(ran)})
-    assert code == 3
-    assert "2 weights are the same in both, not compared (opening would run code): x" in said
-    assert "because only running code could open them: x. They may differ." in said
-    assert (found["not_compared"], found["same"]) == (["x"], 2)
-    code, said, found = answer({**weights, "x": Exploit(ran)}, weights)
-    assert (code, found["only_in_first"]) == (1, ["x"])
-    code, said, found = answer(weights, {**weights, "v": Exploit(ran)})
-    assert (code, found["same"]) == (1, 1)
-    assert f"v not opened: {EXPLOIT} in the second" in said
-    # What lies next to the weights is no part of them.
-    code, said, found = answer({"state_dict": weights, "hyper_parameters": {"a": Exploit(ran)}}, weights)
-    assert (code, found["unread_in_first"], found["unread_in_second"]) == (0, [EXPLOIT], [])
-    assert f"2 weights are the same first: not read, because opening would run code: {EXPLOIT}" in said
-
-
-def test_diff_exits_3_where_there_is_nothing_to_compare(last: str, tmp_path: Path, run: Run) -> None:
-    (tmp_path / "empty.ckpt").touch()
-    code, out, err = run("diff", last, str(tmp_path / "empty.ckpt"))
-    assert (code, out) == (3, "")
-    assert "is empty" in err
-    torch.save({"elsewhere": torch.ones(1)}, tmp_path / "other.pt")
-    code, out, _ = run("diff", last, str(tmp_path / "other.pt"))
-    assert code == 1
-    assert "0 weights are the same" in out

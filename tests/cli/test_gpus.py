@@ -150,6 +150,16 @@ def test_who_only_holds_memory_is_marked(
     assert f"(pid {os.getpid()}), {'left over' if own[1] else 'idle'}, started" in text
 
 
+def test_a_pid_of_another_container_names_nobody_here(
+    driver: Driver, run_cli: RunCli, claims_dir: object, kernel_thread: int
+) -> None:
+    driver.gpus = [gpu(processes=[process(kernel_thread, "3GiB")])]
+    shown = " ".join(run_cli("gpus").stdout.split())
+    assert "a process of another container or the host 3.00 GiB" in shown.replace("│", "")
+    refused = run_cli("pick", "--exclusive")
+    assert "in use by a process of another container or the host" in refused.stderr
+
+
 @pytest.mark.usefixtures("visible_pids")
 def test_a_claim_whose_owner_runs_nothing_there_is_unused(
     driver: Driver, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

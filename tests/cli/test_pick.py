@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from lightning_gpu_tools.reports.report_file import ReportFile
 pytestmark = pytest.mark.usefixtures("claims_dir")
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 Pick = Callable[..., SimpleNamespace]
+InShell = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
@@ -185,9 +187,9 @@ print(Point.__doc__, inspect.signature(Point), dataclasses.replace(Point(), x=1)
 def test_a_pick_asks_little_of_the_driver(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu() for _ in range(8)]
     pick()
-    # 10 functions of nvidia-ml-py for each GPU; its one for the samples makes two calls, the first for their number.
+    # 11 functions of nvidia-ml-py for each GPU; its one for the samples makes two calls, the first for their number.
     calls = [call for call in driver.calls() if call.function.startswith("nvmlDeviceGet")]
-    assert len(calls) == 1 + 8 * 11  # and the number of GPUs
+    assert len(calls) == 1 + 8 * 12  # and the number of GPUs
 
 
 @pytest.mark.parametrize(
@@ -208,8 +210,11 @@ def test_a_selection_opens_and_reads_the_driver_once(
     assert [call.function for call in driver.calls()].count("nvmlDeviceGetMemoryInfo") == 3
 
 
-def test_help_gives_an_example_and_the_exit_codes(pick: Pick) -> None:
+@pytest.mark.follows("Example: gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB)")
+def test_help_gives_an_example_that_works_and_the_exit_codes(driver: Driver, pick: Pick, in_shell: InShell) -> None:
+    driver.gpus = [gpu(memory_free="7GiB"), gpu(), gpu()]
     text = " ".join(pick("--help").out.split())
-    assert "gpus=$(lightning-gpu-tools pick -n 2 --min-free 8GiB) && CUDA_VISIBLE_DEVICES=$gpus python train.py" in text
+    answer = in_shell(re.search(r"Example: (.*?) Exit code", text)[1].removesuffix("."))
+    assert answer.stdout == f"{driver.gpus[2].uuid},{driver.gpus[1].uuid}\n"
     assert "3 not enough GPUs" in text
     assert "or `last`, 1.2 times what the last run needed, from the newest report below the current folder." in text

@@ -115,7 +115,7 @@ def test_without_a_newer_run_there_is_nothing_to_compare(
         ("", "There is no gpu_report.json in {} or below it. Pass the file itself."),
         ("nowhere", "Cannot read a report from '{}': No such file or directory."),
         ("memory://nowhere", "Cannot read a report from '{}': No such file or directory."),
-        ("nosuch://nowhere", "Cannot read a report from '{}': Protocol not known: nosuch."),
+        ("nosuch://nowhere", "Cannot read a report from '{}': Protocol not known: nosuch. Check the URL"),
     ],
 )
 def test_where_there_is_no_report_the_path_is_named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -49,6 +50,16 @@ def test_the_command_sees_only_its_gpus_and_becomes_the_process(driver: Driver) 
         output, errors = job.communicate()
     assert output.split() == [str(job.pid), f"{driver.gpus[1].uuid},{driver.gpus[2].uuid}"]
     assert "Picked GPU 1" in errors
+
+
+@pytest.mark.follows("Example: lightning-gpu-tools run -n 2 --min-free 8GiB -- python train.py")
+def test_help_gives_an_example_that_works(
+    driver: Driver, run_cli: RunCli, in_shell: Callable[[str], subprocess.CompletedProcess[str]]
+) -> None:
+    driver.gpus = [gpu(memory_free="7GiB"), gpu(), gpu()]
+    text = " ".join(run_cli("run", "--help").stdout.split())
+    answer = in_shell(re.search(r"Example: (.*?) Exit code", text)[1].removesuffix("."))
+    assert answer.stdout == f"{driver.gpus[2].uuid},{driver.gpus[1].uuid}\n"
 
 
 def test_the_exit_code_is_that_of_the_command(driver: Driver, run_cli: RunCli) -> None:
@@ -125,7 +136,9 @@ def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:
     assert run_cli("run", "--advise", "-n", "1", "--", "true").returncode == 4
 
 
-@pytest.mark.parametrize("option", [["--wait", "1s"], ["--bind-numa"], ["--min-free", "0"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "option", [["--wait", "1s"], ["--bind-numa"], ["--min-free", "0"], ["--name", "h200"]], ids=" ".join
+)
 def test_an_option_on_gpus_claims_some_also_under_advise(driver: Driver, run_cli: RunCli, option: list[str]) -> None:
     driver.gpus = [gpu()]
     answer = run_cli("run", "--advise", *option, "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")

@@ -82,6 +82,7 @@ class Gpu:
     utilization_rate: int | None = None  # the instantaneous reading, where it shall differ from the last sample
     processes: list[Process] | None = field(default_factory=list)
     compute_mode: str | None = "default"  # prohibited, exclusive_process
+    compute_capability: tuple[int, int] | None = None  # filled in from the name
     mig_capable: bool = True
     mig: list[MigInstance | None] | None = None  # a list, also an empty one: MIG mode is on; None: an empty slot
     numa_node: int | None = 0
@@ -216,6 +217,7 @@ class Driver:
                 _driver=self,
                 uuid=card.uuid or f"GPU-{uuids.uuid5(uuids.NAMESPACE_OID, str(position))}",
                 pci=card.pci or (position // 15, 16 * (position % 15 + 1), 0),
+                compute_capability=card.compute_capability or _capability(card.name),
                 **_sizes(card),
             )
             for slot, instance in enumerate(card.mig or []):
@@ -226,6 +228,31 @@ class Driver:
         temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps({**state, "gpus": [dataclasses.asdict(card) for card in self.gpus]}))
         os.replace(temporary, self._path)
+
+
+# Source: https://developer.nvidia.com/cuda-gpus and its page of legacy GPUs.
+_CAPABILITIES = {
+    "GT 710": (3, 5),
+    "K80": (3, 7),
+    "GTX 1080": (6, 1),
+    "P100": (6, 0),
+    "V100": (7, 0),
+    "T4": (7, 5),
+    "RTX 20": (7, 5),
+    "A100": (8, 0),
+    "A30": (8, 0),
+    "RTX 30": (8, 6),
+    "RTX A": (8, 6),
+    "L40S": (8, 9),
+    "RTX 40": (8, 9),
+    "B200": (10, 0),
+    "RTX 50": (12, 0),
+    "GB10": (12, 1),
+}
+
+
+def _capability(name: str) -> tuple[int, int]:
+    return next((version for part, version in _CAPABILITIES.items() if part in name), (9, 0))
 
 
 def _sizes(card: Gpu) -> dict[str, int | None]:

@@ -251,18 +251,6 @@ def test_importing_the_sampler_loads_no_driver(run_python):
     assert result.returncode == 0, result.stderr
 
 
-def test_gpus_are_idle_for_as_long_as_all_of_them_are(clock):
-    clock.gpus = [gpu(), gpu(utilization=[(0, 50), (103, 0)]), gpu(utilization=None)]
-    idle, busy, silent = (card.uuid for card in clock.gpus)
-    with sampling([idle, busy, silent]) as reader:
-        for _ in range(4):
-            poll_and_take(reader)
-            clock.advance(2)
-        poll_and_take(reader)
-        assert (reader.idle_s([idle]), reader.idle_s([idle, busy])) == pytest.approx((6, 4))
-        assert reader.idle_s([idle, silent]) is reader.idle_s([]) is None
-
-
 def test_metrics_are_made_once_for_each_poll(clock):
     """A Trainer that logs at every step asks a thousand times a second."""
     clock.gpus = [gpu(utilization=50)]

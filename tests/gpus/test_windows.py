@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuSummary, count_gpus, job_metrics, over_run
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, mean_percent, weighted_mean, weights_s
-from lightning_gpu_tools.gpus.windows import GpuTimelines, IdleTime, PercentHistogram, Phases, WindowBuilder
+from lightning_gpu_tools.gpus.windows import GpuTimelines, PercentHistogram, Phases, WindowBuilder
 from lightning_gpu_tools.training.timeline import Timeline
 
 
@@ -148,21 +148,6 @@ def test_an_empty_window_knows_nothing():
     again = builder.take()
     assert again.utilization_observed_s == 0
     assert again.power_watts is None
-
-
-def test_a_gpu_is_idle_since_it_was_last_seen_busy_without_a_gap():
-    idle = IdleTime()
-    assert idle.seconds(0.0) is None
-    for time_s in (10.0, 20.0, 35.0):
-        idle.add(at(time_s, (time_s - 5, 0), (time_s, 0)))
-    assert idle.seconds(40.0) == 25.0
-    idle.add(at(45.0, (40.0, 1), (45.0, 0)))
-    idle.add(at(55.0, (55.0, 0)))
-    assert idle.seconds(55.0) == 10.0
-    idle.add(at(60.0))  # the driver reported nothing new
-    assert (idle.seconds(75.0), idle.seconds(76.0)) == (10.0, None)
-    idle.add(at(76.0, (76.0, 0)))
-    assert idle.seconds(76.0) == 0.0
 
 
 def test_gauges_are_those_of_the_last_poll_and_memory_keeps_its_peak():

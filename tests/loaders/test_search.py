@@ -101,11 +101,11 @@ class Stuck:
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (DataLoader(Stream(Samples(5))), "its dataset is iterable"),
+        (DataLoader(Stream(Samples(5))), "`Stream` is iterable and does not split by worker"),
         (range(9), "it is a builtins.range"),
         (DataLoader(Broken(9)), "a worker process cannot load a batch (KeyError: 'no such sample')"),
         (DataLoader(Killed(9)), "DeadWorkerError: a worker process was killed by SIGKILL from outside"),
-        (DataLoader(Holding(threading.Lock())), "cannot pickle '_thread.lock' object"),
+        (DataLoader(Holding(threading.Lock())), "worker processes cannot copy its dataset (`Holding.thing`)"),
         (DataLoader(Holding(multiprocessing.Event())), "worker processes cannot copy its dataset"),
         (DataLoader(Samples(5), sampler=Stuck()), "its sampler yields no batches (TypeError"),
         (DataLoader(Samples(0), sampler=[]), "it has no batches"),

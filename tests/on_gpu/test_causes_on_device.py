@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import re
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from toys import occupy
 from trainings import Boom, Model, Raise, Samples, Watch, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
+from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.examples import NO_WORKERS
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.training import drift
 from lightning_gpu_tools.training.phases import FORWARD
@@ -30,16 +35,17 @@ def train(folder: Path, model: Model, steps: int = STEPS) -> Report:
 
 
 class Waits(Model):
-    """Has the host wait for the GPU in each step, by a function of the test."""
+    """Has the host wait for the GPU every so many steps, by a function of the test."""
 
-    def __init__(self, wait: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self, wait: Callable[[torch.Tensor], object], every: int = 1) -> None:
         super().__init__()
-        self.wait = wait
+        self.wait, self.every = wait, every
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         occupy(0.020)
         loss = super().training_step(batch, batch_idx)
-        self.wait(loss)
+        if batch_idx % self.every == 0:
+            self.wait(loss)
         time.sleep(0.020)
         return loss
 
@@ -52,6 +58,7 @@ def synchronize(loss: torch.Tensor) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.follows("Remove .item(), .cpu(), float(), print, nonzero and synchronize() there, or call them every 50")
 @pytest.mark.parametrize("wait", [item, synchronize])
 def test_a_line_that_waits_for_the_gpu_is_named(tmp_path: Path, wait: Callable[..., None]) -> None:
     report = train(tmp_path, Waits(wait))
@@ -61,6 +68,34 @@ def test_a_line_that_waits_for_the_gpu_is_named(tmp_path: Path, wait: Callable[.
     assert line in str(first.evidence["source_lines"])
     assert line in first.advice
     assert 1.2 < first.ceiling < 2.3  # of 40 ms, the 20 of the GPU or of the host are left, and what a busy host adds
+    every = re.search(r"or call them every (\d+) steps", first.advice)
+    assert every is not None
+    followed = train(tmp_path, Waits(wait, int(every[1])))
+    assert "device_sync" not in [one.cause for one in followed.diagnosis.findings]
+
+
+class Logs(Model):
+    """Logs its loss in each step, as a number or as the tensor."""
+
+    def __init__(self, *, as_number: bool) -> None:
+        super().__init__()
+        self.as_number = as_number
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        occupy(0.020)
+        loss = super().training_step(batch, batch_idx)
+        self.log("mine", loss.item() if self.as_number else loss.detach())
+        time.sleep(0.020)
+        return loss
+
+
+@pytest.mark.follows("Pass the tensor itself to self.log")
+def test_a_tensor_that_is_logged_waits_for_nothing(tmp_path: Path) -> None:
+    first = train(tmp_path, Logs(as_number=True)).diagnosis.findings[0]
+    assert first.cause == "device_sync"
+    assert "Pass the tensor itself to self.log" in first.advice
+    followed = train(tmp_path, Logs(as_number=False))
+    assert "device_sync" not in [one.cause for one in followed.diagnosis.findings]
 
 
 class SmallKernels(Model):
@@ -78,6 +113,24 @@ def test_many_small_kernels_are_launched_too_slowly(tmp_path: Path) -> None:
     first = report.diagnosis.findings[0]
     assert first.cause == "launch_bound", report.diagnosis
     assert float(first.evidence["operations_per_step"]) == pytest.approx(420, abs=20)
+
+
+@pytest.mark.follows("Set DataLoader(pin_memory=True) (now False)")
+def test_batches_are_in_page_locked_memory_as_advised(tmp_path: Path) -> None:
+    class Seen(Model):
+        def on_before_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
+            pinned.append(batch.is_pinned())
+            return batch
+
+    cause = CAUSES["host_to_device_copy"]
+    (finding,) = cause.find(replace(cause.sick, loader=NO_WORKERS))
+    option = re.search(r"DataLoader\((\w+)=True\)", finding.advice)
+    assert option is not None
+    for options in ({}, {option[1]: True}):
+        pinned: list[bool] = []
+        trainer = quiet_trainer(tmp_path, accelerator="gpu")
+        trainer.fit(Seen(), DataLoader(Samples(4), batch_size=2, **options))
+        assert pinned == [bool(options)] * 2
 
 
 class PurePython(Model):

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import out_of_memory as runs
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
-from out_of_memory import CASES, answer, judged, train_in_new_process
+from out_of_memory import CASES, Case, answer, judged, train_in_new_process
 from rank_processes import start_ranks
 from torch.utils.data import DataLoader
 from trainings import Model, Samples, Tunable, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
+from lightning_gpu_tools.advice.examples import STEP, gpu_run
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.memory_examples import an_error
+from lightning_gpu_tools.advice.out_of_memory import SETUP, ModelSize
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.reports.page import render_page
 from lightning_gpu_tools.reports.report import Report
@@ -42,20 +51,174 @@ def test_what_filled_the_memory_is_named(name: str, tmp_path: Path) -> None:
         pytest.skip("needs a GPU for each rank")
     if CASES[name].known in ("stray_contexts", "shared_by_ranks") and not nvml.pids_are_ours():
         pytest.skip("in a container nobody knows how much the other rank holds")
-    said = judged(name, tmp_path)
+    said = judged(CASES[name], tmp_path)
     assert said["right"], "\n".join(map(str, said.items()))
 
 
+def number(pattern: str, advice: str) -> int:
+    """Return the number that advice gives at this place."""
+    found = re.search(pattern, advice)
+    assert found is not None, advice
+    return int(found[1].replace(",", ""))
+
+
+def smaller_batches(case: Case, advice: str) -> dict[str, Any]:
+    accumulate = number(r"accumulate_grad_batches=(\d+) \(now \d+\)", advice)
+    size = number(r"Set batch_size=(\d+) \(now \d+\)", advice)
+    effective = case.batches().batches[4].shape[0] * case.options.get("accumulate_grad_batches", 1)
+    assert size * accumulate == pytest.approx(effective, rel=0.01)
+    return {
+        "batches": partial(runs.Batches, size),
+        "options": {**case.options, "accumulate_grad_batches": accumulate},
+    }
+
+
+def smaller_validation_batches(case: Case, advice: str) -> dict[str, Any]:
+    size = number(r"Set batch_size=(\d+) of the validation loader", advice)
+    return {"validation": partial(runs.Batches, size, count=4)}
+
+
+def shorter_samples(case: Case, advice: str) -> dict[str, Any]:
+    elements = number(r"By measured memory, ([\d,]+) elements fit in a batch", advice)
+    longest = elements // (64 * runs.LENGTH * runs.WIDTH)
+    return {"batches": partial(runs.Batches, 64, lengths=[4] * 15 + [longest])}
+
+
+def other_precision(case: Case, advice: str) -> dict[str, Any]:
+    found = re.search(r"precision='([\w-]+)'", advice)
+    assert found is not None, advice
+    return {"options": {"precision": found[1]}}
+
+
+def other_allocator(case: Case, advice: str) -> dict[str, Any]:
+    found = re.search(r"Set (PYTORCH\S+) in the environment", advice)
+    assert found is not None, advice
+    return {"allocator": found[1]}
+
+
+def changed(words: str, **changes: Any) -> Callable[[Case, str], dict[str, Any]]:
+    """Return a function that checks that these words are advised, and makes these changes."""
+
+    def follow(case: Case, advice: str) -> dict[str, Any]:
+        assert words in advice
+        return changes
+
+    return follow
+
+
+FOLLOWED: list[tuple[Case, Callable[[Case, str], dict[str, Any]]]] = [
+    (CASES["a batch that fits in forward alone"], smaller_batches),
+    (CASES["a batch too large"], smaller_batches),
+    (CASES["a batch too large, accumulated"], smaller_batches),
+    (CASES["a second step that does not fit"], smaller_batches),
+    (CASES["a validation batch too large"], smaller_validation_batches),
+    (CASES["one long batch"], shorter_samples),
+    (
+        replace(
+            CASES["a batch that fits in forward alone"],
+            model=partial(runs.Layers, 12),
+            batches=partial(runs.Batches, 200),
+            allowed=9600,
+        ),
+        other_precision,
+    ),
+    (
+        CASES["states too large"],
+        changed("Set AdamW(..., fused=True)", model=partial(runs.Layers, 13, fused=True)),
+    ),
+    (CASES["memory in pieces"], other_allocator),
+    (
+        CASES["a batch too large for a limit"],
+        changed("per_process_memory_fraction in PYTORCH_ALLOC_CONF", allowed=12_000),
+    ),
+    (CASES["graphs kept"], changed("loss.detach()", model=partial(runs.Keeps, runs.mean_without_graph))),
+    (CASES["outputs kept"], changed("loss.item()", model=partial(runs.Keeps, runs.as_a_number))),
+    (
+        CASES["a graph in validation"],
+        changed("Remove torch.enable_grad()", model=partial(runs.Keeps, None, runs.mean_with_graph)),
+    ),
+    (
+        CASES["a graph in validation"],
+        changed("metric.detach()", model=partial(runs.Keeps, None, runs.mean_without_graph, with_graph=True)),
+    ),
+    (
+        CASES["outputs kept in validation"],
+        changed("Reduce outputs to numbers", model=partial(runs.Keeps, None, runs.as_a_number)),
+    ),
+    (
+        CASES["outputs kept in validation"],
+        changed("to the CPU (.cpu())", model=partial(runs.Keeps, None, runs.on_the_cpu)),
+    ),
+    (
+        CASES["a checkpoint on the GPU"],
+        changed(
+            "torch.load(path, map_location='cpu', mmap=True)",
+            model=partial(runs.LoadsACheckpoint, 8, map_location="cpu", mmap=True),
+        ),
+    ),
+    (CASES["a hook that takes too much"], changed("Do it in parts", model=partial(runs.AtEpochEnd, 16))),
+    (
+        CASES["a hook that takes too much"],
+        changed("and under torch.no_grad()", model=partial(runs.AtEpochEnd, 3, with_graph=False)),
+    ),
+    (
+        Case("batch_too_large", "forward", model=runs.ZeroesAfterTheStep),
+        changed("optimizer.zero_grad() in on_train_batch_end", model=partial(runs.ZeroesAfterTheStep, frees=True)),
+    ),
+]
+
+
+@pytest.mark.follows(
+    "Set batch_size={} (now {}), and {} to keep the effective batch size",
+    "Set batch_size={}{} (now {})",
+    "precision='bf16-mixed' (frees up to {})",
+    "Set {}(..., fused=True): its step needs up to {} less",
+    "losses and outputs in lists (keep loss.item() or loss.detach())",
+    "validation, or detach what it keeps (metric.detach())",
+    "move kept tensors to the CPU (.cpu())",
+    "torch.load(path, map_location='cpu', mmap=True)",
+    ", and under torch.no_grad()",
+    "optimizer.zero_grad() in on_train_batch_end",
+)
+@pytest.mark.parametrize(
+    ("case", "follow"), FOLLOWED, ids=[f"{number}-{follow.__name__}" for number, (_, follow) in enumerate(FOLLOWED)]
+)
+def test_a_training_fits_once_its_advice_is_followed(
+    case: Case, follow: Callable[[Case, str], dict[str, Any]], tmp_path: Path
+) -> None:
+    for folder in ("as it is", "followed"):
+        (tmp_path / folder).mkdir()
+    said = judged(case, tmp_path / "as it is")
+    assert said["said"] == case.known, said
+    changes = follow(case, said["next"])
+    healthy = replace(case, **{"known": "", "phase": "", "words": "", "line": "", **changes})
+    after = judged(healthy, tmp_path / "followed")
+    assert after["outcome"] == "completed", (said["next"], changes, after)
+
+
+@pytest.mark.follows("precision='bf16-true', which needs half as much")
+def test_a_model_that_is_too_large_fits_in_half_precision(tmp_path: Path) -> None:
+    size = ModelSize(parameters_bytes=8 * GIB, gradients_bytes=8 * GIB, optimizer_bytes=16 * GIB)
+    (ruling,) = MEMORY_CAUSES["model_too_large"].find(
+        gpu_run(STEP, precision="32-true"), an_error(phase=SETUP, model=size)
+    )
+    case = replace(CASES["all of it fits"], model=partial(runs.Layers, 20), validation=None)
+    for folder, options in (("as it is", {}), ("followed", other_precision(case, " ".join(ruling.advice))["options"])):
+        (tmp_path / folder).mkdir()
+        after = judged(replace(case, options=options), tmp_path / folder)
+        assert (after["outcome"] == "completed") == bool(options), after
+
+
 def test_an_allocator_of_the_driver_is_read_as_far_as_it_counts(tmp_path: Path) -> None:
-    folders = {name: tmp_path / name for name in WITH_BACKEND}
-    for folder in folders.values():
+    cases = {tmp_path / name: CASES[name] for name in WITH_BACKEND}
+    for folder in cases:
         folder.mkdir()
-    train_in_new_process(folders, CASES[WITH_BACKEND[0]].allocator)
-    for name, folder in folders.items():
-        said = answer(name, folder)
+    train_in_new_process(cases)
+    for folder, case in cases.items():
+        said = answer(case, folder)
         assert said["right"], "\n".join(map(str, said.items()))
         report = load_report(folder)
-        if CASES[name].known:  # read at that moment: torch frees the graph before the error comes
+        if case.known:  # read at that moment: torch frees the graph before the error comes
             sizes = [report.diagnosis.findings[0].evidence[f"{one}_bytes"] for one in ("allocated", "requested")]
             assert sum(sizes) > report.diagnosis.findings[0].evidence["allowed_bytes"]
         (account,) = report.memory
@@ -189,6 +352,28 @@ def test_a_loop_of_ones_own_says_where_it_ran_out(tmp_path: Path, part: str) -> 
     report = load_report(tmp_path)
     assert report.diagnosis.verdict == "out_of_memory"
     assert report.outcome.startswith(f"out of memory in {part} at step ")
+
+
+@pytest.mark.follows("call optimizer.step() after every {} batches, with the loss divided by {},")
+def test_a_plain_loop_fits_with_the_batches_that_are_advised(tmp_path: Path) -> None:
+    def train(batch_size: int, accumulate: int) -> Report:
+        layers = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4))).cuda()
+        optimizer = torch.optim.SGD(layers.parameters(), lr=1e-6)
+        with contextlib.suppress(torch.OutOfMemoryError), watch(folder=str(tmp_path)) as run:
+            for number, batch in enumerate(run.batches(DataLoader(Samples(8 * 2**14), batch_size=batch_size))):
+                wide = batch.cuda()[:, :1].expand(-1, 2048).contiguous()
+                (layers(wide).square().mean() / accumulate).backward()
+                if (number + 1) % accumulate == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return load_report(tmp_path)
+
+    torch.cuda.set_per_process_memory_fraction(GIB / torch.cuda.get_device_properties(0).total_memory)
+    report = train(2**15, 1)
+    assert report.diagnosis.verdict == "out_of_memory"
+    advice = report.diagnosis.next_step
+    size = number(r"Set batch_size=(\d+) \(now \d+\)", advice)
+    assert train(size, number(r"call optimizer\.step\(\) after every (\d+) batches", advice)).outcome == "completed"
 
 
 def test_a_search_for_the_batch_size_is_no_end(tmp_path: Path) -> None:

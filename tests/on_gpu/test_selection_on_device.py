@@ -48,6 +48,11 @@ print(json.dumps([list(selection.uuids), shown, torch.zeros(1, device="cuda").it
     assert seen[0] == seen[1]
 
 
+def test_the_code_in_torchs_files_is_what_torch_reports() -> None:
+    build = answer("print(json.dumps([torch.__version__, torch.cuda.get_arch_list(), *cuda.installed_torch()]))")
+    assert build[:2] == build[2:]
+
+
 def test_cuda_is_seen_to_have_started_without_torch() -> None:
     before, after, too_late = answer("""
 before = cuda.is_initialized()

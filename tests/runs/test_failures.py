@@ -171,6 +171,7 @@ def test_errors_of_other_kinds_are_left_alone(tmp_path: Path) -> None:
 
 CRASHING = """
 import ctypes, sys
+sys.path.append("../benchmarks")  # the folder of the script is tests/
 from trainings import Model, Samples, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationMonitor
 class Crashing(Samples):
@@ -223,7 +224,8 @@ def test_the_sample_that_is_named_fails_alone(tmp_path: Path) -> None:
 # In a mount namespace of its own, as a container has: /dev/shm of another size.
 WITH_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size="$0" tmpfs /dev/shm && exec "$@"']
 LARGE_BATCHES = """
-import torch
+import sys, torch
+sys.path.append("../benchmarks")
 from trainings import Model, Samples, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationMonitor
 class Large(Samples):

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,23 @@ from lightning_gpu_tools.units import format_duration
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import stall_cases
-from stall_cases import AT, STALLS, Acting, Case, Model, evaluation, fit, hold
+from stall_cases import (
+    AT,
+    STALLS,
+    Acting,
+    Case,
+    Model,
+    blocked_worker,
+    compute_on_ranks,
+    deadlocked_workers,
+    evaluation,
+    fit,
+    hold,
+    log_on_ranks,
+    save_on_ranks,
+    swallowed_error,
+    uneven_batches,
+)
 
 STALL_S = 3.0
 BEFORE_TRAINING = "before training"
@@ -90,6 +107,90 @@ def test_what_hangs_is_named_while_it_hangs(name: str, said: dict[str, tuple[Sta
     assert "Training has made no progress for " in texts[0]
     assert "Stack of the training thread" in texts[0]
     assert stall.cause not in ("dataset", "callback") or " in hang" in " ".join(stall.stack)  # also of another rank
+
+
+# By what is advised: the case, its training once that is done, and the error with which it then ends, if with one.
+FOLLOWED: dict[str, tuple[str, Callable[..., None], str]] = {
+    "DataLoader(timeout=": ("a dataset that blocks in one worker", partial(blocked_worker, timeout=1), "timed out"),
+    'multiprocessing_context="spawn"': (
+        "workers dead-locked after fork",
+        partial(deadlocked_workers, multiprocessing_context="spawn"),
+        "",
+    ),
+    '"forkserver"': (
+        "workers dead-locked after fork",
+        partial(deadlocked_workers, multiprocessing_context="forkserver"),
+        "",
+    ),
+    "Let the error end the process": (
+        "an error swallowed on one rank",
+        partial(swallowed_error, swallow=False),
+        "corrupt sample",
+    ),
+    "DistributedSampler(dataset, drop_last=True)": (
+        "uneven numbers of batches",
+        partial(uneven_batches, is_distributed=True),
+        "",
+    ),
+    "Trainer(limit_train_batches=": (
+        "uneven numbers of batches",
+        partial(uneven_batches, limit_train_batches=AT),
+        "",
+    ),
+    "Call self.log(..., sync_dist=True) on every rank": (
+        "sync_dist on one rank",
+        partial(log_on_ranks, ranks=(0, 1)),
+        "",
+    ),
+    "rank_zero_only=True instead": (
+        "sync_dist on one rank",
+        partial(log_on_ranks, rank_zero_only=True),
+        "",
+    ),
+    "Call compute() on every rank": ("a metric on one rank", partial(compute_on_ranks, ranks=(0, 1)), ""),
+    "Call trainer.save_checkpoint() on every rank": (
+        "a checkpoint on one rank",
+        partial(save_on_ranks, ranks=(0, 1)),
+        "",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int | None, str]]]:
+    """How each rank of each training ended that follows the advice, and its messages; all ran at the same time."""
+    started = {}
+    for words, (name, train, _) in FOLLOWED.items():
+        folder = tmp_path_factory.mktemp("followed")
+        options = {"stall_after_s": None}
+        started[words] = folder, start_ranks(folder, train, ranks=STALLS[name].ranks, options=options)
+    ended = {}
+    for words, (folder, processes) in started.items():
+        for process in processes:
+            process.join(150)
+        texts = [(folder / f"stderr{rank}").read_text() for rank in range(len(processes))]
+        ended[words] = [(process.exitcode, text) for process, text in zip(processes, texts, strict=True)]
+    return ended
+
+
+@pytest.mark.follows(
+    "DataLoader(timeout=60) raises an error instead",
+    'Set multiprocessing_context="spawn" or "forkserver"',
+    "Let the error end the process",
+    "Give every rank the same number of batches",
+    "Call trainer.save_checkpoint() on every rank",
+    "Call compute() on every rank",
+    "Call self.log(..., sync_dist=True) on every rank",
+)
+@pytest.mark.parametrize("words", FOLLOWED)
+def test_a_training_that_follows_the_advice_ends(
+    words: str, said: dict[str, tuple[Stall, Path]], followed: dict[str, list[tuple[int | None, str]]]
+) -> None:
+    name, _, error = FOLLOWED[words]
+    assert words in said[name][0].next_step
+    codes, texts = zip(*followed[words], strict=True)
+    assert None not in codes, "it hangs"
+    assert any(error in text for text in texts) if error else not any(codes), texts
 
 
 @pytest.mark.skipif(not stall_cases.HAS_RECORD, reason="this torch keeps no record of gloo's calls")

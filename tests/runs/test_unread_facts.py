@@ -13,7 +13,7 @@ from trainings import Model, Samples, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.reports.text import render_text
-from lightning_gpu_tools.runs import run_recorder, session
+from lightning_gpu_tools.runs import run_loaders, run_recorder, session
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -31,7 +31,8 @@ SOURCES = {
     (run_recorder, "pressure_s"): "the CPU pressure",
     (run_recorder, "io_pressure_s"): "the I/O pressure",
     (run_recorder, "affinity_cores"): "the use of the cores",
-    (run_recorder, "settings_of"): "the loader's settings",
+    (run_loaders, "settings_of"): "the loader's settings",
+    (run_loaders, "read_loader_facts"): "the loader's dataset",
     (run_recorder, "batch_bytes"): "the batch's size",
     (run_recorder, "optimizers_on_cpu"): "the optimizers",
     (session, "read_surroundings"): "the disks, memory and claims of this machine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from fake_driver import Driver, gpu
 from launched_jobs import live_claims, take
 
+from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.selection.claim_files import why_private
 from lightning_gpu_tools.selection.claims import directory
@@ -75,7 +77,6 @@ def test_a_folder_exchanged_before_it_is_locked_is_not_used(path: Path, monkeypa
         ({"min_free": 1}, 1),
         ({"exclusive": True}, 1),
         ({"wait": 1}, 1),
-        ({"yield_after": 60}, 1),
     ],
 )
 def test_a_private_folder_is_named_only_where_a_promise_rests_on_it(
@@ -90,6 +91,27 @@ def test_a_private_folder_is_named_only_where_a_promise_rests_on_it(
     answer = on_mount_of_its_own(default, "mode=1777", code)
     warning = f"The claims folder {default} is on a mount that only this job sees"
     assert (answer.returncode, answer.stderr.count(warning)) == (0, count)
+
+
+@needs_root
+@pytest.mark.follows("LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all jobs of this server share")
+def test_a_shared_folder_instead_of_the_private_one_ends_the_warning(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.gpus = [gpu(), gpu()]
+    for name in ("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", "LIGHTNING_GPU_TOOLS_JOB"):
+        monkeypatch.delenv(name, raising=False)
+    default = Path(directory())
+    default.mkdir(mode=0o1777, exist_ok=True)
+    code = "from lightning_gpu_tools import select_gpus\nprint(*select_gpus(exclusive=True).uuids)"
+    said = on_mount_of_its_own(default, "mode=1777", code).stderr
+    variable = re.search(r"Set (\w+) to a folder that all jobs of this server share", said)[1]
+    shared = tmp_path / "shared"
+    monkeypatch.setenv(variable, str(shared))
+    with select_gpus(exclusive=True) as outside:
+        inside = on_mount_of_its_own(default, "mode=1777", code)
+    assert (inside.stdout, inside.stderr) == (f"{driver.gpus[0].uuid}\n", "")
+    assert outside.uuids == (driver.gpus[1].uuid,)
 
 
 @needs_root

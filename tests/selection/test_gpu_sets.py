@@ -1,4 +1,4 @@
-"""Sets of GPUs: links come before nodes, and these before memory, but never before a filter or a tier."""
+"""Sets of GPUs: equal models, then links, then nodes, then memory, but never before a filter or a tier."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from lightning_gpu_tools.selection.ranking import Candidate, best_set
 GIB = 2**30
 
 
-def candidates(*free_gib: float, busy: tuple[int, ...] = (), claimed: tuple[int, ...] = ()) -> list[Candidate]:
+def candidates(
+    *free_gib: float, busy: tuple[int, ...] = (), claimed: tuple[int, ...] = (), names: tuple[str | None, ...] = ()
+) -> list[Candidate]:
     made = [
         Candidate(
-            gpu=GpuReading(index=i, uuid=f"GPU-{i:02}", utilization_percent=50.0 if i in busy else 0.0),
+            gpu=GpuReading(
+                index=i,
+                uuid=f"GPU-{i:02}",
+                name=names[i] if names else None,
+                utilization_percent=50.0 if i in busy else 0.0,
+            ),
             effective_free_bytes=int(gib * GIB),
             whole_claims=int(i in claimed),
         )
@@ -63,6 +70,31 @@ def test_links_come_before_nodes_and_these_before_memory(
     made: list[Candidate], count: int, links: list[tuple[int, int]], numa: tuple[int | None, ...], expected: list[int]
 ) -> None:
     assert chosen(made, count, nvlinks(*links), nodes(*numa)) == expected
+
+
+A, B = "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 2080 Ti"
+
+
+@pytest.mark.parametrize(
+    ("made", "count", "links", "memory_matters", "expected"),
+    [
+        pytest.param(candidates(80, 12, 11, 11, names=(A, "K80", B, B)), 2, [], True, [2, 3], id="the-only-pair"),
+        pytest.param(candidates(80, 24, 11, 11, names=(A, "T4", B, B)), 2, [], True, [2, 3], id="although-smaller"),
+        pytest.param(candidates(79, 80, 11, 11, names=(A, A, B, B)), 2, [(2, 3)], True, [0, 1], id="larger-pair"),
+        pytest.param(candidates(79, 80, 11, 11, names=(A, A, B, B)), 2, [(2, 3)], False, [2, 3], id="joined-pair"),
+        pytest.param(candidates(80, 11, 10, names=(A, B, B)), 2, [(0, 1)], False, [1, 2], id="before-a-link"),
+        pytest.param(candidates(80, 80, 11, names=(A, A, B)), 3, [], True, [0, 1, 2], id="no-three-equal-ones"),
+        pytest.param(candidates(80, 11, 11, busy=(1, 2), names=(A, B, B)), 2, [], True, [0, 2], id="no-busy-pair"),
+        pytest.param(
+            candidates(80, 11, 70, claimed=(1, 2), names=(A, B, A)), 2, [], False, [0, 2], id="like-the-unclaimed-one"
+        ),
+        pytest.param(candidates(80, 40, 39, names=(A, None, None)), 2, [], False, [0, 1], id="unknown-is-no-model"),
+    ],
+)
+def test_equal_models_come_before_links(
+    made: list[Candidate], count: int, links: list[tuple[int, int]], memory_matters: bool, expected: list[int]
+) -> None:
+    assert sorted(chosen(made, count, nvlinks(*links), {}, memory_matters=memory_matters)) == expected
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(36.0, [2, 3]), (35.9, [0, 1])], ids=["a-tenth-less", "more-than-that"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from uuid import UUID
@@ -18,6 +20,7 @@ from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpu
 from lightning_gpu_tools.types import GpuSelection
 
 GIB = 2**30
+SHOW = 'print(os.environ["CUDA_VISIBLE_DEVICES"])'
 pytestmark = pytest.mark.usefixtures("claims_dir")
 
 
@@ -87,6 +90,51 @@ def test_nothing_outside_cuda_visible_devices(
     assert len(hidden) == (0 if mask is None else 4 - len(expected))
 
 
+@pytest.mark.follows("Correct it, or unset it")
+def test_a_mask_that_names_nothing_is_explained_and_unset(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.gpus = [gpu()]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus()
+    first = str(caught.value).splitlines()[0]
+    assert first.endswith(
+        "but CUDA_VISIBLE_DEVICES='2' shows none: it names GPU 2; there is 1 (GPU 0). Correct it, or unset it."
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert indices(select_gpus()) == [0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(
+        NotEnoughGpusError, match=r"1 of 1 visible qualify\. CUDA_VISIBLE_DEVICES='0,1' shows 1: it nam"
+    ):
+        select_gpus(2)
+
+
+APPLY_TWO = """
+import os
+from lightning_gpu_tools import select_gpus
+first, second = select_gpus(), select_gpus()  # as in two threads
+first.apply()
+first.apply()
+second.apply()
+print(os.environ["CUDA_VISIBLE_DEVICES"])
+"""
+
+
+@pytest.mark.follows("pick them together: select_gpus(")
+def test_a_second_apply_names_both_and_how_to_use_both(
+    driver: Driver, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    driver.gpus = [gpu(), gpu()]
+    first, second = uuids(driver, 1, 0)
+    answer = run_python("-c", APPLY_TWO)
+    assert answer.stdout == f"{second}\n"
+    (line,) = answer.stderr.splitlines()
+    assert line.startswith(f"This process was restricted to {first}. From now on, all its threads see only {second}. ")
+    advised = re.search(r"pick them together: (.*?\.apply\(\))\.", line)[1]
+    answer = run_python("-c", f"import os\nfrom lightning_gpu_tools import select_gpus\n{advised}\n{SHOW}")
+    assert (answer.stdout, answer.stderr) == (f"{first},{second}\n", "")
+
+
 def test_a_reason_that_many_share_is_given_once(driver: Driver) -> None:
     driver.gpus = [gpu(memory_free="4GiB") for _ in range(6)] + [gpu(mig=[mig(), None, mig()]), gpu(mig=[mig(), mig()])]
     with pytest.raises(NotEnoughGpusError) as caught:
@@ -102,13 +150,18 @@ def test_a_reason_that_many_share_is_given_once(driver: Driver) -> None:
     assert caught.value.rejected[7].startswith(f"MIG instance 6:2 ({driver.gpus[6].mig[2].uuid[:12]}…): 10.0 GiB free")
 
 
-def test_many_different_reasons_fit_a_screen(driver: Driver) -> None:
+@pytest.mark.follows("for other reasons, see `lightning-gpu-tools gpus`")
+def test_many_different_reasons_fit_a_screen(
+    driver: Driver, run_cli: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in range(40)]
     with pytest.raises(NotEnoughGpusError) as caught:
         select_gpus(min_free="79GiB")
     lines = str(caught.value).splitlines()
     assert len(lines) == 17
-    assert lines[-1] == "  25 GPUs (15 to 39): for other reasons, see `lightning-gpu-tools gpus`"
+    assert lines[-1].startswith("  25 GPUs (15 to 39): for other reasons, see ")
+    shown = run_cli(*re.search("`lightning-gpu-tools (.*)`", lines[-1])[1].split()).stdout
+    assert [f"{gib}.0 GiB" in shown for gib in range(15, 40)] == [True] * 25
 
 
 def test_a_model_too_big_for_one_gpu_gets_advice(driver: Driver) -> None:
@@ -212,6 +265,19 @@ def compile_libcuda(folder: Path, source: str) -> str:
     return library
 
 
+@pytest.mark.follows("Pick the GPUs before anything uses CUDA")
+def test_gpus_are_picked_before_cuda_starts_as_advised(driver: Driver, tmp_path: Path) -> None:
+    driver.gpus = [gpu(), gpu()]
+    source = "static int on; int cuInit(int f) { on = 1; return 0; }"
+    library = compile_libcuda(tmp_path, f"{source}int cuDeviceGetCount(int *n) {{ *n = 1; return on ? 0 : 3; }}")
+    use = f"import ctypes; ctypes.CDLL({library!r}).cuInit(0)\n"
+    choose = f"import os; from lightning_gpu_tools import select_gpus; select_gpus().apply(); {SHOW}\n"
+    late = subprocess.run([sys.executable, "-c", use + choose], capture_output=True, text=True)
+    assert "Pick the GPUs before anything uses CUDA, including torch.cuda.is_available()" in late.stderr
+    early = subprocess.run([sys.executable, "-c", choose + use], capture_output=True, text=True)
+    assert (early.returncode, early.stdout) == (0, f"{driver.gpus[1].uuid}\n")
+
+
 def test_libcuda_knows_whether_cuda_has_started(tmp_path: Path) -> None:
     """torch.cuda.is_available() can start CUDA without torch noting it; the library itself knows."""
     library = compile_libcuda(
@@ -232,10 +298,11 @@ print(is_initialized())
     assert output.split() == ["False", "False", "True"]
 
 
+@pytest.mark.follows("Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs in CUDA_VISIBLE_DEVICES")
 def test_numbers_on_different_products_follow_cudas_own_order(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver.gpus = [gpu(name="Tesla K80"), gpu(name="NVIDIA H200"), gpu(name="NVIDIA T400")]
+    driver.gpus = [gpu(name="Tesla T4"), gpu(name="NVIDIA H200"), gpu(name="NVIDIA T400")]
     fastest_first = [driver.gpus[index].uuid for index in (1, 0, 2)]
     rows = ",".join("{" + ",".join(f"0x{b:02x}" for b in UUID(name[4:]).bytes) + "}" for name in fastest_first)
     source = f"""
@@ -247,13 +314,49 @@ int cuDeviceGet(int *device, int ordinal) {{ *device = ordinal; return 0; }}
 int cuDeviceGetUuid(void *uuid, int device) {{ memcpy(uuid, uuids[device], 16); return 0; }}
 """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    with pytest.raises(LightningGpuToolsError, match="Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs"):
+    with pytest.raises(LightningGpuToolsError) as caught:
         select_gpus(2)
+    name, order, mask = re.search(r"Set (\w+)=(\w+), or use UUIDs in (\w+)\.", str(caught.value)).groups()
+    monkeypatch.setenv(mask, ",".join(uuids(driver, 0, 2)))
+    assert indices(select_gpus(2, claim=False)) == [2, 0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     compile_libcuda(tmp_path, source)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     assert indices(select_gpus(2)) == [2, 1]
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv(name, order)
     assert indices(select_gpus(2)) == [0, 2]
+
+
+A100, RTX = "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 2080"
+
+
+@pytest.mark.follows("To get equal ones, some of them busy or claimed, use --name")
+def test_unequal_gpus_are_named_and_the_advice_gives_equal_ones(
+    driver: Driver, run_cli: Callable[..., subprocess.CompletedProcess[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    busy = {"name": RTX, "utilization": 90}
+    driver.gpus = [gpu(name=A100), gpu(name=RTX), gpu(**busy), gpu(**busy), gpu(name=f"{RTX} Ti", utilization=50)]
+    answer = run_cli("pick", "-n", "3")
+    assert answer.stderr.startswith(f"The 3 picked GPUs differ ({RTX}, {A100}, {RTX} Ti). Training waits for the slow")
+    assert "name=" not in answer.stderr, "this name would also ask for the Ti"
+    driver.gpus = [gpu(name=A100), gpu(name=RTX), gpu(**busy)]
+    answer = run_cli("pick", "-n", "2")
+    assert answer.stdout == ",".join(uuids(driver, 1, 0)) + "\n"
+    advised = re.search(r"use --name '(.*)' or name='(.*)'\.", answer.stderr)
+    assert run_cli("pick", "-n", "2", "--name", advised[1]).stdout == ",".join(uuids(driver, 1, 2)) + "\n"
+    assert indices(select_gpus(2, name=advised[2])) == [1, 2]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["a100", " SXM4-80 ", "NVIDIA A100-SXM4-80GB"])
+def test_only_gpus_of_the_named_model_qualify(driver: Driver, name: str) -> None:
+    driver.gpus = [gpu(name=A100, memory_free="1GiB", utilization=90), gpu(name=RTX), gpu(name="Quadro P400")]
+    driver.gpus[2].errors = {"nvmlDeviceGetName": "NOT_SUPPORTED"}
+    assert indices(select_gpus(name=name, claim=False)) == [0]
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(2, name=name)
+    assert f"is {RTX}, asked for {name.strip()}" in caught.value.rejected[0]
+    assert f"is a GPU without a name, asked for {name.strip()}" in caught.value.rejected[1]
 
 
 def test_joined_gpus_and_those_on_one_node_are_preferred(driver: Driver) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_driver import Driver, gpu
-from launched_jobs import PLACE, by_hand, live_claims, mpiexec, said, slurm, torchrun
+from launched_jobs import PLACE, by_hand, live_claims, mpiexec, mpirun, said, slurm, torchrun
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.selection.placement import place
@@ -81,7 +84,7 @@ def test_jobs_of_two_users_share_no_choice_whatever_their_names(
             folder.chmod(0o755)
     (tmp_path / "nvidia_driver_calls.log").chmod(0o666)
     # What it would import only then may lie where this user may not read.
-    become = "import socket, lightning_gpu_tools.gpus.nvml\nos.setuid(int(os.environ['BECOME']))\n"
+    become = "import mmap, socket, lightning_gpu_tools.gpus.nvml\nos.setuid(int(os.environ['BECOME']))\n"
     names = {"USER", "LOGNAME", "LNAME", "USERNAME"}  # as in a container that was given just a number
     users = [
         {name: value for name, value in torchrun(0, BECOME=user).items() if name not in names} for user in ("4711", "0")
@@ -141,6 +144,43 @@ def test_tasks_that_choose_separately_say_so_once(
     (tmp_path / "mpi4py.py").touch()  # as if it were installed
     assert placed(driver, script(BY_ARGUMENT), [ranks(0), ranks(1)], "1") == [[3], [2]]
     assert capfd.readouterr().err.count(line) == 1
+
+
+# Starts two processes, as MPICH's does.
+MPIEXEC = """
+import os, subprocess, sys
+both = {**os.environ, "MPI_LOCALNRANKS": "2", "PMI_SIZE": "2"}
+ranks = ({**both, "MPI_LOCALRANKID": rank, "PMI_RANK": rank} for rank in "01")
+for process in [subprocess.Popen(sys.argv[1:], env=rank) for rank in ranks]:
+    process.wait()
+"""
+
+
+@pytest.mark.follows("To pick once for all, put `lightning-gpu-tools run -n {} --` before")
+def test_run_before_the_launcher_gives_all_processes_the_same_gpus(
+    driver: Driver, script: Callable[[str], str], run_cli: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mpi4py.py").touch()  # as if it were installed
+    assert placed(driver, script(BY_ARGUMENT), [mpiexec(0), mpiexec(1)], "2") == [[3, 2], [1, 0]]
+    advised = re.search("put `lightning-gpu-tools (.*)` before mpiexec", capfd.readouterr().err)[1]
+    (tmp_path / "mpiexec.py").write_text(MPIEXEC)
+    train = [sys.executable, script("place_and_say(2)")]
+    answer = run_cli(*advised.split(), sys.executable, str(tmp_path / "mpiexec.py"), *train)
+    assert [said(line, driver)["placed"] for line in answer.stdout.splitlines()] == [{0: [3, 2]}] * 2
+    assert "so each picks its own" not in answer.stderr
+
+
+@pytest.mark.follows("the package mpi4py", "Lightning needs")
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="mpi4py is installed")
+def test_with_the_package_that_lightning_needs_all_processes_share(
+    driver: Driver, script: Callable[[str], str], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ranks = [mpirun(0), mpirun(1)]
+    assert placed(driver, script(BY_ARGUMENT), ranks, "2") == [[3, 2], [1, 0]]
+    package = re.search(r"Lightning needs the package (\w+)\.", capfd.readouterr().err)[1]
+    (tmp_path / f"{package}.py").touch()  # as if it were installed
+    assert placed(driver, script(BY_ARGUMENT), ranks, "2") == [[3, 2], [3, 2]]
+    assert capfd.readouterr().err == ""
 
 
 def test_named_devices_need_no_claims_to_agree_on(

@@ -169,20 +169,15 @@ def test_what_would_do_once_others_have_left() -> None:
         ("max_utilization", 101),
         ("max_utilization", float("nan")),
         ("max_utilization", "50"),
+        ("name", ""),
+        ("name", " "),
+        ("name", 4090),
         ("exclusive", "yes"),
-        ("yield_after", "59s"),
-        ("yield_after", 0),
-        ("yield_after", "soon"),
     ],
 )
 def test_an_impossible_requirement_is_refused_with_its_value(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"got {value!r}"):
         Request(**{field: value})  # type: ignore[arg-type]
-
-
-def test_a_job_without_a_claim_cannot_agree_to_yield() -> None:
-    with pytest.raises(ValueError, match=r"yield_after works only with a claim"):
-        Request(yield_after="1h", claim=False)
 
 
 sizes = st.none() | st.integers(0, 80).map(lambda gib: gib * GIB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,6 +122,36 @@ def test_a_node_has_one_choice_and_one_claim_of_a_job(
     assert sorted(job.gpus()) == gpus
     assert len(live_claims(claims_dir)) == claims
     assert {line: job.output().count(line) for line in lines} == lines
+
+
+@pytest.mark.follows("put SLURM_JOB_NAME=train before srun", "Lightning needs")
+def test_the_advised_job_name_makes_tasks_share_their_gpus(start: Callable[..., Job]) -> None:
+    separate = start("salloc", *ONE_NODE, "srun", devices=1)
+    assert separate.gpus() != SHARED
+    advised = re.search(r"put (\S+) before srun", separate.output())[1]
+    separate.end()
+    Path("end").unlink()
+    assert start("salloc", *ONE_NODE, "env", advised, "srun").gpus() == SHARED
+
+
+@pytest.mark.follows(
+    "Run this instead: srun ... lightning-gpu-tools run ... -- CMD",
+    "With SLURM, use `srun ... lightning-gpu-tools run ... -- CMD`",
+)
+def test_the_advised_order_of_srun_and_run_gives_all_tasks_the_claimed_gpus(start: Callable[..., Job]) -> None:
+    unrestricted = start(*RUN, "-n2", "--", "srun", *ONE_NODE)
+    unrestricted.gpus()
+    assert unrestricted.output().count("SAID MASK None") == 2
+    advised = re.search(
+        r"Run this instead: (srun \.\.\.) lightning-gpu-tools (run \.\.\. --) CMD", unrestricted.output()
+    )
+    unrestricted.end()
+    Path("end").unlink()
+    assert f"With SLURM, use `{advised[0].partition(': ')[2]}`" in " ".join(answer(*RUN[:-1], "--help").split())
+    outer, inner = ([word for word in part.split() if word != "..."] for part in advised.groups())
+    job = start(*outer, *ONE_NODE, *RUN[:-2], inner[0], "-n2", inner[1])
+    assert job.gpus() == SHARED
+    assert "SAID MASK None" not in job.output()
 
 
 def test_two_jobs_at_once_are_apart_and_scancel_frees_both(start: Callable[..., Job], claims_dir: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_gpu_tools.gpus.readings import GpuReading
-from lightning_gpu_tools.selection.visibility import shown_uuid, visible_gpus
+from lightning_gpu_tools.selection.visibility import shown_uuid, visible_gpus, why_fewer
 
 
 def machine(*uuids: str, names: tuple[str, ...] = ()) -> list[GpuReading]:
@@ -48,6 +48,33 @@ def never_asked() -> list[str]:
 )
 def test_a_list_shows_what_cuda_shows(value: str | None, indices: list[int]) -> None:
     assert [gpu.index for gpu in visible_gpus(FOUR, value, None, never_asked)] == indices
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("3,1", ""),
+        ("GPU-b,GPU-cccc", ""),
+        ("", "it hides all GPUs"),
+        ("-1", "it hides all GPUs"),
+        ("0,9,1", "it names GPU 9; there are 4 (GPUs 0 to 3)"),
+        ("0,2,-1,1", "'-1' is no number of a GPU"),
+        ("1,01", "it names GPU 1 twice"),
+        ("0,0", "it names GPU 0 twice"),
+        ("all", "'all' is no number of a GPU"),
+        ("NoDevFiles", "'NoDevFiles' is no number of a GPU"),
+        ("0,,1", "'' is no number of a GPU"),
+        ("GPU-b, GPU-c", "' GPU-c' is no UUID of a GPU"),
+        ("GPU-zzzz", "no GPUs have a UUID that begins with 'GPU-zzzz'"),
+        ("GPU-aaaa", "2 GPUs have a UUID that begins with 'GPU-aaaa'"),
+        ("GPU-b,GPU-bbbb", "it names GPU 2 twice"),
+        ("\x1b[2J", r"'\x1b[2J' is no number of a GPU"),
+    ],
+)
+def test_the_first_fault_of_a_list_is_explained(value: str, why: str) -> None:
+    assert why_fewer(FOUR, value) == why
+    listed = len(value.split(","))
+    assert (len(visible_gpus(FOUR, value, None, never_asked)) == listed) is (why == "")
 
 
 @pytest.mark.parametrize(("value", "order"), [("0,2", "PCI_BUS_ID"), ("GPU-old,GPU-slow", None)])

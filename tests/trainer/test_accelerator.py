@@ -15,18 +15,20 @@ from pathlib import Path
 
 import cpu_as_cuda
 import pytest
-from fake_driver import Driver, gpu, mig
+from fake_driver import Driver, gpu, mig, process
 from launched_jobs import PLACE, claims_in, live_claims, said, slurm
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sample_report import TRAINED
 
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, select_gpus
+from lightning_gpu_tools.advice.causes import shared_gpu
+from lightning_gpu_tools.advice.memory_causes import other_processes
 from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.errors import NotEnoughGpusError, ReportError
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs.surroundings import read_surroundings
-from lightning_gpu_tools.selection.claims import warn_once
+from lightning_gpu_tools.selection.claims import held_claims, warn_once
 from lightning_gpu_tools.trainer.facts import TrainerRun
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -196,6 +198,8 @@ def test_options_belong_to_one_accelerator(driver: Driver) -> None:
     with pytest.raises(NotEnoughGpusError, match=r"asked for 35\.0 GiB"):
         type(big).parse_devices(4)
     assert type(small).parse_devices(4) == [0, 1, 2, 3]
+    with pytest.raises(NotEnoughGpusError, match="is NVIDIA H200, asked for A100"):
+        type(FreeMemoryCUDAAccelerator(name="A100")).parse_devices(1)
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda accelerator: pickle.loads(pickle.dumps(accelerator))])
@@ -235,9 +239,25 @@ def test_last_is_what_the_last_run_needed_on_each_gpu(
     assert line.startswith("min_free=last: 19.2 GiB (peak 16.0 GiB of LitModel on 2026-01-02, lightning_logs/version_0")
 
 
-def test_last_is_not_for_a_selection_in_python() -> None:
-    with pytest.raises(ValueError, match="min_free='last' is only for the command line, the accelerator"):
+@pytest.mark.follows("Use a free GPU (lightning-gpu-tools pick --exclusive, or", "{}(min_free='{}') claims it.")
+def test_advised_accelerators_find_a_free_gpu_and_claim_what_is_needed(driver: Driver, claims_dir: Path) -> None:
+    driver.gpus[3].processes = [process(1)]
+    (finding,) = shared_gpu.find(shared_gpu.CAUSE.sick)
+    (ruling,) = other_processes.find(shared_gpu.CAUSE.sick, other_processes.CAUSE.sick)
+    texts = re.search(r", or (\S+)\), then", finding.advice), re.search(r"(\S+) claims it", " ".join(ruling.advice))
+    free, claiming = (eval(text[1], {"FreeMemoryCUDAAccelerator": FreeMemoryCUDAAccelerator}) for text in texts)
+    assert cpu_as_cuda.positions(Trainer(accelerator=free, devices=1, logger=False), driver) == [2]
+    for claim in held_claims():
+        claim.release()
+    Trainer(accelerator=claiming, devices=1, logger=False)
+    assert live_claims(claims_dir) == [("memory", 1)]
+
+
+@pytest.mark.follows("min_free='last' is only for the command line, the accelerator and strategies. Give a size")
+def test_last_is_not_for_a_selection_in_python(driver: Driver) -> None:
+    with pytest.raises(ValueError, match=r"min_free='last' is only for .*\. Give a size\."):
         select_gpus(min_free="last")
+    assert select_gpus(min_free="8GiB").uuids == (driver.gpus[3].uuid,)
 
 
 @pytest.mark.parametrize("missing", [True, False], ids=["no-driver", "no-gpu"])

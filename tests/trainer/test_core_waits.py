@@ -105,7 +105,7 @@ def of_cores(report: Any) -> Any:
     return next((one for one in report.diagnosis.findings if one.cause == "cpu_contention"), None)
 
 
-@pytest.mark.follows("child processes of this job", "them with nice -n 19, so that training goes first.")
+@pytest.mark.follows("child processes of this job", "them with nice -n 19, so that")
 def test_a_programs_own_processes_are_named_and_go_last_with_nice(one_core: None, tmp_path: Path) -> None:
     with children(tmp_path, 5):
         report = train(tmp_path, burn, 0.03)

@@ -1,6 +1,7 @@
 """Callbacks for every Trainer of the environment: nobody pays for them who does not use the package."""
 
 import importlib
+import re
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from trainings import Model, Samples, loader, quiet_trainer
 
+import lightning_gpu_tools
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.trainer.checkpoint_plugin import PortableCheckpointHooks, PortableCheckpointIO
 from lightning_gpu_tools.trainer.entry_points import callbacks_factory, register_strategies
@@ -133,6 +135,7 @@ def test_a_plugin_is_introduced_to_its_trainer(monkeypatch: pytest.MonkeyPatch, 
     assert ours(new_trainer(package, plugin)) == []
 
 
+@pytest.mark.follows("Set LIGHTNING_GPU_TOOLS=advise for a report on")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_zero_code_mode_adds_the_monitor_and_the_advisor(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
@@ -200,15 +203,22 @@ def test_zero_code_mode_reports_a_prediction(
 
 
 @pytest.mark.filterwarnings("error:LIGHTNING_GPU_TOOLS")
+@pytest.mark.follows("LIGHTNING_GPU_TOOLS=advise has no effect on Fabric")
 def test_zero_code_mode_says_once_that_it_is_not_for_fabric(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS", "advise")
     for family in ("lightning.fabric", "lightning_fabric"):
         importlib.import_module(family).Fabric(accelerator="cpu", devices=1)
     (warning,) = [str(one.message) for one in recwarn if "LIGHTNING_GPU_TOOLS" in str(one.message)]
     assert "has no effect on Fabric" in warning
-    assert "lightning_gpu_tools.watch(fabric)" in warning
+    advised = re.search(r"`(with .* as run:)`", warning)
+    assert advised is not None
+    fabric = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    monkeypatch.chdir(tmp_path)
+    loop = f"{advised[1]}\n    for batch in run.batches(data): pass"
+    exec(loop, {"lightning_gpu_tools": lightning_gpu_tools, "fabric": fabric, "data": loader(Samples(3))})
+    assert list(tmp_path.rglob("gpu_report.json"))
 
 
 def test_two_trainers_with_one_list_of_callbacks_report_once_each(

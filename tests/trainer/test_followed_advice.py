@@ -1,313 +1,333 @@
-"""Advice on what a Trainer does beside its steps: it is taken out of a report, followed, and not repeated."""
+"""What the causes of lost time advise, taken from their messages and done in real trainings."""
 
 from __future__ import annotations
 
-import ast
-import dataclasses
+import gc
+import logging
+import multiprocessing
 import re
-import time
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, callbacks
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from own_loops import Network
-from torch.utils.data import DataLoader
-from trainings import HandClock, Model, Samples, SpendingLogger, loader, quiet_trainer
+from fake_driver import Driver, gpu
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from rank_processes import run_ranks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from toys import CollectingModel
+from trainings import Model, Samples, loader, quiet_trainer
 
-from lightning_gpu_tools import (
-    GPUUtilizationAdvisor,
-    GPUUtilizationMonitor,
-    PortableCheckpointIO,
-    load_report,
-    watch,
-)
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.advice.causes import CAUSES
-from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.memory_causes.memory_growth import growing_memory
-from lightning_gpu_tools.training.memory_readings import MemoryGrowth
-from lightning_gpu_tools.types import Report
-
-pytestmark = pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
-STEP_S = 0.01
-
-
-class SlowlyStarting(DataLoader[torch.Tensor]):
-    """A loader whose workers take a second each to start."""
-
-    spend: Callable[[float], None]
-
-    def _get_iterator(self) -> Any:
-        self.spend(float(self.num_workers))
-        return super()._get_iterator()
-
-
-def slowly_starting(clock: HandClock, samples: int, **options: Any) -> SlowlyStarting:
-    made = SlowlyStarting(Samples(samples), batch_size=1, **options)
-    made.spend = clock.spend
-    return made
-
-
-class Course:
-    """A training that is repeated with other options, on a clock of its own or on the real one."""
-
-    def __init__(self, folder: Path, clock: HandClock | None = None, **options: Any) -> None:
-        self.folder, self.options = folder, options
-        self.spend = time.sleep if clock is None else clock.spend
-
-    def report(self, *loaders: Any, callbacks: tuple[Callback, ...] = (), **options: Any) -> Report:
-        watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
-        trainer = quiet_trainer(self.folder, callbacks=[*watching, *callbacks], **{**self.options, **options})
-        trainer.fit(Model(self.spend, STEP_S, STEP_S), *loaders)
-        return load_report(trainer.log_dir if trainer.loggers else self.folder / "gpu_report")
-
-
-def advice_on(report: Report, cause: str) -> str:
-    """Return the advice on a cause; empty if it was not found."""
-    return next((one.advice for one in report.diagnosis.findings if one.cause == cause), "")
-
-
-def options_in(pattern: str, text: str) -> dict[str, Any]:
-    """Return the options in the call that a pattern finds in a text."""
-    (code,) = re.findall(pattern, text)
-    call: Any = ast.parse(f"dict({code})", mode="eval").body
-    return {one.arg: ast.literal_eval(one.value) for one in call.keywords}
-
-
-@pytest.mark.follows(
-    "Validate less often: Trainer({}).",
-    "val_check_interval={}",
-    "se less validation data: Trainer(limit_val_batches={}).",
-)
-def test_less_validation_within_epochs_is_as_short_as_usual(tmp_path: Path, hand_clock: HandClock) -> None:
-    course = Course(tmp_path, hand_clock, val_check_interval=10)
-    loaders = loader(Samples(400)), loader(Samples(20))
-    advice = advice_on(course.report(*loaders), "validation")
-    changes = re.findall(r"Trainer\((\w+=[\d.]+)\)", advice)
-    assert [change.partition("=")[0] for change in changes] == ["val_check_interval", "limit_val_batches"]
-    for change in changes:
-        followed = course.report(*loaders, **options_in("(.*=.*)", change))
-        assert followed.phase_s["validation"] / followed.wall_s <= 0.11
-        assert not advice_on(followed, "validation")
-
-
-@pytest.mark.follows("check_val_every_n_epoch={}")
-def test_validation_in_fewer_epochs_takes_no_more_than_usual(tmp_path: Path, hand_clock: HandClock) -> None:
-    course = Course(tmp_path, hand_clock, max_epochs=40)
-    loaders = loader(Samples(10)), loader(Samples(20))
-    advice = advice_on(course.report(*loaders), "validation")
-    assert not advice_on(course.report(*loaders, **options_in(r"Trainer\((check_val\w+=\d+)\)", advice)), "validation")
-
-
-@pytest.mark.follows(
-    "Each validation starts {} worker{} anew",
-    "Or load so few batches without workers: num_workers=0",
-    "`persistent_workers=True` for the validation loader, or `num_workers=0` for few batches",
-)
-def test_workers_of_validation_are_kept_or_left_out(tmp_path: Path, hand_clock: HandClock) -> None:
-    course = Course(tmp_path, hand_clock, val_check_interval=40)
-    train, now = loader(Samples(400)), {"num_workers": 2}
-    advice = advice_on(course.report(train, slowly_starting(hand_clock, 4, **now)), "validation")
-    assert "Keep the workers of the validation loader: DataLoader(" in advice
-    assert "less often" not in advice
-    kept = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice)
-    assert kept == {**now, "persistent_workers": True}
-    for changed in (kept, options_in(r"(num_workers=0)", advice)):
-        assert not advice_on(course.report(train, slowly_starting(hand_clock, 4, **changed)), "validation")
-
-
-def test_workers_that_start_until_the_first_batch_are_told_to_be_kept(tmp_path: Path) -> None:
-    """Spawned workers import torch while the iterator exists already."""
-    course = Course(tmp_path, val_check_interval=30)
-    validation = loader(Samples(4), num_workers=1, multiprocessing_context="spawn")
-    advice = advice_on(course.report(loader(Samples(60)), validation), "validation")
-    assert "Each validation starts 1 worker anew" in advice
-
-
-def test_workers_of_a_loops_validation_are_kept_as_well(tmp_path: Path, hand_clock: HandClock) -> None:
-    def advice(**options: Any) -> str:
-        network, validation = Network(hand_clock.spend, 0.1), slowly_starting(hand_clock, 4, **options)
-        with watch(folder=str(tmp_path), min_steps=20, min_seconds=0) as run:
-            for number, batch in enumerate(run.batches(loader(Samples(400)))):
-                network.step(batch)
-                if number % 40 == 0:
-                    with torch.no_grad():
-                        list(run.batches(validation))
-        return advice_on(load_report(tmp_path), "validation")
-
-    kept = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice(num_workers=1))
-    assert not advice(**kept)
-
-
-@pytest.mark.follows("Validation waits for its loader in {} % of its time. Set DataLoader(")
-def test_validation_with_the_advised_workers_is_shorter(tmp_path: Path) -> None:
-    course = Course(tmp_path, val_check_interval=20)
-    train, data = loader(Samples(60)), Samples(80, time.sleep, 0.02)
-    before = course.report(train, loader(data))
-    changed = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice_on(before, "validation"))
-    after = course.report(train, loader(data, **changed))
-    assert after.phase_s["validation"] < before.phase_s["validation"]
-
-
-@pytest.mark.follows(
-    "or keep the loader's workers between epochs (persistent_workers=True)", "longer epochs; `persistent_workers=True`"
-)
-def test_workers_that_are_kept_start_no_epoch_anew(tmp_path: Path, hand_clock: HandClock) -> None:
-    course = Course(tmp_path, hand_clock, max_epochs=12)
-    advice = advice_on(course.report(slowly_starting(hand_clock, 30, num_workers=1)), "epoch_start")
-    kept = slowly_starting(hand_clock, 30, num_workers=1, **options_in(r"\((persistent_workers=True)\)", advice))
-    assert not advice_on(course.report(kept), "epoch_start")
-
-
-@pytest.mark.follows("Log less often: Trainer(log_every_n_steps={}).")
-def test_a_logger_that_writes_as_rarely_as_advised_is_no_cause(tmp_path: Path, hand_clock: HandClock) -> None:
-    course = Course(tmp_path, hand_clock, log_every_n_steps=1)
-
-    def report(**options: Any) -> Report:
-        return course.report(loader(Samples(300)), logger=SpendingLogger(tmp_path, hand_clock.spend, 0.01), **options)
-
-    advice = advice_on(report(), "logging")
-    assert not advice_on(report(**options_in(r"Trainer\((log_every_n_steps=\d+)\)", advice)), "logging")
-
-
-def slow_to_read(clock: HandClock, value: torch.Tensor) -> torch.Tensor:
-    """Return a value whose number takes its time, as on a GPU that is behind."""
-
-    class SlowToRead(torch.Tensor):
-        def item(self) -> Any:
-            clock.spend(0.01)
-            return super().item()
-
-    return value.detach().as_subclass(SlowToRead)
-
-
-@pytest.mark.follows("Pass fewer metrics to self.log, without prog_bar=True, which syncs in every step.")
-def test_metrics_that_are_not_on_the_progress_bar_are_not_waited_for(tmp_path: Path, hand_clock: HandClock) -> None:
-    class Logging(Model):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(hand_clock.spend, STEP_S)
-            self.options = options
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.log("slow", slow_to_read(hand_clock, loss), **self.options)
-            return loss
-
-    def advice(**options: Any) -> str:
-        watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
-        quiet_trainer(tmp_path, callbacks=watching).fit(Logging(**options), loader(Samples(200)))
-        return advice_on(load_report(tmp_path), "logging")
-
-    without = options_in(r"without (prog_bar=True)", advice(prog_bar=True))
-    assert without == {"prog_bar": True}
-    assert not advice()
-
-
-@pytest.mark.follows("Pass on_step=False to self.log: {} then writes once, at the end.")
-def test_a_test_that_logs_as_advised_writes_once(tmp_path: Path, hand_clock: HandClock) -> None:
-    class Tested(Model):
-        def __init__(self, **options: Any) -> None:
-            super().__init__()
-            self.options = options
-
-        def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-            hand_clock.spend(STEP_S)
-            self.log("error", self.layer(batch).square().mean(), **self.options)
-
-    def advice(**options: Any) -> str:
-        watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
-        logger = SpendingLogger(tmp_path, hand_clock.spend, 0.01)
-        quiet_trainer(tmp_path, callbacks=watching, logger=logger).test(Tested(**options), loader(Samples(200)))
-        return advice_on(load_report(Path(logger.log_dir) / "test"), "logging")
-
-    assert not advice(**options_in(r"(on_step=False)", advice(on_step=True)))
-
-
-@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-@pytest.mark.follows("Profile the {} step: Trainer(profiler='pytorch', {}).")
-def test_some_steps_of_each_stage_are_profiled_as_advised(
-    tmp_path: Path, stage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "lightning.pytorch")
-    run = dataclasses.replace(CAUSES["unexplained"].sick, stage=stage)
-    options = options_in(r"Trainer\((profiler='pytorch', \w+=50)\)", diagnose(run).next_step)
-    (few,) = options.keys() - {"profiler"}
-    model, batches = Model(), []
-    hook = f"on_{ {'fit': 'train', 'validate': 'validation'}.get(stage, stage) }_batch_end"
-    counting = Callback()
-    setattr(counting, hook, lambda *args: batches.append(1))
-    trainer = quiet_trainer(tmp_path, callbacks=[counting], **{**options, few: 5})
-    getattr(trainer, stage)(model, loader(Samples(20)))
-    assert len(batches) == 5
-    assert "Profile stats" in caplog.text
-
-
-@pytest.mark.follows("Trainer.predict keeps all outputs: pass return_predictions=False, and write them in a")
-def test_predictions_are_written_and_not_kept_as_advised(tmp_path: Path) -> None:
-    growth = MemoryGrowth(whose="process", bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)
-    option, writer = re.findall(
-        r"pass (\w+=False), and write them in a (\w+)\.", growing_memory(growth, stage="predict").advice
-    )[0]
-    written: list[torch.Tensor] = []
-
-    class Writer(getattr(callbacks, writer)):  # type: ignore[misc]
-        def write_on_batch_end(self, trainer: Any, pl_module: Any, prediction: torch.Tensor, *args: Any) -> None:
-            written.append(prediction)
-
-    trainer = quiet_trainer(tmp_path, callbacks=[Writer("batch")])
-    kept = trainer.predict(Model(), loader(Samples(5)), **options_in("(.+)", option))
-    assert (kept, len(written)) == (None, 5)
-
-
-class SlowDisk(TorchCheckpointIO):
-    def __init__(self, spend: Callable[[float], None], seconds: float = 0.05) -> None:
-        self.spend, self.seconds = spend, seconds
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.spend(self.seconds)
-        super().save_checkpoint(*args, **kwargs)
-
-
-@pytest.mark.follows("Save {} times less often", "ModelCheckpoint(every_n_train_steps={})")
-def test_checkpoints_as_rare_as_advised_are_no_cause(tmp_path: Path, hand_clock: HandClock) -> None:
-    course = Course(tmp_path, hand_clock, enable_checkpointing=True, plugins=[SlowDisk(hand_clock.spend)])
-
-    def report(**options: Any) -> Report:
-        return course.report(loader(Samples(400)), callbacks=(ModelCheckpoint(tmp_path / "saved", **options),))
-
-    advice = advice_on(report(every_n_train_steps=2), "checkpoint")
-    assert not advice_on(report(**options_in(r"ModelCheckpoint\((every_n_train_steps=\d+)\)", advice)), "checkpoint")
-
-
-@pytest.mark.follows("ModelCheckpoint(every_n_epochs={})")
-def test_checkpoints_in_as_few_epochs_as_advised_are_no_cause(tmp_path: Path, hand_clock: HandClock) -> None:
-    course = Course(tmp_path, hand_clock, enable_checkpointing=True, plugins=[SlowDisk(hand_clock.spend)])
-
-    def report(**options: Any) -> Report:
-        callbacks = (ModelCheckpoint(tmp_path / "saved", **options),)
-        return course.report(loader(Samples(10)), callbacks=callbacks, max_epochs=60)
-
-    advice = advice_on(report(), "checkpoint")
-    assert not advice_on(report(**options_in(r"ModelCheckpoint\((every_n_epochs=\d+)\)", advice)), "checkpoint")
-
-
-@pytest.mark.follows("Trainer(plugins=[AsyncCheckpointIO(PortableCheckpointIO())])")
-def test_training_does_not_wait_for_checkpoints_in_the_background(tmp_path: Path) -> None:
-    def report(plugin: Any) -> Report:
-        course = Course(tmp_path, enable_checkpointing=True, plugins=[plugin])
-        return course.report(
-            loader(Samples(60)), callbacks=(ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4),)
+from lightning_gpu_tools.advice.causes.unexplained import idle_in_step
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper, ranks
+from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Finding
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.trainer.accelerator import why_no_cuda
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, LoadingFacts, RunMeasurements
+
+
+def found(cause: str, run: RunMeasurements) -> Finding | None:
+    """Return what a cause says of a run."""
+    find = CAUSES[cause].find
+    assert find is not None
+    return next(iter(find(run)), None)
+
+
+def value(pattern: str, advice: str) -> str:
+    """Return what advice names at this place."""
+    match = re.search(pattern, advice)
+    assert match is not None, advice
+    return match[1]
+
+
+# --- backward -----------------------------------------------------------------------------------------------------
+
+
+class Words(LightningModule):
+    """A large embedding, trained by an optimizer with this name."""
+
+    def __init__(self, optimizer: str, *, sparse: bool) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(1000, 8, sparse=sparse)
+        self.optimizer = optimizer
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.embedding(batch.long()).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.1)
+        return optimizer
+
+
+@pytest.mark.follows("Check gradient hooks, custom autograd functions, and large embeddings (sparse=True, with")
+def test_sparse_embeddings_train_with_the_optimizers_that_are_named(tmp_path: Path) -> None:
+    finding = found("backward", CAUSES["backward"].sick)
+    assert finding is not None
+    for name in re.split(", | or ", value(r"sparse=True, with ([^)]+)\)", finding.advice)):
+        model = Words(name, sparse=True)
+        quiet_trainer(tmp_path, max_steps=2).fit(model, loader(Samples(3)))
+        assert model.embedding.weight.grad is not None
+        assert model.embedding.weight.grad.is_sparse
+
+
+# --- communication ------------------------------------------------------------------------------------------------
+
+
+def sent_bytes(folder: Path, rank: int, *, accumulate: int, halved: bool, **options: bool) -> None:
+    """Train 8 batches on two ranks, and print how many times gradients were sent, and the bytes of each time."""
+    sent: list[int] = []
+
+    def counted(state, bucket):  # type: ignore[no-untyped-def] # torch refuses annotations as text
+        hook = default_hooks.bf16_compress_wrapper if halved else (lambda allreduce: allreduce)
+
+        def allreduce(state, bucket):  # type: ignore[no-untyped-def]
+            sent.append(bucket.buffer().nbytes)
+            return default_hooks.allreduce_hook(None, bucket)
+
+        return hook(allreduce)(None, bucket)
+
+    class Register(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            trainer.strategy.model.register_comm_hook(None, counted)
+
+    strategy = DDPStrategy(process_group_backend="gloo", **options)
+    trainer = quiet_trainer(
+        folder,
+        devices=2,
+        strategy=strategy,
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+        callbacks=[Register()],
+    )
+    trainer.fit(Model(), loader(Samples(8)))
+    print("sent", len(sent), *sent, "in all")
+
+
+@pytest.mark.follows("Average gradients less often ({}) or send half the bytes", "Set Trainer(accumulate_grad_batches=")
+def test_gradients_are_sent_as_seldom_and_small_as_advised(tmp_path: Path) -> None:
+    run = gpu_run(STEP, 100.0, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.02))
+    finding = found("communication", run)
+    assert finding is not None
+    accumulate = int(value(r"Trainer\(accumulate_grad_batches=(\d+)\)", finding.advice))
+    assert "bf16_compress_hook" in finding.advice
+    more = value(r"DDPStrategy\((\w+=True)\)", finding.advice)
+    options = dict.fromkeys(re.findall(r"(\w+)=True", more), True)
+    answers = []
+    for number, changes in enumerate(
+        (
+            {"accumulate": 1, "halved": False},
+            {"accumulate": accumulate, "halved": False, **options},
+            {"accumulate": 1, "halved": True, **options},
         )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ended = run_ranks(folder, sent_bytes, ranks=2, options=changes)
+        assert not any(rank.returncode for rank in ended), ended[0].stderr
+        answers.append([int(one) for one in value(r"sent ([\d ]+) in all", ended[0].stdout).split()])
+    before, seldom, small = answers
+    assert before[0] == accumulate * seldom[0] == small[0]
+    assert small[1] == before[1] / 2
 
-    before = report(SlowDisk(time.sleep, 0.3))
-    (code,) = re.findall(r"plugins=\[(.*?)\]", advice_on(before, "checkpoint"))
-    names = {
-        "AsyncCheckpointIO": AsyncCheckpointIO,
-        "PortableCheckpointIO": lambda: PortableCheckpointIO(SlowDisk(time.sleep, 0.3)),
-    }
-    after = report(eval(code, names))
-    assert after.phase_s["checkpoint"] < before.phase_s["checkpoint"] / 2
+
+# --- data_loading -------------------------------------------------------------------------------------------------
+
+
+class OneWaits(Dataset[int]):
+    """Samples that are the number of their worker; worker 1 returns none until it may, the others count theirs."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self.may_go_on, self.loaded = context.Event(), context.Semaphore(0)
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        worker = get_worker_info()
+        assert worker is not None
+        if worker.id == 1:
+            self.may_go_on.wait(60)
+        else:
+            self.loaded.release()
+        return worker.id
+
+
+@pytest.mark.follows("Some batches delay the others: when a late one arrives")
+def test_others_go_on_beside_a_slow_worker_as_advised() -> None:
+    waits = LoadingFacts(long_waits=20, ready_out_of_order_share=0.9)
+    loader_now = LoaderSettings(num_workers=2, prefetch_factor=2, persistent_workers=False, pin_memory=False)
+    sick = CAUSES["data_loading"].sick
+    finding = found("data_loading", replace(sick, loader=loader_now, loading=waits))
+    assert finding is not None
+    assert finding.evidence["kind"] == "slow_worker"
+
+    prefetch, data = int(value(r"prefetch_factor=(\d+) \(now 2\)", finding.advice)), OneWaits()
+    batches = iter(DataLoader(data, num_workers=2, prefetch_factor=prefetch))
+    assert all(data.loaded.acquire(timeout=60) for _ in range(prefetch))
+    data.may_go_on.set()
+    assert next(batches) == 0
+
+    assert "in_order=False" in finding.advice
+    data = OneWaits()
+    batches = iter(DataLoader(data, num_workers=2, in_order=False))
+    assert {int(next(batches)) for _ in range(5)} == {0}
+    data.may_go_on.set()
+
+
+# --- garbage_collection -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
+@pytest.mark.follows("Call gc.collect() and gc.freeze() once before")
+def test_collections_skip_what_is_frozen_as_advised(tmp_path: Path, unfrozen: None) -> None:
+    def collecting_s(folder: Path) -> float:
+        callbacks = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=1, min_seconds=0.001)]
+        quiet_trainer(folder, callbacks=callbacks).fit(CollectingModel(), loader(Samples(200)))
+        return load_report(folder).phase_s["garbage_collection"]
+
+    finding = found("garbage_collection", CAUSES["garbage_collection"].sick)
+    assert finding is not None
+    before_s = collecting_s(tmp_path / "before")
+    for call in re.findall(r"gc\.\w+\(\)", finding.advice)[:2]:
+        eval(call, {"gc": gc})
+    assert gc.get_freeze_count() > 100_000
+    assert collecting_s(tmp_path / "after") < before_s / 2  # by CPU work: as many objects as tens of torch's modules
+
+
+# --- low_precision, power_cap, thermal_throttling -----------------------------------------------------------------
+
+
+@pytest.mark.follows("Set {}(precision='16-mixed')", "torch.set_float32_matmul_precision('high') (TF32)")
+def test_the_precision_that_is_advised_ends_the_advice(tmp_path: Path) -> None:
+    slow = on_hopper(tensor_active_percent=0.0)
+    finding = found("low_precision", gpu_run(STEP, 97.0, **slow, matmul_precision="highest"))
+    assert finding is not None
+    precision = value(r"Trainer\(precision='([\w-]+)'\)", finding.advice)
+    trainer = quiet_trainer(tmp_path, precision=precision, max_steps=1)
+    trainer.fit(Model(), loader(Samples(2)))
+    assert found("low_precision", gpu_run(STEP, 97.0, **slow, precision=trainer.precision)) is None
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(value(r"set_float32_matmul_precision\('(\w+)'\)", finding.advice))
+    now = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(before)
+    again = found("low_precision", gpu_run(STEP, 97.0, **slow, matmul_precision=now))
+    assert again is not None
+    assert "matmul_precision" not in again.advice
+
+    older = found(
+        "low_precision", gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 0)))
+    )
+    assert older is not None
+    precision = value(r"Trainer\(precision='([\w-]+)'\)", older.advice)
+    assert found("low_precision", gpu_run(STEP, 97.0, **slow, precision=precision)) is None
+
+
+@pytest.mark.follows("administrator to raise it: sudo nvidia-smi -pl")
+def test_the_power_limit_that_is_advised_ends_the_advice() -> None:
+    sick = CAUSES["power_cap"].sick
+    finding = found("power_cap", sick)
+    assert finding is not None
+    assert sick.gpu is not None
+    watts = float(value(r"nvidia-smi -pl (\d+)", finding.advice))
+    assert watts == sick.gpu.power_limit_watts_max
+    assert found("power_cap", replace(sick, gpu=replace(sick.gpu, power_limit_watts=watts))) is None
+
+
+# --- launch_bound -------------------------------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """A count of the operations that torch is asked for, each of which launches a kernel on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.follows("a fused optimizer (AdamW(..., fused=True))")
+def test_a_fused_optimizer_has_fewer_operations_as_advised() -> None:
+    finding = found("launch_bound", CAUSES["launch_bound"].sick)
+    assert finding is not None
+    option = value(r"AdamW\(\.\.\., (\w+)=True\)", finding.advice)
+    counts = []
+    for options in ({"foreach": True}, {option: True}):
+        layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(50)))
+        optimizer = torch.optim.AdamW(layers.parameters(), **options)
+        layers(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        with Operations() as operations:
+            optimizer.step()
+        counts.append(operations.count)
+    assert counts[1] < counts[0] / 5
+
+
+# --- unexplained, and every slow function -------------------------------------------------------------------------
+
+
+@pytest.mark.follows("step: Trainer(profiler='pytorch', {})")
+def test_the_profiler_that_is_advised_shows_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    advice = idle_in_step(gpu_run(STEP), 0.5).advice
+    profiler, steps = value(r"profiler='(\w+)'", advice), int(value(r"max_steps=(\d+)", advice))
+    trainer = quiet_trainer(tmp_path, profiler=profiler, max_steps=steps)
+    messages = logging.getLogger("lightning.pytorch")
+    messages.addHandler(caplog.handler)
+    level = messages.level
+    messages.setLevel(logging.INFO)
+    trainer.fit(Model(), loader(Samples(steps + 10)))
+    messages.removeHandler(caplog.handler)
+    messages.setLevel(level)
+    assert trainer.global_step == steps
+    assert "run_training_batch" in caplog.text
+
+
+@pytest.mark.follows("Find the slow function: py-spy record --pid PID --duration 30")
+def test_the_profile_that_is_advised_names_the_slow_function(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def slow():\n    return sum(range(3_000_000))\nslow()\n")
+    command = value(r"(python -m cProfile -s tottime SCRIPT)", FIND_FUNCTION)
+    words = [{"python": sys.executable, "SCRIPT": str(script)}.get(word, word) for word in command.split()]
+    profile = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"\d+ +[\d.]+ .*(sum|slow)", profile) is not None
+
+
+@pytest.mark.follows("End other programs (`ps aux --sort=-rss | head`)")
+def test_the_command_that_is_advised_lists_large_programs_first() -> None:
+    cause = STALL_CAUSES["swap"]
+    assert cause.find is not None
+    explained = cause.find(cause.sick)  # type: ignore[arg-type]
+    assert explained is not None
+    command = value(r"`(ps aux [^`]+)`", explained.next_step)
+    _, *rows = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout.splitlines()
+    sizes = [int(row.split()[5]) for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.follows("Run `python -c 'import torch; torch.cuda.init()'`")
+def test_the_command_that_is_advised_says_why_cuda_cannot_start(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.gpus = [gpu()]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    command = value(r"`(python -c '[^`]+')`", why_no_cuda()).replace("python", sys.executable, 1)
+    answer = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert answer.returncode
+    assert "CUDA" in answer.stderr.splitlines()[-1]

@@ -1,9 +1,13 @@
 """load_from_checkpoint, compared with Lightning's own."""
 
 import functools
-import os
+import importlib
+import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -13,9 +17,10 @@ from lightning.pytorch import __version__ as lightning_version
 from torch import nn
 from wrapped_models import WRAPPINGS, TiedTransformer, contents
 
+import lightning_gpu_tools
 from lightning_gpu_tools import load_from_checkpoint, load_weights
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
-from lightning_gpu_tools.errors import AmbiguousCheckpointError, UnsafeCheckpointError
+from lightning_gpu_tools.errors import AmbiguousCheckpointError, BrokenCheckpointError, UnsafeCheckpointError
 
 
 class Lit(LightningModule):
@@ -92,6 +97,7 @@ def both(model_class: type[LightningModule]) -> list[Callable[..., Any]]:
     return [functools.partial(load_from_checkpoint, model_class), model_class.load_from_checkpoint]
 
 
+@pytest.mark.follows("hparams_file must end in ")
 def test_arguments_reach_the_class_as_in_lightning(tmp_path: Path) -> None:
     path = save_lit(OneArgument({"width": 3, "depth": 1}), tmp_path / "one.ckpt")
     for load in both(OneArgument):
@@ -101,10 +107,14 @@ def test_arguments_reach_the_class_as_in_lightning(tmp_path: Path) -> None:
     for load in both(AnyArguments):
         assert load(path, b=2).rest == {"a": 1, "b": 2}
     path = save_lit(Lit(width=3), tmp_path / "a.ckpt")
-    (tmp_path / "h.yaml").write_text("width: 3\nwrap: DataParallel\n")
-    assert isinstance(load_from_checkpoint(Lit, path, hparams_file=tmp_path / "h.yaml").net, nn.DataParallel)
-    with pytest.raises(ValueError, match=r"must end in \.yaml, \.yml or \.csv, got '.*h\.toml'"):
+    with pytest.raises(ValueError, match=r"must end in \.yaml, \.yml or \.csv, got '.*h\.toml'") as refusal:
         load_from_checkpoint(Lit, path, hparams_file=tmp_path / "h.toml")
+    for ending in re.findall(r"\.yaml|\.yml|\.csv", str(refusal.value)):
+        lines = (
+            ["key,value", "width,3", "wrap,DataParallel"] if ending == ".csv" else ["width: 3", "wrap: DataParallel"]
+        )
+        (tmp_path / f"h{ending}").write_text("\n".join(lines))
+        assert isinstance(load_from_checkpoint(Lit, path, hparams_file=tmp_path / f"h{ending}").net, nn.DataParallel)
 
 
 def test_bare_weights_and_another_root_load_into_a_class(tmp_path: Path) -> None:
@@ -247,10 +257,9 @@ class BuildsItself(LightningModule):
         )
 
 
+@pytest.mark.follows("If you trust the author of the file: ")
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_a_class_that_builds_itself_does_so_from_a_trusted_file(
-    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_that_builds_itself_does_so_from_a_trusted_file(prefix: str, tmp_path: Path) -> None:
     source, path = BuildsItself(nn.Linear(3, 2)), tmp_path / "a.ckpt"
     weights = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
     content = {"pytorch-lightning_version": lightning_version, "state_dict": weights}
@@ -260,10 +269,34 @@ def test_a_class_that_builds_itself_does_so_from_a_trusted_file(
     line = str(caught.value).rpartition("author of the file: ")[2]
     model = eval(line, {"load_from_checkpoint": load_from_checkpoint, "BuildsItself": BuildsItself})
     assert torch.equal(model.part.weight, source.part.weight)
-    assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0")
-    load_from_checkpoint(BuildsItself, path, weights_only=False)
-    assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "0"
+
+
+class Meeting(BuildsItself):
+    """Opens the file once all threads have met twice."""
+
+    barrier = threading.Barrier(3, timeout=60)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, **options: Any) -> Any:  # type: ignore[override]
+        cls.barrier.wait()
+        cls.barrier.wait()  # here the third thread is refused
+        return super().load_from_checkpoint(checkpoint_path, **options)
+
+
+def test_trust_in_a_file_is_for_one_thread(tmp_path: Path) -> None:
+    path, load = tmp_path / "a.ckpt", torch.load
+    content = {"pytorch-lightning_version": lightning_version, "state_dict": BuildsItself(nn.Linear(3, 2)).state_dict()}
+    write_checkpoint({**content, "hyper_parameters": {"part": {"cls": nn.Linear, "args": (3, 2)}}}, path)
+    with ThreadPoolExecutor() as threads:
+        loading = [threads.submit(load_from_checkpoint, Meeting, path, weights_only=False) for _ in range(2)]
+        Meeting.barrier.wait()
+        for its_load in (torch.load, torch.serialization.load):
+            with pytest.raises(UnpicklingError, match="Weights only load failed"):
+                its_load(path)
+        Meeting.barrier.wait()
+        for one in loading:
+            assert isinstance(one.result(), Meeting)
+    assert torch.load is torch.serialization.load is load
 
 
 def test_the_device_is_the_cpu_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,9 +338,63 @@ def test_what_lightning_cli_saved_is_built_as_there(tmp_path: Path) -> None:
     assert isinstance(load_from_checkpoint(Lit, path).net, nn.DataParallel)
 
 
+CLI = "lightning.pytorch.cli.instantiate_module"
+
+
+@pytest.mark.follows("If you trust the checkpoint, import it first")
+def test_a_class_that_the_cli_saved_is_built_once_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("jsonargparse")
+    path = save_lit(source := Lit(), tmp_path / "a.ckpt")
+    code = "import torch\nfrom lightning.pytorch import LightningModule\n\n\nclass Mine(LightningModule):\n"
+    code += "    def __init__(self, width: int = 2) -> None:\n        super().__init__()\n"
+    (tmp_path / "my_models.py").write_text(f"{code}        self.net = torch.nn.Linear(width, width)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    hparams = {"_instantiator": CLI, "_class_path": "my_models.Mine", "width": 2}
+    write_checkpoint({**torch.load(path), "hyper_parameters": hparams}, path)
+    with pytest.raises(UnsafeCheckpointError, match="import it first") as refusal:
+        load_from_checkpoint(LightningModule, path)
+    name = re.search(r"requests the class '(\w+)\.\w+'", str(refusal.value))
+    assert name is not None
+    importlib.import_module(name[1])
+    assert torch.equal(load_from_checkpoint(LightningModule, path).net.weight, source.net.weight)
+
+
+@pytest.mark.follows("Pass others as keyword arguments, or in an hparams_file", "keys. Pass them in an hparams_file")
+@pytest.mark.parametrize("hparams", [{"_instantiator": CLI, "width": "wide"}, [2]])
+def test_other_hyperparameters_are_passed_as_the_error_says(hparams: Any, tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    path = save_lit(source := Lit(), tmp_path / "a.ckpt")
+    write_checkpoint({**torch.load(path), "hyper_parameters": hparams}, path)
+    with pytest.raises(BrokenCheckpointError) as refusal:
+        load_from_checkpoint(Lit, path)
+    (tmp_path / "h.yaml").write_text("width: 2")
+    argument = re.search(r"in an (hparams_file)\.", str(refusal.value))
+    assert argument is not None
+    options: list[dict[str, Any]] = [{argument[1]: tmp_path / "h.yaml"}]
+    if "as keyword arguments" in str(refusal.value):
+        options.append({"width": 2})
+    for option in options:
+        assert torch.equal(load_from_checkpoint(Lit, path, **option).net.weight, source.net.weight)
+    assert len(options) == 1 + isinstance(hparams, dict)
+
+
+@pytest.mark.follows("Use an earlier checkpoint, or load its weights with ")
+def test_weights_of_an_unknown_version_of_lightning_are_loaded_alone(tmp_path: Path) -> None:
+    path = save_lit(source := Lit(), tmp_path / "a.ckpt")
+    write_checkpoint({**torch.load(path), "pytorch-lightning_version": "two"}, path)
+    with pytest.raises(BrokenCheckpointError, match="cannot be migrated") as refusal:
+        load_from_checkpoint(Lit, path)
+    name = re.search(r"load its weights with lightning_gpu_tools\.(\w+)\.", str(refusal.value))
+    assert name is not None
+    getattr(lightning_gpu_tools, name[1])(model := Lit(), path)
+    assert torch.equal(model.net.weight, source.net.weight)
+
+
 @pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize("model_class", [nn.Linear, Lit()])
 def test_what_is_no_class_of_lightnings_is_refused(tmp_path: Path, model_class: Any, weights_only: bool) -> None:
     file = save_lit(Lit(), tmp_path / "model.ckpt")
-    with pytest.raises(TypeError, match=r"must be the class of a LightningModule, got .*load_weights\(model, path\)"):
+    with pytest.raises(TypeError, match=r"must be the class of a LightningModule, got .*load_weights\(model, '"):
         load_from_checkpoint(model_class, file, weights_only=weights_only)

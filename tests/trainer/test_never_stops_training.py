@@ -21,7 +21,7 @@ from lightning_gpu_tools import (
     PortableCheckpointIO,
     load_report,
 )
-from lightning_gpu_tools.loaders import plan, settings, workers
+from lightning_gpu_tools.loaders import handover, plan, workers
 from lightning_gpu_tools.loaders.settings import GET_ITERATOR, SHUT_DOWN_WORKERS
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.trainer import compat, num_workers_finder, wrappers
@@ -173,7 +173,7 @@ PRIVATE_NAMES = [
     ("module", "name"),
     [
         *PRIVATE_NAMES,
-        (settings, GET_ITERATOR),
+        (handover, GET_ITERATOR),
         (workers, SHUT_DOWN_WORKERS),
         *[(wrappers, name) for name in ("process_dataloader", compat.AFTER_ERROR, compat.AFTER_RUN)],
     ],

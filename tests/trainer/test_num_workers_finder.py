@@ -24,6 +24,7 @@ from loader_switching import DrawsAlways, frozen_states, shorten_trials
 from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Samples, Stream, quiet_trainer
 
+import lightning_gpu_tools
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report
 from lightning_gpu_tools.advice import loader_plan
 from lightning_gpu_tools.loaders import plan
@@ -137,6 +138,24 @@ def test_a_short_training_gets_workers_and_stays_the_same(tmp_path: Path, option
     assert report.unseen == ()  # a loader without workers has none to be polled until the search is over
 
 
+@pytest.mark.follows(
+    "NumWorkersFinder() finds and applies them.",
+    "let `NumWorkersFinder()` measure and apply them",
+    "*Next* has `DataLoader(..., num_workers=...)`",
+)
+def test_the_finder_that_the_advice_names_applies_its_settings(tmp_path: Path) -> None:
+    advisor = GPUUtilizationAdvisor(min_steps=10, min_seconds=0.0)
+    train(tmp_path, [advisor], shuffled(Slow(50)))
+    assert advisor.diagnosis is not None
+    named = re.search(r"(\w+)\(\) finds and applies them", advisor.diagnosis.next_step)
+    assert named is not None
+    assert re.search(r"DataLoader\(\.\.\., num_workers=\d", advisor.diagnosis.next_step)
+    finder = getattr(lightning_gpu_tools, named[1])()
+    watch = train(tmp_path, [finder], shuffled(Slow(50)))
+    assert finder.result.applied
+    assert watch.workers[-1] == finder.result.settings.num_workers > 0
+
+
 def test_without_apply_the_settings_are_measured_and_advised(tmp_path: Path) -> None:
     finder = NumWorkersFinder(budget_s=12.0, apply=False)
     advisor = GPUUtilizationAdvisor(min_steps=10, min_seconds=0.0)
@@ -197,12 +216,21 @@ def test_what_was_found_holds_for_loaders_that_are_made_again(tmp_path: Path) ->
     assert not result.settings.persistent_workers
 
 
-def test_of_several_loaders_the_first_that_can_be_changed_is(tmp_path: Path) -> None:
-    loaders = {"stream": DataLoader(Stream(Samples(60))), "slow": shuffled(Slow(60)), "fast": DataLoader(Samples(60))}
+def test_of_several_loaders_the_slowest_is_changed(tmp_path: Path) -> None:
+    loaders = {"fast": DataLoader(Samples(60)), "slow": shuffled(Slow(60)), "stream": DataLoader(Stream(Samples(60)))}
     result, watch = find(tmp_path, loaders, model=Noisy(key="slow"))
     assert result.settings is not None
     assert result.applied
     assert watch.workers == [0, result.settings.num_workers, 0]
+    assert 'The loader is "slow" (Slow).' in result.reason
+
+
+def test_a_slow_loader_that_cannot_be_changed_is_named_with_the_reason(tmp_path: Path) -> None:
+    slow = Samples(60, time.sleep, LOAD_S)
+    loaders = {"fast": DataLoader(Samples(60)), "stream": DataLoader(Stream(slow))}
+    result, watch = find(tmp_path, loaders, model=Noisy(key="fast"))
+    assert result.reason.startswith('The training loader "stream" (Stream) is unchanged: `Stream` is iterable')
+    assert watch.workers == [0, 0]
 
 
 class OwnKind:
@@ -248,13 +276,13 @@ class Caching(Samples):
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (lambda: DataLoader(Stream(Samples(30))), "its dataset is iterable"),
+        (lambda: DataLoader(Stream(Samples(30))), "`Stream` is iterable and does not split by worker"),
         (lambda: OwnKind(), "OwnKind, not a torch DataLoader"),
-        (lambda: shuffled(num_workers=1, in_order=False), "in_order=False"),
+        (lambda: shuffled(num_workers=1, in_order=False), "in_order is False"),
         (lambda: Stateful(Samples(30)), "keeps its position"),
         (lambda: OwnIterator(Samples(30)), "OwnIterator has its own _get_iterator"),
         (lambda: Endless(Samples(30)), "a Endless has its own iteration"),
-        (lambda: shuffled(Reading()), "it holds an open file"),
+        (lambda: shuffled(Reading()), "`Reading.file` is open, and forked workers would share it"),
         (lambda: shuffled(Caching(30)), "its dataset changes while it is used"),
         (lambda: DataLoader(Samples(30), sampler=DrawsAlways()), "its sampler draws random numbers during the epoch"),
     ],
@@ -356,8 +384,10 @@ def kill_the_workers() -> None:
         worker.kill()
 
 
+@pytest.mark.follows("The original settings were restored (num_workers={}). No batch was lost.")
 def test_settings_that_fail_in_use_are_taken_back_without_losing_a_batch(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="killed by SIGKILL.*The original settings were restored"):
+    restored = r"killed by SIGKILL.*The original settings were restored \(num_workers=0\)\. No batch was lost"
+    with pytest.warns(UserWarning, match=restored):
         result, watch = find(tmp_path, DataLoader(Slow(60)), WhenApplied(kill_the_workers))
     assert [int(batch[0]) for batch in watch.batches] == list(range(60))
     assert watch.workers[-1] == 0

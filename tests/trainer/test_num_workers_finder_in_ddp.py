@@ -59,7 +59,23 @@ def train_each_way(folder: Path, rank: int) -> None:
             "reason": result and result.reason,
             "trials": result and [repr(trial) for trial in result.trials],
         }
+    found["pair"] = {"reason": train_on_a_pair(folder, rank)}
     (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+class OfPair(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch["one"], batch_idx)
+
+
+def train_on_a_pair(folder: Path, rank: int) -> str | None:
+    """Train on two loaders, of which each rank waits longer for another one."""
+    waits_s = {"one": (LOAD_S, LOAD_S / 4), "other": (LOAD_S / 8, LOAD_S / 2)}
+    loaders = {key: DataLoader(Samples(100, time.sleep, wait_s[rank])) for key, wait_s in waits_s.items()}
+    finder = NumWorkersFinder()
+    trainer = quiet_trainer(folder, callbacks=[finder], devices=2, strategy="ddp", max_epochs=1)
+    trainer.fit(OfPair(time.sleep, STEP_S), loaders)
+    return finder.result and finder.result.reason
 
 
 def test_all_ranks_try_and_decide_the_same(tmp_path: Path) -> None:
@@ -69,6 +85,8 @@ def test_all_ranks_try_and_decide_the_same(tmp_path: Path) -> None:
     for name in ("workers", "chosen", "applied", "reason", "trials"):
         assert ranks[0]["tuned"][name] == ranks[1]["tuned"][name]
         assert name == "trials" or ranks[0]["faulty"][name] == ranks[1]["faulty"][name]
+    assert 'The loader is "one" (Samples).' in ranks[0]["pair"]["reason"]
+    assert ranks[0]["pair"] == ranks[1]["pair"]
     for rank in ranks:
         assert rank["tuned"]["applied"], rank["tuned"]["reason"]
         assert rank["tuned"]["chosen"] >= 1
@@ -78,4 +96,4 @@ def test_all_ranks_try_and_decide_the_same(tmp_path: Path) -> None:
         for mode in ("tuned", "faulty"):
             assert rank[mode]["batches"] == rank["untouched"]["batches"]
             assert rank[mode]["weights"] == rank["untouched"]["weights"]
-    assert len(re.findall(r"num_workers=0: [\d.]+ batches/s", "".join(one.stderr for one in ended))) == 1  # rank 0
+    assert len(re.findall(r"num_workers=0: [\d.]+ batches/s", "".join(one.stderr for one in ended))) == 2  # of rank 0

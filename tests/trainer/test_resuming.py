@@ -19,6 +19,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
+import lightning_gpu_tools
 from lightning_gpu_tools import PortableCheckpointIO
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 
@@ -187,6 +188,20 @@ def test_fit_refuses_a_file_of_weights_alone_before_it_loads_one(folder: Path) -
     for stored in (weights_only, content["state_dict"]):
         for model in (Lit(), Hooked()):
             refused(stored, model, folder, r'no "optimizer_states" .*save_weights_only=True.*load_weig')
+
+
+@pytest.mark.follows("To start a new run from its weights, call ")
+def test_a_new_run_starts_from_weights_alone_as_the_error_says(folder: Path) -> None:
+    content = checkpoint(folder)
+    torch.save(content["state_dict"], folder / "weights.pt")
+    model = Lit()
+    with pytest.raises(CheckpointMismatchError) as refusal:
+        fit(model, folder, folder / "weights.pt")
+    advice = re.search(r"call lightning_gpu_tools\.(\w+), and fit without ckpt_path", str(refusal.value))
+    assert advice is not None
+    getattr(lightning_gpu_tools, advice[1])(model, folder / "weights.pt")
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in content["state_dict"].items())
+    assert fit(model, folder).global_step == 3
 
 
 def test_hooks_may_complete_a_file_of_weights_alone(folder: Path) -> None:

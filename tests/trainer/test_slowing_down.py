@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -151,8 +152,13 @@ def test_a_list_that_a_callback_goes_through_is_named(tmp_path: Path) -> None:
     assert "Median" in line
 
 
+@pytest.mark.follows("collections.deque(maxlen=1000)")
 def test_a_list_of_the_latest_losses_is_healthy(tmp_path: Path) -> None:
-    assert slowing_down(fit(tmp_path, Steady(), Median(latest=3000))) is None
+    found = slowing_down(fit(tmp_path / "all", Steady(), Median()))
+    assert found is not None
+    maxlen = re.search(r"deque\(maxlen=(\d+)\)", found.advice)
+    assert maxlen is not None
+    assert slowing_down(fit(tmp_path / "latest", Steady(), Median(latest=int(maxlen[1])))) is None
 
 
 @needs_io
@@ -179,6 +185,7 @@ def test_a_graph_that_is_kept_is_named_with_its_size(tmp_path: Path) -> None:
     assert "loss.detach()" in found.advice
 
 
+@pytest.mark.follows("Keep loss.detach() or loss.item() in sums and lists")
 def test_a_sum_of_detached_losses_is_healthy(tmp_path: Path) -> None:
     assert slowing_down(fit(tmp_path, Summed(keeps_graph=False))) is None
 

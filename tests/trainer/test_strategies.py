@@ -58,6 +58,8 @@ def test_options_are_those_of_a_selection_and_of_lightning(
     strategy = BY_NAME[name]
     with pytest.raises(NotEnoughGpusError, match=r"asked for 50\.0 GiB"):
         trainer(strategy(min_free="50GiB"))
+    with pytest.raises(NotEnoughGpusError, match="is NVIDIA H200, asked for A100"):
+        trainer(strategy(name="A100"))
     ReportFile(tmp_path).save(TRAINED)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(NotEnoughGpusError, match=r"asked for 48\.0 GiB"):
@@ -75,6 +77,7 @@ def test_options_of_lightnings_strategy_reach_it(cuda: Driver) -> None:
 
 
 @needs_deepspeed
+@pytest.mark.follows("Create the Trainer before anything uses CUDA")
 def test_options_of_deepspeed_reach_it(cuda: Driver) -> None:
     made: Any = trainer(FreeMemoryDeepSpeedStrategy(stage=3)).strategy
     assert made.config["zero_optimization"]["stage"] == 3
@@ -82,7 +85,7 @@ def test_options_of_deepspeed_reach_it(cuda: Driver) -> None:
 
 @pytest.mark.parametrize("strategy", BY_NAME.values())
 def test_an_unknown_option_is_named_with_the_known_ones(cuda: Driver, strategy: Any) -> None:
-    known = r"It has min_free, .*wait, yield_after, claim"
+    known = r"It has min_free, .*wait, claim"
     named = rf"{strategy.__name__} has no option 'min_fre' \(got min_fre='8GiB'\)\. {known}"
     with pytest.raises(UnknownOptionError, match=named):
         strategy(min_fre="8GiB")
@@ -122,6 +125,7 @@ def test_deepspeed_cannot_be_given_other_numbers(cuda: Driver) -> None:
         trainer("deepspeed_free_memory")
 
 
+@pytest.mark.follows("CPU, use Trainer(accelerator='cpu') without {}")
 @pytest.mark.parametrize("name", ["free_memory", "fsdp_free_memory"])
 @pytest.mark.parametrize("accelerator", ["auto", "cpu"])
 def test_without_cuda_the_message_says_what_to_do(driver: Driver, name: str, accelerator: str) -> None:
@@ -142,7 +146,7 @@ def test_ddp_on_the_cpu_is_plain_ddp(cuda: Driver, recwarn: pytest.WarningsRecor
         (None, {}, None, r"This PyTorch \(.*\) was built without CUDA"),
         ("13.0", {"library_missing": True}, None, r"libnvidia-ml\.so\.1"),
         ("13.0", {"gpus": []}, None, r"The NVIDIA driver lists no GPU\."),
-        ("13.0", {}, "9", r"CUDA_VISIBLE_DEVICES='9' hides every GPU\."),
+        ("13.0", {}, "9", r"CUDA_VISIBLE_DEVICES='9' shows none: it names GPU 9; there "),
         ("13.0", {}, None, r"CUDA cannot start, although"),
     ],
     ids=["cpu-build", "no-driver", "no-gpu", "hidden", "cuda-fails"],
@@ -182,6 +186,14 @@ trainer:
   accelerator: {class_path: lightning_gpu_tools.FreeMemoryCUDAAccelerator, init_args: {exclusive: true, wait: 10}}
   strategy: {class_path: lightning_gpu_tools.strategies.STRATEGY, init_args: {exclusive: true, max_utilization: 50}}
 """
+
+
+@pytest.mark.follows("Shard the model across")
+def test_a_model_too_large_for_one_gpu_is_sharded_as_advised(cuda: Driver) -> None:
+    with pytest.raises(NotEnoughGpusError) as caught:
+        trainer(FreeMemoryStrategy(min_free="60GiB"), devices=1)
+    advised = re.search(r"Shard the model across (\d+) GPUs with FSDP \(strategy='(\w+)'\)", str(caught.value))
+    assert positions(trainer(advised[2], devices=int(advised[1])), cuda) == [3, 2]
 
 
 @pytest.mark.parametrize("name", NAMES)

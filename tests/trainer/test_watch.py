@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -300,14 +301,18 @@ def test_the_warning_comes_while_the_loop_runs(tmp_path: Path, hand_clock: HandC
     assert count == len(warned) == 1
 
 
+@pytest.mark.follows("no batch was measured. Iterate over run.batches(loader).")
 def test_without_a_batch_there_is_no_report(tmp_path: Path) -> None:
-    with (
-        pytest.warns(UserWarning, match=r"no batch was measured\. Iterate over run\.batches"),
-        watch(folder=str(tmp_path)) as run,
-    ):
+    with pytest.warns(UserWarning, match=r"no batch was measured") as warned, watch(folder=str(tmp_path)) as run:
         pass
     assert run.diagnosis is None
     assert not list(tmp_path.iterdir())
+    advised = re.search(r"Iterate over (.*)\.$", str(warned[0].message))
+    assert advised is not None
+    with watch(folder=str(tmp_path)) as run:
+        for _ in eval(advised[1], {"run": run, "loader": loader(Samples(3))}):
+            pass
+    assert load_report(tmp_path).steps == 3
 
 
 def test_disabled_it_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
@@ -340,6 +345,7 @@ OURS = [
 ]
 
 
+@pytest.mark.follows("watch() is off, without a report")
 @pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
 @pytest.mark.parametrize("function", OURS, ids=lambda function: function.__qualname__)
 def test_a_fault_of_ours_changes_nothing(

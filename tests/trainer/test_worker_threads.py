@@ -15,6 +15,7 @@ import pytest
 
 TRAIN = """
 import importlib, json, os, sys, time
+sys.path.append("../benchmarks")  # the folder of the script is tests/
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 import numpy, torch
 from trainings import Model, Samples, loader, quiet_trainer

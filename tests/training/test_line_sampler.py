@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import json
 import os
 import sys
 import sysconfig
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -98,7 +100,7 @@ class Sampled:
         self.time = HandClock()
         self.clock = StepClock(self.time)
         self.clock.start()
-        self.sampler = LineSampler(self.clock, WorkerLines())
+        self.sampler = LineSampler(self.clock, WorkerLines(), list)
         self.sampler._thread_id = self.clock.thread_id
         self.clock.begin_epoch()
 
@@ -215,6 +217,29 @@ def test_a_fault_puts_the_switch_interval_back(steady: Sampled, monkeypatch: pyt
     with pytest.raises(AttributeError):
         steady.sample(TRAINING_STEP)
     assert sys.getswitchinterval() == before_s
+
+
+class Batch:
+    """A local variable of a step."""
+
+
+@pytest.mark.parametrize("phase", [TRAINING_STEP, BACKWARD])
+def test_a_sample_keeps_no_variables_of_the_program(steady: Sampled, phase: str) -> None:
+    def step() -> weakref.ref[Batch]:
+        batch = Batch()
+        sampling = threading.Thread(target=steady.sampler._sample)
+        sampling.start()
+        sampling.join()
+        return weakref.ref(batch)
+
+    gc.disable()  # a collection would free what a cycle keeps
+    try:
+        with steady.clock.booked(phase):
+            batches = [step() for _ in range(3)]
+        assert [batch() for batch in batches] == [None] * 3
+    finally:
+        gc.enable()
+    assert steady.seen()
 
 
 def test_a_worker_that_waits_is_not_counted(tmp_path: Path) -> None:

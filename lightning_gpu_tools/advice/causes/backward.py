@@ -47,7 +47,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         return
     advice = (
         f"Backward takes {parts.backward_s / parts.forward_s:.0f} times as long as forward (normally 1 to "
-        f"{_USUAL:.0f}). Check gradient hooks, custom autograd functions, and large embeddings (sparse=True)."
+        f"{_USUAL:.0f}). Check gradient hooks, custom autograd functions, and large embeddings (sparse=True, with SGD, "
+        "Adagrad or SparseAdam)."
     )
     avoidable = (parts.backward_s - parts.forward_s * _USUAL) / parts.step_s
     evidence = {"ms_per_step": parts.backward_s * 1e3}

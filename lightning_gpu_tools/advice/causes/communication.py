@@ -65,8 +65,8 @@ def _sending(run: RunMeasurements, wait_s: float) -> Finding:
         seldom, ddp = "no_sync() in 3 of 4 batches", "DistributedDataParallel"
         half = "register_comm_hook(None, bf16_compress_hook)"
     advice = (
-        f"Average gradients less often ({seldom}) or send half the bytes ({half}). Also set {ddp}(static_graph=True, "
-        "gradient_as_bucket_view=True)."
+        f"Average gradients less often ({seldom}) or send half the bytes ({half}). Also set "
+        f"{ddp}(gradient_as_bucket_view=True)."
     )
     if run.stage != "fit":
         advice = "Pass on_step=False to self.log, so that ranks exchange metrics once, at the end."

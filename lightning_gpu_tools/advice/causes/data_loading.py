@@ -35,23 +35,28 @@ from lightning_gpu_tools.advice.loader_plan import (
     settings_line,
     with_range,
 )
+from lightning_gpu_tools.advice.single_samples import KIND as SINGLE_SAMPLES
+from lightning_gpu_tools.advice.single_samples import fetched_at_once
 from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
+from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
 from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
 from lightning_gpu_tools.training.run_measurements import (
     DATA_LOADING,
+    LoaderFacts,
     LoaderSettings,
     LoadingFacts,
     RunMeasurements,
     StepBlock,
     without_warm_up,
 )
-from lightning_gpu_tools.units import format_bytes, format_duration
+from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 # Our defaults, unless a source is named.
 # Storage is the limit if the workers wait for it in more than the first share of polls, and compute for less than the
 # second share of the time. SageMaker's IOBottleneck rule requires an I/O wait of 50 %, of a single process.
 _STORAGE_WAIT = 0.30
 _COMPUTING = 0.50
+_FINDER = "NumWorkersFinder()"
 # Cores are the limit if the workers are runnable for the first share of the time, and find no free core in the second
 # share of it. loadtune calls a CPU saturated at 85 %.
 _RUNNABLE = 0.80
@@ -73,7 +78,8 @@ _MIN_UNPACKING_S = 0.005  # twice the longest
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
     blocks = without_warm_up(run.blocks)
-    wait_s = median(block.data_loading_s / block.steps for block in blocks)
+    # Of the loader that training waits for most.
+    wait_s = run.loader_wait_share * median(block.data_loading_s / block.steps for block in blocks)
     step_s = median(block.step_s for block in blocks)
     paused_s = sum(run.phase_s.get(phase, 0.0) for phase in PAUSES)
     # A wait that overlaps GPU work costs nothing.
@@ -83,16 +89,15 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         return
     shares = [block.data_loading_s / block.steps / block.step_s for block in blocks if block.step_s > 0]
     lower, _ = median_interval(shares) or (min(shares), 1.0)
+    lower *= run.loader_wait_share
     evidence: Evidence = {
         "wait_ms_per_step": wait_s * 1e3,
         "step_ms": step_s * 1e3,
         "cores": run.host.cores,
         "exposed_percent": None if run.gpu_idle is None else 100 * run.exposed(DATA_LOADING),
+        "loader": None if run.loader_now is None else run.loader_now.name or None,
     }
-    advice = (
-        "The loader is not a torch DataLoader. Use its own settings to load in parallel, or cache what it computes "
-        "for each batch."
-    )
+    advice = _of_another_loader(run)
     found = replace(counted("data_loading", share, evidence, advice), ceiling_lower=ceiling(min(lower * scale, share)))
     if run.loader is None:
         yield found
@@ -102,6 +107,28 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     unpacking = (seen.ready_share or 0.0) >= _READY or found.evidence["kind"] == "main_process"
     if wait_s >= _MIN_UNPACKING_S or not unpacking:
         yield found
+
+
+def _of_another_loader(run: RunMeasurements) -> str:
+    facts = run.loader_now
+    if facts is not None and facts.is_iterator and not run.has_trainer:
+        kind = printable(facts.kind.rpartition(".")[2])
+        return (
+            f"watch() sees no DataLoader inside of this {kind}. Pass the DataLoader itself: "
+            "enumerate(run.batches(loader)), not run.batches(enumerate(loader))."
+        )
+    kind = "" if facts is None else f" but a {printable(facts.kind)}"
+    return (
+        f"The loader{_name(facts)} is not a torch DataLoader{kind}. Use its own settings to load in parallel, or cache "
+        "what it computes for each batch."
+    )
+
+
+def _name(facts: LoaderFacts | None) -> str:
+    """Return the name of a loader among several, after a space; empty if it is the only one."""
+    if facts is None or not facts.name:
+        return ""
+    return f" {printable(facts.name)}" + (f" ({printable(facts.dataset)})" if facts.dataset else "")
 
 
 def _of_torch_loader(
@@ -118,7 +145,10 @@ def _of_torch_loader(
     cost = LoadCost(wall_s=wall_s, cpu_s=cpu_s, batch_bytes=run.batch_bytes)
     own_s = max(step_s - wait_s, 1e-6)
     step_cpu_s = min(run.busy_cores, run.host.cores) * own_s
-    plan = plan_loader(loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
+    most = workers_allowed(run.loader_began).most
+    plan = plan_loader(
+        loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores, most_workers=most
+    )
     tried = max(plan.settings.num_workers, loader.num_workers + 1)
     after = predict_step(loader, cost, tried, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
     # The saved part of the wall time. A wait that overlaps GPU work counts only if the GPU was idle.
@@ -131,7 +161,11 @@ def _of_torch_loader(
     speedup = (lower, expected, upper)
     computing = 1.0 if cpu_s is None or cpu_s >= wall_s else cpu_s / wall_s
     cpu_times = _cpu_times(run, cpu_s or 0.0, step_cpu_s)
-    kind, advice = _shortage(run, loader, seen, plan, computing, tried, speedup, cpu_times)
+    at_once = fetched_at_once(run, loader, min(cpu_s or 0.0, wall_s), computes=computing >= _COMPUTING)
+    if at_once is not None:
+        kind, advice = SINGLE_SAMPLES, at_once
+    else:
+        kind, advice = _shortage(run, loader, seen, plan, computing, tried, speedup, cpu_times)
     evidence: Evidence = {
         "kind": kind,
         "num_workers": loader.num_workers,
@@ -146,7 +180,10 @@ def _of_torch_loader(
         evidence[shown.replace("_share", "_percent")] = 100 * value if is_share else value
     evidence |= evidence_of(run.storage)
     known = {name: value for name, value in evidence.items() if value is not None}
-    found = with_range(replace(found, advice=advice, evidence={**found.evidence, **known}), tried, *speedup)
+    found = replace(found, advice=advice, evidence={**found.evidence, **known})
+    if at_once is not None:
+        return found
+    found = with_range(found, tried, *speedup)
     # Other advice may end the whole wait.
     return advised(found) if kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers else found
 
@@ -170,12 +207,12 @@ def _shortage(
     is_unpacking = now.num_workers > 0 and computing_s > _UNPACKING * waiting_s
     out_of_order = (seen.ready_out_of_order_share or 0.0) if seen.long_waits >= _MIN_LONG_WAITS else 0.0
     early_bytes, late_bytes = seen.early_storage_bytes_per_batch or 0.0, seen.late_storage_bytes_per_batch or 0.0
-    has_finder = run.has_trainer and run.stage == "fit"
-    search = "NumWorkersFinder()" if has_finder else "find_loader_settings(loader, step_time_s=...)"
+    allowed, search = workers_allowed(run.loader_began), _search(run)
     lower, expected, upper = speedup
     no_workers = now.num_workers == plan.settings.num_workers == 0
     is_certain = expected >= MIN_CEILING and lower > MIN_CEILING_LOWER
-    settings = settings_line(now, plan.settings)
+    name = _name(run.loader_now)
+    settings = settings_line(now, plan.settings) + (f" for the loader{name}" if name else "")
     in_memory, better = run.storage is not None and run.storage.is_memory, elsewhere(run.storage)
     if plan.settings.num_workers > run.host.cores:
         waiting = f"{100 * (1 - computing):.0f} % of the time"
@@ -201,9 +238,12 @@ def _shortage(
         changes = f"Copy the data to {better}, {changes}" if better else changes.capitalize()
         advice = (
             f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f} % of the polls."
-            f"{_storage_facts(run)} {changes}. More workers help if the storage serves them in parallel: {settings}. "
-            f"{search} measures it."
+            f"{_storage_facts(run)} {changes}."
         )
+        if plan.settings.num_workers > now.num_workers:
+            more = f"{allowed.reasons} Then more" if allowed.obstacles else "More"
+            advice += f" {more} workers help if the storage serves them in parallel: {settings}."
+            advice += f" {search} measures it." if search else ""
     elif not is_unpacking and (one_thread := one_thread_per_worker(run)):
         kind, advice = "cpu_bound", one_thread
     elif not is_unpacking and (
@@ -213,22 +253,30 @@ def _shortage(
         no_help = f"More workers will not help, because the CPU is the limit: {cpu_times}"
         may_help = (
             f"The CPU is the limit: {cpu_times}. Speedup with num_workers={tried}: {as_times(lower)} to "
-            f"{as_times(upper)}; {search} measures it"
+            f"{as_times(upper)}{f'; {search} measures it' if search else ''}"
         )
+        if allowed.obstacles or (allowed.most is not None and tried > allowed.most):
+            may_help = f"The CPU is the limit: {cpu_times}"
         advice = (
             f"{no_help if upper < MIN_CEILING_LOWER else may_help}. Do less work per sample: cache what is computed "
             "each time (decoding, tokenizing), store smaller samples, or get more cores."
         )
-    elif not is_unpacking and (plan.settings.num_workers > now.num_workers or plan.limited_by == "shm"):
-        kind = "too_few_workers"
-        advice = (
-            f"{run.activity.capitalize()} needs {plan.workers_needed} workers (now {now.num_workers}), but /dev/shm is "
-            "too small for their batches. Enlarge it: docker run --shm-size=..., or --ipc=host."
-        )
+    elif not is_unpacking and (plan.settings.num_workers > now.num_workers or plan.limited_by in ("shm", "shards")):
+        kind = "not_ready_for_workers" if allowed.obstacles else "too_few_workers"
+        needs = f"{run.activity.capitalize()} needs {plan.workers_needed} workers (now {now.num_workers}), but"
+        limits = {
+            "cores": f"Beyond that, the CPU is the limit: {cpu_times}.",
+            "shm": f"{needs} /dev/shm is too small for their batches. Enlarge it: docker run --shm-size=..., or "
+            "--ipc=host.",
+            "shards": f"{needs} {allowed.why_most}. Store the data in more shards.",
+        }
+        sentences = [limits.get(plan.limited_by or "", "")]
         if plan.settings.num_workers > now.num_workers:
-            found = BY_THE_FINDER if has_finder else f"{search} finds them."
-            limits = {"cores": f" Beyond that, the CPU is the limit: {cpu_times}.", "shm": f" {advice}"}
-            advice = f"Set {settings}. {found}{limits.get(plan.limited_by or '', '')}"
+            found = BY_THE_FINDER if search == _FINDER else f"{search} finds them."
+            sentences = [f"Set {settings}.", found if search else "", *sentences]
+        if allowed.obstacles:
+            sentences = [allowed.reasons, f"Then set {settings}."]
+        advice = " ".join(filter(None, sentences))
     else:
         kind = "main_process"
         advice = (
@@ -236,6 +284,14 @@ def _shortage(
             "few large tensors, not many small ones or Python objects, and collate in the workers."
         )
     return kind, advice
+
+
+def _search(run: RunMeasurements) -> str:
+    """Return the search that would act on the loader; empty if it would leave it alone."""
+    began, now = run.loader_began, run.loader_now
+    if run.has_trainer and run.stage == "fit":
+        return "" if began and now and why_not_switched(began, now) else _FINDER
+    return "" if began and why_not_searched(began) else "find_loader_settings(loader, step_time_s=...)"
 
 
 def _storage_facts(run: RunMeasurements) -> str:
@@ -287,6 +343,19 @@ CAUSE = Cause(
             "set these values, or let `NumWorkersFinder()` measure and apply them. If that is not enough, the limit is "
             "the step itself, the CPU cores, or /dev/shm",
             "too_few_workers",
+        ),
+        Shape(
+            "... is open, and forked workers would share it; ... is iterable and does not split by worker; this "
+            "process may not start workers",
+            "first what the advice says: open the file in the worker, split the stream by `get_worker_info()`, start "
+            "the process by `multiprocessing.Process(daemon=False)`; then `num_workers`",
+            "not_ready_for_workers",
+        ),
+        Shape(
+            "Fetching takes ... for each of the ... samples of a batch",
+            "fetch a batch by one index: `sampler=BatchSampler(...)` with `batch_size=None`, or `__getitems__` in the "
+            "dataset",
+            SINGLE_SAMPLES,
         ),
         Shape(
             "The CPU is the limit: a batch takes ... of CPU time, a step ..., and this job has ... cores",

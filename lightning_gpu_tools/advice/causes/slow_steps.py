@@ -15,6 +15,7 @@ from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import Basis, Finding, counted
 from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
 from lightning_gpu_tools.advice.uneven_steps import ACCUMULATION, Uneven, details, lost, quoted, rounded, uneven
+from lightning_gpu_tools.advice.workers_allowed import workers_allowed
 from lightning_gpu_tools.training.phases import (
     DATA_LOADING,
     PAUSES,
@@ -136,9 +137,10 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
         kind = "slow_batches"
         advice = (
             f"Some batches take as long to load as {rounded(evidence['times_median'])} steps, the latest at steps "
-            f"{evidence['latest_steps']}. Find out what the dataset does for them, or prefetch more batches than that "
-            "(num_workers times prefetch_factor)."
+            f"{evidence['latest_steps']}. Find out what the dataset does for them"
         )
+        can_prefetch = workers or not workers_allowed(run.loader_began).obstacles
+        advice += ", or prefetch more batches than that (num_workers times prefetch_factor)." if can_prefetch else "."
     shown = {"kind": kind, "num_workers": workers, **evidence, **evidence_of(run.storage)}
     return counted("data_loading", one.share, shown, advice, "heuristic" if begins else "measured")
 

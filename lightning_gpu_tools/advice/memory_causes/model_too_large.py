@@ -26,7 +26,8 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if (fixed < _MIN_SHARE * room or oom.begin_bytes is None) and oom.phase != SETUP:
         return
     half = ""
-    if is_32(run) and model.total_bytes:
+    # The optimizer's step takes as much as the parameters again, unless it is fused.
+    if is_32(run) and model.total_bytes and (model.total_bytes + model.parameters_bytes) / 2 <= room:
         half = f", or precision='bf16-true', which needs half as much ({format_bytes(model.total_bytes / 2)})"
     parts = {
         "parameters": model.parameters_bytes,

@@ -22,11 +22,13 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     model, names = oom.model, " and ".join(map(printable, oom.model.fusible))
     states = f" Its states need {format_bytes(model.optimizer_bytes)}." if model.optimizer_bytes else ""
     first = "the optimizer" if oom.has_completed_steps else "the optimizer's first step, which creates its states,"
+    # Without a smaller state, no step can fit.
+    is_enough = oom.room_bytes is None or model.total_bytes <= oom.room_bytes
     fused = f"Set {names}(..., fused=True): its step needs up to {format_bytes(model.parameters_bytes)} less."
     yield Ruling(
         f"Forward and backward fit; {first} did not.{states}",
         [
-            fused if names else "",
+            fused if names and is_enough else "",
             "An optimizer with 8-bit states, or without momentum, needs less.",
             sharded(oom),
             more_room(oom),

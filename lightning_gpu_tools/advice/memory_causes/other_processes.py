@@ -12,7 +12,7 @@ from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
 from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, STEPS_OF_64, an_error
 from lightning_gpu_tools.advice.memory_remedies import another_gpu, needed, needed_bytes
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
-from lightning_gpu_tools.gpus.readings import GpuProcess
+from lightning_gpu_tools.gpus.readings import FOREIGN, GpuProcess
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
 
@@ -64,7 +64,8 @@ def named(processes: Sequence[GpuProcess]) -> str:
         name = f" ({printable(one.name, 40)})" if one.name else ""
         owner = f" of {printable(one.user, 40)}" if one.user else ""
         size = "an unknown amount" if one.memory_used_bytes is None else format_bytes(one.memory_used_bytes)
-        found.append(f"process {one.pid}{name}{owner} holds {size}")
+        process = FOREIGN if one.is_foreign else f"process {one.pid}{name}{owner}"
+        found.append(f"{process} holds {size}")
     return ", ".join(found)
 
 

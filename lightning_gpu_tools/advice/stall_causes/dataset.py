@@ -16,13 +16,12 @@ def find(facts: StallFacts) -> Explanation | None:
         return None
     return Explanation(
         f"The training process {does(facts)} while it loads data{where(facts.stack)}.",
-        f"Check {that_line(facts.stack, '__getitem__')} of the dataset. With num_workers=1 or more, training continues "
-        "while samples load.",
+        f"Check {that_line(facts.stack, '__getitem__')} of the dataset.",
     )
 
 
 CAUSE = StallCause(
-    says="training hangs while the training process loads data (`num_workers=0`)",
+    says="training hangs while the training process itself loads data",
     change="check the line in the report",
     find=find,
     after=("blocked_worker",),

@@ -20,8 +20,8 @@ from lightning_gpu_tools.advice.stall_examples import a_rank
 from lightning_gpu_tools.training.stall_facts import RankFacts
 
 _SAME_BATCHES = (
-    "Give every rank the same number of batches: drop_last=True, a DistributedSampler, or limit_train_batches. Shard "
-    "an IterableDataset by rank."
+    "Give every rank the same number of batches: DistributedSampler(dataset, drop_last=True), or "
+    "Trainer(limit_train_batches=...). Shard an IterableDataset by rank."
 )
 
 
@@ -42,7 +42,7 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
 
 CAUSE = StallCause(
     says="training hangs at the end of an epoch: a rank had fewer batches",
-    change="`drop_last=True`, `DistributedSampler`, `limit_train_batches`; shard an `IterableDataset` by rank",
+    change="`DistributedSampler(dataset, drop_last=True)`, `limit_train_batches`; shard an `IterableDataset` by rank",
     find_among_ranks=find_among_ranks,
     verified_on="cpu",
     sick=(a_rank(0, collective=BACKWARD_SYNC), a_rank(1, collective=BACKWARD_SYNC, epoch=2)),

@@ -2,46 +2,54 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from io import BytesIO
 from typing import Any, BinaryIO
 
+from lightning_gpu_tools.checkpoints.content import all_state_dicts
 from lightning_gpu_tools.checkpoints.faults import Fault
-from lightning_gpu_tools.checkpoints.key_tree import listed
+from lightning_gpu_tools.checkpoints.file_kinds import compressed, in_other_byte_order, is_torchs, other_file
+from lightning_gpu_tools.checkpoints.formats import numpy_zip
 from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, StorageInfo, Structure
-from lightning_gpu_tools.checkpoints.zip_records import Record, read_records
+from lightning_gpu_tools.checkpoints.zip_records import Record, read_index, read_records
 
 NAME = "zip"
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 HOLDS_ONLY_WEIGHTS = False
+_CODE = re.compile(r"[^/]+/code/")  # of TorchScript, which compresses it
 
 
 def recognizes(head: bytes) -> bool:
-    """Return whether a file begins like a zip archive."""
-    return head.startswith(b"PK\x03\x04")
+    """Return whether a file begins like a zip archive, but not like NumPy's."""
+    return head.startswith(b"PK\x03\x04") and not numpy_zip.recognizes(head)
 
 
 def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     """Describe the pickle in the archive, and check it against the records."""
-    root, records = read_records(file, size_bytes)
-    if not root or "data.pkl" not in records:
-        shown = listed([root + name for name in records], 4) or "nothing"
-        raise Fault(f"is a zip archive but not a checkpoint; it holds {shown}", "If a checkpoint is inside, unpack it.")
-    if "constants.pkl" in records:
-        raise Fault("is a TorchScript archive, not a checkpoint", "Open it with torch.jit.load.")
+    index = read_index(file, size_bytes)
+    names = [entry.name for entry in index.entries]
+    if not is_torchs(names):
+        raise other_file(path, size_bytes, b"PK", names)
+    if any(entry.is_compressed and not _CODE.match(entry.name) for entry in index.entries):
+        raise compressed(path, names)
+    _, records = read_records(index)
     if "byteorder" in records and records["byteorder"].read() != sys.byteorder.encode():
-        advice = "On that machine, load it and save it as safetensors."
-        raise Fault("was written on a machine with another byte order", advice)
+        raise in_other_byte_order(path)
     record = records["data.pkl"]
     reader = StructureReader(BytesIO(record.read()), record.size_bytes)
     content = reader.load()
+    is_script = "constants.pkl" in records
+    if is_script and not all_state_dicts(content):
+        what = "is a TorchScript program without plain weights, as after torch.jit.freeze or quantization"
+        raise Fault(what, "Use the checkpoint that it was exported from.")
     return Structure(
         file,
         path,
         size_bytes,
-        NAME,
+        "TorchScript" if is_script else NAME,
         content,
         reader.globals,
         {storage.location for storage in reader.storages.values()},

@@ -23,7 +23,7 @@ import pynvml
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import ComputeMode, GpuProcess, GpuReading, UtilizationSample, mean_percent
-from lightning_gpu_tools.processes import pid_namespace
+from lightning_gpu_tools.processes import pid_namespace, process_stat
 from lightning_gpu_tools.units import printable, user_name
 
 _T = TypeVar("_T")
@@ -211,6 +211,8 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
         pci = pynvml.nvmlDeviceGetPciInfo(handle)
         facts["pci_bus_id"] = f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0"
         integrated = _INTEGRATED_NAME.search(facts["name"] or "") is not None
+        capability = call_or_none(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+        facts["compute_capability"] = capability and tuple(capability)
         mig_mode = ask(pynvml.nvmlDeviceGetMigMode, handle)
         facts |= {
             **_usage(handle, integrated=integrated),
@@ -232,7 +234,7 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
 
 def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, ...]:
     instances = []
-    shared = {"index": gpu.index, "pci_bus_id": gpu.pci_bus_id, "compute_mode": gpu.compute_mode}
+    shared = {name: getattr(gpu, name) for name in ("index", "pci_bus_id", "compute_mode", "compute_capability")}
     for slot in range(call_or_none(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu_handle) or 0):
         facts: dict[str, Any] = {**shared, "mig_mode": False, "mig_index": slot, "integrated": False}
         try:
@@ -290,7 +292,7 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
         GpuProcess(pid=pid, memory_used_bytes=process.usedGpuMemory, graphics_only=pid not in compute_pids)
         for pid, process in sorted(by_pid.items())
     ]
-    return tuple(map(identified, found))
+    return identified(found)
 
 
 def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
@@ -300,14 +302,22 @@ def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProc
     return tuple(replace(one, utilization_percent=answer[0].get(one.pid, 0.0)) for one in processes)
 
 
-def identified(process: GpuProcess) -> GpuProcess:
-    """Add the user and name to a process if they are visible from here."""
-    if pids_are_ours():  # without psutil, whose import takes as long as half a pick
-        with contextlib.suppress(OSError):  # ended, hidden from this user, or not on Linux
-            with open(f"/proc/{process.pid}/comm", errors="surrogateescape") as file:
-                name = printable(file.read().rstrip("\n"))
-            user = user_name(os.stat(f"/proc/{process.pid}").st_uid)
-            return replace(process, user=user, name=name)
+def identified(processes: Sequence[GpuProcess]) -> tuple[GpuProcess, ...]:
+    """Add the users and names of processes that are visible from here, or that they are of another container."""
+    # Kernel threads use no GPU. If the list has the PID of one, its PIDs are not those of this container.
+    stats = (process_stat(one.pid) for one in processes)
+    if not pids_are_ours() or any(stat is not None and stat.is_kernel_thread for stat in stats):
+        return tuple(replace(one, is_foreign=True) for one in processes)
+    return tuple(map(_with_name, processes))
+
+
+def _with_name(process: GpuProcess) -> GpuProcess:
+    # Without psutil, whose import takes as long as half a pick.
+    with contextlib.suppress(OSError):  # ended, hidden from this user, or not on Linux
+        with open(f"/proc/{process.pid}/comm", errors="surrogateescape") as file:
+            name = printable(file.read().rstrip("\n"))
+        user = user_name(os.stat(f"/proc/{process.pid}").st_uid)
+        return replace(process, user=user, name=name)
     return process
 
 

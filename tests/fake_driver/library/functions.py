@@ -98,6 +98,11 @@ def _power_limits(_library: Library, device: Any, least: Any, most: Any) -> None
     pointed(least).value, pointed(most).value = 100_000, int(1000 * required(device.power_limit_max_watts))
 
 
+@_device_function("nvmlDeviceGetCudaComputeCapability")
+def _capability(_library: Library, device: Any, major: Any, minor: Any) -> None:
+    pointed(major).value, pointed(minor).value = required(device.compute_capability)
+
+
 def _text(buffer: Any, size: Any, text: str) -> None:
     if len(text) + 1 > value_of(size):
         raise NvmlFailure("INSUFFICIENT_SIZE")

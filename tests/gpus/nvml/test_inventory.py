@@ -170,6 +170,13 @@ def test_inside_another_pid_namespace_the_drivers_numbers_name_nobody(driver, ru
     assert result.stdout == "None\n", result.stderr
 
 
+def test_a_pid_of_a_kernel_thread_shows_that_the_pids_are_foreign(driver, kernel_thread):
+    (reading,) = read(driver, gpu(processes=[process(kernel_thread), process()]))
+    assert [(one.is_foreign, one.user, one.name) for one in reading.processes] == [(True, None, None)] * 2
+    (reading,) = read(driver, gpu(processes=[process()]))
+    assert [one.is_foreign for one in reading.processes] == [not nvml.pids_are_ours()]
+
+
 def test_drawing_and_computing_processes_are_told_apart(driver):
     processes = [process(3, graphics=True), process(2), process(2, graphics=True)]
     (reading,) = read(driver, gpu(processes=processes))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
 
 import pynvml
 import pytest
-from fake_driver import gpu
+from fake_driver import gpu, mig
 
-from lightning_gpu_tools.errors import NvmlUnavailableError
+from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.errors import LightningGpuToolsError, NvmlUnavailableError
 from lightning_gpu_tools.gpus import nvml
 
 
@@ -75,6 +82,107 @@ def test_a_module_without_what_is_needed_is_named_with_the_remedy(driver, run_py
         assert said.stderr.endswith(f"{says}\n")
     watched = run_python("-c", "from lightning_gpu_tools.gpus.sampler import Sampler; Sampler(['GPU-a'])", env=path)
     assert watched.stderr.endswith(f"{says}\n")
+
+
+def wheel_of_nvidia_ml_py(folder: Path) -> None:
+    """Make a wheel of the installed nvidia-ml-py, so that pip needs no network."""
+    found = metadata.distribution("nvidia-ml-py")
+    with zipfile.ZipFile(folder / f"nvidia_ml_py-{found.version}-py3-none-any.whl", "w") as wheel:
+        for file in found.files or ():
+            if file.suffix != ".pyc" and file.name not in ("INSTALLER", "REQUESTED", "direct_url.json"):
+                wheel.write(file.locate(), file.as_posix())
+
+
+@pytest.mark.follows(
+    "Run `pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py`",
+    "Run `pip install --upgrade nvidia-ml-py`",
+)
+@pytest.mark.parametrize(("name", "file"), [("pynvml", "pynvml/__init__.py"), ("nvidia-ml-py", "pynvml.py")])
+def test_the_advised_pip_command_gives_what_is_needed(driver, tmp_path, claims_dir, name, file):
+    driver.gpus = [gpu()]
+    venv.create(tmp_path / "venv", with_pip=True)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / file).parent.mkdir(exist_ok=True)
+    (site / file).write_text("class NVMLError(Exception): pass\n")
+    described = site / f"{name.replace('-', '_')}-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (described / "INSTALLER").write_text("pip\n")
+    (described / "RECORD").write_text("".join(f"{one},,\n" for one in (file, f"{described.name}/METADATA")))
+    wheel_of_nvidia_ml_py(tmp_path)
+    paths = {"PATH": f"{tmp_path / 'venv' / 'bin'}:{os.environ['PATH']}", **driver.variables()}
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+    def sh(command):
+        options = {"env": {**os.environ, **paths, **offline}, "capture_output": True, "text": True, "input": "y\n"}
+        return subprocess.run(["sh", "-c", command], check=False, **options)
+
+    pick = "python -m lightning_gpu_tools pick"
+    advised = re.search("Run `(.*)`", sh(pick).stderr)[1]
+    done = sh(advised)
+    assert done.returncode == 0, done.stderr
+    assert sh(pick).stdout == f"{driver.gpus[0].uuid}\n"
+
+
+def load(driver):
+    driver.init_error = None
+
+
+def reset(driver):
+    driver.gpus[0].errors = {}
+
+
+def mount(driver):
+    driver.library_missing = False
+
+
+def change_mode(driver):
+    driver.gpus[0].compute_mode = "default"
+
+
+def create_instance(driver):
+    driver.gpus[0].mig = [mig()]
+
+
+# What these commands do, according to nvidia-smi(1), modprobe(8), and the guides to MIG and the container toolkit. They
+# cannot run here. The others only show something.
+EFFECTS = {
+    "sudo modprobe nvidia": load,
+    "nvidia-smi --gpu-reset": reset,
+    "--gpus all": mount,
+    "nvidia-smi -c DEFAULT": change_mode,
+    "nvidia-smi mig -cgi ... -C": create_instance,
+}
+SHOW = {"dmesg", "nvidia-smi", "nvidia-smi -L", "utility"}
+
+
+@pytest.mark.follows(
+    "Try `sudo modprobe nvidia`",
+    "run `nvidia-smi --gpu-reset` as root",
+    "Containers need `--gpus all` and `utility` in NVIDIA_DRIVER_CAPABILITIES",
+    "change it with `nvidia-smi -c DEFAULT`",
+    "create one (`nvidia-smi mig -cgi ... -C`)",
+)
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"init_error": "DRIVER_NOT_LOADED"},
+        {"gpus": [gpu(errors={"*": "RESET_REQUIRED"})]},
+        {"library_missing": True},
+        {"gpus": [gpu(compute_mode="prohibited")]},
+        {"gpus": [gpu(mig=[])]},
+    ],
+    ids=["not-loaded", "needs-a-reset", "container", "compute-mode", "mig"],
+)
+def test_after_the_effect_of_an_advised_command_the_gpu_is_picked(driver, claims_dir, state):
+    with driver.change():
+        vars(driver).update({"gpus": [gpu()], **state})
+    with pytest.raises(LightningGpuToolsError) as caught:
+        select_gpus()
+    commands = re.findall("`(.*?)`", str(caught.value))
+    (effect,) = (EFFECTS[command] for command in commands if command not in SHOW)
+    effect(driver)
+    assert len(select_gpus().uuids) == 1
 
 
 def test_a_session_survives_an_error_inside_and_closes(driver):

@@ -1,0 +1,267 @@
+"""Facts about a loader that decide whether it may get workers, read from its objects and their code."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import multiprocessing
+import textwrap
+import types
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    DataLoader,
+    IterableDataset,
+    IterDataPipe,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from lightning_gpu_tools.loaders.held import (
+    Held,
+    attributes,
+    contents_of,
+    held_by,
+    is_not_copyable,
+    is_not_picklable,
+    is_of_library,
+    is_open,
+    name_of,
+)
+from lightning_gpu_tools.loaders.settings import GET_ITERATOR
+from lightning_gpu_tools.training.run_measurements import LoaderFacts
+
+# A worker finds its part of the data by both. A seed for each worker needs only the first.
+_GET_WORKER, _COUNT_WORKERS = "get_worker_info", "num_workers"
+# Names in code that opens a file again in another process, or reads at a position of its own.
+_OPENS_ANEW = {"getpid", "register_at_fork", "pread"}
+_OWN_PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
+# Each worker draws other random numbers, so a stream of them need not be split.
+_DRAWS = {"rand", "randn", "randint", "random", "choice", "choices", "normal", "uniform", "standard_normal", "integers"}
+_SPLITTERS, _ENDLESS = {"split_by_worker", "ResampledShards"}, "ResampledShards"  # stages of webdataset
+_SHARDS = ("num_shards", "n_shards", "shards", "urls")
+_CONVERSIONS = ("as_tensor", "from_numpy", "tensor")  # of torch, that also take a whole batch
+# Our defaults.
+_MAX_CALLS = 3  # functions that call one another, from a method of the dataset on
+_MAX_CODES = 1000
+
+_Stream = Literal["webdataset", "datapipe", "tfrecord"]
+
+
+def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks: int = 1) -> LoaderFacts:
+    """Return the facts about a training loader. Takes some milliseconds."""
+    kind = type(loader)
+    if "switch" in getattr(loader, "__dict__", {}):  # the finder's copy of a loader
+        (kind,) = kind.__bases__
+    shown = f"{kind.__module__}.{kind.__qualname__}"
+    if not isinstance(loader, DataLoader):
+        return LoaderFacts(kind=shown, name=name, is_torch=False, is_iterator=hasattr(kind, "__next__"))
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterDataPipe):  # torch wraps it
+        dataset = attributes(dataset).get("_datapipe", dataset)
+    held, batch_sampler = held_by(dataset), loader.batch_sampler
+    of_collate = [] if loader.collate_fn is default_collate else held_by(loader.collate_fn)
+    is_forked = _start_method(loader) == "fork"
+    facts = LoaderFacts(
+        kind=shown,
+        name=name,
+        within=within,
+        dataset=name_of(dataset),
+        ranks=ranks,
+        is_daemonic=bool(multiprocessing.current_process().daemon),
+        is_forked=is_forked,
+        open_files=tuple(_open_files([*held, *of_collate], loader.worker_init_fn, is_forked=is_forked)),
+        not_picklable=None if is_forked else _not_picklable([*held, *of_collate]),
+        not_copyable=next((one.shown.name for one in held if is_not_copyable(one.thing)), None),
+        keeps_position=hasattr(loader, "state_dict"),
+        in_order=loader.in_order,
+        own_iterator=getattr(kind, GET_ITERATOR, None) is not getattr(DataLoader, GET_ITERATOR, None),
+        contents=contents_of(held),
+        sampler=type(loader.sampler).__name__ if type(batch_sampler) is BatchSampler else "",
+        drop_last=loader.drop_last,
+        collates=loader.collate_fn is default_collate,
+        is_table=_is_table(dataset),
+    )
+    return _of_stream(facts, dataset, held, loader.worker_init_fn) if isinstance(dataset, IterableDataset) else facts
+
+
+def _start_method(loader: DataLoader[Any]) -> str:
+    context = loader.multiprocessing_context or multiprocessing
+    # Without this option, it would choose a method for the whole program.
+    chosen: str | None = context.get_start_method(allow_none=True)
+    return chosen or multiprocessing.get_all_start_methods()[0]
+
+
+def _open_files(found: Sequence[Held], worker_init: Any, *, is_forked: bool) -> Iterator[str]:
+    """Yield the names of what is open, unless the program opens it again in the workers."""
+    anew = _names([worker_init]) if worker_init is not None else set()
+    known = set()
+    for one in found:
+        if is_open(one.thing):
+            shown = one.shown
+            own = set() if shown.owner is None or is_of_library(shown.owner) else _names([shown.owner])
+            is_opened_anew = shown.name.rpartition(".")[2] in anew or not _OPENS_ANEW.isdisjoint(own)
+            is_left_out = not is_forked and _pickles_itself(one)
+            if not (is_opened_anew or is_left_out or shown.name in known):
+                known.add(shown.name)
+                yield shown.name
+
+
+def _not_picklable(found: Sequence[Held]) -> str | None:
+    named = (one.shown.name for one in found if is_not_picklable(one.thing) and not _pickles_itself(one))
+    return next(named, None)
+
+
+def _pickles_itself(held: Held) -> bool:
+    """Return whether a class of the program says what is pickled of the objects around a thing."""
+    holder = held.holder
+    while holder is not None:
+        kinds = [kind for kind in type(holder.thing).__mro__ if not is_of_library(kind)]
+        if any(name in vars(kind) for kind in kinds for name in _OWN_PICKLING):
+            return True
+        holder = holder.holder
+    return False
+
+
+# Streams
+
+
+def _of_stream(facts: LoaderFacts, dataset: Any, held: Sequence[Held], worker_init: Any) -> LoaderFacts:
+    things = [one.thing for one in held]
+    splits, stream = _splits(dataset, things, worker_init)
+    return replace(facts, is_iterable=True, splits=splits, stream=stream, shards=_shards(things))
+
+
+def _splits(dataset: Any, things: Sequence[Any], worker_init: Any) -> tuple[bool | None, _Stream | None]:
+    """Return whether each worker reads only its own part, as far as the code shows, and whose stream it is."""
+    if type(dataset) is ChainDataset:
+        each = [_splits(one, [held.thing for held in held_by(one)], worker_init) for one in dataset.datasets]
+        return min(each, key=lambda one: (False, None, True).index(one[0]), default=(None, None))
+    stream: _Stream | None = "datapipe" if isinstance(dataset, IterDataPipe) else None
+    for one in things:
+        package = type(one).__module__.partition(".")[0]
+        if package == "tfrecord" and getattr(one, "index_path", "") is None:  # it has this option, and does not use it
+            return False, "tfrecord"
+        if package == "webdataset":
+            stream = "webdataset"
+    names = _names(filter(_shows_split, [getattr(worker_init, "func", worker_init), *things]))
+    is_stage = any(name_of(one) in _SPLITTERS or hasattr(type(one), "apply_sharding") for one in things)
+    if is_stage or {_GET_WORKER, _COUNT_WORKERS} <= names:
+        return True, stream
+    is_unknown = not names.isdisjoint({_GET_WORKER, *_DRAWS}) or (stream is None and is_of_library(type(dataset)))
+    return None if is_unknown else False, stream
+
+
+def _shows_split(thing: Any) -> bool:
+    """Return whether the code of a thing shows how a stream is split: the program's, and that of library streams."""
+    named = thing if isinstance(thing, types.FunctionType) else type(thing)
+    if (named.__module__ or "").startswith(("torch.", "webdataset.")):  # their stages are known
+        return False
+    return not is_of_library(named) or isinstance(thing, IterableDataset)
+
+
+def _shards(things: Iterable[Any]) -> int | None:
+    for one in things:
+        if name_of(one) == _ENDLESS:
+            return None
+        known = attributes(one)
+        for name in _SHARDS:
+            found = known.get(name)
+            is_library = isinstance(one, IterableDataset) and is_of_library(type(one))
+            if is_library and isinstance(getattr(type(one), name, None), property):
+                with suppress(Exception):  # a library's property may raise anything
+                    found = getattr(one, name)
+            count = len(found) if isinstance(found, (list, tuple)) else found
+            if type(count) is int and count > 0:
+                return count
+    return None
+
+
+def _names(things: Iterable[Any]) -> set[str]:
+    """Return the names in the code of functions and of the methods of classes, and in functions that they call."""
+    queue = [(function, 0) for one in things for function in _functions(one)]
+    names, seen = set[str](), set[types.CodeType]()
+    for function, depth in queue:  # which grows
+        if function.__code__ in seen or len(seen) >= _MAX_CODES:
+            continue
+        seen.add(function.__code__)
+        codes = [function.__code__]
+        for code in codes:  # which grows
+            codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+            names.update(code.co_names)
+            if depth < _MAX_CALLS:
+                queue += [(called, depth + 1) for called in _called(code.co_names, function.__globals__)]
+    return names
+
+
+def _functions(thing: Any) -> Iterator[types.FunctionType]:
+    """Yield a function, or the methods of an object's class, without those of torch."""
+    thing = getattr(thing, "func", thing) if isinstance(thing, functools.partial) else thing
+    if isinstance(thing, types.FunctionType):
+        yield thing
+        return
+    kind = thing if isinstance(thing, type) else type(getattr(thing, "__self__", thing))
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in ("builtins", "torch", "typing"):
+            for member in vars(base).values():
+                function = getattr(member, "__func__", getattr(member, "fget", member))
+                if isinstance(function, types.FunctionType):
+                    yield function
+
+
+def _called(names: Collection[str], scope: dict[str, Any]) -> Iterator[types.FunctionType]:
+    """Yield the functions with these names in a module, in modules that it has imported, and in its classes."""
+    found = [scope[name] for name in names if name in scope]
+    modules = [one for one in found if isinstance(one, types.ModuleType) and not is_of_library(one)]
+    found += [vars(one)[name] for one in modules for name in names if name in vars(one)]
+    for one in found:
+        if isinstance(one, (type, types.FunctionType)) and not is_of_library(one):
+            yield from _functions(one)
+
+
+# Tables
+
+
+def _is_table(dataset: Any) -> bool:
+    """Return whether a list of indices fetches the rows of a batch from tensors or arrays, as an index does one row."""
+    if type(dataset) is Subset:
+        return _is_table(dataset.dataset)
+    if type(dataset) is TensorDataset or _has_rows(dataset):
+        return True
+    method = getattr(type(dataset), "__getitem__", None)
+    if not isinstance(method, types.FunctionType) or hasattr(type(dataset), "__getitems__"):
+        return False
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+    except (OSError, SyntaxError, TypeError, ValueError):  # there is no source
+        return False
+    if not isinstance(function, ast.FunctionDef) or len(function.args.args) != 2:
+        return False
+    own, index = (one.arg for one in function.args.args)
+    held = {name for name, value in attributes(dataset).items() if _has_rows(value)}
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return len(body) == 1 and isinstance(body[0], ast.Return) and _is_row(body[0].value, own, index, held)
+
+
+def _has_rows(thing: Any) -> bool:
+    return isinstance(thing, torch.Tensor) or (type(thing).__module__, type(thing).__name__) == ("numpy", "ndarray")
+
+
+def _is_row(code: ast.expr | None, own: str, index: str, held: Collection[str]) -> bool:
+    """Return whether code only takes rows: ``self.x[i]``, ``torch.as_tensor(self.x[i])``, tuples and dicts of them."""
+    match code:
+        case ast.Subscript(value=ast.Attribute(value=ast.Name(id=one), attr=name), slice=ast.Name(id=at)):
+            return one == own and at == index and name in held
+        case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Dict(values=parts):
+            return all(_is_row(part, own, index, held) for part in parts)
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name), args=[part], keywords=[]):
+            return name in _CONVERSIONS and _is_row(part, own, index, held)
+    return False

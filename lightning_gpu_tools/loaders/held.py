@@ -1,0 +1,230 @@
+"""What a dataset holds: a walk through its attributes, and those of datasets, functions and files in them.
+
+Only attributes and items are read. No code of the dataset runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import mmap
+import random
+import sys
+import threading
+import types
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset
+
+# Our defaults: the walk takes 10 ms at most. All items of a long list are usually alike.
+_MAX_THINGS = 5000
+_MAX_ITEMS = 64
+_MAX_TEXT = 100
+_ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType)
+_CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset, deque, dict)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+# Their parts are their own matter. A logger is found by its name in every process.
+_CLOSED_PACKAGES = {"torch", "numpy", "pandas", "logging", "enum", "re"}
+_STANDARD_STREAMS = 2  # the highest descriptor of stdin, stdout and stderr
+_PACKAGES = ("site-packages", "dist-packages")
+
+
+class Held(NamedTuple):
+    """A thing that a dataset holds, and how to reach it."""
+
+    name: str  # "Photos.file"
+    thing: Any
+    holder: Held | None = None  # None: it is the dataset itself
+
+    @property
+    def shown(self) -> Held:
+        """The attribute of the program or of a dataset that holds it: the zip archive, not the file in the archive."""
+        one = self
+        while (holder := one.holder) is not None and _is_part_of_library(holder.thing):
+            one = holder
+        return one
+
+    @property
+    def owner(self) -> type | None:
+        """The class with that attribute."""
+        holder = self.shown.holder
+        return None if holder is None else type(holder.thing)
+
+
+def held_by(root: object) -> list[Held]:
+    """Return a dataset and what it holds, each object once, from the outside to the inside."""
+    found, seen = [Held(name_of(root), root)], {id(root)}
+    for one in found:  # which grows
+        for label, part in _parts(one.thing):
+            if len(found) >= _MAX_THINGS:
+                return found
+            if id(part) not in seen and not isinstance(part, _ATOMS):
+                seen.add(id(part))
+                found.append(Held(name_of(part) if _is_source(part) else one.name + label, part, one))
+    return found
+
+
+def name_of(thing: object) -> str:
+    """Return the name of a function, or of the class of any other object."""
+    named = thing if isinstance(thing, types.FunctionType) else type(thing)
+    return str(named.__name__)
+
+
+def is_of_library(named: Any) -> bool:
+    """Return whether a class, function or module is not the program's own."""
+    module = named.__name__ if isinstance(named, types.ModuleType) else named.__module__ or "builtins"
+    package = module.partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package in sys.stdlib_module_names - {"__main__"} or any(part in file for part in _PACKAGES)
+
+
+def _is_source(thing: object) -> bool:
+    """Return whether a thing is a dataset of its own, after which its attributes are named."""
+    kind = type(thing)
+    if isinstance(thing, Dataset):
+        return True
+    return not is_of_library(kind) and (hasattr(kind, "__getitem__") or hasattr(kind, "__iter__"))
+
+
+def _is_part_of_library(thing: object) -> bool:
+    return not isinstance(thing, (Dataset, *_FUNCTIONS)) and is_of_library(type(thing))
+
+
+def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a thing, each with the end of its name."""
+    container = next((kind for kind in _CONTAINERS if isinstance(thing, kind)), None)
+    if container is not None:  # by its own methods, because a subclass may have others
+        items = container.items(thing) if container is dict else enumerate(container.__iter__(thing))
+        for key, value in list(itertools.islice(items, 0, None, container.__len__(thing) // _MAX_ITEMS + 1)):
+            yield f"[{repr(key)[:_MAX_TEXT] if isinstance(key, (str, int)) else type(key).__name__}]", value
+    elif isinstance(thing, functools.partial):
+        yield "", thing.func
+        yield from (("", value) for value in (*thing.args, *thing.keywords.values()))
+    elif isinstance(thing, (types.MethodType, types.BuiltinMethodType)):
+        yield "", thing.__self__  # of a function of a module, the module
+    elif isinstance(thing, types.FunctionType):
+        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
+            with suppress(ValueError):  # an empty cell
+                yield f".{name}", cell.cell_contents
+        yield from (("", value) for value in thing.__defaults__ or ())
+    elif isinstance(thing, Dataset) or type(thing).__module__.partition(".")[0] not in _CLOSED_PACKAGES:
+        yield from ((f".{name}", value) for name, value in attributes(thing).items())
+
+
+def attributes(thing: object) -> dict[str, Any]:
+    """Return the attributes in an object's dictionary and slots, without running code of its class."""
+    found = {}
+    with suppress(AttributeError):
+        found = dict(object.__getattribute__(thing, "__dict__"))  # without a class's own way
+    for kind in type(thing).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, types.MemberDescriptorType) and not is_of_library(kind):
+                with suppress(AttributeError):  # not set
+                    found[name] = slot.__get__(thing)
+    return found
+
+
+def _loaded(name: str) -> type | None:
+    """Return a class such as ``"h5py.HLObject"`` if its package is imported."""
+    package, _, kind = name.rpartition(".")
+    found = sys.modules.get(package)
+    return getattr(found, kind, getattr(getattr(found, "_hl", None), kind, None))
+
+
+# Handles of C libraries, and whether one is open. They share a descriptor or a lock with a forked process.
+_HANDLES: Mapping[str, Callable[[Any], bool]] = {
+    "h5py._hl.base.HLObject": bool,
+    "sqlite3.Connection": lambda connection: connection.total_changes >= 0,  # raises if it is closed
+    "lmdb.Environment": lambda environment: bool(environment.path()),  # raises if it is closed
+    "cv2.VideoCapture": lambda video: bool(video.isOpened()),
+    "socket.socket": lambda connection: connection.fileno() >= 0,
+}
+
+
+def is_open(thing: object) -> bool:
+    """Return whether a thing is an open file, archive, database or connection that workers must not share."""
+    kind = type(thing)
+    try:
+        if isinstance(thing, io.IOBase):
+            return not isinstance(thing, (io.BytesIO, io.StringIO)) and _is_read(thing)
+        for name, is_open_now in _HANDLES.items():
+            if (handle := _loaded(name)) is not None and isinstance(thing, handle):
+                return is_open_now(thing)
+        # Other libraries tell by an attribute. Processes may share a memory map.
+        if is_of_library(kind) and hasattr(kind, "close") and not isinstance(thing, (mmap.mmap, Dataset)):
+            return getattr(kind, "closed", None) is not None and getattr(thing, "closed", None) in (False, 0)
+    except Exception:  # noqa: BLE001 - a handle that is closed, or unlike all others, may raise anything
+        return False
+    return False
+
+
+def _is_read(file: io.IOBase) -> bool:
+    if file.closed or not file.readable():
+        return False
+    try:
+        return file.fileno() > _STANDARD_STREAMS
+    except OSError:  # it has no descriptor: a connection, or a member of an archive
+        return True
+
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.local, threading.Thread)
+_NOT_COPYABLE = (*_LOCKS, types.GeneratorType, types.CoroutineType)
+
+
+def is_not_copyable(thing: object) -> bool:
+    """Return whether pickle refuses a thing wherever it is: a lock, a thread, a running generator."""
+    semaphore = _loaded("_multiprocessing.SemLock")
+    return isinstance(thing, _NOT_COPYABLE) or (semaphore is not None and isinstance(thing, semaphore))
+
+
+def is_not_picklable(thing: object) -> bool:
+    """Return whether another process cannot find the code of a thing: it is, or its class is, in a function."""
+    named = thing if isinstance(thing, types.FunctionType) else type(thing)
+    return any(part in named.__qualname__ for part in ("<lambda>", "<locals>"))
+
+
+def contents_of(found: list[Held]) -> int:
+    """Return a number that changes when numbers, texts, sizes or generators among these things change."""
+    checksum = 0
+    for one in found:
+        for label, part in (("", one.thing), *_parts(one.thing)):
+            seen = f"{one.name}{label} {type(part).__name__} {_state(part)}"
+            checksum = zlib.crc32(seen.encode(errors="replace"), checksum)
+    return checksum
+
+
+def _state(thing: Any) -> object:
+    if isinstance(thing, (str, bytes, bytearray)):
+        return len(thing), thing[:_MAX_TEXT]
+    if isinstance(thing, (int, float, complex)):
+        return repr(thing)[:_MAX_TEXT]
+    for container in _CONTAINERS:
+        if isinstance(thing, container):
+            return container.__len__(thing)
+    if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu" and _is_plain(thing):
+        return tuple(thing.shape), thing.detach().reshape(-1)[:: thing.numel() // _MAX_ITEMS + 1].tolist()
+    if isinstance(thing, torch.Generator):
+        return thing.get_state().tolist() if thing.device.type == "cpu" else None  # a GPU would have to be waited for
+    if isinstance(thing, random.Random):
+        return hash(thing.getstate())
+    return _numpy_state(thing) if type(thing).__module__.startswith("numpy") else None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.is_contiguous()
+
+
+def _numpy_state(thing: Any) -> object:
+    kind = type(thing).__name__
+    if kind == "ndarray":  # not one on a disk
+        few = thing.reshape(-1)[:: thing.size // _MAX_ITEMS + 1] if thing.flags.c_contiguous else None
+        return thing.shape, None if few is None or thing.dtype.hasobject else few.tolist()
+    if kind == "Generator":
+        return thing.bit_generator.state
+    return thing.get_state(legacy=False) if kind == "RandomState" else None

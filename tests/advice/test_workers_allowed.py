@@ -1,0 +1,110 @@
+"""Whether workers may be added, on data alone, and that all advice on loaders agrees with it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.examples import NO_WORKERS, WAITS, a_host, cpu_run, gpu_run
+from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
+from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoadingFacts, RunMeasurements
+
+PLAIN = LoaderFacts(kind="torch.utils.data.dataloader.DataLoader", dataset="Photos")
+OPEN = replace(PLAIN, open_files=("Photos.file",))
+STREAM = replace(PLAIN, is_iterable=True, splits=False)
+ON_STORAGE = LoadingFacts(samples=50, storage_wait_share=0.6)
+
+
+def loading(run: RunMeasurements) -> Finding:
+    return next(one for one in diagnose(run).findings if one.cause == "data_loading")
+
+
+def waiting(began: LoaderFacts, now: LoaderFacts | None = None, **options: Any) -> RunMeasurements:
+    return cpu_run(WAITS, loader_began=began, loader_now=now or began, **options)
+
+
+def test_all_obstacles_are_said_at_once() -> None:
+    said = workers_allowed(replace(STREAM, open_files=("Photos.file",), is_daemonic=True)).reasons
+    assert said.startswith("This process is daemonic and may not start workers. Start it by")
+    assert "`Photos.file` is open, and forked workers would share it. Open it in the worker" in said
+    assert "`Photos` is iterable and does not split by worker" in said
+
+
+@pytest.mark.parametrize(("shards", "ranks", "most"), [(None, 1, None), (1, 1, 1), (8, 1, 8), (8, 4, 2), (2, 4, 1)])
+def test_the_shards_of_a_rank_limit_its_workers(shards: int | None, ranks: int, most: int | None) -> None:
+    assert workers_allowed(replace(STREAM, splits=True, shards=shards, ranks=ranks)).most == most
+
+
+def test_many_open_files_are_counted() -> None:
+    many = replace(OPEN, open_files=("A.a", "A.b", "A.c", "A.d", "A.e"))
+    assert "`A.a`, `A.b`, `A.c` and 2 others are open" in workers_allowed(many).reasons
+
+
+@pytest.mark.parametrize(
+    ("began", "change"),
+    [
+        (OPEN, {}),
+        (STREAM, {}),
+        (replace(STREAM, splits=True), {}),
+        (replace(PLAIN, is_daemonic=True), {}),
+        (replace(PLAIN, keeps_position=True), {}),
+        (replace(PLAIN, in_order=False), {}),
+        (replace(PLAIN, own_iterator=True), {}),
+        (replace(PLAIN, not_copyable="Photos.lock"), {}),
+        (replace(PLAIN, within="WebLoader"), {}),
+        (PLAIN, {"open_files": ("Photos.file",)}),
+        (PLAIN, {"contents": 1}),
+        (PLAIN, {}),
+    ],
+)
+def test_advice_names_the_finder_where_it_acts_and_nowhere_else(began: LoaderFacts, change: dict[str, Any]) -> None:
+    now = replace(began, **change)
+    acts = why_not_switched(began, now) is None
+    assert acts == (began is PLAIN and not change)
+    for run in (waiting(began, now), waiting(began, now, loading=ON_STORAGE), waiting(began, now, load_cpu_ms=29)):
+        assert acts or "NumWorkersFinder" not in loading(run).advice
+    assert ("NumWorkersFinder()" in loading(waiting(began, now)).advice) == acts
+    searches = "find_loader_settings" in loading(waiting(began, now, has_trainer=False)).advice
+    assert searches == (why_not_searched(began) is None)
+
+
+@pytest.mark.parametrize("facts", [OPEN, STREAM, replace(PLAIN, is_daemonic=True)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loading": ON_STORAGE, "loader": replace(NO_WORKERS, num_workers=2), "worker_cpu_s_per_batch": 0.001},
+        {"load_cpu_ms": 29.0},
+    ],
+)
+def test_no_number_of_workers_is_advised_before_what_comes_first(facts: LoaderFacts, options: dict[str, Any]) -> None:
+    advice = loading(waiting(facts, **options)).advice
+    before, _, _ = advice.partition("num_workers=")
+    assert "num_workers=" not in advice or workers_allowed(facts).reasons in before
+
+
+@pytest.mark.parametrize("options", [{}, {"loading": ON_STORAGE, "worker_cpu_s_per_batch": 0.001}, {"cores": 1}])
+def test_a_stream_has_no_more_workers_than_shards(options: dict[str, Any]) -> None:
+    facts = replace(STREAM, splits=True, shards=2)
+    host = a_host(options.get("cores", 64))
+    options = {"host": host, "loader_began": facts, "loader_now": facts, **options}
+    options.pop("cores", None)
+    assert set(re.findall(r"num_workers=(\d+)", loading(cpu_run(WAITS, load_cpu_ms=20, **options)).advice)) <= {
+        "2",
+        "1",
+    }
+    now = replace(NO_WORKERS, num_workers=2, prefetch_factor=2)
+    advice = loading(gpu_run(WAITS, 20.0, loader=now, **options)).advice
+    assert "num_workers=" not in advice
+
+
+def test_a_stream_with_as_many_workers_as_shards_needs_more_shards() -> None:
+    facts = replace(STREAM, splits=True, shards=2)
+    now = replace(NO_WORKERS, num_workers=2, prefetch_factor=2)
+    advice = loading(gpu_run(WAITS, 20.0, loader=now, loader_began=facts, loader_now=facts)).advice
+    assert "(now 2), but a stream can use at most as many workers as shards, and `Photos` has 2. Store" in advice

@@ -1,0 +1,293 @@
+"""What messages about keys, shapes, entries and conversion advise is taken out of them, done, and works."""
+
+import ast
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from wrapped_models import contents, fill
+
+from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.errors import CheckpointError
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run ``checkpoint`` in a folder, and return its exit code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments: str) -> tuple[int, str]:
+        code = main(["checkpoint", *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return command
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+
+SOURCE = net()
+fill(SOURCE, 1)
+WEIGHTS = SOURCE.state_dict()
+
+
+def below(root: str, weights: Any = WEIGHTS) -> dict[str, Any]:
+    return {f"{root}.{key}": value for key, value in weights.items()}
+
+
+def refusal(model: nn.Module, path: object = "a.pt", **options: Any) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        load_weights(model, str(path), **options)
+    return str(refused.value)
+
+
+def found(pattern: str, message: str) -> str:
+    match = re.search(pattern, message)
+    assert match is not None, message
+    return match[1]
+
+
+def loads(path: str = "a.pt", **options: Any) -> bool:
+    load_weights(model := net(), path, **options)
+    return contents(model) == contents(SOURCE)
+
+
+# -- keys and shapes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.follows("report the rest, use strict=False")
+@pytest.mark.parametrize("change", ["more", "fewer", "wider"])
+def test_what_fits_is_loaded_with_strict_false(change: str, run: Run) -> None:
+    weights = {**WEIGHTS, "head.weight": torch.ones(2)} if change == "more" else {**WEIGHTS}
+    if change == "fewer":
+        del weights["1.bias"]
+    if change == "wider":
+        weights["1.bias"] = torch.ones(9)
+    torch.save(below("module", weights), "a.pt")
+    advice = found(r"report the rest, use (strict=False)\.", refusal(model := net()))
+    report = eval(f"load_weights(model, 'a.pt', {advice})", {"load_weights": load_weights, "model": model})
+    assert torch.equal(model[0].weight, SOURCE[0].weight)
+    rest = {"more": report.unexpected, "fewer": report.missing, "wider": [key for key, *_ in report.mismatched]}
+    assert len(rest[change]) == 1
+
+
+@pytest.mark.follows("Too few keys fit to guess the root. To load them, use root=")
+def test_too_few_keys_are_loaded_with_the_root_and_strict_false(run: Run) -> None:
+    stored = {"encoder.1.bias": WEIGHTS["1.bias"], "decoder.w": torch.ones(7), **below("other", {"w": torch.ones(3)})}
+    torch.save(stored, "a.pt")
+    message = refusal(model := net(), strict=False)
+    root = ast.literal_eval(found(r"To load them, use root=(.*) and strict=False", message))
+    report = load_weights(model, "a.pt", root=root, strict=False)
+    assert report.loaded == ("1.bias",)
+    assert torch.equal(model[1].bias, WEIGHTS["1.bias"])
+
+
+@pytest.mark.follows("To rename them in the file: lightning-gpu-tools checkpoint convert FILE TARGET ")
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(("stored", "model"), [("a.b", ""), ("a", "c"), ("", "c.d"), ("a.b", "c.d")])
+def test_a_root_in_a_refusal_loads_and_renames(stored: str, model: str, beside: bool, run: Run) -> None:
+    weights = {f"{stored}.{key}".lstrip("."): value for key, value in WEIGHTS.items()}
+    content = {"model": weights, "ema one": {"x": torch.ones(2)}} if beside else weights
+    torch.save(content, "a b.pt")
+    target: nn.Module = net()
+    for name in reversed(model.split(".")) if model else ():
+        target = nn.ModuleDict({name: target})
+    try:
+        load_weights(target, "a b.pt")  # one level is searched
+    except CheckpointError as error:
+        message = str(error)
+    else:
+        assert "." not in stored + model
+        return
+    count, root = found(r"(\d+) fit with root=", message), found(r"fit with root=(.*?)\. To rename", message)
+    assert len(load_weights(target, "a b.pt", root=ast.literal_eval(root)).loaded) == int(count) == 4
+    assert contents(target) == contents(SOURCE)
+    command = shlex.split(message.partition("lightning-gpu-tools checkpoint ")[2].partition("\n")[0])
+    assert run(*command)[0] == 0
+    fill(target, 2)
+    load_weights(target, "renamed.pt")
+    assert contents(target) == contents(SOURCE)
+
+
+@pytest.mark.follows("Check root.")
+def test_the_names_beside_check_root_are_roots(run: Run) -> None:
+    torch.save({**below("student"), "teacher.w": torch.ones(2)}, "a.pt")
+    names = found(r"Neither the checkpoint \((.*?)\) nor", refusal(net(), root="pupil")).split(", ")
+    assert names == ["student.", "teacher."]
+    assert loads(root=names[0])
+
+
+@pytest.mark.follows("Torch cannot copy ", "or remove them from the file and use strict=False")
+@pytest.mark.parametrize(
+    ("value", "right"),
+    [
+        (WEIGHTS["1.bias"].to_sparse(), WEIGHTS["1.bias"]),
+        (torch.tensor([1.0, 1j]), WEIGHTS["1.bias"]),
+        (1.5, WEIGHTS["1.bias"]),
+        (torch.ones(2, device="meta"), WEIGHTS["1.bias"]),
+    ],
+)
+def test_weights_that_torch_cannot_copy_are_saved_again_or_removed(value: Any, right: torch.Tensor, run: Run) -> None:
+    torch.save({**WEIGHTS, "1.bias": value}, "a.pt")
+    message = refusal(net())
+    key = found(r"Torch cannot copy (\S+) \(", message)
+    torch.save({**WEIGHTS, key: right}, "b.pt")
+    assert loads("b.pt")
+    torch.save({name: weight for name, weight in WEIGHTS.items() if name != key}, "b.pt")
+    argument = found(r"remove them from the file and use (strict=False)", message)
+    model = net()
+    assert eval(f"load_weights(model, 'b.pt', {argument})", {"load_weights": load_weights, "model": model}).missing
+
+
+@pytest.mark.follows("which can only be changed under torch.inference_mode()", "replace it with its clone()")
+def test_tensors_of_a_model_that_cannot_be_changed_are_changed_as_advised(run: Run) -> None:
+    torch.save(WEIGHTS, "a.pt")
+    with torch.inference_mode():
+        model = net()
+    context = found(r"can only be changed under ([\w.]+\(\))", refusal(model))
+    with eval(context):
+        load_weights(model, "a.pt")
+    assert contents(model) == contents(SOURCE)
+    model = net()
+    model[1].bias = nn.Parameter(torch.zeros(1).expand(2), requires_grad=False)
+    message = refusal(model)
+    assert "Save these weights" not in message
+    method = found(r"replace it with its (\w+)\(\)", message)
+    model[1].bias = nn.Parameter(getattr(model[1].bias, method)(), requires_grad=False)
+    load_weights(model, "a.pt")
+    assert contents(model) == contents(SOURCE)
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.follows("Choose one by calling lightning_gpu_tools.load_weights with root=")
+def test_each_of_several_entries_is_loaded_by_its_root(run: Run) -> None:
+    torch.save({"teacher": WEIGHTS, "student": net().state_dict()}, "a.pt")
+    message = refusal(net())
+    assert found(r"by calling lightning_gpu_tools\.(\w+) with", message) == "load_weights"
+    first, second = re.findall(r'root="(.*?)"', message)
+    assert loads(root=first)
+    assert not loads(root=second)
+
+
+@pytest.mark.follows("Choose one with --entry NAME", "has no weights called ")
+def test_an_entry_is_chosen_from_the_names_in_the_error(run: Run) -> None:
+    torch.save({"teacher": WEIGHTS, "student": net().state_dict()}, "a.pt")
+    code, message = run("convert", "a.pt", "b.pt", "--weights")
+    names = found(r"several sets of weights: (.*)\. Choose one with", message).split(", ")
+    option = found(r"Choose one with (--\w+) NAME", message)
+    assert code == 1
+    assert run("convert", "a.pt", "b.pt", "--weights", option, names[0])[0] == 0
+    assert loads("b.pt")
+    code, message = run("convert", "a.pt", "c.pt", "--weights", "--entry", "pupil")
+    assert code == 1
+    assert found(r"has no weights called 'pupil'; it has (.*)\.", message).split(", ") == names
+
+
+class Custom:
+    """An object that only code can build."""
+
+    def __reduce__(self) -> tuple[Callable[[], nn.Module], tuple[()]]:
+        return source, ()
+
+
+def source() -> nn.Module:
+    return SOURCE
+
+
+@pytest.mark.follows("Ask its author for the model's state_dict(). If you trust the author, open it with ")
+def test_weights_that_only_code_can_build_are_opened_on_request(run: Run) -> None:
+    torch.save({"net": Custom()}, "a.pt")
+    message = refusal(model := net())
+    call = found(r"open it with lightning_gpu_tools\.(load_weights\(.*?\)), which runs", message)
+    eval(call, {"load_weights": load_weights, "model": model})
+    assert contents(model) == contents(SOURCE)
+    torch.save(getattr(source(), found(r"the model's (\w+)\(\)", message))(), "b.pt")
+    assert loads("b.pt")
+
+
+# -- conversion --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.follows("Check --wrapper", "Check --drop-root")
+def test_options_of_convert_are_mended_by_what_the_error_shows(run: Run) -> None:
+    torch.save({**below("body.module"), "head.w": torch.ones(2)}, "a.pt")
+    code, message = run("convert", "a.pt", "b.pt", "--wrapper", "head")
+    assert code == 1
+    assert found(r"Check (--wrapper)", message)
+    inside = found(r"all keys below it begin with '(.*?)module\.'", message)
+    assert inside == "head."
+    assert run("convert", "a.pt", "b.pt", "--wrapper", "body")[0] == 0
+    code, message = run("convert", "b.pt", "c.pt", "--drop-root", "boby")
+    assert code == 1
+    option = found(r"no key begins with 'boby\.'. Check (--drop-root)", message)
+    assert run("convert", "b.pt", "c.pt", option, "body")[0] == 0
+    assert loads("c.pt")
+
+
+@pytest.mark.follows("Use a dtype with a larger range, bfloat16 or float64, or omit --dtype")
+def test_numbers_beyond_a_dtype_are_converted_to_a_larger_one(run: Run) -> None:
+    torch.save({"w": torch.tensor([1e30])}, "a.pt")
+    code, message = run("convert", "a.pt", "b.pt", "--dtype", "float16")
+    assert code == 1
+    dtypes = re.findall(r"range, (\w+) or (\w+), or omit --dtype", message)[0]
+    for options in (*(("--dtype", dtype) for dtype in dtypes), ()):
+        assert run("convert", "a.pt", "b.pt", "--force", *options)[0] == 0
+        assert torch.load("b.pt")["w"].double().item() == pytest.approx(1e30, rel=0.01)
+
+
+@pytest.mark.follows("Omit --dtype to keep ", "or convert the file to .pt without --dtype")
+def test_what_cannot_be_converted_is_kept_without_the_option(run: Run) -> None:
+    torch.save({"mask": torch.zeros(1).expand(1 << 15, 1 << 15), "w": torch.ones(2)}, "a.pt")
+    code, message = run("convert", "a.pt", "b.pt", "--dtype", "float16")
+    assert code == 1
+    assert found(r"(Remove it), or convert the file to \.pt without --dtype", message)
+    assert run("convert", "a.pt", "b.pt")[0] == 0
+    assert torch.load("b.pt")["mask"].shape == (1 << 15, 1 << 15)
+    key = found(r'stores "(\w+)" of shape', message)
+    torch.save({name: value for name, value in torch.load("a.pt").items() if name != key}, "c.pt")
+    assert run("convert", "c.pt", "d.pt", "--dtype", "float16")[0] == 0
+
+
+@pytest.mark.follows("Load the weights before saving the model")
+def test_a_model_on_the_meta_device_is_saved_after_its_weights_are_loaded(run: Run) -> None:
+    with torch.device("meta"):
+        model = net()
+    torch.save(model.state_dict(), "meta.pt")
+    torch.save(WEIGHTS, "a.pt")
+    for message in (refusal(net(), "meta.pt"), run("convert", "meta.pt", "b.pt")[1]):
+        assert "it was saved from the meta device. Load the weights before saving the model" in message
+    load_weights(model, "a.pt")
+    torch.save(model.state_dict(), "meta.pt")
+    assert loads("meta.pt")
+
+
+@pytest.mark.follows("(select with --entry)")
+def test_weights_that_were_left_out_are_selected(run: Run) -> None:
+    torch.save({"model": net().state_dict(), "ema": WEIGHTS}, "a.pt")
+    _, message = run("convert", "a.pt", "b.safetensors")
+    name, option = found(r'without "(\w+)" \(select', message), found(r"\(select with (--entry)\)", message)
+    assert run("convert", "a.pt", "c.safetensors", option, name)[0] == 0
+    assert loads("c.safetensors")
+
+
+@pytest.mark.follows("To load only the weights, without opening the rest, use ")
+def test_a_file_with_classes_is_converted_as_the_error_says(run: Run) -> None:
+    torch.save({"model": WEIGHTS, "settings": Custom()}, "a b.pt")
+    _, message = run("convert", "a b.pt", "b.pt")
+    call = found(r"use lightning_gpu_tools\.(load_weights\(.*?\)), or", message)
+    eval(call, {"load_weights": load_weights, "model": (model := net())})
+    assert contents(model) == contents(SOURCE)
+    assert run(*shlex.split(message.partition("or: lightning-gpu-tools checkpoint ")[2]))[0] == 0
+    assert loads("weights.pt")

@@ -1,0 +1,175 @@
+"""Keys that show which tool has changed a model: the error names it, and its advice makes the weights fit."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+from torch.optim.swa_utils import AveragedModel
+from wrapped_models import contents, fill
+
+from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.errors import CheckpointMismatchError
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the older functions of torch.nn.utils are deprecated
+
+
+def net(divide: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> nn.Module:
+    return nn.ModuleDict({"first": divide(nn.Linear(3, 3)), "last": nn.Linear(3, 2)})
+
+
+def refusal(model: nn.Module, path: Path) -> str:
+    with pytest.raises(CheckpointMismatchError) as refused:
+        load_weights(model, path)
+    return str(refused.value)
+
+
+def output(model: Any) -> torch.Tensor:
+    model.eval()
+    return model["last"](model["first"](torch.ones(1, 3)))  # type: ignore[no-any-return]
+
+
+DIVIDING = [weight_norm, spectral_norm, parametrizations.weight_norm, parametrizations.spectral_norm]
+
+
+def saved(model: nn.Module, path: Path) -> nn.Module:
+    fill(model, 1)
+    torch.save(nn.DataParallel(model).state_dict(), path)
+    return model
+
+
+@pytest.mark.follows("on these layers", "Before loading, call", "Create the model with")
+@pytest.mark.parametrize("own", [None, *DIVIDING])
+@pytest.mark.parametrize("divide", DIVIDING)
+def test_weights_that_a_norm_divided_load_after_the_advice(divide: Any, own: Any, tmp_path: Path) -> None:
+    source = saved(net(divide), tmp_path / "a.pt")
+    model = net(own) if own else net()
+    if own is divide or (divide, own) == (weight_norm, parametrizations.weight_norm):  # torch translates these
+        load_weights(model, tmp_path / "a.pt")
+    else:
+        message = refusal(model, tmp_path / "a.pt")
+        advice = re.search(
+            rf"saved with {divide.__name__} on (\w+)\. (.*) (torch\.nn\.utils\.[\w.]+) on these layers", message
+        )
+        assert advice is not None
+        layer, do, function = advice.groups()
+        assert (do == "Create the model with") == bool(own)
+        model = net() if own else model
+        eval(function)(model.get_submodule(layer))
+        load_weights(model, tmp_path / "a.pt")
+    assert torch.allclose(output(model), output(source), atol=1e-5)
+
+
+@pytest.mark.follows(". Load the weights before ")
+@pytest.mark.parametrize("divide", DIVIDING)
+def test_plain_weights_load_before_a_norm_divides_them(divide: Any, tmp_path: Path) -> None:
+    source = saved(net(), tmp_path / "a.pt")
+    message = refusal(net(divide), tmp_path / "a.pt")
+    assert f"The model has {divide.__name__} on first. Load the weights before {divide.__name__} is called." in message
+    model = net()
+    load_weights(model, tmp_path / "a.pt")
+    divide(model["first"])
+    assert torch.equal(model["last"].weight, source["last"].weight)
+
+
+@pytest.mark.follows("Merge them first (peft: ", "Load the weights before get_peft_model")
+def test_weights_with_and_without_lora_load_into_each_other(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(base: nn.Module) -> Any:
+        return peft.get_peft_model(base, peft.LoraConfig(target_modules=["first"]))
+
+    base = saved(net(), tmp_path / "base.pt")
+    model = net()
+    assert "Load the weights before get_peft_model." in refusal(adapted(net()), tmp_path / "base.pt")
+    load_weights(model, tmp_path / "base.pt")
+    tuned = adapted(model)
+    assert torch.equal(tuned.base_model.model["first"].weight, base["first"].weight)
+    fill(tuned, 2)
+    torch.save(tuned.state_dict(), tmp_path / "tuned.pt")
+    advice = re.search(r"LoRA weights.*peft: (\w+)\(\)", refusal(net(), tmp_path / "tuned.pt"))
+    assert advice is not None
+    tuned.save_pretrained(tmp_path / "adapter")
+    assert "or load them with peft" in refusal(net(), tmp_path / "adapter" / "adapter_model.safetensors")
+    peft.PeftModel.from_pretrained(net(), tmp_path / "adapter")
+    torch.save(getattr(tuned, advice[1])().state_dict(), tmp_path / "merged.pt")
+    merged = net()
+    load_weights(merged, tmp_path / "merged.pt")
+    assert torch.equal(merged["last"].weight, tuned.base_model.model["last"].weight)
+
+
+@pytest.fixture
+def one_process_group(tmp_path: Path) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.follows("The checkpoint holds FSDP's flat parameters")
+@pytest.mark.usefixtures("one_process_group")
+def test_flat_parameters_are_saved_again_as_weights(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    base = net()
+    sharded = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=False)
+    with FullyShardedDataParallel.summon_full_params(sharded):
+        fill(sharded, 1)
+    flat = {name: parameter.detach() for name, parameter in sharded.named_parameters()}
+    torch.save(flat, tmp_path / "a.pt")
+    advice = re.search(r"save the full weights from ([\w.]+) with (StateD.*\))\.", refusal(base, tmp_path / "a.pt"))
+    assert advice is not None
+    module, _, name = advice[1].rpartition(".")
+    get_state = getattr(__import__(module, fromlist=[name]), name)
+    options = eval(advice[2], {"StateDictOptions": StateDictOptions})
+    torch.save(get_state(sharded, options=options), tmp_path / "b.pt")
+    load_weights(base, tmp_path / "b.pt")
+    fill(twin := net(), 1)
+    assert contents(base) == contents(twin)
+
+
+class Embedding(nn.Module):
+    """A model that keeps its positions, in its older version also in its ``state_dict()``."""
+
+    def __init__(self, *, saves: bool, size: int = 8, dtype: torch.dtype = torch.int64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.register_buffer(
+            "positions", torch.arange(size)[None].to(dtype) * (0.1 if dtype.is_floating_point else 1), persistent=saves
+        )
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, nn.DataParallel, AveragedModel, lambda net: nn.Sequential(net)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_a_buffer_that_is_no_longer_saved_is_no_reason_to_refuse(wrap: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    source = Embedding(saves=True, dtype=dtype)
+    if dtype.is_floating_point:
+        source = source.half()
+    torch.save(nn.DataParallel(source).state_dict(), tmp_path / "a.pt")
+    model = wrap(Embedding(saves=False, dtype=dtype))
+    report = load_weights(model, tmp_path / "a.pt")
+    assert report.buffers == ("module.positions",)
+    assert "equal to buffers that the model does not save: module.positions" in str(report)
+    assert (report.unexpected, len(report.loaded)) == ((), 1)
+    assert torch.equal(next(model.parameters()), source.embed.weight.float())
+
+
+@pytest.mark.follows("To keep the model's numbers, use strict=False", "(persistent=False), and has other shapes there")
+@pytest.mark.parametrize(("size", "words"), [(8, "and has other numbers there"), (9, "and has other shapes there")])
+def test_other_numbers_in_such_a_buffer_are_refused(size: int, words: str, tmp_path: Path) -> None:
+    source, model = Embedding(saves=True, size=size), Embedding(saves=False)
+    source.positions += 1
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    message = refusal(model, tmp_path / "a.pt")
+    assert f"The model does not save positions (persistent=False), {words}" in message
+    advice = re.search(r"use (strict=False)", message)
+    assert advice is not None
+    report = eval(f"load_weights(model, path, {advice[1]})", {**globals(), "model": model, "path": tmp_path / "a.pt"})
+    assert (report.unexpected, report.buffers) == (("positions",), ())
+    assert torch.equal(model.embed.weight, source.embed.weight)
+    assert model.positions.tolist() == [[*range(8)]]

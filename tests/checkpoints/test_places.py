@@ -1,0 +1,227 @@
+"""Weights in folders, lists and pairs, and what users pass in the place of a model or a path."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
+from plugin_trainings import Lit, trainer
+from torch import nn
+from wrapped_models import contents, fill
+
+from lightning_gpu_tools import load_from_checkpoint, load_weights
+from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+
+SOURCE = net()
+WEIGHTS = SOURCE.state_dict()
+
+
+def has_loaded(path: Any, **options: Any) -> bool:
+    target = net()
+    load_weights(target, path, **options)
+    return contents(target) == contents(SOURCE)
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def train(folder: Path, **options: Any) -> Path:
+    """Train, and return the folder of the run, as a logger of Lightning has it."""
+    logger = CSVLogger(folder)
+    run = trainer(folder, logger=logger, enable_checkpointing=True, **options)
+    run.fit(Lit())
+    return Path(logger.log_dir)
+
+
+def test_the_folder_of_a_run_leads_to_its_only_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = train(tmp_path)
+    (file,) = (folder / "checkpoints").iterdir()
+    expected = torch.load(file)["state_dict"]["net.0.weight"]
+    os.symlink(file.name, file.with_name("last.ckpt"))  # as save_last="link"
+    for place in (folder, folder.parent):
+        target = Lit(seed=1)
+        report = load_weights(target, place)
+        assert report.path == str(file)
+        assert torch.equal(target.net[0].weight, expected)
+    assert torch.equal(load_from_checkpoint(Lit, folder).net[0].weight, expected)
+    trainer(tmp_path).test(target := Lit(seed=1), ckpt_path=folder, verbose=False)
+    assert torch.equal(target.net[0].weight, expected)
+    for command in (("inspect", folder), ("verify", folder), ("convert", folder, tmp_path / "a.pt")):
+        assert main(["checkpoint", *map(str, command)]) == 0
+
+
+@pytest.mark.follows("Use one of them, the newest first: ")
+def test_the_checkpoints_of_a_run_are_named_the_newest_first(tmp_path: Path) -> None:
+    folder = train(tmp_path)
+    (file,) = (folder / "checkpoints").iterdir()
+    shutil.copy(file, file.with_name("older one.ckpt"))
+    os.utime(file.with_name("older one.ckpt"), (1, 1))
+    with pytest.raises(BrokenCheckpointError, match="is a folder with 2 checkpoints") as refusal:
+        load_weights(Lit(), folder)
+    named = str(refusal.value).partition("the newest first: ")[2].split(", ")
+    assert named == [str(file), str(file.with_name("older one.ckpt"))]
+    assert all(load_weights(Lit(), path).loaded for path in named)
+
+
+def test_a_folder_by_hugging_face_leads_to_its_weights(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "config.json").write_text("{}")
+    torch.save(WEIGHTS, tmp_path / "pytorch_model.bin")
+    assert has_loaded(tmp_path)
+    torch.save([{}], tmp_path / "optimizer.pt")  # as their Trainer leaves it
+    assert has_loaded(tmp_path)
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"older")
+    assert has_loaded(tmp_path)
+
+
+def test_transformers_saves_what_load_weights_loads(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=16
+    )
+    source, target = transformers.BertModel(config), transformers.BertModel(config)
+    fill(source, 1)
+    source.save_pretrained(tmp_path)
+    load_weights(target, tmp_path)
+    assert contents(target) == contents(source)
+    # Older versions also saved the positions, which are not in the state_dict any more.
+    old = {**source.state_dict(), "embeddings.position_ids": torch.arange(512)[None]}
+    torch.save(old, tmp_path / "old.pt")
+    assert load_weights(target, tmp_path / "old.pt").buffers == ("embeddings.position_ids",)
+
+
+def test_links_to_nothing_and_to_themselves_are_no_checkpoints(tmp_path: Path) -> None:
+    os.symlink("gone.ckpt", tmp_path / "last.ckpt")
+    with pytest.raises(BrokenCheckpointError, match="is a folder"):
+        load_weights(net(), tmp_path)
+    (tmp_path / "last.ckpt").unlink()
+    os.symlink(".", tmp_path / "last.ckpt")
+    with pytest.raises((CheckpointError, OSError)):
+        load_weights(net(), tmp_path)
+
+
+# -- lists and pairs -------------------------------------------------------------------------------------------------
+
+PAIRED: dict[str, tuple[Any, str]] = {
+    "a pair": ((3, WEIGHTS), "[1]"),
+    "a list of one": ([WEIGHTS], "[0]"),
+    "a pair with a dictionary": ((3, {"model": WEIGHTS}), "[1].model"),
+    "a dictionary with a list": ({"models": [WEIGHTS, 1]}, "models[0]"),
+    "a list of pairs": ([("net", WEIGHTS)], "[0][1]"),
+    "scores beside it": ([{"loss": torch.tensor(1.0)}, WEIGHTS], "[1]"),
+    "averages beside it": ({"nets": [WEIGHTS], "ema": [nn.Sequential(*net()).state_dict()]}, "nets[0]"),
+}
+
+
+@pytest.mark.parametrize("how", PAIRED)
+def test_lists_and_pairs_are_searched(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, entry = PAIRED[how]
+    torch.save(content, tmp_path / "a.pt")
+    assert has_loaded(tmp_path / "a.pt")
+    assert load_weights(net(), tmp_path / "a.pt").entry == entry
+    assert has_loaded(tmp_path / "a.pt", root=entry)
+    command = ["checkpoint", "convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--add-root", "x."]
+    assert main([*command, "--entry", entry]) == 0
+    written = torch.load(tmp_path / "b.pt")
+    assert type(written) is type(content)
+    assert has_loaded(tmp_path / "b.pt", root=f"{entry}.x.")
+
+
+@pytest.mark.follows("Save them alone: torch.save(")
+@pytest.mark.parametrize("content", [{"a": {"b": {"c": WEIGHTS}}}, [[[WEIGHTS]]], {3: WEIGHTS}])
+def test_weights_that_are_deeper_are_saved_alone(content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, "a.pt")
+    with pytest.raises(BrokenCheckpointError, match="deeper than it is searched") as refusal:
+        load_weights(net(), "a.pt")
+    exec(str(refusal.value).partition("Save them alone: ")[2])
+    assert has_loaded("weights.pt")
+
+
+@pytest.mark.follows("To copy them in this order: ")
+@pytest.mark.parametrize("wrap", [lambda values: {"decay": 0.9, "shadow_params": values}, lambda values: values])
+def test_an_average_without_names_is_copied_in_order(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+    torch.save(wrap([parameter.detach() for parameter in SOURCE.parameters()]), tmp_path / "a.pt")  # as torch_ema does
+    model = net()
+    with pytest.raises(BrokenCheckpointError, match="holds tensors without names") as refusal:
+        load_weights(model, tmp_path / "a.pt")
+    loop, _, body = str(refusal.value).partition("in this order: ")[2].partition("strict=True): ")
+    exec(f"{loop}strict=True): {body}")
+    assert contents(model) == contents(SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ((3, {"epoch": 1}), "no weights, only a tuple of 2, first the value 3"),
+        ([], "no weights, only an empty list"),
+        ({"state": {0: {"mean": torch.ones(2)}}, "param_groups": []}, "no weights, only the state of an optimizer"),
+        ([[1.0, torch.tensor(1.0)]], "no weights, only a list of 1"),
+    ],
+)
+def test_what_is_no_weights_is_called_what_it_is(content: Any, words: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(BrokenCheckpointError, match=words):
+        load_weights(net(), tmp_path / "a.pt")
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+class Simple(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+
+@pytest.mark.follows(
+    "The model comes first: load_weights(model, ",
+    "instead of a model. Create one: load_weights(",
+    "Or use the hyperparameters in the file: load_from_checkpoint(",
+    "It comes first: load_from_checkpoint(",
+    "loads weights into any module",
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: load_weights(path, Simple()),
+        lambda path: load_weights(Simple, path),  # type: ignore[arg-type]
+        lambda path: load_from_checkpoint(path, Simple),
+        lambda path: load_from_checkpoint(Simple(), path),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_in_the_wrong_place_get_the_right_call(call: Callable[[str], Any], tmp_path: Path) -> None:
+    path = str(tmp_path / "a.pt")
+    torch.save(WEIGHTS, path)
+    with pytest.raises(TypeError) as refusal:
+        call(path)
+    advice = re.findall(r"load_\w+\(.*?'\)", str(refusal.value).replace("(...)", "()"))
+    assert advice, refusal.value
+    for advised in advice:
+        assert eval(advised, {**globals(), "model": Simple()})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (({}, "a.pt"), "got dict as the model. It takes a torch.nn.Module"),
+        ((SOURCE, WEIGHTS), "OrderedDict as the path"),
+    ],
+)
+def test_what_is_neither_model_nor_path_is_named(arguments: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        load_weights(*arguments)

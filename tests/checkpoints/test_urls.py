@@ -1,0 +1,144 @@
+"""URLs that cannot be opened: the reason and what to do, with a real server and with packages that are missing."""
+
+import importlib.util
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import saved
+from fsspec.registry import known_implementations
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_gpu_tools import PortableCheckpointIO, load_from_checkpoint, load_weights
+from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.errors import CheckpointNotFoundError, UnreachableError
+
+WEIGHTS = nn.Linear(2, 2).state_dict()
+
+
+class Lit(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves weights at ``/200/...``, and errors at ``/403/...``."""
+
+    def do_GET(self) -> None:
+        status = int(self.path[1:4])
+        body = saved(WEIGHTS) if status == 200 else b""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{made.server_port}"
+        made.shutdown()
+
+
+def refused(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what every way to open a URL says about it."""
+    words = set()
+    for way in (
+        lambda: load_weights(nn.Linear(2, 2), url),
+        lambda: load_from_checkpoint(Lit, url),
+        lambda: PortableCheckpointIO().load_checkpoint(url),
+    ):
+        with pytest.raises(UnreachableError) as caught:
+            way()
+        words.add(str(caught.value))
+    for action in (["inspect", url], ["verify", url], ["convert", url, str(tmp_path / "a.pt")]):
+        assert main(["checkpoint", *action]) == 1
+        words.add(capsys.readouterr().err.removeprefix("lightning-gpu-tools: ").rstrip())
+    assert len(words) == 1
+    return words.pop()
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(401, "401 Unauthorized"), (403, "403 Forbidden"), (500, "500 Internal Server Error"), (503, "503 Service Un")],
+)
+def test_a_servers_refusal_is_the_reason(
+    status: int, reason: str, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = refused(f"{server}/{status}/a.ckpt", tmp_path, capsys)
+    assert f"a.ckpt cannot be opened: the server answers {reason}" in words
+    assert words.endswith(". Check the URL and your access to it, or use a local file.")
+
+
+def test_what_is_there_loads_and_what_is_not_is_not_found(server: str) -> None:
+    load_weights(model := nn.Linear(2, 2), f"{server}/200/a.pt")
+    assert torch.equal(model.weight, WEIGHTS["weight"])
+    with pytest.raises(CheckpointNotFoundError, match=r"not found: http://.*/404/a\.pt"):
+        load_weights(model, f"{server}/404/a.pt")
+
+
+def test_a_host_that_does_not_answer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        for protocol, words in {"http": "Cannot connect to host 127.0.0.1", "ftp": "Connection refused"}.items():
+            assert words in refused(f"{protocol}://127.0.0.1:{port}/a.pt", tmp_path, capsys)
+
+
+def test_an_unknown_protocol_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "foo://a.pt cannot be opened: Protocol not known: foo. Check" in refused("foo://a.pt", tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("url", "package"),
+    [
+        ("s3://bucket/a.ckpt", "s3fs"),
+        ("gs://bucket/a.ckpt", "gcsfs"),
+        ("az://container/a.ckpt", "adlfs"),
+        ("hf://user/repo/a.bin", "huggingface_hub"),
+        ("smb://host/share/a.ckpt", "smbprotocol"),
+    ],
+)
+def test_a_missing_package_is_named(
+    url: str, package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = {"smbprotocol": "smbclient"}.get(package, package)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.smb", raising=False)
+    words = f"{url} cannot be opened: Python's package {module} is not installed. Install it: pip install {package}"
+    assert refused(url, tmp_path, capsys) == words
+    assert main(["checkpoint", "convert", str(tmp_path / "a.pt"), url.replace("a.bin", "a.pt")]) == 1
+    assert f"Install it: pip install {package}" in capsys.readouterr().err
+    with pytest.raises(OSError, match=f"pip install {package}"):
+        PortableCheckpointIO().save_checkpoint({}, url)
+
+
+@pytest.mark.follows("Install it: pip install")
+def test_the_package_to_install_opens_the_url(
+    server: str, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    url = f"{server}/200/a.pt"
+    call = f"from lightning_gpu_tools.cli import main; sys.exit(main(['checkpoint', 'verify', {url!r}]))"
+    without = run_python("-c", f"import sys; sys.modules['aiohttp'] = None; {call}")
+    advised = re.search(r"Install it: pip install (\S+)$", without.stderr)
+    assert (without.returncode, bool(advised)) == (1, True)
+    needed = importlib.import_module(known_implementations["http"]["class"].rpartition(".")[0])
+    assert importlib.util.find_spec(advised[1]) is not None  # type: ignore[index]
+    assert hasattr(needed, advised[1])  # type: ignore[index]
+    assert run_python("-c", f"import sys; {call}").returncode == 0

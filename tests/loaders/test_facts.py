@@ -1,0 +1,416 @@
+"""Facts about real loaders: what their datasets hold open, and whether streams split by worker."""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import mmap
+import multiprocessing
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
+from torch.utils.data.datapipes.iter import IterableWrapper
+from trainings import Samples, Stream
+
+from lightning_gpu_tools.advice.workers_allowed import why_not_searched
+from lightning_gpu_tools.loaders.facts import read_loader_facts
+from lightning_gpu_tools.training.run_measurements import LoaderFacts
+
+
+class Photos(Samples):
+    """A dataset with any attributes."""
+
+    def __init__(self, **held: Any) -> None:
+        super().__init__(8)
+        vars(self).update(held)
+
+
+def facts_of(dataset: Any, **options: Any) -> LoaderFacts:
+    return read_loader_facts(DataLoader(dataset, **options))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789" * 100)
+    return path
+
+
+def a_zip(path: Path) -> zipfile.ZipFile:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("0", b"0")
+    return zipfile.ZipFile(path)
+
+
+def a_tar(path: Path) -> tarfile.TarFile:
+    tarfile.open(path, "w:gz").close()
+    return tarfile.open(path)
+
+
+def an_image(path: Path) -> Any:
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (4, 4)).save(path, "png")
+    return [image.open(path)]  # which reads it later
+
+
+def an_h5_file(path: Path) -> Any:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path, "w") as file:
+        file["x"] = np.zeros(3)
+    return h5py.File(path)
+
+
+def an_lmdb(path: Path) -> Any:
+    path.unlink()
+    return pytest.importorskip("lmdb").open(str(path))
+
+
+def a_video(path: Path) -> Any:
+    cv2 = pytest.importorskip("cv2")
+    name = str(path.with_suffix(".avi"))
+    writer = cv2.VideoWriter(name, cv2.VideoWriter_fourcc(*"MJPG"), 5, (16, 16))
+    writer.write(np.zeros((16, 16, 3), np.uint8))
+    writer.release()
+    return cv2.VideoCapture(name)
+
+
+def reading_with(file: Any) -> Callable[[], bytes]:
+    return lambda: file.read()
+
+
+OPEN: dict[str, Callable[[Path], Any]] = {
+    "raw": lambda path: path.open("rb", buffering=0),
+    "text": Path.open,
+    "temporary": lambda path: tempfile.NamedTemporaryFile(),  # noqa: SIM115 - a dataset keeps it open
+    "zip": a_zip,
+    "tar": a_tar,
+    "member of a zip": lambda path: a_zip(path).open("0"),
+    "list": lambda path: [[], [path.open()]],
+    "partial": lambda path: functools.partial(print, path.open()),
+    "method": lambda path: path.open().read,
+    "image": an_image,
+    "h5py": an_h5_file,
+    "dataset of h5py": lambda path: an_h5_file(path)["x"],
+    "sqlite": sqlite3.connect,
+    "lmdb": an_lmdb,
+    "video": a_video,
+    "socket": lambda path: socket.socket(),
+    "pipe": lambda path: multiprocessing.Pipe()[0],
+    "process": lambda path: subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE),
+}
+
+
+@pytest.mark.parametrize("kind", OPEN)
+def test_what_is_open_is_named_by_class_and_attribute(path: Path, kind: str) -> None:
+    assert facts_of(Photos(file=OPEN[kind](path))).open_files == ("Photos.file",)
+
+
+class Wrapper:
+    """A dataset of the program around another one, without torch's base class."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+@pytest.mark.parametrize("wrap", [lambda one: Subset(ConcatDataset([Photos(), one]), [0]), Wrapper, lambda one: [one]])
+def test_an_open_file_is_found_in_wrapped_datasets(path: Path, wrap: Callable[[Any], Any]) -> None:
+    with path.open() as file:
+        assert facts_of(wrap(Photos(file=file))).open_files == ("Photos.file",)
+
+
+def test_an_open_file_is_found_in_functions(path: Path) -> None:
+    with path.open() as file:
+        assert facts_of(Photos(transform=reading_with(file))).open_files == ("Photos.transform.file",)
+        collate = facts_of(Photos(), collate_fn=reading_with(file))
+    assert collate.open_files == ("<lambda>.file",)
+
+
+class Slotted(Dataset[int]):
+    __slots__ = ("file",)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_an_open_file_is_found_in_slots(path: Path) -> None:
+    dataset = Slotted()
+    assert facts_of(dataset).open_files == ()
+    with path.open() as dataset.file:
+        assert facts_of(dataset).open_files == ("Slotted.file",)
+
+
+def closed(file: Any) -> Any:
+    file.close()
+    return file
+
+
+HARMLESS: dict[str, Callable[[Path], Any]] = {
+    "closed file": lambda path: closed(path.open()),
+    "closed zip": lambda path: closed(a_zip(path)),
+    "closed sqlite": lambda path: closed(sqlite3.connect(path)),
+    "closed h5py": lambda path: closed(an_h5_file(path)),
+    "closed lmdb": lambda path: closed(an_lmdb(path)),
+    "log": lambda path: path.open("w"),
+    "standard input": lambda path: sys.__stdin__,
+    "bytes in memory": lambda path: io.BytesIO(b"0"),
+    "zip in memory": lambda path: a_zip(io.BytesIO()),  # type: ignore[arg-type]
+    "memory map": lambda path: mmap.mmap(os.open(path, os.O_RDONLY), 0, prot=mmap.PROT_READ),
+    "memmap of numpy": np.memmap,
+    "path": lambda path: path,
+}
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_workers_may_share_is_not_named(path: Path, kind: str) -> None:
+    assert facts_of(Photos(file=HARMLESS[kind](path))).open_files == ()
+
+
+class OpensAgain(Photos):
+    """Opens its file again in another process."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if os.getpid() != self.pid:
+            self.file = io.FileIO(self.file.name)
+        return super().__getitem__(index)
+
+
+class ReadsAnywhere(Photos):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        os.pread(self.file.fileno(), 1, index)
+        return super().__getitem__(index)
+
+
+def open_in_worker(worker: int) -> None:
+    dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+    dataset.file = io.FileIO(__file__)
+
+
+def test_a_program_that_opens_its_file_again_in_workers_is_left_alone(path: Path) -> None:
+    with path.open("rb") as file:
+        assert facts_of(OpensAgain(file=file, pid=1)).open_files == ()
+        assert facts_of(ReadsAnywhere(file=file)).open_files == ()
+        assert facts_of(Photos(file=file), worker_init_fn=open_in_worker).open_files == ()
+        assert facts_of(Photos(file=file), worker_init_fn=print).open_files == ("Photos.file",)
+
+
+def test_a_million_names_do_not_take_long() -> None:
+    facts = facts_of(Photos(names=[f"{i}.png" for i in range(1_000_000)]))
+    assert facts.open_files == ()
+
+
+@pytest.mark.parametrize(
+    ("held", "name"),
+    [
+        (threading.Lock(), "Photos.thing"),
+        ([threading.Condition()], "Photos.thing"),
+        (multiprocessing.Event(), "Photos.thing"),
+        ((i for i in range(3)), "Photos.thing"),
+        ({"transform": print}, None),
+        ([torch.rand(2), np.ones(2), torch.Generator(), torch.nn.Linear(2, 2)], None),
+    ],
+)
+def test_what_cannot_be_copied_is_named(held: Any, name: str | None) -> None:
+    assert facts_of(Photos(thing=held)).not_copyable == name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one: one.cache.update(b=2),
+        lambda one: one.generator.random(),
+        lambda one: one.array.fill(2.0),
+        lambda one: setattr(one, "count", 9),
+        lambda one: torch.rand(1, generator=one.seeds),
+    ],
+)
+def test_a_dataset_that_changes_has_other_contents(change: Callable[[Any], Any]) -> None:
+    dataset = Photos(
+        cache={"a": 1}, generator=np.random.default_rng(1), array=np.zeros(9), seeds=torch.Generator(), names=["a", "b"]
+    )
+    before = facts_of(dataset).contents
+    assert facts_of(dataset).contents == before
+    change(dataset)
+    assert facts_of(dataset).contents != before
+
+
+# Streams
+
+
+class Numbers(IterableDataset[int]):
+    def __init__(self, source: Iterable[int] = range(40)) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.source)
+
+
+class Split(Numbers):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self.source, *part_of_worker())
+
+
+def part_of_worker() -> tuple[int, None, int]:
+    info = get_worker_info()
+    return (0, None, 1) if info is None else (info.id, None, info.num_workers)
+
+
+class Seeded(Numbers):
+    """Only its random numbers depend on the worker."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        offset = 0 if info is None else info.seed
+        return iter([offset])
+
+
+class Noise(Numbers):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(torch.randint(10, (1,)))
+
+
+def split_in_worker(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    stream: Any = info.dataset
+    stream.source = stream.source[info.id :: info.num_workers]
+
+
+@pytest.mark.parametrize(
+    ("stream", "options", "splits"),
+    [
+        (Numbers(), {}, False),
+        (Stream(Samples(3)), {}, False),
+        (Split(), {}, True),
+        (Numbers(Split()), {}, True),
+        (Numbers(Numbers()), {}, False),
+        (Numbers(), {"worker_init_fn": split_in_worker}, True),
+        (ChainDataset([Split(), Split()]), {}, True),
+        (ChainDataset([Split(), Numbers()]), {}, False),
+        (Seeded(), {}, None),
+        (Noise(), {}, None),
+        (IterableWrapper(range(3)), {}, False),
+        (IterableWrapper(range(3)).sharding_filter(), {}, True),
+    ],
+)
+def test_whether_a_stream_splits_is_read_from_its_code(
+    stream: Any, options: dict[str, Any], splits: bool | None
+) -> None:
+    found = facts_of(stream, **options)
+    assert found.is_iterable
+    assert found.splits is splits
+    if splits is not None and type(stream) is not Stream:
+        loaded = [int(one) for one in DataLoader(stream, batch_size=None, num_workers=2, **options)]
+        assert (len(set(loaded)) == len(loaded)) == splits or type(stream) is ChainDataset
+
+
+def shards(folder: Path, count: int) -> list[str]:
+    wds = pytest.importorskip("webdataset")
+    names = [str(folder / f"{i}.tar") for i in range(count)]
+    for i, name in enumerate(names):
+        with wds.TarWriter(name) as writer:
+            for k in range(4):
+                writer.write({"__key__": f"{4 * i + k}", "txt": str(4 * i + k)})
+    return names
+
+
+def test_shards_of_a_webdataset_are_counted(tmp_path: Path) -> None:
+    wds = pytest.importorskip("webdataset")
+    names = shards(tmp_path, 2)
+    whole = facts_of(wds.WebDataset(names, shardshuffle=False).shuffle(5).decode(), batch_size=None)
+    assert (whole.splits, whole.shards, whole.stream) == (True, 2, "webdataset")
+    unsplit = facts_of(wds.WebDataset(names, shardshuffle=False, workersplitter=None).shuffle(5), batch_size=None)
+    assert (unsplit.splits, unsplit.shards) == (False, 2)
+    endless = facts_of(wds.WebDataset(names, resampled=True, shardshuffle=False), batch_size=None)
+    assert (endless.splits, endless.shards) == (True, None)
+
+
+# Tables
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, x: Any = None) -> None:
+        self.x, self.y = torch.rand(6, 2) if x is None else x, np.arange(6)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> Any:
+        """Return a row."""
+        return {"x": self.x[i], "y": torch.as_tensor(self.y[i])}
+
+
+class Decoding(Rows):
+    def __getitem__(self, i: int) -> Any:
+        return (self.x[i] * 2).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "is_table"),
+    [
+        (TensorDataset(torch.rand(6, 2), torch.rand(6)), True),
+        (Subset(TensorDataset(torch.rand(6, 2)), [1, 3, 5]), True),
+        (torch.rand(6, 2), True),
+        (Rows(), True),
+        (Rows([torch.rand(2)] * 6), False),
+        (Decoding(), False),
+        (Samples(6), False),
+        (ConcatDataset([TensorDataset(torch.rand(6, 2))]), False),
+    ],
+)
+def test_a_table_is_what_a_list_of_indices_reads(dataset: Any, is_table: bool) -> None:
+    assert facts_of(dataset).is_table == is_table
+    if is_table:
+        (batch,) = DataLoader(dataset, batch_size=2, sampler=[0, 2])
+        (at_once,) = DataLoader(dataset, batch_size=None, sampler=[[0, 2]])
+        assert repr(batch) == repr(at_once)
+
+
+def test_nothing_of_a_loader_runs_when_it_is_read() -> None:
+    class Untouchable(Dataset[int]):
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"asked for {name}")
+
+        def __getitem__(self, index: int) -> int:
+            raise AssertionError("a sample was loaded")
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getstate__(self) -> Any:
+            raise AssertionError("it was pickled")
+
+    assert why_not_searched(facts_of(Untouchable())) is None

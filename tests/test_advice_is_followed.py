@@ -1,0 +1,136 @@
+"""Each message that names a command, an option, an argument, or a value has a test that does what it says.
+
+Such a test produces the message, takes from it what it advises, does that, and sees what was promised. It is marked
+with a part of the message as it stands in the source: ``@pytest.mark.follows("part of the message")``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "lightning_gpu_tools"
+
+FOLDERS = ("advice", "loaders", "checkpoints", "selection", "gpus", "trainer")
+
+# What a reader can type: an option, an argument with its value, a call, a command, or a variable of the environment.
+_CAN_BE_TYPED = re.compile(
+    r"""
+    (?<![\w-])--[a-z][a-z-]+
+    | \b[a-z_]+=[\w'"{(\[]
+    | \b[\w.]+\(\)
+    | \b(?:[A-Z]\w+|torch\.\w+)\((?!s\))
+    | \b[A-Z_]{6,}=
+    | \b(?:pip\ install|lightning-gpu-tools|torchrun|sudo|docker\ run|ps\ aux|python3?\ -m|py-spy|nvidia-smi|zip\ -)
+    """,
+    re.VERBOSE,
+)
+_MIN_WORDS = 4  # fewer are a name, a format, or a key
+# Fields of a cause that describe its messages, for the docs; so do instances of Shape.
+_DESCRIPTIONS = {"says", "change", "begins", "rows", "time"}
+# Texts of this kind that advise nothing, or nothing that a test here can do, with the reason.
+_EXCEPTIONS = {
+    "[Ee]rror(?: \\[CUDA\\])?: out of memory": "a pattern for errors of others",
+    "Code outside of run.batches() takes": "the beginning of a reason",
+    "cuda.cuInit(0) == 0": "a program",
+    "LIGHTNING_GPU_TOOLS=advise has no effect": "the beginning of a warning",
+    "copies of gradients; `gradient_as_bucket_view=True` saves them": "the name of a part of the memory",
+    "because this would run code: {}. Ask its author": "asks a person",
+    "Speedup with num_workers={}: {} to {}{}": "an estimate, which the search that it names measures",
+    "/dev/shm is too small for their batches": "needs another container",
+    "no_sync() in 3 of 4 batches": "a part of the message of communication",
+    "(CUDA graphs)": "compiled kernels compute nothing on simulated GPUs",
+    "CUDA_LAUNCH_BLOCKING=1": "a kernel that hangs would hang a real GPU",
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL": "what torch and NCCL print of a network that does not respond",
+    "nvidia-smi -q -d PERFORMANCE": "needs a hot GPU",
+    "(nvidia-smi -pl) steadies the clocks": "needs a hot GPU",
+    "Check nvidia-smi dmon": "needs a MIG instance",
+    "check `nvidia-smi -L`": "asks the driver of a real GPU",
+    "check `nvidia-smi` and `dmesg`": "asks the driver of a real GPU",
+    "Does `nvidia-smi` work?": "asks the driver of a real GPU",
+}
+
+
+class Message(NamedTuple):
+    """A text of the package, with ``{}`` for each value that is filled in."""
+
+    file: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(PACKAGE)}:{self.line}: {self.text}"
+
+
+def _text(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _text(node.left), _text(node.right)
+        return None if left is None and right is None else f"{left or '{}'}{right or '{}'}"
+    return None
+
+
+def _docstrings(tree: ast.AST) -> set[int]:
+    return {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+
+
+def _messages(file: Path) -> Iterator[Message]:
+    tree = ast.parse(file.read_text())
+    left_out = _docstrings(tree)
+
+    def below(node: ast.AST) -> Iterator[Message]:
+        if id(node) in left_out or (isinstance(node, ast.keyword) and node.arg in _DESCRIPTIONS):
+            return
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Shape":
+            return
+        text = _text(node)
+        if text is not None and len(text.split()) >= _MIN_WORDS and _CAN_BE_TYPED.search(text):
+            yield Message(file, node.lineno, text)  # type: ignore[attr-defined]
+        parts = ast.iter_child_nodes(node)
+        if text is not None:  # a text's own parts are in it; only texts within its values are others
+            parts = (part for one in ast.walk(node) if isinstance(one, ast.FormattedValue) for part in [one.value])
+        for part in parts:
+            yield from below(part)
+
+    yield from below(tree)
+
+
+def _followed() -> Iterator[str]:
+    """Return the texts that tests follow."""
+    for file in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.follows":
+                yield from ast.literal_eval(ast.List(node.args, ast.Load()))
+
+
+MESSAGES = [
+    message for folder in FOLDERS for file in sorted((PACKAGE / folder).rglob("*.py")) for message in _messages(file)
+]
+TEXTS = [
+    text
+    for file in sorted(PACKAGE.rglob("*.py"))
+    for node in ast.walk(ast.parse(file.read_text()))
+    if (text := _text(node)) is not None
+]
+
+
+def test_each_message_with_advice_is_followed() -> None:
+    parts = [*_followed(), *_EXCEPTIONS]
+    not_followed = [message for message in MESSAGES if not any(part in message.text for part in parts)]
+    assert not not_followed, "No test follows:\n" + "\n".join(map(str, not_followed))
+
+
+@pytest.mark.parametrize("part", sorted({*_followed(), *_EXCEPTIONS}))
+def test_what_is_followed_is_a_message(part: str) -> None:
+    assert any(part in text for text in TEXTS), f"no message has: {part}"

@@ -1,0 +1,313 @@
+"""Advice on what a Trainer does beside its steps: it is taken out of a report, followed, and not repeated."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, callbacks
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from own_loops import Network
+from torch.utils.data import DataLoader
+from trainings import HandClock, Model, Samples, SpendingLogger, loader, quiet_trainer
+
+from lightning_gpu_tools import (
+    GPUUtilizationAdvisor,
+    GPUUtilizationMonitor,
+    PortableCheckpointIO,
+    load_report,
+    watch,
+)
+from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.diagnosis import diagnose
+from lightning_gpu_tools.advice.memory_causes.memory_growth import growing_memory
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth
+from lightning_gpu_tools.types import Report
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
+STEP_S = 0.01
+
+
+class SlowlyStarting(DataLoader[torch.Tensor]):
+    """A loader whose workers take a second each to start."""
+
+    spend: Callable[[float], None]
+
+    def _get_iterator(self) -> Any:
+        self.spend(float(self.num_workers))
+        return super()._get_iterator()
+
+
+def slowly_starting(clock: HandClock, samples: int, **options: Any) -> SlowlyStarting:
+    made = SlowlyStarting(Samples(samples), batch_size=1, **options)
+    made.spend = clock.spend
+    return made
+
+
+class Course:
+    """A training that is repeated with other options, on a clock of its own or on the real one."""
+
+    def __init__(self, folder: Path, clock: HandClock | None = None, **options: Any) -> None:
+        self.folder, self.options = folder, options
+        self.spend = time.sleep if clock is None else clock.spend
+
+    def report(self, *loaders: Any, callbacks: tuple[Callback, ...] = (), **options: Any) -> Report:
+        watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
+        trainer = quiet_trainer(self.folder, callbacks=[*watching, *callbacks], **{**self.options, **options})
+        trainer.fit(Model(self.spend, STEP_S, STEP_S), *loaders)
+        return load_report(trainer.log_dir if trainer.loggers else self.folder / "gpu_report")
+
+
+def advice_on(report: Report, cause: str) -> str:
+    """Return the advice on a cause; empty if it was not found."""
+    return next((one.advice for one in report.diagnosis.findings if one.cause == cause), "")
+
+
+def options_in(pattern: str, text: str) -> dict[str, Any]:
+    """Return the options in the call that a pattern finds in a text."""
+    (code,) = re.findall(pattern, text)
+    call: Any = ast.parse(f"dict({code})", mode="eval").body
+    return {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+
+
+@pytest.mark.follows(
+    "Validate less often: Trainer({}).",
+    "val_check_interval={}",
+    "se less validation data: Trainer(limit_val_batches={}).",
+)
+def test_less_validation_within_epochs_is_as_short_as_usual(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, val_check_interval=10)
+    loaders = loader(Samples(400)), loader(Samples(20))
+    advice = advice_on(course.report(*loaders), "validation")
+    changes = re.findall(r"Trainer\((\w+=[\d.]+)\)", advice)
+    assert [change.partition("=")[0] for change in changes] == ["val_check_interval", "limit_val_batches"]
+    for change in changes:
+        followed = course.report(*loaders, **options_in("(.*=.*)", change))
+        assert followed.phase_s["validation"] / followed.wall_s <= 0.11
+        assert not advice_on(followed, "validation")
+
+
+@pytest.mark.follows("check_val_every_n_epoch={}")
+def test_validation_in_fewer_epochs_takes_no_more_than_usual(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, max_epochs=40)
+    loaders = loader(Samples(10)), loader(Samples(20))
+    advice = advice_on(course.report(*loaders), "validation")
+    assert not advice_on(course.report(*loaders, **options_in(r"Trainer\((check_val\w+=\d+)\)", advice)), "validation")
+
+
+@pytest.mark.follows(
+    "Each validation starts {} worker{} anew",
+    "Or load so few batches without workers: num_workers=0",
+    "`persistent_workers=True` for the validation loader, or `num_workers=0` for few batches",
+)
+def test_workers_of_validation_are_kept_or_left_out(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, val_check_interval=40)
+    train, now = loader(Samples(400)), {"num_workers": 2}
+    advice = advice_on(course.report(train, slowly_starting(hand_clock, 4, **now)), "validation")
+    assert "Keep the workers of the validation loader: DataLoader(" in advice
+    assert "less often" not in advice
+    kept = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice)
+    assert kept == {**now, "persistent_workers": True}
+    for changed in (kept, options_in(r"(num_workers=0)", advice)):
+        assert not advice_on(course.report(train, slowly_starting(hand_clock, 4, **changed)), "validation")
+
+
+def test_workers_that_start_until_the_first_batch_are_told_to_be_kept(tmp_path: Path) -> None:
+    """Spawned workers import torch while the iterator exists already."""
+    course = Course(tmp_path, val_check_interval=30)
+    validation = loader(Samples(4), num_workers=1, multiprocessing_context="spawn")
+    advice = advice_on(course.report(loader(Samples(60)), validation), "validation")
+    assert "Each validation starts 1 worker anew" in advice
+
+
+def test_workers_of_a_loops_validation_are_kept_as_well(tmp_path: Path, hand_clock: HandClock) -> None:
+    def advice(**options: Any) -> str:
+        network, validation = Network(hand_clock.spend, 0.1), slowly_starting(hand_clock, 4, **options)
+        with watch(folder=str(tmp_path), min_steps=20, min_seconds=0) as run:
+            for number, batch in enumerate(run.batches(loader(Samples(400)))):
+                network.step(batch)
+                if number % 40 == 0:
+                    with torch.no_grad():
+                        list(run.batches(validation))
+        return advice_on(load_report(tmp_path), "validation")
+
+    kept = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice(num_workers=1))
+    assert not advice(**kept)
+
+
+@pytest.mark.follows("Validation waits for its loader in {} % of its time. Set DataLoader(")
+def test_validation_with_the_advised_workers_is_shorter(tmp_path: Path) -> None:
+    course = Course(tmp_path, val_check_interval=20)
+    train, data = loader(Samples(60)), Samples(80, time.sleep, 0.02)
+    before = course.report(train, loader(data))
+    changed = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice_on(before, "validation"))
+    after = course.report(train, loader(data, **changed))
+    assert after.phase_s["validation"] < before.phase_s["validation"]
+
+
+@pytest.mark.follows(
+    "or keep the loader's workers between epochs (persistent_workers=True)", "longer epochs; `persistent_workers=True`"
+)
+def test_workers_that_are_kept_start_no_epoch_anew(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, max_epochs=12)
+    advice = advice_on(course.report(slowly_starting(hand_clock, 30, num_workers=1)), "epoch_start")
+    kept = slowly_starting(hand_clock, 30, num_workers=1, **options_in(r"\((persistent_workers=True)\)", advice))
+    assert not advice_on(course.report(kept), "epoch_start")
+
+
+@pytest.mark.follows("Log less often: Trainer(log_every_n_steps={}).")
+def test_a_logger_that_writes_as_rarely_as_advised_is_no_cause(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, log_every_n_steps=1)
+
+    def report(**options: Any) -> Report:
+        return course.report(loader(Samples(300)), logger=SpendingLogger(tmp_path, hand_clock.spend, 0.01), **options)
+
+    advice = advice_on(report(), "logging")
+    assert not advice_on(report(**options_in(r"Trainer\((log_every_n_steps=\d+)\)", advice)), "logging")
+
+
+def slow_to_read(clock: HandClock, value: torch.Tensor) -> torch.Tensor:
+    """Return a value whose number takes its time, as on a GPU that is behind."""
+
+    class SlowToRead(torch.Tensor):
+        def item(self) -> Any:
+            clock.spend(0.01)
+            return super().item()
+
+    return value.detach().as_subclass(SlowToRead)
+
+
+@pytest.mark.follows("Pass fewer metrics to self.log, without prog_bar=True, which syncs in every step.")
+def test_metrics_that_are_not_on_the_progress_bar_are_not_waited_for(tmp_path: Path, hand_clock: HandClock) -> None:
+    class Logging(Model):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(hand_clock.spend, STEP_S)
+            self.options = options
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("slow", slow_to_read(hand_clock, loss), **self.options)
+            return loss
+
+    def advice(**options: Any) -> str:
+        watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
+        quiet_trainer(tmp_path, callbacks=watching).fit(Logging(**options), loader(Samples(200)))
+        return advice_on(load_report(tmp_path), "logging")
+
+    without = options_in(r"without (prog_bar=True)", advice(prog_bar=True))
+    assert without == {"prog_bar": True}
+    assert not advice()
+
+
+@pytest.mark.follows("Pass on_step=False to self.log: {} then writes once, at the end.")
+def test_a_test_that_logs_as_advised_writes_once(tmp_path: Path, hand_clock: HandClock) -> None:
+    class Tested(Model):
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+            self.options = options
+
+        def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            hand_clock.spend(STEP_S)
+            self.log("error", self.layer(batch).square().mean(), **self.options)
+
+    def advice(**options: Any) -> str:
+        watching = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)]
+        logger = SpendingLogger(tmp_path, hand_clock.spend, 0.01)
+        quiet_trainer(tmp_path, callbacks=watching, logger=logger).test(Tested(**options), loader(Samples(200)))
+        return advice_on(load_report(Path(logger.log_dir) / "test"), "logging")
+
+    assert not advice(**options_in(r"(on_step=False)", advice(on_step=True)))
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+@pytest.mark.follows("Profile the {} step: Trainer(profiler='pytorch', {}).")
+def test_some_steps_of_each_stage_are_profiled_as_advised(
+    tmp_path: Path, stage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    run = dataclasses.replace(CAUSES["unexplained"].sick, stage=stage)
+    options = options_in(r"Trainer\((profiler='pytorch', \w+=50)\)", diagnose(run).next_step)
+    (few,) = options.keys() - {"profiler"}
+    model, batches = Model(), []
+    hook = f"on_{ {'fit': 'train', 'validate': 'validation'}.get(stage, stage) }_batch_end"
+    counting = Callback()
+    setattr(counting, hook, lambda *args: batches.append(1))
+    trainer = quiet_trainer(tmp_path, callbacks=[counting], **{**options, few: 5})
+    getattr(trainer, stage)(model, loader(Samples(20)))
+    assert len(batches) == 5
+    assert "Profile stats" in caplog.text
+
+
+@pytest.mark.follows("Trainer.predict keeps all outputs: pass return_predictions=False, and write them in a")
+def test_predictions_are_written_and_not_kept_as_advised(tmp_path: Path) -> None:
+    growth = MemoryGrowth(whose="process", bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)
+    option, writer = re.findall(
+        r"pass (\w+=False), and write them in a (\w+)\.", growing_memory(growth, stage="predict").advice
+    )[0]
+    written: list[torch.Tensor] = []
+
+    class Writer(getattr(callbacks, writer)):  # type: ignore[misc]
+        def write_on_batch_end(self, trainer: Any, pl_module: Any, prediction: torch.Tensor, *args: Any) -> None:
+            written.append(prediction)
+
+    trainer = quiet_trainer(tmp_path, callbacks=[Writer("batch")])
+    kept = trainer.predict(Model(), loader(Samples(5)), **options_in("(.+)", option))
+    assert (kept, len(written)) == (None, 5)
+
+
+class SlowDisk(TorchCheckpointIO):
+    def __init__(self, spend: Callable[[float], None], seconds: float = 0.05) -> None:
+        self.spend, self.seconds = spend, seconds
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.spend(self.seconds)
+        super().save_checkpoint(*args, **kwargs)
+
+
+@pytest.mark.follows("Save {} times less often", "ModelCheckpoint(every_n_train_steps={})")
+def test_checkpoints_as_rare_as_advised_are_no_cause(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, enable_checkpointing=True, plugins=[SlowDisk(hand_clock.spend)])
+
+    def report(**options: Any) -> Report:
+        return course.report(loader(Samples(400)), callbacks=(ModelCheckpoint(tmp_path / "saved", **options),))
+
+    advice = advice_on(report(every_n_train_steps=2), "checkpoint")
+    assert not advice_on(report(**options_in(r"ModelCheckpoint\((every_n_train_steps=\d+)\)", advice)), "checkpoint")
+
+
+@pytest.mark.follows("ModelCheckpoint(every_n_epochs={})")
+def test_checkpoints_in_as_few_epochs_as_advised_are_no_cause(tmp_path: Path, hand_clock: HandClock) -> None:
+    course = Course(tmp_path, hand_clock, enable_checkpointing=True, plugins=[SlowDisk(hand_clock.spend)])
+
+    def report(**options: Any) -> Report:
+        callbacks = (ModelCheckpoint(tmp_path / "saved", **options),)
+        return course.report(loader(Samples(10)), callbacks=callbacks, max_epochs=60)
+
+    advice = advice_on(report(), "checkpoint")
+    assert not advice_on(report(**options_in(r"ModelCheckpoint\((every_n_epochs=\d+)\)", advice)), "checkpoint")
+
+
+@pytest.mark.follows("Trainer(plugins=[AsyncCheckpointIO(PortableCheckpointIO())])")
+def test_training_does_not_wait_for_checkpoints_in_the_background(tmp_path: Path) -> None:
+    def report(plugin: Any) -> Report:
+        course = Course(tmp_path, enable_checkpointing=True, plugins=[plugin])
+        return course.report(
+            loader(Samples(60)), callbacks=(ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4),)
+        )
+
+    before = report(SlowDisk(time.sleep, 0.3))
+    (code,) = re.findall(r"plugins=\[(.*?)\]", advice_on(before, "checkpoint"))
+    names = {
+        "AsyncCheckpointIO": AsyncCheckpointIO,
+        "PortableCheckpointIO": lambda: PortableCheckpointIO(SlowDisk(time.sleep, 0.3)),
+    }
+    after = report(eval(code, names))
+    assert after.phase_s["checkpoint"] < before.phase_s["checkpoint"] / 2

@@ -1,0 +1,144 @@
+"""Advice for the slow one of several loaders, and for loaders inside of something else, followed."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from advised import code_in, diagnosed, settings_in
+from own_loops import Network
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from trainings import Model, Samples, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationMonitor, find_loader_settings, load_report, watch
+from lightning_gpu_tools.training import line_sampler
+from lightning_gpu_tools.types import Finding, TrainingWatch
+
+LOAD_S, STEP_S, BATCHES = 0.02, 0.004, 80
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning")
+
+
+@pytest.fixture(autouse=True)
+def many_samples_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_sampler, "MEAN_S", 1 / 100)
+
+
+class Photos(Samples):
+    """The slow dataset."""
+
+    def __init__(self) -> None:
+        super().__init__(BATCHES, time.sleep, LOAD_S)
+
+
+class OfSeveral(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch["real"], batch_idx)
+
+
+@pytest.mark.follows("DataLoader(..., {}) (now {})", " for the loader")
+def test_the_slow_loader_of_a_trainer_is_named_and_gets_workers(tmp_path: Path) -> None:
+    loaders = {"noise": DataLoader(Samples(BATCHES)), "real": DataLoader(Photos())}
+    found = diagnosed(tmp_path, OfSeveral(time.sleep, STEP_S), loaders)
+    before = load_report(tmp_path).diagnosis.waiting_share
+    key, dataset = re.search(r'for the loader "(\w+)" \((\w+)\)', found.advice).groups()  # type: ignore[union-attr]
+    assert found.evidence["loader"] == f'"{key}"'
+    assert type(loaders[key].dataset).__name__ == dataset == "Photos"
+    loaders[key] = DataLoader(Photos(), **settings_in(found.advice))
+    quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()]).fit(OfSeveral(time.sleep, STEP_S), loaders)
+    after = load_report(tmp_path).diagnosis.waiting_share
+    assert before is not None
+    assert after is not None
+    assert after < before / 2
+
+
+class Uncounted:
+    """A loader of another library."""
+
+    def __iter__(self) -> Any:
+        return iter(Photos()[i] for i in range(BATCHES))
+
+
+def test_a_slow_loader_that_is_not_torchs_is_named(tmp_path: Path) -> None:
+    loaders = {"noise": DataLoader(Samples(BATCHES)), "real": Uncounted()}
+    advice = diagnosed(tmp_path, OfSeveral(time.sleep, STEP_S), loaders).advice
+    assert 'The loader "real" is not a torch DataLoader but a ' in advice
+    assert "Uncounted" in advice
+
+
+# Loops
+
+
+def measured(folder: Path, batches: Callable[[TrainingWatch], Iterable[Any]]) -> Finding:
+    network = Network(time.sleep, STEP_S / 0.1)
+    with watch(folder=str(folder), min_steps=10, min_seconds=0) as run:
+        for batch in batches(run):
+            while not isinstance(batch, torch.Tensor):
+                batch = batch[-1]
+            network.step(batch)
+    assert run.diagnosis is not None
+    return next(one for one in run.diagnosis.findings if one.cause == "data_loading")
+
+
+def photos(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Photos(), **options)
+
+
+WRAPPED: dict[str, Callable[[TrainingWatch], Iterable[Any]]] = {
+    "tqdm": lambda run: run.batches(tqdm(photos(), disable=True)),
+    "enumerate": lambda run: run.batches(enumerate(photos())),
+    "generator": lambda run: run.batches(batch for batch in photos()),
+}
+
+
+@pytest.mark.follows(" finds them.")
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_a_wrapped_loader_gets_the_settings_of_the_loader_itself(tmp_path: Path, wrapper: str) -> None:
+    found = measured(tmp_path, WRAPPED[wrapper])
+    assert found.evidence["kind"] == "too_few_workers"
+    assert found.evidence["num_workers"] == 0
+    workers = settings_in(found.advice)["num_workers"]
+    after = measured_again(tmp_path, lambda run: run.batches(photos(num_workers=workers)))
+    assert after is None or after.share < found.share / 2
+    assert load_report(tmp_path).settings["dataset"] == "Photos"
+    call = code_in(found.advice, r"(\w+\(loader, step_time_s=)\.\.\.\) finds them")
+    result = eval(f"{call}{STEP_S}, budget_s=4)", {"loader": photos(), "find_loader_settings": find_loader_settings})
+    assert result.settings.num_workers > 1
+
+
+def measured_again(folder: Path, batches: Callable[[TrainingWatch], Iterable[Any]]) -> Finding | None:
+    try:
+        return measured(folder, batches)
+    except StopIteration:  # training no longer waits
+        return None
+
+
+PAIRS: dict[str, Callable[[TrainingWatch, Any, Any], Iterable[Any]]] = {
+    "zip inside": lambda run, one, other: run.batches(zip(one, other, strict=True)),
+    "zip outside": lambda run, one, other: zip(run.batches(one), run.batches(other), strict=True),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_slow_loader_of_two_in_a_loop_is_named(tmp_path: Path, pair: str, slow: int) -> None:
+    loaders: list[Any] = [DataLoader(Samples(BATCHES)), DataLoader(Samples(BATCHES))]
+    loaders[slow] = photos()
+    found = measured(tmp_path, lambda run: PAIRS[pair](run, *loaders))
+    assert f"for the loader number {slow + 1} (Photos)" in found.advice
+
+
+@pytest.mark.follows("watch() sees no DataLoader inside of this ", "enumerate(run.batches(loader)), not")
+def test_a_loader_that_is_hidden_gets_settings_once_it_is_passed_itself(tmp_path: Path) -> None:
+    hidden = iter(photos())
+    found = measured(tmp_path, lambda run: run.batches(iter(lambda: next(hidden, None), None)))
+    assert "watch() sees no DataLoader inside of this callable_iterator." in found.advice
+    code = code_in(found.advice, r"enumerate\(run\.batches\(loader\)\)")
+    after = measured(tmp_path, lambda run: eval(code, {"run": run, "loader": photos()}))
+    assert settings_in(after.advice)["num_workers"] > 1

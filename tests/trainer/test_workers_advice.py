@@ -1,0 +1,332 @@
+"""Advice on loaders that cannot simply have workers, followed: the text of a real report is done, and it holds."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from advised import code_in, diagnosed, settings_in
+from loader_switching import shorten_trials
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+from trainings import Model, Samples, quiet_trainer
+
+from lightning_gpu_tools import GPUUtilizationMonitor, NumWorkersFinder, find_loader_settings, watch
+from lightning_gpu_tools.types import LoaderResult
+
+# A batch takes six times as long as a step.
+LOAD_S, STEP_S, BATCHES = 0.024, 0.004, 48
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning_gpu_tools.errors.LowGPUUtilizationWarning",
+    "ignore:.*shardshuffle.*:UserWarning",
+)
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_trials(monkeypatch.setattr)
+
+
+class Counting(Model):
+    """A model that counts the samples it gets."""
+
+    def __init__(self) -> None:
+        super().__init__(time.sleep, STEP_S)
+        self.seen: Counter[int] = Counter()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen.update(int(row[0]) for row in batch.reshape(-1, 4))
+        return super().training_step(batch.float(), batch_idx)
+
+
+def trained(folder: Path, loader: Any, *callbacks: Any, **options: Any) -> Counter[int]:
+    model = Counting()
+    quiet_trainer(folder, callbacks=[*callbacks], **options).fit(model, loader)
+    assert not multiprocessing.active_children()
+    return model.seen
+
+
+def found_by_finder(folder: Path, loader: Any) -> LoaderResult:
+    finder = NumWorkersFinder(budget_s=5)
+    trained(folder, loader, finder, max_epochs=1)
+    assert finder.result is not None
+    return finder.result
+
+
+def a_row(number: int) -> torch.Tensor:
+    time.sleep(LOAD_S)
+    return torch.full((4,), float(number))
+
+
+ALL = Counter(range(BATCHES))
+
+
+# Open files
+
+
+class Photos(Samples):
+    """A file of rows, opened at once or on first use."""
+
+    def __init__(self, path: Path, *, at_once: bool) -> None:
+        super().__init__(BATCHES)
+        self.path, self.file = path, None
+        if at_once:
+            self.open_file()
+
+    def open_file(self) -> Any:
+        if self.file is None:
+            self.file = self.path.open("rb", buffering=0)  # type: ignore[assignment]
+        return self.file
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        file = self.open_file()
+        file.seek(index)
+        time.sleep(LOAD_S)  # while another process may move the position
+        return torch.full((4,), float(file.read(1)[0]))
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    path = tmp_path / "photos"
+    path.write_bytes(bytes(range(BATCHES)) + bytes(BATCHES))  # what is read at a wrong position is there as well
+    return path
+
+
+@pytest.mark.follows(
+    " open, and ", "Open it in the worker: when it loads its first sample.", "first what the advice says: open the file"
+)
+def test_a_file_opened_in_the_worker_is_read_right(tmp_path: Path, photos: Path) -> None:
+    dataset = Photos(photos, at_once=True)
+    advice = diagnosed(tmp_path, Counting(), DataLoader(dataset)).advice
+    name, attribute = re.search(r"`(\w+)\.(\w+)` is open, and forked workers would share it", advice).groups()  # type: ignore[union-attr]
+    assert type(dataset).__name__ == name
+    assert "NumWorkersFinder" not in advice
+    getattr(dataset, attribute).close()
+    assert "Open it in the worker: when it loads its first sample." in advice
+    followed = DataLoader(Photos(photos, at_once=False), **settings_in(advice))
+    assert trained(tmp_path, followed, max_epochs=1) == ALL
+
+
+def test_finder_and_search_refuse_with_the_advisors_reason(tmp_path: Path, photos: Path) -> None:
+    loader = DataLoader(Photos(photos, at_once=True))
+    result = found_by_finder(tmp_path, loader)
+    for reason in (result.reason, find_loader_settings(loader, STEP_S, budget_s=2).reason):
+        assert "`Photos.file` is open, and forked workers would share it. Open it in the worker" in reason
+    assert not result.trials
+
+
+@pytest.mark.follows("Begin with num_workers=1")
+def test_a_file_opened_on_first_use_gets_workers(tmp_path: Path, photos: Path) -> None:
+    finding = diagnosed(tmp_path, Counting(), DataLoader(Photos(photos, at_once=False)))
+    assert finding.evidence["kind"] == "too_few_workers"
+    assert "NumWorkersFinder" not in finding.advice  # which would fork this process, with the file open
+    result = found_by_finder(tmp_path, DataLoader(Photos(photos, at_once=False)))
+    assert "`Photos.file` was opened in this process" in result.reason
+    begin = int(code_in(result.reason, r"Begin with num_workers=(\d+)"))
+    result = found_by_finder(tmp_path, DataLoader(Photos(photos, at_once=False), num_workers=begin))
+    assert result.trials
+
+
+@pytest.mark.follows(", open since before they were forked")
+def test_workers_that_share_an_open_file_are_warned_about_once(tmp_path: Path, photos: Path) -> None:
+    with pytest.warns(UserWarning, match=r"workers share `Photos\.file`, open since before") as warned:
+        trained(tmp_path, DataLoader(Photos(photos, at_once=True), num_workers=1), GPUUtilizationMonitor())
+    assert len([one for one in warned if "share `Photos.file`" in str(one.message)]) == 1
+    with pytest.warns() as warned:
+        seen = trained(tmp_path, DataLoader(Photos(photos, at_once=False), num_workers=1), GPUUtilizationMonitor())
+    assert not [one for one in warned if "`Photos.file`" in str(one.message)]
+    assert set(seen) == set(ALL)
+
+
+# Streams
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """A stream of files. With code from advice, each worker reads a part of them."""
+
+    def __init__(self, part: str = "files", info: str = "None") -> None:
+        self.part, self.info = part, info
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        files, info = range(BATCHES), eval(self.info)
+        for number in files if info is None else eval(self.part):
+            yield a_row(number)
+
+
+@pytest.mark.follows(
+    "Split what `__iter__` reads by ",
+    "torch.utils.data.get_worker_info(): files[",
+    "split the stream by `get_worker_info()`",
+)
+def test_a_stream_split_as_advised_yields_each_sample_once(tmp_path: Path) -> None:
+    finding = diagnosed(tmp_path, Counting(), DataLoader(Stream()))
+    assert finding.evidence["kind"] == "not_ready_for_workers"
+    assert "NumWorkersFinder" not in finding.advice
+    settings = settings_in(finding.advice)
+    twice = trained(tmp_path, DataLoader(Stream(), **{**settings, "num_workers": 2}), max_epochs=1)
+    assert set(twice.values()) == {2}
+    part = code_in(finding.advice, r"files\[[^]]*\]")
+    info = code_in(finding.advice, r"torch\.utils\.data\.get_worker_info\(\)")
+    assert "or all if info is None" in finding.advice
+    assert trained(tmp_path, DataLoader(Stream(part, info), **settings), max_epochs=1) == ALL
+
+
+def test_a_stream_that_splits_gets_settings_but_no_search(tmp_path: Path) -> None:
+    class Split(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            info = get_worker_info()
+            numbers = range(BATCHES)
+            for number in numbers if info is None else numbers[info.id :: info.num_workers]:
+                yield a_row(number)
+
+    finding = diagnosed(tmp_path, Counting(), DataLoader(Split()))
+    assert finding.evidence["kind"] == "too_few_workers"
+    assert "NumWorkersFinder" not in finding.advice
+    assert trained(tmp_path, DataLoader(Split(), **settings_in(finding.advice)), max_epochs=1) == ALL
+
+
+@pytest.mark.follows("Set num_workers yourself")
+def test_a_finder_that_leaves_a_stream_alone_says_what_to_set(tmp_path: Path) -> None:
+    pipe = IterableWrapper(range(BATCHES)).sharding_filter().map(a_row)
+    result = found_by_finder(tmp_path, DataLoader(pipe))
+    assert "could repeat or lose samples. Set num_workers yourself" in result.reason
+    name = code_in(result.reason, r"Set (\w+) yourself")
+    assert trained(tmp_path, DataLoader(pipe, **{name: 2}), max_epochs=1) == ALL
+
+
+@pytest.mark.follows("Add .sharding_filter() to the pipe")
+def test_a_pipe_with_a_sharding_filter_yields_each_sample_once(tmp_path: Path) -> None:
+    advice = diagnosed(tmp_path, Counting(), DataLoader(IterableWrapper(range(BATCHES)).map(a_row))).advice
+    pipe = getattr(IterableWrapper(range(BATCHES)), code_in(advice, r"Add \.(\w+)\(\)"))().map(a_row)
+    assert trained(tmp_path, DataLoader(pipe, **settings_in(advice)), max_epochs=1) == ALL
+
+
+def webdataset_of(folder: Path, shards: int, *stages: Callable[[Any], Any]) -> Any:
+    wds = pytest.importorskip("webdataset")
+    names = [str(folder / f"{i}.tar") for i in range(shards)]
+    for i, name in enumerate(names):
+        with wds.TarWriter(name) as writer:
+            for number in range(i, BATCHES, shards):
+                writer.write({"__key__": f"{number}", "txt": str(number)})
+    return wds.DataPipeline(
+        *(wds.SimpleShardList(names), *stages, wds.tarfile_to_samples(), wds.map(lambda one: a_row(int(one["txt"]))))
+    )
+
+
+@pytest.mark.follows("Add webdataset.split_by_worker to its pipeline")
+def test_a_webdataset_split_by_worker_yields_each_sample_once(tmp_path: Path) -> None:
+    advice = diagnosed(tmp_path, Counting(), DataLoader(webdataset_of(tmp_path, 8), batch_size=None)).advice
+    package, _, name = code_in(advice, r"Add ([\w.]+) to its pipeline, after the list of shards").partition(".")
+    stage = getattr(importlib.import_module(package), name)
+    followed = DataLoader(webdataset_of(tmp_path, 8, stage), batch_size=None, **settings_in(advice))
+    assert trained(tmp_path, followed, max_epochs=1) == ALL
+
+
+@pytest.mark.follows("a stream can use at most as many workers as shards", "Store the data in more shards.")
+def test_as_many_workers_as_shards_are_advised_until_there_are_more(tmp_path: Path) -> None:
+    wds = pytest.importorskip("webdataset")
+    needed = {}
+    for shards in (1, 16):
+        dataset = webdataset_of(tmp_path, shards, wds.split_by_worker)
+        advice = diagnosed(tmp_path, Counting(), DataLoader(dataset, batch_size=None)).advice
+        needed[shards] = settings_in(advice)["num_workers"]
+        assert ("at most as many workers as shards, and `DataPipeline` has 1." in advice) == (shards == 1)
+        followed = DataLoader(dataset, batch_size=None, **settings_in(advice))
+        assert trained(tmp_path, followed, max_epochs=1) == ALL
+    assert needed[1] == 1 < needed[16]
+
+
+@pytest.mark.follows("Give it an index_path, made by python -m tfrecord.tools.tfrecord2idx FILE INDEX.")
+def test_tfrecords_with_an_index_are_split(tmp_path: Path) -> None:
+    tfrecord = pytest.importorskip("tfrecord")
+    from tfrecord.torch.dataset import TFRecordDataset
+
+    file, index = str(tmp_path / "file"), str(tmp_path / "index")
+    writer = tfrecord.TFRecordWriter(file)
+    for number in range(BATCHES):
+        writer.write({"number": (number, "int")})
+    writer.close()
+
+    def loader_of(options: dict[str, Any], **settings: Any) -> DataLoader[Any]:
+        dataset = TFRecordDataset(
+            file, **{"index_path": None, **options}, transform=lambda one: a_row(int(one["number"][0]))
+        )
+        return DataLoader(dataset, batch_size=None, **settings)
+
+    advice = diagnosed(tmp_path, Counting(), loader_of({})).advice
+    option, module = re.search(r"Give it an (\w+), made by python -m ([\w.]+) FILE INDEX", advice).groups()  # type: ignore[union-attr]
+    subprocess.run([sys.executable, "-m", module, file, index], check=True)
+    assert trained(tmp_path, loader_of({option: index}, **settings_in(advice)), max_epochs=1) == ALL
+
+
+# Processes
+
+
+def measured_loop(folder: str, options: dict[str, Any]) -> None:
+    """Load with a loop in a child process, and leave the advice, or the samples seen, in a file."""
+    seen = Counter[int]()
+    with watch(folder=folder, min_steps=10, min_seconds=0) as run:
+        for batch in run.batches(DataLoader(Samples(BATCHES, time.sleep, LOAD_S), **options)):
+            seen.update(int(row[0]) for row in batch)
+            time.sleep(STEP_S)
+    assert run.diagnosis is not None
+    advice = next((one.advice for one in run.diagnosis.findings if one.cause == "data_loading"), "")
+    Path(folder, "said").write_text(repr((advice, seen == ALL)))
+
+
+def said_by(process: Any, folder: Path) -> tuple[str, bool]:
+    process.start()
+    process.join()
+    found: tuple[str, bool] = eval((folder / "said").read_text())
+    (folder / "said").unlink()
+    return found
+
+
+@pytest.mark.follows(
+    "Start it by multiprocessing.Process(daemon=False)", "start the process by `multiprocessing.Process(daemon=False)`"
+)
+def test_a_process_that_is_not_daemonic_may_start_workers(tmp_path: Path) -> None:
+    daemon = multiprocessing.Process(target=measured_loop, args=(str(tmp_path), {}), daemon=True)
+    advice, _ = said_by(daemon, tmp_path)
+    assert "This process is daemonic and may not start workers" in advice
+    assert "find_loader_settings" not in advice
+    name, option, value = re.search(r"multiprocessing\.(\w+)\((\w+)=(\w+)\)", advice).groups()  # type: ignore[union-attr]
+    (pool,) = re.search(r"or by ([\w.]+)\(\)", advice).groups()  # type: ignore[union-attr]
+    arguments: Any = (str(tmp_path), settings_in(advice))
+    options = {option: eval(value)}
+    follower = getattr(multiprocessing, name)(target=measured_loop, args=arguments, **options)
+    assert said_by(follower, tmp_path)[1]
+    module, _, kind = pool.rpartition(".")
+    with getattr(importlib.import_module(module), kind)(1) as executor:
+        executor.submit(measured_loop, *arguments).result()
+    assert eval((tmp_path / "said").read_text())[1]
+
+
+def loader_with_a_lambda(**options: Any) -> DataLoader[Any]:
+    dataset = Samples(BATCHES, time.sleep, LOAD_S)
+    dataset.transform = lambda one: one  # type: ignore[attr-defined]
+    return DataLoader(dataset, **options)
+
+
+@pytest.mark.follows('Define it at module level, or set multiprocessing_context="fork".')
+def test_what_cannot_be_pickled_gets_forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as spawning:
+        spawning.setattr(multiprocessing, "get_start_method", lambda allow_none: "spawn")
+        advice = diagnosed(tmp_path, Counting(), loader_with_a_lambda()).advice
+    assert "Workers cannot import `Samples.transform`, which is defined inside a function." in advice
+    option, value = re.search(r'set (\w+)="(\w+)"', advice).groups()  # type: ignore[union-attr]
+    refused = loader_with_a_lambda(**settings_in(advice), multiprocessing_context="spawn")
+    with pytest.raises(Exception, match=r"[Pp]ickle"):
+        iter(refused)
+    assert trained(tmp_path, loader_with_a_lambda(**settings_in(advice), **{option: value}), max_epochs=1) == ALL
