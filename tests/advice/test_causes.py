@@ -138,7 +138,10 @@ def test_slow_steps_that_compile_again_are_one_finding() -> None:
         (validated(5, validation_batches=800), "Use less validation data: Trainer(limit_val_batches=4)."),
         (validated(5, validation_batches=20), "Make validation_step faster."),
         (validated(5, **{**restarting(0.9), "validation_loaders": (LOADER,)}), "Use less validation data"),
-        (validated(5, **restarting(0.9)), "in 90 % of its time. Keep those of the validation loader: DataLoader(..., "),
+        (
+            validated(5, **restarting(0.9)),
+            "in 90 % of its time. Keep the workers of the validation loader: DataLoader(...",
+        ),
         (
             validated(5, **restarting(0.9)),
             "num_workers=4, persistent_workers=True) (now 4, False). Or load so few batches",

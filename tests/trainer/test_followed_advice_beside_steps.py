@@ -104,7 +104,7 @@ def test_validation_in_fewer_epochs_takes_no_more_than_usual(tmp_path: Path, han
 
 
 @pytest.mark.follows(
-    "Each validation starts {} workers anew",
+    "Each validation starts {} worker{} anew",
     "Or load so few batches without workers: num_workers=0",
     "`persistent_workers=True` for the validation loader, or `num_workers=0` for few batches",
 )
@@ -112,12 +112,20 @@ def test_workers_of_validation_are_kept_or_left_out(tmp_path: Path, hand_clock: 
     course = Course(tmp_path, hand_clock, val_check_interval=40)
     train, now = loader(Samples(400)), {"num_workers": 2}
     advice = advice_on(course.report(train, slowly_starting(hand_clock, 4, **now)), "validation")
-    assert "Keep those of the validation loader: DataLoader(" in advice
+    assert "Keep the workers of the validation loader: DataLoader(" in advice
     assert "less often" not in advice
     kept = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice)
     assert kept == {**now, "persistent_workers": True}
     for changed in (kept, options_in(r"(num_workers=0)", advice)):
         assert not advice_on(course.report(train, slowly_starting(hand_clock, 4, **changed)), "validation")
+
+
+def test_workers_that_start_until_the_first_batch_are_told_to_be_kept(tmp_path: Path) -> None:
+    """Spawned workers import torch while the iterator exists already."""
+    course = Course(tmp_path, val_check_interval=30)
+    validation = loader(Samples(4), num_workers=1, multiprocessing_context="spawn")
+    advice = advice_on(course.report(loader(Samples(60)), validation), "validation")
+    assert "Each validation starts 1 worker anew" in advice
 
 
 def test_workers_of_a_loops_validation_are_kept_as_well(tmp_path: Path, hand_clock: HandClock) -> None:

@@ -51,13 +51,14 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 def _kept_workers(restarted: list[int], started: float) -> str:
     """Return how to keep the workers of loaders that start them in each validation."""
-    which, most = f"the validation loader{'s' * (len(restarted) > 1)}", max(restarted)
+    which, most, count = f"the validation loader{'s' * (len(restarted) > 1)}", max(restarted), sum(restarted)
     # One process takes at most as long as all of them together.
     pays = (most - 1) * (1 - started) > started
     none = "" if pays else " Or load so few batches without workers: num_workers=0 takes no longer than now."
     return (
-        f"Each validation starts {sum(restarted)} workers anew, in {100 * started:.0f} % of its time. Keep those of "
-        f"{which}: DataLoader(..., num_workers={most}, persistent_workers=True) (now {most}, False).{none}"
+        f"Each validation starts {count} worker{'s' * (count > 1)} anew, in {100 * started:.0f} % of its time. "
+        f"Keep the workers of {which}: DataLoader(..., num_workers={most}, persistent_workers=True) "
+        f"(now {most}, False).{none}"
     )
 
 
