@@ -202,7 +202,7 @@ def test_a_model_that_is_too_large_fits_in_half_precision(tmp_path: Path) -> Non
     (ruling,) = MEMORY_CAUSES["model_too_large"].find(
         gpu_run(STEP, precision="32-true"), an_error(phase=SETUP, model=size)
     )
-    case = replace(CASES["all of it fits"], model=partial(runs.Layers, 20), validation=None)
+    case = replace(CASES["all of it fits"], model=partial(runs.Layers, 14), validation=None)
     for folder, options in (("as it is", {}), ("followed", other_precision(case, " ".join(ruling.advice))["options"])):
         (tmp_path / folder).mkdir()
         after = judged(replace(case, options=options), tmp_path / folder)
