@@ -484,7 +484,7 @@ CASES = {
         options={"num_sanity_val_steps": 2},
     ),
     "a batch too large, accumulated": Case(
-        "batch_too_large", "backward", "accumulate_grad_batches=8 (now 4)", batches=partial(Batches, 256),
+        "batch_too_large", "backward", "accumulate_grad_batches=16 (now 4)", batches=partial(Batches, 256),
         options={"accumulate_grad_batches": 4},
     ),
     "ranks on one GPU": Case(
