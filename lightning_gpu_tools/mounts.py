@@ -1,7 +1,5 @@
 """Mounted file systems, from the kernel's mountinfo."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,12 +1,9 @@
 """Identities of processes on this and other machines."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 INIT = 1  # becomes the parent of processes whose parent has ended
 _PF_KTHREAD = 0x00200000  # include/linux/sched.h
@@ -71,8 +68,7 @@ def running_kernel() -> str:
     return f"{uuid.getnode():012x}"  # some sandboxes hide the boot: there, all boots of a machine count as one
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessId:
+class ProcessId(TypedDict):
     """A process on any machine.
 
     Attributes:
@@ -87,17 +83,18 @@ class ProcessId:
     pid: int
     started_ticks: int | None
 
-    @classmethod
-    def of(cls, pid: int) -> ProcessId:
-        """Return the process that now has this PID in this process's namespace."""
-        stat = process_stat(pid)
-        ticks = None if stat is None else stat.started_ticks
-        return cls(kernel=running_kernel(), namespace=pid_namespace(), pid=pid, started_ticks=ticks)
 
-    @property
-    def is_running(self) -> bool | None:
-        """Whether it is running; ``None`` if unknown because it is on another machine or in another container."""
-        if self.started_ticks is None or (self.kernel, self.namespace) != (running_kernel(), pid_namespace()):
-            return None
-        stat = process_stat(self.pid)
-        return stat is not None and stat.started_ticks == self.started_ticks and stat.state not in "ZX"
+def process_id(pid: int) -> ProcessId:
+    """Return the process that now has this PID in this process's namespace."""
+    stat = process_stat(pid)
+    ticks = None if stat is None else stat.started_ticks
+    return ProcessId(kernel=running_kernel(), namespace=pid_namespace(), pid=pid, started_ticks=ticks)
+
+
+def is_running(process: ProcessId) -> bool | None:
+    """Return whether it is running; ``None`` if unknown: it is on another machine or in another container."""
+    is_here = (process["kernel"], process["namespace"]) == (running_kernel(), pid_namespace())
+    if process["started_ticks"] is None or not is_here:
+        return None
+    stat = process_stat(process["pid"])
+    return stat is not None and stat.started_ticks == process["started_ticks"] and stat.state not in "ZX"

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from lightning_gpu_tools.advice.cause import AnyCause
 from lightning_gpu_tools.advice.explained import GROUPS
@@ -33,7 +33,7 @@ def fields(kind: type) -> str:
         meaning = re.sub(r"\s+", " ", text).replace("``None``", "``null``").replace("``", "`")
         meaning = meaning.replace("see docs/report_schema.md", "see [Phases](#phases)")
         rows.append((f"`{name}`", in_json(hints[name]), meaning))
-    assert [row[0] for row in rows] == [f"`{field.name}`" for field in dataclasses.fields(kind)], kind
+    assert [row[0] for row in rows] == [f"`{name}`" for name in hints], kind
     first = (
         ("`schema_version`", "integer", str(SCHEMA_VERSION)),
         ("`summary`", "object", "The verdict and the first finding in short; see [below](#summary)."),
@@ -69,7 +69,7 @@ def in_json(kind: Any) -> str:
         return " or ".join("null" if one is NoneType else in_json(one) for one in get_args(kind))
     if get_origin(kind) is Literal:
         return "string"
-    is_object = dataclasses.is_dataclass(kind) or get_origin(kind) is Mapping
+    is_object = dataclasses.is_dataclass(kind) or is_typeddict(kind) or get_origin(kind) is Mapping
     return {bool: "boolean", int: "integer", float: "number", str: "string"}.get(
         kind, "object" if is_object else "list"
     )

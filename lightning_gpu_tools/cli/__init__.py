@@ -12,10 +12,10 @@ import importlib
 import io
 import os
 import sys
-import types
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
+from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.errors import LightningGpuToolsError, NotEnoughGpusError, NvmlUnavailableError
 from lightning_gpu_tools.units import printable, printable_lines
@@ -65,38 +65,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - stays open until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every character
-    _import_dataclasses()
     arguments = sys.argv[1:] if argv is None else list(argv)
-    args = parser(arguments[:1]).parse_args(arguments)  # only --help and --version can precede the command
+    called = set(arguments[:1]) & COMMANDS.keys()  # only --help and --version can precede the command
+    with collector_paused():
+        args = parser(called or COMMANDS).parse_args(arguments)
     stdout: Any = _PrintableStream(sys.stdout)
     stderr: Any = _PrintableStream(sys.stderr)
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         return _run(args)
 
 
-def _import_dataclasses() -> None:
-    """Import `dataclasses`, but defer its import of `inspect`, which takes a tenth of the time of a pick."""
-    if "dataclasses" not in sys.modules and "inspect" not in sys.modules:
-        stand_in: Any = types.ModuleType("inspect")
-        stand_in.__getattr__ = lambda name: getattr(importlib.import_module("inspect"), name)
-        sys.modules["inspect"] = stand_in
-        importlib.import_module("dataclasses")
-        del sys.modules["inspect"]
-
-
 def parser(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser with the arguments of the ``called`` commands (default: all, for shtab)."""
+    """Return the parser of the ``called`` commands (default: all)."""
     made = _Parser(
         prog="lightning-gpu-tools",
         description="Pick GPUs on a shared server, read training reports, and make checkpoints portable.",
     )
     made.add_argument("--version", action="version", version=f"lightning-gpu-tools {VERSION}")
     commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary)
-        if name in called:
-            module = f"lightning_gpu_tools.cli.{name.replace('-', '_')}"
-            importlib.import_module(module).add_arguments(command)
+    for name in called:
+        module = importlib.import_module(f"lightning_gpu_tools.cli.{name.replace('-', '_')}")
+        module.add_arguments(commands.add_parser(name, help=COMMANDS[name]))
     return made
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 import time
@@ -114,7 +113,7 @@ def _read() -> tuple[Sequence[GpuReading], Sequence[GpuClaim] | None]:
 
 
 def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> dict[str, Any]:
-    found = dataclasses.asdict(gpu)
+    found = gpu.as_json()
     for process, fields in zip(gpu.processes or (), found["processes"] or (), strict=True):
         fields.update(_state(process))
     found["mig_instances"] = [_as_json(instance, claims) for instance in gpu.mig_instances]

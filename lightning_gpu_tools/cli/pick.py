@@ -34,12 +34,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the selected GPUs."""
     selection = options.select(args, claim=False)
     if args.format == "json":
-        import dataclasses
         import json
 
         from lightning_gpu_tools.units import parse_bytes
 
-        gpus = [dataclasses.asdict(gpu) for gpu in selection.gpus]
+        gpus = [gpu.as_json() for gpu in selection.gpus]
         mask, uuids = selection.cuda_visible_devices, selection.uuids
         size = None if args.min_free is None else parse_bytes(args.min_free)
         print(json.dumps({"cuda_visible_devices": mask, "uuids": uuids, "min_free_bytes": size, "gpus": gpus}))

@@ -1,18 +1,14 @@
 """Readings of GPUs, claims on them, and this job's share. ``None`` = not reported. Pure data and functions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 _T = TypeVar("_T")
 ComputeMode = Literal["default", "prohibited", "exclusive_process"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuProcess:
+class GpuProcess(NamedTuple):
     """A process that the driver lists on a GPU.
 
     Attributes:
@@ -38,8 +34,7 @@ class GpuProcess:
 FOREIGN = "a process of another container or the host"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuReading:
+class GpuReading(NamedTuple):
     """One GPU, or one MIG instance of a GPU, at one moment.
 
     Attributes:
@@ -62,7 +57,7 @@ class GpuReading:
         error: Reason that this GPU cannot be used, and a remedy; ``None`` if it could be read.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # tuples have a method of this name, which nobody needs here
     uuid: str | None = None
     name: str | None = None
     pci_bus_id: str | None = None
@@ -71,7 +66,7 @@ class GpuReading:
     utilization_percent: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
     mig_mode: bool | None = None
-    mig_instances: tuple[GpuReading, ...] = ()
+    mig_instances: tuple["GpuReading", ...] = ()
     mig_index: int | None = None
     compute_mode: ComputeMode | None = None
     integrated: bool | None = None
@@ -82,6 +77,12 @@ class GpuReading:
     def number(self) -> str:
         """Name in ``nvidia-smi``: ``"2"``, or ``"2:0"`` for a MIG instance."""
         return f"{self.index}" if self.mig_index is None else f"{self.index}:{self.mig_index}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, and those of its processes and instances."""
+        processes = None if self.processes is None else [process._asdict() for process in self.processes]
+        instances = [instance.as_json() for instance in self.mig_instances]
+        return {**self._asdict(), "processes": processes, "mig_instances": instances}
 
 
 class GpuClaim(NamedTuple):

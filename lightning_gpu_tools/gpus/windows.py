@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable
@@ -181,7 +180,7 @@ class WindowBuilder:
 
     def _with_mean(self, process: GpuProcess) -> GpuProcess:
         total, seconds = self._sums.get(process.pid, (0.0, 0.0))
-        return dataclasses.replace(process, utilization_percent=total / seconds if seconds > 0 else None)
+        return process._replace(utilization_percent=total / seconds if seconds > 0 else None)
 
 
 class GpuTimelines:

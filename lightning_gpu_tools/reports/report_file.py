@@ -15,6 +15,7 @@ from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.stall_excuses import is_excused
 from lightning_gpu_tools.advice.stalls import Stall, explain_process
 from lightning_gpu_tools.errors import ReportError
+from lightning_gpu_tools.processes import is_running
 from lightning_gpu_tools.reports.report import CUT_OFF, FILE_NAME, PREVIOUS_NAME, RUNNING, Report
 from lightning_gpu_tools.reports.schema import from_json, to_json
 from lightning_gpu_tools.training.lock_alarm import held_in
@@ -127,7 +128,7 @@ def _stall_at_last(report: Report, file: str | None) -> list[Stall]:
 
 
 def _outcome_now(report: Report, age_s: float | None) -> str:
-    runs = None if report.process is None else report.process.is_running
+    runs = None if report.process is None else is_running(report.process)
     if runs is None:  # it may be on another machine
         runs = age_s is None or age_s < _MAX_SILENCE_S
     return f"{RUNNING}: step {report.steps} so far" if runs else f"{CUT_OFF} after step {report.steps}"

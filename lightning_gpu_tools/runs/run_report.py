@@ -24,7 +24,7 @@ from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
-from lightning_gpu_tools.processes import ProcessId
+from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
 from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, Report, summarize
 from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile, run_folder
@@ -113,7 +113,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         failure=None if ending.failure is None else str(ending.failure),
         loader=None if session.loader_result is None else summarize(session.loader_result),
         settings=settings,
-        process=ProcessId.of(os.getpid()),
+        process=process_id(os.getpid()),
     )
     return _with_gpus(report, session.gpu_summaries()) if ended else report
 

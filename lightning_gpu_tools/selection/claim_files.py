@@ -10,8 +10,6 @@ is checked and what is used are one descriptor. Reads never block, and other use
 lock the folder and fill it, so waits and the number of files are limited.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -289,7 +287,7 @@ class Folder:
         """The kernel's list of the open sockets in this network namespace, which needs no permission."""
         return read_kernel_file("/proc/net/unix")
 
-    def _listen(self, listener: socket.socket, file: str, made: dict[str, os.stat_result]) -> None:
+    def _listen(self, listener: "socket.socket", file: str, made: dict[str, os.stat_result]) -> None:
         listener.bind(f"{self._here}/{file}")
         # The folder's owner may have replaced the file, and chmod() follows links.
         descriptor = os.open(file, _LOOK, dir_fd=self._descriptor)

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus.readings import MAX_USERS, GpuClaim, GpuWaiter, folded_claims
-from lightning_gpu_tools.processes import ProcessId, descendants, read_kernel_file, running_kernel
+from lightning_gpu_tools.processes import (
+    ProcessId,
+    descendants,
+    is_running,
+    process_id,
+    read_kernel_file,
+    running_kernel,
+)
 from lightning_gpu_tools.selection import claim_files
 from lightning_gpu_tools.units import MAX_BYTES, printable, printable_path, user_name
 
@@ -232,7 +239,7 @@ class Ledger:
 
     def join(self, claim: GpuClaim) -> HeldClaim | None:
         """Hold an existing claim in this process, too; return ``None`` if it already does."""
-        own = ProcessId.of(os.getpid())
+        own = process_id(os.getpid())
         mine = ((one, process) for one, process in self._claim_records if one.owner_id == os.geteuid())
         if any(process == own and one.job == claim.job for one, process in mine):
             return None
@@ -245,13 +252,13 @@ class Ledger:
     def put(self, kind: str, content: dict[str, Any]) -> Held:
         """Create an entry of this process."""
         assert self._folder is not None, "only a ledger of open_ledger can be written to"
-        process = ProcessId.of(os.getpid())
+        process = process_id(os.getpid())
         record = {
             "schema_version": 2,
             **content,
-            "pid": process.pid,
-            "pid_namespace": process.namespace,
-            "started_ticks": process.started_ticks,
+            "pid": process["pid"],
+            "pid_namespace": process["namespace"],
+            "started_ticks": process["started_ticks"],
             "hostname": os.uname().nodename,
         }
         return self._folder.put(kind, json.dumps(record, indent=1).encode(), content["uuids"])
@@ -297,9 +304,10 @@ class Ledger:
 
 def _certain_pid(process: ProcessId | None, owner_id: int) -> int | None:
     """Return the PID in a record if its start time and its owner prove that this process wrote the record."""
-    if process is not None and process.is_running:
+    if process is not None and is_running(process):
+        pid = process["pid"]
         with contextlib.suppress(OSError):  # just ended
-            return process.pid if os.stat(f"/proc/{process.pid}").st_uid == owner_id else None
+            return pid if os.stat(f"/proc/{pid}").st_uid == owner_id else None
     return None
 
 

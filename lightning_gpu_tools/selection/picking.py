@@ -9,7 +9,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from lightning_gpu_tools.errors import ClaimsError, ClaimsLockedError, CudaAlreadyInitializedError, NotEnoughGpusError
@@ -49,7 +48,6 @@ _ANNOUNCE_EVERY_S = 60.0
 _FULL_UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
-@dataclass(frozen=True, slots=True)
 class GpuSelection:
     """The picked GPUs, and the claim on them, which lasts until ``release()`` or the end of this process.
 
@@ -60,9 +58,10 @@ class GpuSelection:
         reason: A sentence that explains the choice; empty if another process of the job picked them.
     """
 
-    gpus: tuple[GpuReading, ...]
-    reason: str
-    _claim: HeldClaim | None = None
+    def __init__(self, gpus: tuple[GpuReading, ...], reason: str, claim: HeldClaim | None = None) -> None:
+        self.gpus = gpus
+        self.reason = reason
+        self._claim = claim
 
     @property
     def uuids(self) -> tuple[str, ...]:
@@ -191,20 +190,30 @@ def select_gpus(
     return pick(request, Attempt.choose)
 
 
-@dataclass
 class Attempt:
     """One attempt to get GPUs, with the claims locked."""
 
-    request: Request
-    ledger: claims.Ledger
-    problem: ClaimsError | None  # the reason that claims cannot be made or read
-    read_gpus: Callable[[], tuple[GpuReading, ...]]
-    ahead: Sequence[GpuWaiter]  # jobs that have waited longer
-    # Name of the processes that share one choice. The first process makes it, and the others adopt it.
-    group: str | None
-    # UUIDs to pick from, in the order of the result. None: those in CUDA_VISIBLE_DEVICES, best first.
-    among: Sequence[str] | None
-    torch: TorchBuild | None
+    def __init__(
+        self,
+        request: Request,
+        ledger: claims.Ledger,
+        problem: ClaimsError | None,  # the reason that claims cannot be made or read
+        read_gpus: Callable[[], tuple[GpuReading, ...]],
+        ahead: Sequence[GpuWaiter],  # jobs that have waited longer
+        # Name of the processes that share one choice. The first process makes it, and the others adopt it.
+        group: str | None,
+        # UUIDs to pick from, in the order of the result. None: those in CUDA_VISIBLE_DEVICES, best first.
+        among: Sequence[str] | None,
+        torch: TorchBuild | None,
+    ) -> None:
+        self.request = request
+        self.ledger = ledger
+        self.problem = problem
+        self.read_gpus = read_gpus
+        self.ahead = ahead
+        self.group = group
+        self.among = among
+        self.torch = torch
 
     @functools.cached_property
     def gpus(self) -> tuple[GpuReading, ...]:

@@ -9,7 +9,6 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.gpus import limits
@@ -46,7 +45,7 @@ def how_many(request: Request) -> int:
 
     The result is at least 1, because a request for 1 GPU reports the reasons if none qualifies.
     """
-    return pick(replace(request, claim=False, wait=None), _how_many)
+    return pick(request.but(claim=False, wait=None), _how_many)
 
 
 def _place(devices: int, attempt: Attempt) -> list[int]:
@@ -56,7 +55,7 @@ def _place(devices: int, attempt: Attempt) -> list[int]:
         return _use(own.uuids, attempt)
     uuids = attempt.visible_uuids
     count = _how_many(attempt) if devices == -1 else devices
-    attempt.request = replace(attempt.request, count=count)
+    attempt.request = attempt.request.but(count=count)
     # CUDA shows a process only one MIG instance, so several visible instances are not several devices.
     divided = count > 1 and any(uuid.startswith("MIG-") for uuid in uuids)
     is_granted = len(uuids) == count or (len(uuids) < count and _launcher_group(devices) is not None)
@@ -89,7 +88,7 @@ def _check(devices: Sequence[int], attempt: Attempt) -> list[int]:
         _join(own, attempt)
     else:
         attempt.among = wanted
-        attempt.request = replace(attempt.request, count=len(devices))
+        attempt.request = attempt.request.but(count=len(devices))
         _choose(attempt, " They were requested by number.")
     return list(devices)
 
@@ -113,7 +112,7 @@ def _how_many(attempt: Attempt) -> int:
     if launch and launch.processes:
         return launch.processes
     # With several, MIG instances do not qualify, because they cannot be combined.
-    several = replace(attempt.request, count=2)
+    several = attempt.request.but(count=2)
     return max(1, len(attempt.rank(several).candidates))
 
 

@@ -1,13 +1,10 @@
 """Ranking: from readings, claims, and a request to usable GPUs, best first, and reasons against the others. Pure."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_gpu_tools.gpus.readings import (
     FOREIGN,
@@ -36,32 +33,42 @@ OPTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class Request:
     """A job's request; options as in :func:`lightning_gpu_tools.select_gpus`. Raises ``ValueError`` if out of range."""
 
-    count: int = 1
-    _: KW_ONLY
-    min_free: int | str | None = None
-    max_utilization: float | None = None
-    exclusive: bool = False
-    name: str | None = None
-    wait: float | str | None = None
-    claim: bool = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 1:
-            raise ValueError(f"count must be an integer of at least 1, got {self.count!r}.")
-        for name in ("exclusive", "claim"):
-            if getattr(self, name) not in (True, False):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        percent = self.max_utilization
-        is_number = isinstance(percent, (int, float)) and not isinstance(percent, bool)
-        if percent is not None and not (is_number and 0 <= percent <= 100):
-            raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
-        if self.name is not None and not (isinstance(self.name, str) and self.name.strip()):
-            raise ValueError(f'name must be a part of a model\'s name like "A100", got {self.name!r}.')
+    def __init__(
+        self,
+        count: int = 1,
+        *,
+        min_free: int | str | None = None,
+        max_utilization: float | None = None,
+        exclusive: bool = False,
+        name: str | None = None,
+        wait: float | str | None = None,
+        claim: bool = True,
+    ) -> None:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"count must be an integer of at least 1, got {count!r}.")
+        for option, value in (("exclusive", exclusive), ("claim", claim)):
+            if value not in (True, False):
+                raise ValueError(f"{option} must be True or False, got {value!r}.")
+        is_number = isinstance(max_utilization, (int, float)) and not isinstance(max_utilization, bool)
+        if max_utilization is not None and not (is_number and 0 <= max_utilization <= 100):
+            raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {max_utilization!r}.")
+        if name is not None and not (isinstance(name, str) and name.strip()):
+            raise ValueError(f'name must be a part of a model\'s name like "A100", got {name!r}.')
+        self.count = count
+        self.min_free = min_free
+        self.max_utilization = max_utilization
+        self.exclusive = exclusive
+        self.name = name
+        self.wait = wait
+        self.claim = claim
         _ = self.min_free_bytes, self.wait_s  # raises if they are invalid
+
+    def but(self, **changes: Any) -> "Request":
+        """Return the same request with other options."""
+        return Request(**{**vars(self), **changes})
 
     @property
     def promises(self) -> bool:
@@ -223,8 +230,7 @@ def rank_gpus(
 def attainable(gpus: Sequence[GpuReading], request: Request, torch: TorchBuild | None = None) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs that would meet the request if nobody used them."""
     left_alone = [
-        replace(
-            gpu,
+        gpu._replace(
             memory_free_bytes=gpu.memory_total_bytes,
             utilization_percent=None if gpu.utilization_percent is None else 0.0,
             processes=(),
@@ -260,7 +266,7 @@ def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> st
 def sharding_hint(request: Request, rank: Callable[[Request], Ranking]) -> str:
     """Return advice if only several GPUs together have enough memory; else ``""``."""
     needed_bytes = request.min_free_bytes or 0
-    candidates = rank(replace(request, min_free=None, count=max(2, request.count))).candidates
+    candidates = rank(request.but(min_free=None, count=max(2, request.count))).candidates
     free_bytes = sorted((one.effective_free_bytes or 0 for one in candidates), reverse=True)
     enough = next((n for n in range(2, len(free_bytes) + 1) if sum(free_bytes[:n]) >= needed_bytes), None)
     if enough is None or free_bytes[0] >= needed_bytes:

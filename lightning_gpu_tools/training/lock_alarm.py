@@ -13,13 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from time import monotonic  # by name: a program's tests may replace those of `time`
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from lightning_gpu_tools.processes import ProcessId
+from lightning_gpu_tools.processes import ProcessId, is_running, process_id
 from lightning_gpu_tools.training.stacks import frames_in, innermost_in_fit, voluntary_switches
 from lightning_gpu_tools.training.stall_facts import Frame
 
@@ -150,7 +149,7 @@ class LockAlarm:
     """
 
     def __init__(self, thread: int) -> None:
-        self._header = json.dumps({"thread": thread, "process": asdict(ProcessId.of(os.getpid()))}).encode() + b"\n"
+        self._header = json.dumps({"thread": thread, "process": process_id(os.getpid())}).encode() + b"\n"
         self._thread = thread
         self._watcher: int | None = None
         self._armed_s, self._after_s, self._switches = monotonic(), 0.0, 0
@@ -243,12 +242,12 @@ def held_in(folder: Path, process: ProcessId | None) -> tuple[HeldLock, float] |
             header, _, text = file.read(_MAX_BYTES).decode(errors="replace").partition("\n")
         found = json.loads(header)
         after = _TIMEOUT.search(text)
-        if after is None or process is None or found["process"] != asdict(process):
+        if after is None or process is None or found["process"] != process:
             return None
         hours, minutes, seconds = map(float, after.groups())
         after_s = 3600 * hours + 60 * minutes + seconds
         since_s = status.st_mtime - after_s
-        lasted_s = max(after_s, time.time() - since_s) if process.is_running else after_s
+        lasted_s = max(after_s, time.time() - since_s) if is_running(process) else after_s
         return HeldLock(_stack_of(int(found["thread"]), text), lasted_s), since_s
     except (OSError, ValueError, TypeError, KeyError):  # no such file, or it is forged
         return None

@@ -164,26 +164,6 @@ def test_waiting_says_for_what_on_stderr_only(driver: Driver, run_cli: RunCli) -
     assert "Waited" in answer.stderr
 
 
-def test_dataclasses_has_inspect_when_it_needs_it(run_python: RunCli) -> None:
-    """A pick imports it without: see ``cli._import_dataclasses``."""
-    code = """
-import contextlib
-from lightning_gpu_tools.cli import main
-with contextlib.suppress(SystemExit):
-    main(["pick", "--help"])
-import dataclasses, sys
-assert "inspect" not in sys.modules or sys.version_info >= (3, 14)
-@dataclasses.dataclass
-class Point:
-    x: int = 0
-import inspect
-print(Point.__doc__, inspect.signature(Point), dataclasses.replace(Point(), x=1))
-"""
-    answer = run_python("-c", code)
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.endswith("Point(x: int = 0) (x: int = 0) -> None Point(x=1)\n")
-
-
 def test_a_pick_asks_little_of_the_driver(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu() for _ in range(8)]
     pick()

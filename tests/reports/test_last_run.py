@@ -15,7 +15,7 @@ from lightning_gpu_tools.advice.examples import gpu_run
 from lightning_gpu_tools.advice.memory_examples import an_error
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.processes import ProcessId
+from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.last_run import Need, last_need, need_of
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import ReportFile
@@ -107,7 +107,7 @@ def peak_in(folder: Path) -> int:
 
 
 ON_CPU = replace(TRAINED, memory=(), settings={**TRAINED.settings, "device": "cpu"})
-RUNS = {"outcome": "running", "process": ProcessId.of(os.getpid())}
+RUNS = {"outcome": "running", "process": process_id(os.getpid())}
 JUST_BEGUN = replace(REPORT, memory=(replace(ACCOUNT, moments_bytes={}),))
 
 
@@ -180,12 +180,12 @@ def test_the_newest_one_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_process_that_trains_needs_most_in_its_fit(tmp_path: Path) -> None:
-    fit = replace(TRAINED, process=ProcessId.of(os.getpid()))
+    fit = replace(TRAINED, process=process_id(os.getpid()))
     test = replace(with_memory(parts_bytes={"parameters": GIB}), process=fit.process, settings={"stage": "test"})
     ReportFile(tmp_path / "run").save(fit)
     ReportFile(tmp_path / "run" / "test").save(test)
     assert last_need(str(tmp_path)).min_free_bytes == 48 * GIB
-    ReportFile(tmp_path / "run" / "test").save(replace(test, process=ProcessId.of(os.getppid())))
+    ReportFile(tmp_path / "run" / "test").save(replace(test, process=process_id(os.getppid())))
     assert last_need(str(tmp_path)).min_free_bytes < 3 * GIB
     (tmp_path / "run" / "gpu_report.json").unlink()
     assert last_need(str(tmp_path)).min_free_bytes < 3 * GIB

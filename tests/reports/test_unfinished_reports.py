@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_report import REPORT
 
-from lightning_gpu_tools.processes import ProcessId
+from lightning_gpu_tools.processes import ProcessId, process_id
 from lightning_gpu_tools.reports.comparison import earlier_report
 from lightning_gpu_tools.reports.report import PREVIOUS_NAME, Report
 from lightning_gpu_tools.reports.report_file import ReportFile, load_report
 from lightning_gpu_tools.reports.text import render_text
 
-OWN = ProcessId.of(os.getpid())
+OWN = process_id(os.getpid())
 GONE = replace(OWN, started_ticks=1)  # of our number, but before us
 ELSEWHERE = replace(OWN, kernel="0" * 12)
 
@@ -55,7 +55,7 @@ def test_a_process_whose_parent_never_asks_has_ended(tmp_path: Path) -> None:
     if not child:
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-    zombie = ProcessId.of(child)
+    zombie = process_id(child)
     assert zombie.is_running is False
     os.waitpid(child, 0)
 

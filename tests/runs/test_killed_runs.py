@@ -107,7 +107,7 @@ def test_a_run_is_running_until_it_is_killed_and_never_hides_a_finished_one(star
     assert not (tmp_path / FOLDER_NAME / PREVIOUS_NAME).exists()  # what it wrote while it ran was its own
     for _ in range(2):
         hanging = start(hang)
-        while (report := load_report(tmp_path)).steps < MIN_STEPS or report.process.pid != hanging.pid:
+        while (report := load_report(tmp_path)).steps < MIN_STEPS or report.process["pid"] != hanging.pid:
             assert hanging.is_alive()
             time.sleep(0.02)
         assert report.outcome == f"running: step {report.steps} so far"

@@ -638,9 +638,9 @@ def test_a_pid_is_shown_only_if_it_is_that_process(path: Path) -> None:
 (name,) = (name for name in os.listdir(".") if name.endswith(".json"))
 record = json.load(open(name))
 os.unlink(name)
-from lightning_gpu_tools.processes import ProcessId
-other = ProcessId.of(int(os.environ["OTHER"]))
-open(name, "w").write(json.dumps({**record, "pid": other.pid, "started_ticks": other.started_ticks}))
+from lightning_gpu_tools.processes import process_id
+other = process_id(int(os.environ["OTHER"]))
+open(name, "w").write(json.dumps({**record, "pid": other["pid"], "started_ticks": other["started_ticks"]}))
 """
     with staying(CAROL, path) as carol:
         assert run_as(ALICE, path, show).stdout == f"uid {CAROL} (pid {carol.pid})\n"

@@ -15,7 +15,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import pynvml
@@ -198,7 +197,7 @@ def read_gpus(*, with_loads: bool = False, limit_s: float = limits.OPENING_LIMIT
     in_pci_order = iter(sorted((gpu for gpu in found if gpu.pci_bus_id), key=lambda gpu: str(gpu.pci_bus_id)))
     ordered = [next(in_pci_order) if gpu.pci_bus_id else gpu for gpu in found]
     return tuple(
-        replace(gpu, index=index, mig_instances=tuple(replace(one, index=index) for one in gpu.mig_instances))
+        gpu._replace(index=index, mig_instances=tuple(one._replace(index=index) for one in gpu.mig_instances))
         for index, gpu in enumerate(ordered)
     )
 
@@ -225,10 +224,10 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
         return GpuReading(**facts, error=why_unreadable(error))
     reading = GpuReading(**facts)
     if with_loads and reading.processes:
-        reading = replace(reading, processes=_with_loads(handle, reading.processes))
+        reading = reading._replace(processes=_with_loads(handle, reading.processes))
     if reading.mig_mode is not False:  # a container may see the instances, but not the mode
         instances = _read_mig_instances(handle, reading)
-        reading = replace(reading, mig_mode=True if instances else reading.mig_mode, mig_instances=instances)
+        reading = reading._replace(mig_mode=True if instances else reading.mig_mode, mig_instances=instances)
     return reading
 
 
@@ -299,7 +298,7 @@ def _with_loads(handle: Any, processes: tuple[GpuProcess, ...]) -> tuple[GpuProc
     answer = call_or_none(process_utilization, handle, 0)
     if answer is None:
         return processes
-    return tuple(replace(one, utilization_percent=answer[0].get(one.pid, 0.0)) for one in processes)
+    return tuple(one._replace(utilization_percent=answer[0].get(one.pid, 0.0)) for one in processes)
 
 
 def identified(processes: Sequence[GpuProcess]) -> tuple[GpuProcess, ...]:
@@ -307,7 +306,7 @@ def identified(processes: Sequence[GpuProcess]) -> tuple[GpuProcess, ...]:
     # Kernel threads use no GPU. If the list has the PID of one, its PIDs are not those of this container.
     stats = (process_stat(one.pid) for one in processes)
     if not pids_are_ours() or any(stat is not None and stat.is_kernel_thread for stat in stats):
-        return tuple(replace(one, is_foreign=True) for one in processes)
+        return tuple(one._replace(is_foreign=True) for one in processes)
     return tuple(map(_with_name, processes))
 
 
@@ -317,7 +316,7 @@ def _with_name(process: GpuProcess) -> GpuProcess:
         with open(f"/proc/{process.pid}/comm", errors="surrogateescape") as file:
             name = printable(file.read().rstrip("\n"))
         user = user_name(os.stat(f"/proc/{process.pid}").st_uid)
-        return replace(process, user=user, name=name)
+        return process._replace(user=user, name=name)
     return process
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -330,9 +329,7 @@ class GpuProbe:
             if answer is not None:
                 percents, self._last_process_us = answer
                 # A process without a sample did not use the GPU.
-                self._processes = tuple(
-                    dataclasses.replace(one, utilization_percent=percents.get(one.pid, 0.0)) for one in before
-                )
+                self._processes = tuple(one._replace(utilization_percent=percents.get(one.pid, 0.0)) for one in before)
         else:
             listed = self._ask("processes", pynvml.nvmlDeviceGetComputeRunningProcesses_v3)
             busy = {one.pid: one.utilization_percent for one in before}
