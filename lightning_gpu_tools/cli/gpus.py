@@ -227,7 +227,7 @@ def _use(gpu: GpuReading) -> str:
         return "cannot be used: MIG mode without an instance"
     if gpu.compute_mode == "prohibited":
         return "cannot be used: compute mode PROHIBITED"
-    torch, lines = cuda.installed_torch(), []
+    torch, lines = cuda.installed_torch([gpu]), []
     if torch is not None and (why := torch.why_not(gpu)):
         lines = [f"cannot be used: {why}"]
     elif is_outdated(gpu):

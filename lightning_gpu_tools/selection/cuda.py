@@ -9,8 +9,10 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Iterable
 
 from lightning_gpu_tools.errors import LightningGpuToolsError
+from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.processes import read_kernel_file
 from lightning_gpu_tools.selection.ranking import TorchBuild
 from lightning_gpu_tools.units import printable
@@ -32,6 +34,10 @@ for ordinal in range(count.value):
 # What torch.cuda.get_arch_list() returns is a text in this library (CUDA_ARCH_FLAGS in torch/csrc/cuda/Module.cpp).
 _TORCH_LIBRARY = "lib/libtorch_python.so"
 _ARCHITECTURES = re.compile(rb"\0(sm_\d+[af]?(?: (?:sm|compute)_\d+[af]?)*)\0")
+# All wheels of torch 2.6 and later have code for these compute capabilities and those between. Source:
+# TORCH_CUDA_ARCH_LIST in torch's .ci/manywheel/build_cuda.sh; those for ARM servers have none before 8.0.
+_IN_ALL_WHEELS = (8, 0), (9, 0)
+_WHEEL = re.compile(r"\d+\.\d+\.\d+\+cu\d+")
 _VERSION = re.compile(r"^(__version__|cuda)\b.*= '(.+)'", re.MULTILINE)
 
 
@@ -72,24 +78,40 @@ def device_order() -> tuple[str, ...]:
     return tuple(uuids.split())
 
 
-@functools.cache
-def installed_torch() -> TorchBuild | None:
-    """Return the CUDA build of torch that this Python would import; ``None`` if there is none, or its code is unknown.
+def installed_torch(gpus: Iterable[GpuReading]) -> TorchBuild | None:
+    """Return the CUDA build of torch that this Python would import, if it may lack code for one of the GPUs.
 
-    Takes 20 ms. torch.cuda.get_arch_list() would need an imported torch, which takes a second.
+    ``None`` if it has code for all of them, if there is no such build, or if its code is unknown.
     """
-    import mmap  # not needed elsewhere
-
     spec = importlib.util.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         facts = dict(_VERSION.findall(read_kernel_file(os.path.join(folder, "version.py"))))
-        if "cuda" not in facts:  # a build for the CPU or for AMD
+        version = printable(facts.get("__version__", ""))
+        is_known = _WHEEL.fullmatch(version) and all(map(_is_in_all_wheels, gpus))
+        if "cuda" not in facts or is_known:  # without CUDA: a build for the CPU or for AMD
             return None
-        with (
-            contextlib.suppress(OSError, ValueError),  # another layout, as on Windows; an empty file
-            open(os.path.join(folder, _TORCH_LIBRARY), "rb") as library,
-            mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ) as content,
-        ):
-            if found := _ARCHITECTURES.search(content):
-                return TorchBuild(printable(facts.get("__version__", "")), tuple(found[1].decode().split()))
+        if codes := _codes_in(os.path.join(folder, _TORCH_LIBRARY)):
+            return TorchBuild(version, codes)
     return None
+
+
+def _is_in_all_wheels(gpu: GpuReading) -> bool:
+    return gpu.compute_capability is None or _IN_ALL_WHEELS[0] <= gpu.compute_capability <= _IN_ALL_WHEELS[1]
+
+
+@functools.cache
+def _codes_in(library: str) -> tuple[str, ...]:
+    """Return the GPU code in a library of torch; empty if unknown. Takes 20 ms: half as long as a pick.
+
+    torch.cuda.get_arch_list() would need an imported torch, which takes a second.
+    """
+    import mmap  # not needed elsewhere
+
+    with (
+        contextlib.suppress(OSError, ValueError),  # another layout, as on Windows; an empty file
+        open(library, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        found = _ARCHITECTURES.search(content)
+        return tuple(found[1].decode().split()) if found else ()
+    return ()

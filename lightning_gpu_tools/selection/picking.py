@@ -204,7 +204,6 @@ class Attempt:
         group: str | None,
         # UUIDs to pick from, in the order of the result. None: those in CUDA_VISIBLE_DEVICES, best first.
         among: Sequence[str] | None,
-        torch: TorchBuild | None,
     ) -> None:
         self.request = request
         self.ledger = ledger
@@ -213,12 +212,16 @@ class Attempt:
         self.ahead = ahead
         self.group = group
         self.among = among
-        self.torch = torch
 
     @functools.cached_property
     def gpus(self) -> tuple[GpuReading, ...]:
         """All GPUs of the machine, read from the driver on first use."""
         return self.read_gpus()
+
+    @functools.cached_property
+    def torch(self) -> TorchBuild | None:
+        """The installed torch, if it may lack code for one of the GPUs."""
+        return cuda.installed_torch(self.gpus)
 
     @property
     def visible(self) -> tuple[GpuReading, ...]:
@@ -350,7 +353,6 @@ def pick(
 
         if request.promises or waits:
             claims.warn_if_private()
-        torch = cuda.installed_torch()
         if not claims.own_jobs():  # otherwise, the driver may not be needed
             keep_open()  # before taking the lock, because this takes seconds without persistence mode
         while True:
@@ -360,7 +362,7 @@ def pick(
                     claims.warn_once(f"{problem} Waiting for the lock.")
                     continue
                 ahead = _ahead_of(place, ledger) if waits else ()
-                attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among, torch)
+                attempt = Attempt(request, ledger, problem, read_gpus, ahead, group, among)
                 try:
                     return decide(attempt)
                 except NotEnoughGpusError as error:
@@ -368,7 +370,7 @@ def pick(
                         raise
                     reasons = error
                 if announced_s == -math.inf:  # the first time
-                    uuids = attainable(attempt.visible, attempt.request, torch)
+                    uuids = attainable(attempt.visible, attempt.request, attempt.torch)
                     if len(uuids) < attempt.request.count:
                         raise _prefixed(reasons, "Waiting cannot help, because even idle GPUs would not qualify.")
                 if ledger.takes_claims and not (place and place.is_in(claims.directory())):  # it may have been removed

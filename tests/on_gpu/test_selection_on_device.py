@@ -24,6 +24,7 @@ BEGIN = """
 import json, os, torch
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, list_gpus, select_gpus
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError
+from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.selection import cuda
 def uuid(device): return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 """
@@ -49,7 +50,10 @@ print(json.dumps([list(selection.uuids), shown, torch.zeros(1, device="cuda").it
 
 
 def test_the_code_in_torchs_files_is_what_torch_reports() -> None:
-    build = answer("print(json.dumps([torch.__version__, torch.cuda.get_arch_list(), *cuda.installed_torch()]))")
+    build = answer("""
+too_old = GpuReading(index=0, compute_capability=(3, 7))
+print(json.dumps([torch.__version__, torch.cuda.get_arch_list(), *cuda.installed_torch([too_old])]))
+""")
     assert build[:2] == build[2:]
 
 

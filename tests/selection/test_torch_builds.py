@@ -34,12 +34,12 @@ def install_torch(tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatc
     """Put a torch where child processes look first, which is enough of it for all but an import."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{driver.variables()['PYTHONPATH']}")
 
-    def install(codes: str | None, cuda: str | None = "12.6") -> None:
+    def install(codes: str | None, cuda: str | None = "12.6", version: str = "2.6.0+cu126") -> None:
         folder = tmp_path / "site" / "torch"
         (folder / "lib").mkdir(parents=True, exist_ok=True)
         (folder / "__init__.py").write_text("raise AssertionError('torch was imported')")
-        version = f"from typing import Optional\n__version__ = '2.6.0+cu126'\ncuda: Optional[str] = {cuda!r}\n"
-        (folder / "version.py").write_text(version)
+        facts = f"from typing import Optional\n__version__ = {version!r}\ncuda: Optional[str] = {cuda!r}\n"
+        (folder / "version.py").write_text(facts)
         (folder / "lib" / "libtorch_python.so").unlink(missing_ok=True)
         if codes is not None:
             content = b"\x7fELF\0sm_\0 sm_9\0" + bytes(5000) + codes.encode() + b"\0sm_size\0"
@@ -70,6 +70,14 @@ def test_a_build_with_its_code_uses_an_old_card(driver: Driver, run_cli: RunCli,
     install_torch(f"{CU126} sm_37")
     assert names(driver, run_cli("pick", "--name", "k80")) == ["Tesla K80"]
     assert names(driver, run_cli("pick", "--name", "GT")) == []
+
+
+def test_only_where_wheels_differ_the_code_is_read(driver: Driver, run_cli: RunCli, install_torch: Any) -> None:
+    driver.gpus = driver.gpus[:1]
+    install_torch("sm_70", version="2.6.0a0+git0123456")  # built for other cards
+    assert "compute capability 8.0; the installed torch 2.6.0a0+git0123456" in run_cli("pick").stderr
+    install_torch("sm_70")  # no wheel is like this
+    assert names(driver, run_cli("pick")) == ["NVIDIA A100-PCIE-40GB"]
 
 
 @pytest.mark.parametrize(
