@@ -39,6 +39,19 @@ hypothesis.settings.register_profile("thorough", max_examples=2000, **_HYPOTHESI
 hypothesis.settings.load_profile("ci")
 
 
+_wait_for_its_end = subprocess.Popen.__exit__
+
+
+def _end_if_the_test_fails(process: subprocess.Popen[Any], kind: Any, *error: Any) -> None:
+    if kind is not None:
+        process.kill()
+    _wait_for_its_end(process, kind, *error)
+
+
+# At the end of `with subprocess.Popen(...)`, Python waits for the program, also after a failed assertion.
+subprocess.Popen.__exit__ = _end_if_the_test_fails  # type: ignore[method-assign]
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """Return how many processes ``-n logical`` starts: half of its time a test waits for another process or a clock."""
     return (os.cpu_count() or 1) * 3 // 2

@@ -36,11 +36,12 @@ from lightning_gpu_tools.selection import claim_files, claims
 from lightning_gpu_tools.selection.claims import open_ledger, read_ledger
 import fcntl, json, socket
 # Another user may not be able to read the files that Python imports, so that has to be done before.
-import argparse, ctypes.util, dataclasses, locale, logging, mmap, psutil, pynvml, rich.box, rich.console, rich.table
-import select
+import argparse, ctypes.util, dataclasses, locale, logging, mmap, psutil, pynvml, rich.console, rich.table, select
 import lightning_gpu_tools.selection.placement
 from lightning_gpu_tools.gpus.nvml import probe
 from lightning_gpu_tools.cli import gpus, pick, run
+with open(os.devnull, "w") as nowhere:
+    rich.console.Console(file=nowhere).print(rich.table.Table("a [bold]title"))
 if "fake_driver" in sys.modules:
     select_gpus(claim=False)
 path, user = sys.argv[1], int(sys.argv[2])
@@ -461,11 +462,11 @@ def test_places_of_killed_jobs_hold_nobody_up(driver: Driver, path: Path, are_cl
     uuid = str(driver.gpus[0].uuid)
     wait = f"{PICK}print(*select_gpus(exclusive=True, wait='1h').uuids, flush=True)"
     flood = FLOOD.format(kind="wait", record={**GOOD, "uuids": [uuid], "requested": 1})
-    with staying(BOB, path, flood) as ahead:
+    with staying(BOB, path, flood) as ahead, ExitStack() as ends:
         with staying(CAROL, path, TAKE.replace("GPU-a", uuid)) as holder:
             command = [sys.executable, "-c", AS + wait, str(path), str(ALICE)]
             open_log(path)
-            job = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
+            job = ends.enter_context(subprocess.Popen(command, stdout=-1, stderr=-1, text=True))
             assert "behind 1000 other jobs" in job.stderr.readline()
             holder.kill()
         if are_closed:
