@@ -64,7 +64,7 @@ def dry_run(make_machine: Callable[..., Machine], tmp_path: Path) -> DryRun:
             timeout=170,
             check=False,
         )
-        assert not [*tmp_path.glob("dry-run-*")], ended.stderr
+        assert not [*tmp_path.glob("lightning-gpu-tools-*")], ended.stderr
         return Ended(ended.returncode, json.loads(ended.stdout or "{}"), ended.stderr)
 
     return run
@@ -217,4 +217,4 @@ def test_it_ends_with_all_its_processes(make_machine: Callable[..., Machine], tm
         program.send_signal(how)
         assert not psutil.wait_procs(children, timeout=30)[1]
     assert program.returncode == (130 if how == signal.SIGINT else -9)
-    assert not [*tmp_path.glob("dry-run-*")]
+    assert not [*tmp_path.glob("lightning-gpu-tools-*")]
