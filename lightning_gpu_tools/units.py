@@ -1,10 +1,12 @@
-"""Sizes and durations as text (``"8GiB"``, ``"90s"``), and escaping of untrusted text."""
+"""Sizes and durations as text (``"8GiB"``, ``"90s"``), lines for a terminal, and escaping of untrusted text."""
 
 from __future__ import annotations
 
 import math
 import pwd
 import re
+import shutil
+import textwrap
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 
@@ -32,6 +34,7 @@ _BYTES_PER_UNIT = {
 }
 _SECONDS_PER_UNIT = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MAX_BYTES = 2**64  # NVML counts bytes in 64 bits
+_MAX_WIDTH, _MIN_WIDTH = 100, 60  # our defaults; a row of a tree with a short label has 60 columns
 _MAX_RANGES = 8  # with numbers of up to 5 digits, they fit in a line of 100 columns
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
@@ -102,6 +105,24 @@ def number_ranges(numbers: Iterable[int]) -> str:
     if others:
         parts.append(f"{others:,} other{'s' * (others > 1)}")
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
+def line_width() -> int:
+    """Return the width of the terminal in columns, at most 100; 100 if the output is not a terminal."""
+    return max(_MIN_WIDTH, min(shutil.get_terminal_size((_MAX_WIDTH, 24)).columns, _MAX_WIDTH))
+
+
+def wrapped(text: str, first: str = "", others: str = "  ") -> str:
+    """Wrap text to the width of the terminal, without breaking words; no line begins with a "%"."""
+    lines = textwrap.fill(
+        text.replace(" %", "\N{NO-BREAK SPACE}%"),
+        line_width(),
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines.replace("\N{NO-BREAK SPACE}%", " %")
 
 
 def printable(text: object, max_length: int = 100) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from lightning_gpu_tools.reports.scaling import (
 )
 from lightning_gpu_tools.reports.text import cause_phase, escape_markdown, phase_label
 from lightning_gpu_tools.training.phases import PAUSES, PHASES, RANK_WAIT, TRAINING_STEP, base_phase
-from lightning_gpu_tools.units import format_duration, printable
+from lightning_gpu_tools.units import format_duration, printable, wrapped
 
 # Settings that must match so that a difference in speed is due to the program.
 _MUST_MATCH = (
@@ -250,9 +249,9 @@ def _show(value: Any) -> str:
 
 
 def render_comparison(comparison: Comparison, confirmation: str | None = None) -> str:
-    """Return the comparison as text of at most 100 columns; ``confirmation`` is the result of :func:`confirm`."""
+    """Return the comparison as text, as wide as the terminal; ``confirmation`` is the result of :func:`confirm`."""
     lines = [headline(comparison), *details(comparison, confirmation)]
-    return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+    return "\n".join(map(wrapped, lines))
 
 
 def comparison_markdown(comparison: Comparison, confirmation: str | None = None) -> str:

@@ -36,7 +36,7 @@ from lightning_gpu_tools.runs.run_recorder import HostReading, RunRecorder
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path, wrapped
 
 # Our default: the report is written at the start, after this time, and whenever the run has doubled in length. A killed
 # run loses at most half of its length, or a minute.
@@ -315,7 +315,8 @@ def say(text: str) -> None:
 
 def say_verdict(diagnosis: Diagnosis) -> None:
     """Print why memory ran out, on a rank without its own report."""
-    say(f"Why:  {printable(diagnosis.why, 1000)}\nNext: {printable(diagnosis.next_step, 1000)}")
+    texts = {"Why:  ": diagnosis.why, "Next: ": diagnosis.next_step}
+    say("\n".join(wrapped(printable(text, 1000), title, "      ") for title, text in texts.items()))
 
 
 def warn_if_not_writable(folder: str) -> None:
