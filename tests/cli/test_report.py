@@ -84,10 +84,10 @@ def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(shown)["reasons"] == ["batch_size differs: 64 before, 32 now"]
     code, shown = against_old("advised")
     assert code == 0
-    assert shown.startswith("50 % FASTER after num_workers None -> 4 (95 % interval +")
+    assert shown.startswith("FASTER: 1.50x after num_workers None -> 4 (95 % interval 1.50x to 1.50x): ")
     assert max(map(len, shown.splitlines())) <= 100
     code, shown = against_old("advised and slow")
-    assert (code, "9 % SLOWER after num_workers None -> 4 (" in shown) == (1, True)
+    assert (code, "SLOWER: 0.91x after num_workers None -> 4 (" in shown) == (1, True)
     assert against_old("advised and slow", "--max-slowdown", "20")[0] == 0
     assert against_old("slow", "--format", "markdown")[1].startswith("**SLOWER:** ")
 
