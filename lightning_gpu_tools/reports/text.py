@@ -312,6 +312,13 @@ def cause_phase(report: Report) -> str | None:
     return next((phase for phase in phases if phase in report.phase_s), None)
 
 
+def cause_phases(report: Report) -> set[str]:
+    """Return all phases of the first finding in the time tree: a wait for a CPU core may be in several."""
+    findings = report.diagnosis.findings[:1]
+    several = [one for finding in findings for one in str(finding.evidence.get("phases", "")).split(", ")]
+    return {*filter(None, (cause_phase(report), *several))}
+
+
 _Line = tuple[str, str]  # a label, and the text after it
 
 
@@ -329,15 +336,15 @@ def _tree(branches: Sequence[tuple[_Line, Sequence[_Line]]]) -> list[str]:
 
 
 def _time_tree(report: Report, full: bool) -> list[str]:
-    cause = cause_phase(report)
+    causes = cause_phases(report)
 
     def line(label: str, seconds: float, phase: str) -> _Line:
         amount, per_step = format_duration(seconds), format_duration(seconds / max(1, report.steps))
-        marked = "  ◀ cause" * (phase == cause)
+        marked = "  ◀ cause" * (phase in causes)
         return label, f"{amount:>10}{100 * seconds / report.wall_s:>6.1f} %{per_step:>10}/step{marked}"
 
     def is_shown(seconds: float, phase: str) -> bool:
-        return full or seconds >= _MIN_TIME * report.wall_s or phase == cause
+        return full or seconds >= _MIN_TIME * report.wall_s or phase in causes
 
     branches: list[tuple[_Line, Sequence[_Line]]] = []
     folded: list[float] = []
