@@ -228,6 +228,8 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
         with _failure_added_to(lines, "The report could not be drawn"):
             if names := drawing.start(report, file.folder, say):
                 written[0] += f" ({' and '.join(names)} will follow)"
+            elif report.diagnosis.verdict == "too_short":
+                written[0] += " (the run is too short for a picture)"
     text = ""
     with _failure_added_to(lines, "The report could not be shown"):
         text = render_text(report)
