@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -292,16 +292,16 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
 
 def _so_far(run: RunMeasurements) -> str:
     """Return the longest phase of the steps of a run that is too short, except for training; empty if it is short."""
-    seconds = Counter[str]()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for phase, phase_s in run.phase_s.items():
         seconds[base_phase(phase)] += phase_s
     for group in (TRAINING_STEP, UNEXPLAINED, *PAUSES):
         seconds.pop(group, None)
-    for group, phase_s in seconds.most_common(1):
-        if phase_s >= MAX_UNNAMED * run.wall_s:
-            label = PHASES[group].label if group in PHASES else printable(group)
-            return f"So far: {label}, {100 * phase_s / run.wall_s:.0f} % of the wall time; too short for a verdict. "
-    return ""
+    group, longest_s = max(seconds.items(), key=lambda item: item[1], default=("", 0.0))
+    if not longest_s or longest_s < MAX_UNNAMED * run.wall_s:
+        return ""
+    label = PHASES[group].label if group in PHASES else printable(group)
+    return f"So far: {label}, {100 * longest_s / run.wall_s:.0f} % of the wall time; too short for a verdict. "
 
 
 def _harmless(run: RunMeasurements) -> str:

@@ -9,6 +9,7 @@ from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, 
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
+from lightning_gpu_tools.units import check_percentage
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +21,7 @@ class Thresholds:
     min_seconds: float = MIN_SECONDS
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_utilization_percent <= 100:
-            raise ValueError(
-                f"min_utilization_percent must be between 0 and 100, got {self.min_utilization_percent!r}."
-            )
+        check_percentage(self.min_utilization_percent, "min_utilization_percent")
         if self.min_steps < 1:
             raise ValueError(f"min_steps must be at least 1, got {self.min_steps!r}.")
         if not self.min_seconds >= 0:

@@ -18,7 +18,7 @@ from lightning_gpu_tools.gpus.readings import (
     GpuWaiter,
     folded_claims,
 )
-from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, parse_duration
+from lightning_gpu_tools.units import check_percentage, format_bytes, number_ranges, parse_bytes, parse_duration
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -55,10 +55,8 @@ class Request:
         for name in ("exclusive", "claim"):
             if getattr(self, name) not in (True, False):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        percent = self.max_utilization
-        is_number = isinstance(percent, (int, float)) and not isinstance(percent, bool)
-        if percent is not None and not (is_number and 0 <= percent <= 100):
-            raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {percent!r}.")
+        if self.max_utilization is not None:
+            check_percentage(self.max_utilization, "max_utilization")
         if self.name is not None and not (isinstance(self.name, str) and self.name.strip()):
             raise ValueError(f'name must be a part of a model\'s name like "A100", got {self.name!r}.')
         _ = self.min_free_bytes, self.wait_s  # raises if they are invalid

@@ -97,20 +97,6 @@ def test_an_advisor_alone_brings_a_monitor(tmp_path: Path, capsys: pytest.Captur
             assert capsys.readouterr().out.count("Verdict:") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_utilization_percent": 101}, "between 0 and 100, got 101"),
-        ({"min_steps": 0}, "at least 1, got 0"),
-        ({"min_seconds": -1}, "must not be negative, got -1"),
-        ({"min_seconds": float("nan")}, "must not be negative, got nan"),
-    ],
-)
-def test_bad_arguments_are_refused_with_the_value(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GPUUtilizationAdvisor(**options)  # type: ignore[arg-type]
-
-
 def test_slow_steps_are_named_with_their_period(tmp_path: Path, hand_clock: HandClock) -> None:
     class NowAndThen(Model):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:

@@ -327,16 +327,6 @@ def test_disabled_it_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not recwarn.list
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"interval_s": 0}, {"min_utilization_percent": 101}, {"min_steps": 0}, {"min_seconds": -1}],
-    ids=lambda options: next(iter(options)),
-)
-def test_a_senseless_argument_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        watch(**options)
-
-
 OURS = [
     *(LoopTimer.__init__, LoopTimer.start, LoopTimer.open, LoopTimer.begin_fetch, LoopTimer.end_fetch),
     *(LoopTimer.close, LoopTimer.end_step, LoopTimer._go_on, LoopTimer._optimizer_begins, LoopTimer._optimizer_ends),

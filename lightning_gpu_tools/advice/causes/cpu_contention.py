@@ -10,7 +10,7 @@ and host work without a line of the program are then not reported.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
@@ -81,15 +81,15 @@ def _phases(run: RunMeasurements, of_thread: float, of_workers: float, of_ranks:
 
     Its own wait is measured in total and while it loads data. The rest counts as part of the longest other phase.
     """
-    others = Counter[str]()
+    others: defaultdict[str, float] = defaultdict(float)
     for phase, seconds in run.phase_s.items():
         if base_phase(phase) not in (DATA_LOADING, RANK_WAIT, *PAUSES):
             others[base_phase(phase)] += seconds
     in_loading = _delayed_in_loading(run)
-    waits = Counter({DATA_LOADING: in_loading + of_workers, RANK_WAIT: of_ranks})
-    for phase, _ in others.most_common(1):
-        waits[phase] = of_thread - in_loading
-    return [phase for phase, share in waits.most_common() if share >= _MIN_NAMED * waits.total()]
+    waits = {DATA_LOADING: in_loading + of_workers, RANK_WAIT: of_ranks}
+    if others:
+        waits[max(others, key=lambda phase: others[phase])] = of_thread - in_loading
+    return [phase for phase, share in waits.items() if share >= _MIN_NAMED * sum(waits.values())]
 
 
 def without_contention(run: RunMeasurements, found: Sequence[Finding], contention: Finding) -> list[Finding]:
