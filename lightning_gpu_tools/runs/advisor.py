@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT
+from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
@@ -62,4 +62,12 @@ class Advisor:
             self._next_judgment *= 2  # judging costs about a millisecond
         else:
             self._next_judgment = math.inf
-            session.warn(f"{diagnosis.why} {diagnosis.next_step}", category=LowGPUUtilizationWarning)
+            session.warn(_in_one_line(diagnosis), category=LowGPUUtilizationWarning)
+
+
+def _in_one_line(diagnosis: Diagnosis) -> str:
+    """Return the cost of the first cause and the change, without their details: the report has these."""
+    sentences = diagnosis.why.split(". ")
+    costs = next((one for one in sentences if "of the wall time" in one), sentences[0])
+    change, _, _ = diagnosis.next_step.partition(". ")
+    return f"{costs.partition(' (')[0].rstrip('.')}. {change.rstrip('.')}."

@@ -310,7 +310,8 @@ class Session:
                 self._warned.add(message)
                 self.report_wanted = True
                 if self.run.place.rank == 0:
-                    warnings.warn(message, category, stacklevel=2)
+                    # Without the path and the code of this package, where no line of the program called it.
+                    warnings.warn_explicit(message, category, "lightning_gpu_tools", 1)
 
     # Finishing, and judging
 
