@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Before torch is imported, here or in a child: on the tests' tiny tensors its threads only spin until the others are
 # done, on cores that another test needs. It was a third of the CPU time of some files.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("COLUMNS", None)  # of pytest-xdist: output that is not a terminal has 100 columns
 
 # The same examples in every run, so that a failure is due to the change; --hypothesis-profile=thorough finds others.
 # Examples have no time limit, because the machine may be shared.

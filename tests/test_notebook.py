@@ -1,8 +1,6 @@
 """The notebook, run from top to bottom as Jupyter would."""
 
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,19 +14,18 @@ NOTEBOOK = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
 
 
 def test_the_notebook_runs_and_shows_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = tmp_path / "bin" / "lightning-gpu-tools"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m lightning_gpu_tools "$@"\n')
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # an environment that is not activated
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not [cell for cell in notebook.cells if cell.get("outputs")]  # it is kept without
+    for cell in notebook.cells:  # to Jupyter, a command that fails is no error
+        cell.source = re.sub(r"^!.*$", r"\g<0>\nprint(f'Exit code: {_exit_code}')", cell.source, flags=re.MULTILINE)
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     shown = "".join(output.get("text", "") for output in outputs)
     assert shown.count("Verdict: ") == 2
     assert "Set DataLoader(..., num_workers=" in re.sub(r"\s+", " ", shown)
-    assert "faster (95 % interval" in shown
+    assert re.search(r"^FASTER.* after num_workers 0 -> ", shown, re.MULTILINE | re.DOTALL)
+    assert re.findall(r"Exit code: (\d+)", shown) == ["0", "0", "4"]  # the last lists the GPUs, and there is no driver
     (page,) = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
     assert "&lt;!DOCTYPE html&gt;" in page

@@ -50,9 +50,11 @@ from lightning_gpu_tools.advice.single_samples import with_garbage
 from lightning_gpu_tools.advice.uneven_steps import details
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import (
+    PAUSES,
     PHASES,
     RANK_WAIT,
     TRAINER,
+    UNEXPLAINED,
     VALIDATION,
     base_phase,
 )
@@ -96,7 +98,7 @@ def diagnose(
     if is_judged:
         why, next_step = _why(run, verdict, findings), _next_step(verdict, findings)
     else:
-        why = (
+        why = _so_far(run) + (
             f"Measured {steady} steady steps in {format_duration(steady_s)}, but a verdict needs at least {min_steps} "
             f"steps and {format_duration(min_seconds)}. The first steps of the run and of each epoch do not count."
         )
@@ -286,6 +288,20 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
         f"{gpu}{costs} {100 * first.share:.0f} % of the wall time{numbers and f' ({numbers})'}."
         f"{also and f' In addition, {also}.'}"
     )
+
+
+def _so_far(run: RunMeasurements) -> str:
+    """Return the longest phase of the steps of a run that is too short, except for training; empty if it is short."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for phase, phase_s in run.phase_s.items():
+        seconds[base_phase(phase)] += phase_s
+    for group in (TRAINING_STEP, UNEXPLAINED, *PAUSES):
+        seconds.pop(group, None)
+    group, longest_s = max(seconds.items(), key=lambda item: item[1], default=("", 0.0))
+    if not longest_s or longest_s < MAX_UNNAMED * run.wall_s:
+        return ""
+    label = PHASES[group].label if group in PHASES else printable(group)
+    return f"So far: {label}, {100 * longest_s / run.wall_s:.0f} % of the wall time; too short for a verdict. "
 
 
 def _harmless(run: RunMeasurements) -> str:

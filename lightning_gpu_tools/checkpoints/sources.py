@@ -27,7 +27,7 @@ from lightning_gpu_tools.checkpoints.structure import (
 )
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.units import printable_path
+from lightning_gpu_tools.units import path_text, printable_path
 
 _MAX_NEIGHBORS = 8  # our default: an error message must not take long
 # The weights in a folder by Hugging Face's tools, the preferred file first. The others are copies, or states of a
@@ -44,7 +44,7 @@ def checkpoint_at(path: str | os.PathLike[str]) -> str:
 
     Raises ``BrokenCheckpointError`` with their paths if there are several.
     """
-    text = os.fspath(path)
+    text = path_text(path)
     local = os.path.expanduser(text)
     if "://" in text or not os.path.isdir(local) or _folder_format(local):
         return text

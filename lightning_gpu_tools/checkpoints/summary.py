@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,10 +29,9 @@ from lightning_gpu_tools.checkpoints.key_tree import (
 )
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, Opaque, Structure, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
-from lightning_gpu_tools.units import format_bytes, printable, printable_path
+from lightning_gpu_tools.units import format_bytes, line_width, printable, printable_path, wrapped
 
 SCHEMA_VERSION = 1
-_WIDTH = 100
 _MAX_ENTRIES = 20
 # Entries that have their own line or number.
 _SHOWN = frozenset(
@@ -77,7 +75,7 @@ def summarize(structure: Structure) -> dict[str, Any]:
 
 
 def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
-    """Return the summary as text, at most 100 columns wide except for longer names."""
+    """Return the summary as text, as wide as the terminal except for longer names."""
     kind = {"lightning": "Lightning checkpoint", "other": summary["content"]}.get(summary["kind"], summary["kind"])
     size = format_bytes(summary["size_bytes"])
     how = {"dcp": "torch.distributed.checkpoint", "deepspeed": "DeepSpeed"}.get(summary["format"], summary["format"])
@@ -117,8 +115,8 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
 
 
 def _prose(line: str) -> list[str]:
-    """Wrap a line of text to 100 columns without breaking names."""
-    return textwrap.wrap(line, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    """Wrap a line of text without breaking names."""
+    return wrapped(line, others="    ").splitlines()
 
 
 def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str, int], all_keys: bool) -> list[str]:
@@ -147,7 +145,7 @@ def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str,
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return rows as aligned lines of at most 100 columns. A longer name gets its own line."""
     longest, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    first = min(longest, _WIDTH - 2 - sum(widths) - 2 * len(widths))
+    first = min(longest, line_width() - 2 - sum(widths) - 2 * len(widths))
     lines = []
     for name, *cells in rows:
         if len(name) > first:

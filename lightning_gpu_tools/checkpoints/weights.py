@@ -33,7 +33,7 @@ from lightning_gpu_tools.errors import (
     CheckpointError,
     CheckpointMismatchError,
 )
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import checked, printable, printable_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,7 @@ class LoadReport:
 
 
 @collector_paused()
+@checked
 def load_weights(
     model: nn.Module, path: str | os.PathLike[str], *, root: Root = None, strict: bool = True, weights_only: bool = True
 ) -> LoadReport:
@@ -149,6 +150,8 @@ def _check_arguments(model: object, path: object) -> None:
             problem += f". Or use the hyperparameters in the file: load_from_checkpoint({name}, {shown})"
     elif isinstance(model, nn.Module):
         problem = f"{printable(type(path).__name__)} as the path. It takes the path or URL of a checkpoint"
+        if isinstance(path, Mapping):
+            problem += ". For weights in memory: model.load_state_dict(state_dict)"
     else:
         problem = f"{printable(type(model).__name__)} as the model. It takes a torch.nn.Module"
     raise TypeError(f"load_weights got {problem}.")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
 
 from lightning_gpu_tools.advice.explained import Explained, Threshold, explained
+from lightning_gpu_tools.units import wrapped
 
-_WIDTH = 100  # like the report
 _VERIFIED_ON = {
     "measurements": "only with synthetic measurements so far",
     "cpu": "by training on a CPU",
@@ -112,6 +111,4 @@ def _table(thresholds: Sequence[Threshold]) -> Iterator[str]:
 
 
 def _filled(text: str, first: str = "", others: str | None = None) -> str:
-    wrapper = textwrap.TextWrapper(_WIDTH, break_long_words=False, break_on_hyphens=False)
-    wrapper.initial_indent, wrapper.subsequent_indent = first, first if others is None else others
-    return wrapper.fill(text)
+    return wrapped(text, first, first if others is None else others)

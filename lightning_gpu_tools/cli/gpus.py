@@ -19,7 +19,7 @@ from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.selection import claims as all_claims
 from lightning_gpu_tools.selection import cuda
 from lightning_gpu_tools.selection.ranking import effective_free_bytes, is_outdated
-from lightning_gpu_tools.units import format_bytes, format_duration, number_ranges, printable
+from lightning_gpu_tools.units import format_bytes, format_duration, line_width, number_ranges, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,9 +73,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    console = Console(file=sys.__stdout__)  # rich writes the escape sequences of colors itself
-    if console.width > 100 or not console.is_terminal:
-        console.width = 100
+    console = Console(file=sys.__stdout__, width=line_width())  # rich writes the escape sequences of colors itself
     if args.watch:
         return _watch(console)
     gpus, claims = _read()

@@ -17,7 +17,7 @@ from lightning_gpu_tools.reports.report import FILE_NAME, Report
 from lightning_gpu_tools.reports.report_file import find_report, load_report
 from lightning_gpu_tools.reports.schema import as_json, to_json
 from lightning_gpu_tools.reports.text import LINE_COLUMNS, line_rows, render_markdown, render_text
-from lightning_gpu_tools.units import printable_path
+from lightning_gpu_tools.units import line_width, printable_path
 
 _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
 
@@ -134,9 +134,7 @@ def _print_lines(report: Report, *, full: bool) -> int:
         table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
         table.add_row(*map(Text, row))  # Text, so that rich does not take a bracket in a name for markup
-    console = Console(file=sys.__stdout__)  # rich writes the escape sequences of colors itself
-    if console.width > 100 or not console.is_terminal:
-        console.width = 100
+    console = Console(file=sys.__stdout__, width=line_width())  # rich writes the escape sequences of colors itself
     console.print(table)
     return 0
 

@@ -1,17 +1,15 @@
-"""The result of a dry run for the terminal: at most 100 columns."""
+"""The result of a dry run for the terminal."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.lines import in_words
 from lightning_gpu_tools.advice.memory_account import PARTS
 from lightning_gpu_tools.dry_run.result import DryRun
 from lightning_gpu_tools.reports.text import line_label
-from lightning_gpu_tools.units import format_bytes, number_ranges, printable
+from lightning_gpu_tools.units import format_bytes, line_width, number_ranges, printable, wrapped
 
-_WIDTH = 100
 _MAX_LINES = 4
 _MAX_SYNCS = 3
 _MIN_SHARE = 0.005  # of the needed memory; smaller parts and lines are not shown
@@ -36,14 +34,15 @@ def _lines(run: DryRun) -> Iterator[str]:
         lines = [one for one in run.lines if one.bytes >= _MIN_SHARE * needed][:_MAX_LINES]
         if lines:
             yield "Lines that allocated the most"
-            yield from (f"  {format_bytes(one.bytes):>8}  {printable(line_label(one), 85)}" for one in lines)
+            room = line_width() - 15
+            yield from (f"  {format_bytes(one.bytes):>8}  {printable(line_label(one), room)}" for one in lines)
     if run.batch_size and (run.largest_batch is not None or run.trials):
         yield _wrapped(f"Largest batch: {_largest_batch(run)}")
     if run.fits_on:
         yield _wrapped(f"Fits on: {_models(run)}")
     if run.min_free_bytes:
         here = f" {_here(run.free_here)}" if run.free_here is not None else ""
-        yield f"Value for --min-free: {run.min_free_bytes / 2**30:.1f}GiB.{here}"
+        yield _wrapped(f"Value for --min-free: {run.min_free_bytes / 2**30:.1f}GiB.{here}")
     if run.syncs:
         places = [f"{in_words(one.file, one.line, one.function)} ({one.samples}x)" for one in run.syncs[:_MAX_SYNCS]]
         more = len(run.syncs) - len(places)
@@ -80,4 +79,4 @@ def _here(free: tuple[int, ...]) -> str:
 
 
 def _wrapped(text: str, max_length: int = 500) -> str:
-    return textwrap.fill(printable(text, max_length), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return wrapped(printable(text, max_length))

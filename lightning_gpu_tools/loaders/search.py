@@ -32,7 +32,7 @@ from lightning_gpu_tools.loaders.random_states import undisturbed
 from lightning_gpu_tools.loaders.settings import batch_bytes, fingerprint, plain_loader, settings_of
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.units import check_seconds, printable
 
 _MAX_INDICES = 1024  # from the sampler; a search loads a few hundred batches
 _MAX_SAMPLING_S = 1.0
@@ -368,9 +368,8 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
         found = find_loader_settings(loader, step_time_s=0.050)
         print(found.settings, found.reason)
     """
-    for name, seconds in (("step_time_s", step_time_s), ("budget_s", budget_s)):
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}.")
+    check_seconds(step_time_s, "step_time_s")
+    check_seconds(budget_s, "budget_s")
     fixed = why_not_searched(read_loader_facts(loader))
     if fixed is not None:
         original = settings_of(loader) if isinstance(loader, DataLoader) else None

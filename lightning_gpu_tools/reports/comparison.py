@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from lightning_gpu_tools.reports.scaling import (
 )
 from lightning_gpu_tools.reports.text import cause_phase, escape_markdown, phase_label
 from lightning_gpu_tools.training.phases import PAUSES, PHASES, RANK_WAIT, TRAINING_STEP, base_phase
-from lightning_gpu_tools.units import format_duration, printable
+from lightning_gpu_tools.units import format_duration, printable, wrapped
 
 # Settings that must match so that a difference in speed is due to the program.
 _MUST_MATCH = (
@@ -197,13 +196,13 @@ def _doubt(
         share = min(elsewhere / whole, 1.0)
         times = f"{format_duration(before.get(phase, 0.0))} -> {format_duration(now.get(phase, 0.0))} per step"
         return (
-            f"The machine was not the same: {100 * share:.0f} % of the gain is in phases that this change cannot speed "
-            f'up, mostly in "{phase_label(phase)}" ({times}).'
+            f"the machine was not the same: {100 * share:.0f} % of the gain is in phases that this change cannot speed "
+            f'up, mostly in "{phase_label(phase)}" ({times})'
         )
     predicted = math.prod(finding.ceiling for finding in findings)
     slowest = _speedups(comparison)[1]
-    if slowest + 1 > _MAX_BEYOND * predicted:
-        return f"The machine was not the same: the advice predicted at most {100 * (predicted - 1):.0f} % faster."
+    if slowest > _MAX_BEYOND * predicted:
+        return f"the machine was not the same: the advice predicted at most {_times(predicted)}"
     return None
 
 
@@ -237,11 +236,16 @@ def _parts(report: Report) -> Iterator[Mapping[str, float]]:
 
 
 def _speedups(comparison: Comparison) -> tuple[float, float, float]:
-    """Return how much faster the newer run is, and the ends of the 95 % interval."""
+    """Return how many times as fast the newer run is, and the ends of the 95 % interval."""
     slowdowns = (comparison.slowdown, comparison.slowdown_high, comparison.slowdown_low)
     ratios = [1 + (one or 0.0) for one in slowdowns]
-    faster, low, high = (1 / ratio - 1 if ratio > 0 else math.inf for ratio in ratios)
-    return faster, low, high
+    speedup, low, high = (1 / ratio if ratio > 0 else math.inf for ratio in ratios)
+    return speedup, low, high
+
+
+def _times(speedup: float) -> str:
+    """Return a measured speedup as text: ``"1.31x"``, or ``"3.5x"`` from 2 on."""
+    return f"{speedup:.2f}x" if speedup < 2 else f"{speedup:.1f}x"
 
 
 def _show(value: Any) -> str:
@@ -250,9 +254,9 @@ def _show(value: Any) -> str:
 
 
 def render_comparison(comparison: Comparison, confirmation: str | None = None) -> str:
-    """Return the comparison as text of at most 100 columns; ``confirmation`` is the result of :func:`confirm`."""
+    """Return the comparison as text, as wide as the terminal; ``confirmation`` is the result of :func:`confirm`."""
     lines = [headline(comparison), *details(comparison, confirmation)]
-    return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+    return "\n".join(map(wrapped, lines))
 
 
 def comparison_markdown(comparison: Comparison, confirmation: str | None = None) -> str:
@@ -270,14 +274,15 @@ def headline(comparison: Comparison) -> str:
     if old_s is None or new_s is None or slowdown is None or low is None or high is None:
         return f"{verdict}: there are no steady steps to compare."
     noise = ", within the noise of the runs" if low <= 0 <= high else ""
-    limit = f"; the limit is {100 * comparison.max_slowdown:+.1f} %" if comparison.max_slowdown else ""
+    limit = (
+        f"; the limit is {100 * comparison.max_slowdown:+.1f} % per {comparison.per}" if comparison.max_slowdown else ""
+    )
     steps = f"{format_duration(old_s)} per {comparison.of} {comparison.per} before, {format_duration(new_s)} now"
     if comparison.scaling is not None:
         return efficiency_line(comparison.scaling)
     if comparison.followed and comparison.verdict != "not_comparable":
-        faster, _, _ = _speedups(comparison)
-        result = f"{verdict}: {_faster(faster)}" if comparison.verdict == "same" else _faster(faster).upper()
-        return f"{result} after {_changed(comparison)} ({_interval(comparison)}){noise}{limit}: {steps}."
+        doubt = f", but {comparison.doubt}." if comparison.doubt else ":"
+        return f"{verdict}{doubt} {_speedup(comparison, f' after {_changed(comparison)}')}{noise}{limit}: {steps}."
     interval = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f} %"
     return f"{verdict}: {steps}: {100 * slowdown:+.1f} % ({interval}){noise}{limit}."
 
@@ -286,9 +291,9 @@ def _changed(comparison: Comparison) -> str:
     return ", ".join(map(str, comparison.followed))
 
 
-def _interval(comparison: Comparison) -> str:
-    _, low, high = _speedups(comparison)
-    return f"95 % interval {100 * low:+.0f} to {100 * high:+.0f} %"
+def _speedup(comparison: Comparison, after: str = "") -> str:
+    speedup, low, high = map(_times, _speedups(comparison))
+    return f"{speedup}{after} (95 % interval {low} to {high})"
 
 
 def details(comparison: Comparison, confirmation: str | None = None) -> list[str]:
@@ -297,7 +302,6 @@ def details(comparison: Comparison, confirmation: str | None = None) -> list[str
     named = {change.setting for change in comparison.followed} if is_test else {*_MUST_MATCH}
     advised = () if is_test else comparison.followed
     return [
-        *([comparison.doubt] if comparison.doubt else []),
         *([] if comparison.scaling is None else loss_lines(comparison.scaling)),
         *(f"Not comparable: {reason}." for reason in comparison.reasons),
         *(f"Changed as advised: {change}." for change in advised),
@@ -341,25 +345,21 @@ def confirm(new: Report, old: Report) -> str | None:
     if phase in PAUSES:  # not part of a steady step, so only the whole run shows it
         if not new.wall_s:
             return None
-        speedup = (old.wall_s / max(1, old.steps)) / (new.wall_s / max(1, new.steps)) - 1
-        return f"{_phase_change(phase, new, old)}: {_faster(speedup)}, measured over the whole run."
+        speedup = (old.wall_s / max(1, old.steps)) / (new.wall_s / max(1, new.steps))
+        return f"{_phase_change(phase, new, old)}: {_times(speedup)}, measured over the whole run."
     others = frozenset(PHASES) - {base_phase(phase)}
     doubt = _doubt(comparison, new, old, others, old.diagnosis.findings[:1])
     return _result(_phase_change(phase, new, old), replace(comparison, doubt=doubt))
 
 
 def _result(what: str, comparison: Comparison) -> str:
-    faster, low, high = _speedups(comparison)
+    _, low, high = _speedups(comparison)
     verdict = ", not confirmed: it is within the noise of the runs."
-    if low > 0:
-        verdict = ", confirmed." if comparison.doubt is None else f". {comparison.doubt}"
-    elif high < 0:
-        verdict = ". Undo the change."
-    return f"{what}: {_faster(faster)} ({_interval(comparison)}){verdict}"
-
-
-def _faster(speedup: float) -> str:
-    return f"{100 * abs(speedup):.0f} % {'slower' if speedup < 0 else 'faster'}"
+    if low > 1:
+        verdict = ", confirmed." if comparison.doubt is None else f", but {comparison.doubt}."
+    elif high < 1:
+        verdict = ", slower. Undo the change."
+    return f"{what}: {_speedup(comparison)}{verdict}"
 
 
 def _phase_per_step(phase: str, report: Report) -> float:

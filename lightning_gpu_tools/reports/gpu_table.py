@@ -9,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.units import format_bytes, number_ranges, printable
+from lightning_gpu_tools.units import format_bytes, line_width, number_ranges, printable
 
 # Our default: this fits on a screen next to the rest of the report. 16 GPUs are two machines of eight.
 _MAX_ROWS = 16
@@ -95,7 +95,7 @@ _Line = tuple[list[str], list[_Compared], str]
 
 
 def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
-    """Return a report's lines on the GPUs: a table of at most 100 columns, and sentences; ``full``: a line per GPU."""
+    """Return a report's lines on the GPUs: a table as wide as the terminal, and sentences; ``full``: a line per GPU."""
     columns = [column for column in COLUMNS if column.title and column.is_shown(column.values(gpus))]
     compared = _compare(gpus, columns)
     nodes = len({gpu.node for gpu in gpus})
@@ -153,7 +153,10 @@ def _node_lines(compared: Sequence[_Compared]) -> list[_Line]:
 
 
 def _table(heads: Sequence[str], columns: Sequence[_Column], lines: Sequence[_Line]) -> list[str]:
-    """Return a table whose cells are right-aligned, except for the star after them."""
+    """Return a table whose cells are right-aligned, except for the star after them.
+
+    If it is wider than the terminal, the first columns that lines about a node lack are left out.
+    """
     rows = [[*heads, *(column.title for column in columns)], ["" for _ in heads] + [column.unit for column in columns]]
     for head, inside, _ in lines:
         gpus = [one.gpu for one in inside]
@@ -162,7 +165,11 @@ def _table(heads: Sequence[str], columns: Sequence[_Column], lines: Sequence[_Li
     rows = [[cell if cell.endswith("*") else f"{cell} " for cell in row] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     marks = ["", "", *(mark for _, _, mark in lines)]
-    return [f"{' '.join(map(str.rjust, row, widths))} {mark}".rstrip() for row, mark in zip(rows, marks, strict=True)]
+    table = [f"{' '.join(map(str.rjust, row, widths))} {mark}".rstrip() for row, mark in zip(rows, marks, strict=True)]
+    extra = [column for column in columns if not column.of_node]
+    if extra and max(map(len, table)) > line_width():
+        return _table(heads, [column for column in columns if column is not extra[0]], lines)
+    return table
 
 
 def _outliers(compared: Sequence[_Compared]) -> list[str]:

@@ -22,7 +22,7 @@ from lightning_gpu_tools.training.lock_alarm import held_in
 from lightning_gpu_tools.training.phases import UNEXPLAINED
 from lightning_gpu_tools.training.run_measurements import ACTIVITIES
 from lightning_gpu_tools.training.stall_facts import StallFacts
-from lightning_gpu_tools.units import format_bytes, printable, printable_path
+from lightning_gpu_tools.units import format_bytes, path_text, printable, printable_path
 
 # Where reports are in a folder of runs: up to logs/name/version_0.
 _BELOW = ("*/", "*/*/", "*/*/*/")
@@ -62,7 +62,7 @@ def load_report(path: str | os.PathLike[str]) -> Report:
 
 def find_report(path: str | os.PathLike[str]) -> str:
     """Return the file that :func:`load_report` reads; raise ``ReportError`` if a folder has none."""
-    folder = os.fspath(path)
+    folder = path_text(path)
     try:
         if files.status(folder).kind != "folder":
             return folder

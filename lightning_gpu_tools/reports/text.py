@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -21,9 +20,8 @@ from lightning_gpu_tools.reports.gpu_table import gpu_lines
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
 from lightning_gpu_tools.training.memory_readings import MemoryLine
 from lightning_gpu_tools.training.phases import IN_WORKER, PHASES, RANK_WAIT, SLOW_STEP, TRAINING_STEP, UNEXPLAINED
-from lightning_gpu_tools.units import format_bytes, format_duration, printable
+from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable, wrapped
 
-_WIDTH = 100
 _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
 # For a report that is not full. After training, the paths of the files follow within 80 lines.
 _MAX_LINES = 76
@@ -33,6 +31,7 @@ _MAX_STALLS = 3
 _MIN_PART = 0.02
 _MIN_TIME = 0.01  # of the wall time
 _MIN_MEMORY = 0.5  # of a GPU's, from which on what uses it is worth a tree
+_TIME_COLUMNS = 42  # of a row of the time tree, after the label
 _MAX_SOURCE_LINES = 10  # of a phase
 _MAX_MEMORY_LINES = 3
 LINE_COLUMNS = ("phase", "of its time", "line", "samples")  # of line_rows
@@ -42,35 +41,31 @@ _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
 
 def render_text(report: Report, *, full: bool = False) -> str:
-    """Return the report in fewer than 80 lines of at most 100 columns; ``full``: without a limit on the lines."""
-    diagnosis = report.diagnosis
-    paragraphs = {
-        "Verdict": f"{verdict_line(report)} ({printable(report.outcome)})",
-        "Why": diagnosis.why,
-        "Next": diagnosis.next_step,
-        "Result": report.confirmation or "",
-        "Run": run_line(report),
-    }
-    head = [_wrapped(text, f"{f'{title}:':<9}") for title, text in paragraphs.items() if text or title != "Result"]
+    """Return the report in fewer than 80 lines, as wide as the terminal; ``full``: without a limit on the lines."""
+    paragraphs = {"Verdict": f"{verdict_line(report)} ({printable(report.outcome)})", **_paragraphs(report)}
+    head = [_wrapped(text, f"{f'{title}:':<9}") for title, text in paragraphs.items()]
     return _joined([*head, ""], _details(report, full), [], full)
 
 
 def render_markdown(report: Report, *, full: bool = False) -> str:
-    """Return the report for a pull request: verdict, why and next, with the rest in a collapsed block."""
-    diagnosis, details = report.diagnosis, _details(report, full)
+    """Return the report for a pull request: verdict, reason and advice, with the rest in a collapsed block."""
+    details = _details(report, full)
     fence = max(["``", *re.findall("`+", "\n".join(details))]) + "`"  # longer than any inside the block
     head = [
         f"**{verdict_line(report)}** ({escape_markdown(report.outcome)})",
         "",
-        f"- **Why:** {escape_markdown(diagnosis.why)}",
-        f"- **Next:** {escape_markdown(diagnosis.next_step)}",
-        f"- **Run:** {escape_markdown(run_line(report))}",
+        *(f"- **{title}:** {escape_markdown(text)}" for title, text in _paragraphs(report).items()),
         "",
         "<details><summary>Where the time went</summary>",
         "",
         f"{fence}text",
     ]
     return _joined(head, details, [fence, "", "</details>"], full)
+
+
+def _paragraphs(report: Report) -> dict[str, str]:
+    result = {"Result": report.confirmation} if report.confirmation else {}
+    return {"Why": report.diagnosis.why, "Next": report.diagnosis.next_step, **result, "Run": run_line(report)}
 
 
 def _joined(head: Sequence[str], details: Sequence[str], foot: Sequence[str], full: bool) -> str:
@@ -171,9 +166,7 @@ def escape_markdown(text: str) -> str:
 
 def _wrapped(text: str, title: str = "") -> str:
     indent = " " * len(title) or "  "
-    text = printable(text, _MAX_PARAGRAPH).replace(" %", "\N{NO-BREAK SPACE}%")  # no line begins with a "%"
-    lines = textwrap.fill(text, _WIDTH, initial_indent=title, subsequent_indent=indent, break_on_hyphens=False)
-    return lines.replace("\N{NO-BREAK SPACE}%", " %") or title
+    return wrapped(printable(text, _MAX_PARAGRAPH), title, indent) or title
 
 
 def verdict_label(diagnosis: Diagnosis) -> str:
@@ -319,6 +312,13 @@ def cause_phase(report: Report) -> str | None:
     return next((phase for phase in phases if phase in report.phase_s), None)
 
 
+def cause_phases(report: Report) -> set[str]:
+    """Return all phases of the first finding in the time tree: a wait for a CPU core may be in several."""
+    findings = report.diagnosis.findings[:1]
+    several = [one for finding in findings for one in str(finding.evidence.get("phases", "")).split(", ")]
+    return {*filter(None, (cause_phase(report), *several))}
+
+
 _Line = tuple[str, str]  # a label, and the text after it
 
 
@@ -330,21 +330,21 @@ def _tree(branches: Sequence[tuple[_Line, Sequence[_Line]]]) -> list[str]:
         stems = [("   " if is_last else "│  ") + "├─ "] * len(leaves)
         stems[-1:] = [stem.replace("├", "└") for stem in stems[-1:]]
         for stem, (label, rest) in zip(["└─ " if is_last else "├─ ", *stems], [branch, *leaves], strict=True):
-            width = 44 - len(stem)
+            width = min(44, line_width() - _TIME_COLUMNS) - len(stem)
             lines.append(f"{stem}{printable(label, width):<{width}}{rest}")
     return lines
 
 
 def _time_tree(report: Report, full: bool) -> list[str]:
-    cause = cause_phase(report)
+    causes = cause_phases(report)
 
     def line(label: str, seconds: float, phase: str) -> _Line:
         amount, per_step = format_duration(seconds), format_duration(seconds / max(1, report.steps))
-        marked = "  ◀ cause" * (phase == cause)
+        marked = "  ◀ cause" * (phase in causes)
         return label, f"{amount:>10}{100 * seconds / report.wall_s:>6.1f} %{per_step:>10}/step{marked}"
 
     def is_shown(seconds: float, phase: str) -> bool:
-        return full or seconds >= _MIN_TIME * report.wall_s or phase == cause
+        return full or seconds >= _MIN_TIME * report.wall_s or phase in causes
 
     branches: list[tuple[_Line, Sequence[_Line]]] = []
     folded: list[float] = []

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT
+from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
+from lightning_gpu_tools.units import check_percentage
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +21,7 @@ class Thresholds:
     min_seconds: float = MIN_SECONDS
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_utilization_percent <= 100:
-            raise ValueError(
-                f"min_utilization_percent must be between 0 and 100, got {self.min_utilization_percent!r}."
-            )
+        check_percentage(self.min_utilization_percent, "min_utilization_percent")
         if self.min_steps < 1:
             raise ValueError(f"min_steps must be at least 1, got {self.min_steps!r}.")
         if not self.min_seconds >= 0:
@@ -64,4 +62,12 @@ class Advisor:
             self._next_judgment *= 2  # judging costs about a millisecond
         else:
             self._next_judgment = math.inf
-            session.warn(f"{diagnosis.why} {diagnosis.next_step}", category=LowGPUUtilizationWarning)
+            session.warn(_in_one_line(diagnosis), category=LowGPUUtilizationWarning)
+
+
+def _in_one_line(diagnosis: Diagnosis) -> str:
+    """Return the cost of the first cause and the change, without their details: the report has these."""
+    sentences = diagnosis.why.split(". ")
+    costs = next((one for one in sentences if "of the wall time" in one), sentences[0])
+    change, _, _ = diagnosis.next_step.partition(". ")
+    return f"{costs.partition(' (')[0].rstrip('.')}. {change.rstrip('.')}."

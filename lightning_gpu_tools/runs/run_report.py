@@ -36,7 +36,7 @@ from lightning_gpu_tools.runs.run_recorder import HostReading, RunRecorder
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.phases import MONITORING, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path, wrapped
 
 # Our default: the report is written at the start, after this time, and whenever the run has doubled in length. A killed
 # run loses at most half of its length, or a minute.
@@ -228,6 +228,8 @@ def publish(report: Report, file: ReportFile, run: Run | None = None) -> None:
         with _failure_added_to(lines, "The report could not be drawn"):
             if names := drawing.start(report, file.folder, say):
                 written[0] += f" ({' and '.join(names)} will follow)"
+            elif report.diagnosis.verdict == "too_short":
+                written[0] += " (the run is too short for a picture)"
     text = ""
     with _failure_added_to(lines, "The report could not be shown"):
         text = render_text(report)
@@ -315,7 +317,8 @@ def say(text: str) -> None:
 
 def say_verdict(diagnosis: Diagnosis) -> None:
     """Print why memory ran out, on a rank without its own report."""
-    say(f"Why:  {printable(diagnosis.why, 1000)}\nNext: {printable(diagnosis.next_step, 1000)}")
+    texts = {"Why:  ": diagnosis.why, "Next: ": diagnosis.next_step}
+    say("\n".join(wrapped(printable(text, 1000), title, "      ") for title, text in texts.items()))
 
 
 def warn_if_not_writable(folder: str) -> None:

@@ -49,12 +49,6 @@ _LOG_EVERY_S = 1.0  # our default: at most this often, unless the GPUs are polle
 _MAX_STEPS_UNCHECKED = 16  # our default: in a row, without a check of whether it is time to log
 
 
-def check_interval(interval_s: float) -> None:
-    """Raise ``ValueError`` if this is not a valid polling interval."""
-    if not 0 < interval_s < math.inf:
-        raise ValueError(f"interval_s must be a positive number of seconds, got {interval_s!r}.")
-
-
 class Session:
     """All measurements of one run, each made once.
 
@@ -316,7 +310,8 @@ class Session:
                 self._warned.add(message)
                 self.report_wanted = True
                 if self.run.place.rank == 0:
-                    warnings.warn(message, category, stacklevel=2)
+                    # Without the path and the code of this package, where no line of the program called it.
+                    warnings.warn_explicit(message, category, "lightning_gpu_tools", 1)
 
     # Finishing, and judging
 

@@ -324,4 +324,4 @@ class StallWatch:
 
     def _say(self, text: str) -> None:
         with suppress(StalledTrainingWarning):  # if a filter turns warnings into errors
-            warnings.warn(text, StalledTrainingWarning, stacklevel=2)
+            warnings.warn_explicit(text, StalledTrainingWarning, "lightning_gpu_tools", 1)

@@ -390,6 +390,24 @@ def why_private(path: str) -> str | None:
     return None
 
 
+def was_told(path: str) -> bool:
+    """Return whether this user has been told of the folder before, and remember it in the folder."""
+    mark = f".told-{os.getuid()}"
+    try:
+        folder = _create_and_open(path)
+    except ClaimsError:
+        return False
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=folder))
+    except FileExistsError:  # of another user, it says nothing
+        return os.stat(mark, dir_fd=folder, follow_symlinks=False).st_uid == os.getuid()
+    except OSError:
+        return False
+    finally:
+        os.close(folder)
+    return False
+
+
 def _create_and_open(path: str) -> int:
     give_up_s = time.monotonic() + _TIMEOUT_CREATION_S
     while True:

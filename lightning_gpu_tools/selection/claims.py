@@ -363,13 +363,13 @@ def _name_owner(folder: Folder) -> None:
 
 
 def warn_if_private() -> None:
-    """Warn once per job if other jobs cannot see the claims that this job's guarantees depend on."""
+    """Warn this user once, ever, if other jobs cannot see the claims that this job's guarantees depend on."""
     path = directory()
     # A folder that was set explicitly is not checked. Children would repeat the first process's warning.
     if path != _DEFAULT_DIRECTORY or JOB_VARIABLE in os.environ:
         return
     why = claim_files.why_private(path)
-    if why:
+    if why and not claim_files.was_told(path):
         warn_once(
             f"The claims folder {path} {why}, so this job and jobs outside do not see each other's claims. Set "
             "LIGHTNING_GPU_TOOLS_CLAIMS_DIR to a folder that all jobs of this server share (see docs/claims.md)."

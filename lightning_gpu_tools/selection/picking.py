@@ -351,10 +351,10 @@ def pick(
             keep_open()
             return nvml.read_gpus(limit_s=limits.LIMIT_S)
 
-        if request.promises or waits:
-            claims.warn_if_private()
         if not claims.own_jobs():  # otherwise, the driver may not be needed
             keep_open()  # before taking the lock, because this takes seconds without persistence mode
+        if request.promises or waits:
+            claims.warn_if_private()
         while True:
             started_cpu_s = time.thread_time()
             with _ledger(waits or request.claim or group is not None) as (ledger, problem):

@@ -15,7 +15,7 @@ from lightning_gpu_tools.gpus.readings import (
     GpuWaiter,
     folded_claims,
 )
-from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, parse_duration
+from lightning_gpu_tools.units import check_percentage, format_bytes, number_ranges, parse_bytes, parse_duration
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -52,9 +52,8 @@ class Request:
         for option, value in (("exclusive", exclusive), ("claim", claim)):
             if value not in (True, False):
                 raise ValueError(f"{option} must be True or False, got {value!r}.")
-        is_number = isinstance(max_utilization, (int, float)) and not isinstance(max_utilization, bool)
-        if max_utilization is not None and not (is_number and 0 <= max_utilization <= 100):
-            raise ValueError(f"max_utilization must be a percentage between 0 and 100, got {max_utilization!r}.")
+        if max_utilization is not None:
+            check_percentage(max_utilization, "max_utilization")
         if name is not None and not (isinstance(name, str) and name.strip()):
             raise ValueError(f'name must be a part of a model\'s name like "A100", got {name!r}.')
         self.count = count

@@ -47,7 +47,7 @@ from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
 from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint
 from lightning_gpu_tools.trainer.resuming import check_before_restoring, check_while_restoring
 from lightning_gpu_tools.trainer.wrappers import Wrappers
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import checked, printable, printable_path
 
 _MANIFEST_VERSION = 1
 
@@ -71,6 +71,7 @@ class PortableCheckpointIO(CheckpointIO):
         >>> trainer = Trainer(plugins=[PortableCheckpointIO()])  # doctest: +SKIP
     """
 
+    @checked
     def __init__(self, inner: CheckpointIO | None = None, *, verify: bool = False) -> None:
         base: Any = inner
         while hasattr(base, "checkpoint_io"):  # Lightning's wrappers, such as AsyncCheckpointIO
@@ -81,6 +82,8 @@ class PortableCheckpointIO(CheckpointIO):
                 f"{kind}() contains no plugin that writes files, so it cannot be the inner plugin. Nest them the other "
                 f"way round: {kind}(PortableCheckpointIO())."
             )
+        if base is not None and not hasattr(base, "load_checkpoint"):
+            raise TypeError(f"inner must be a plugin that reads and writes checkpoints, got {printable(repr(inner))}.")
         self.inner = inner
         self.verify = verify
         self._trainer: Callable[[], Trainer | None] = _nobody

@@ -13,6 +13,7 @@ from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.trainer.families import LightningModule, Trainer
 from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
 from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
+from lightning_gpu_tools.units import checked
 
 
 class GPUUtilizationAdvisor(MeasuringCallback):
@@ -39,6 +40,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
             for the verdict at the end; a shorter run is ``too_short``.
 
     Raises:
+        TypeError: An argument has a wrong type.
         ValueError: An argument is out of range.
 
     Example::
@@ -46,6 +48,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         trainer = Trainer(callbacks=[GPUUtilizationAdvisor()])
     """
 
+    @checked
     def __init__(
         self,
         *,

@@ -14,12 +14,12 @@ from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say, say_verdict, warn_if_not_writable
-from lightning_gpu_tools.runs.session import check_interval
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.compat import keep_collective_records
+from lightning_gpu_tools.units import check_seconds, checked
 
 
 class GPUUtilizationMonitor(MeasuringCallback):
@@ -67,6 +67,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
             ranks, it is at most 75 % of the timeout of their process group.
 
     Raises:
+        TypeError: An argument has a wrong type.
         ValueError: An argument is out of range.
 
     Example::
@@ -74,6 +75,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
         trainer = Trainer(callbacks=[GPUUtilizationMonitor()])
     """
 
+    @checked
     def __init__(
         self,
         *,
@@ -84,7 +86,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
         prog_bar: bool = False,
         stall_after_s: float | Literal["auto"] | None = "auto",
     ) -> None:
-        check_interval(interval_s)
+        check_seconds(interval_s, "interval_s")
         check_stall_after(stall_after_s)
         if stall_after_s is not None and not is_disabled():
             keep_collective_records()

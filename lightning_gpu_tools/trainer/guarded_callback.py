@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -35,6 +35,17 @@ class GuardedCallback(Callback):
 
     def _give_up(self) -> None:
         """Do nothing more in this run."""
+
+    def is_superfluous(self, callbacks: Sequence[Callback]) -> bool:
+        """Return whether an earlier callback is of the same class, and warn: two would report everything twice."""
+        same = [one for one in callbacks if type(one) is type(self) and not getattr(one, "yields", False)]
+        if self in same[:1] or self not in same:
+            return False
+        name = type(self).__name__
+        rank_zero_only(only_warn)(
+            f"The Trainer's callbacks have {len(same)} of {name}, and only the first one acts. Remove the others."
+        )
+        return True
 
     def survives(self, error: Exception) -> bool:
         """Give up after an error in a hook, unless the error is training's own or meant to end it."""

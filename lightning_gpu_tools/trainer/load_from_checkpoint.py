@@ -31,7 +31,7 @@ from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, wa
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.trainer.families import LightningModule, is_lightnings, lookup, version_of
 from lightning_gpu_tools.trainer.wrappers import Wrappers
-from lightning_gpu_tools.units import printable, printable_path
+from lightning_gpu_tools.units import checked, printable, printable_path
 
 Module = TypeVar("Module", bound="LightningModule")
 
@@ -189,6 +189,7 @@ def _trusting_files() -> Iterator[None]:
             wrappers.undo()
 
 
+@checked
 def load_from_checkpoint(
     model_class: type[Module],
     path: str | os.PathLike[str],
@@ -230,7 +231,7 @@ def load_from_checkpoint(
         if isinstance(path, type):
             advice = f"It comes first: load_from_checkpoint({shown.__name__}, {model_class!r})."
         else:
-            advice = f"load_weights(model, {os.fspath(path)!r}) loads weights into any module."
+            advice = f"load_weights(model, {path!r}) loads weights into any module."
         raise TypeError(
             f"model_class must be the class of a LightningModule, got {printable(repr(model_class), 100)}. {advice}"
         )

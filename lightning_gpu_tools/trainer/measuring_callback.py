@@ -165,7 +165,8 @@ class MeasuringCallback(GuardedCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        is_replaced = self.yields and self._is_replaced(trainer.callbacks)  # type: ignore[attr-defined]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        is_replaced = self._is_replaced(callbacks) if self.yields else self.is_superfluous(callbacks)
         if not is_disabled() and not is_replaced:
             self._give_up()  # an earlier run without a teardown
             self._session = FitSession.of(trainer, self)

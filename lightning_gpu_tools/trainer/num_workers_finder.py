@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderSettings
-from lightning_gpu_tools.units import number_ranges, printable
+from lightning_gpu_tools.units import check_seconds, checked, number_ranges, printable
 
 # Our default: ranks reach a search at the same time, and trials end with the budget.
 _RANKS_TIMEOUT_S = 10.0
@@ -76,9 +75,9 @@ class NumWorkersFinder(GuardedCallback):
         print(finder.result.settings)
     """
 
+    @checked
     def __init__(self, *, budget_s: float = 30.0, apply: bool = True) -> None:
-        if not 0 < budget_s < math.inf:
-            raise ValueError(f"budget_s must be a positive number of seconds, got {budget_s!r}.")
+        check_seconds(budget_s, "budget_s")
         self.budget_s = budget_s
         self.apply = apply
         self.result: LoaderResult | None = None
@@ -87,7 +86,8 @@ class NumWorkersFinder(GuardedCallback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unreal = trainer.fast_dev_run or trainer.overfit_batches or trainer.barebones  # type: ignore[attr-defined]
-        if stage == "fit" and not is_disabled() and not unreal:
+        is_wanted = stage == "fit" and not is_disabled() and not unreal
+        if is_wanted and not self.is_superfluous(trainer.callbacks):  # type: ignore[attr-defined]
             self.result = None
             self._fit = _Fit(trainer, FitSession.of(trainer, self), self)
 

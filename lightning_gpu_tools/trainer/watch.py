@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -15,21 +16,23 @@ from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worke
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say_verdict, warn_if_not_writable
-from lightning_gpu_tools.runs.session import Session, check_interval
+from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.runs.stall_watch import StallAfter, check_stall_after
 from lightning_gpu_tools.trainer.facts import FabricRun, LoopRun
 from lightning_gpu_tools.trainer.guarded_callback import warn_that_off
 from lightning_gpu_tools.trainer.loop_timer import Loop, LoopTimer
 from lightning_gpu_tools.training.phases import MONITORING
 from lightning_gpu_tools.training.rank_exchange import TIMEOUT_S
+from lightning_gpu_tools.units import check_seconds, checked, printable
 
 _T = TypeVar("_T")
 
 
+@checked
 def watch(
     fabric: Any = None,
     *,
-    folder: str | None = None,
+    folder: str | os.PathLike[str] | None = None,
     interval_s: float = 1.0,
     min_utilization_percent: float = MIN_UTILIZATION_PERCENT,
     min_steps: int = MIN_STEPS,
@@ -57,6 +60,7 @@ def watch(
         stall_after_s: Seconds without progress after which to warn; see ``GPUUtilizationMonitor``.
 
     Raises:
+        TypeError: An argument has a wrong type.
         ValueError: An argument is out of range.
 
     Example::
@@ -65,9 +69,12 @@ def watch(
             for batch in run.batches(loader):
                 ...
     """
-    check_interval(interval_s)
+    if fabric is not None and not hasattr(fabric, "launch"):
+        raise TypeError(f"fabric must be a Fabric, got {printable(repr(fabric))}. A folder is given as folder.")
+    check_seconds(interval_s, "interval_s")
     check_stall_after(stall_after_s)
     thresholds = Thresholds(min_utilization_percent, min_steps, min_seconds)
+    folder = None if folder is None else os.fspath(folder)
     return TrainingWatch(partial(_Training, fabric, folder, interval_s, thresholds, stall_after_s))
 
 

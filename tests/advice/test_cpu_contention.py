@@ -34,14 +34,21 @@ def test_a_gpu_loses_no_more_to_it_than_it_idles() -> None:
     diagnosis = diagnose(idle)
     assert (diagnosis.verdict, diagnosis.findings[0].cause) == ("low", "cpu_contention")
     assert diagnosis.findings[0].share == pytest.approx(0.25)
+    assert diagnosis.findings[0].evidence["phases"] == "training_step"
 
 
 USERS = {
     "other programs": (
-        contended(others=1.2, users=EVE),
+        contended(others=1.2, users=EVE, workers=0, runnable_threads=1.0),
         "other_programs",
-        r"other programs keep 1.2 of 2 cores busy: eve's train\x1b[31m 1.1)",
-        "Stop the other programs",
+        r"per step; other programs keep 1.2 of 2 cores busy: eve's train\x1b[31m 1.1)",
+        "Next: Stop the other programs",
+    ),
+    "threads on the cores of others": (
+        contended(others=1.2, users=EVE, workers=0, runnable_threads=2.0),
+        "other_programs",
+        r"this job has 2.0 runnable threads, and other programs keep 1.2 of 2 cores busy: eve's train\x1b[31m 1.1)",
+        "Next: Use fewer threads: torch.set_num_threads(1) (now 2). Stop the other programs",
     ),
     "a nice job": (contended(others=1.2, niceness=10), "other_programs", "busy)", "start it without nice"),
     "a few of them": (
@@ -106,7 +113,7 @@ def test_the_users_of_the_cores_and_a_change_are_named(run: RunMeasurements, kin
     assert diagnosis.findings[0].evidence["kind"] == kind
     assert "Waiting for a CPU core takes 40 % of the wall time (16 ms per step; " in diagnosis.why
     assert why in diagnosis.why
-    assert advice in diagnosis.next_step
+    assert advice in f"Next: {diagnosis.next_step}"
     assert "cron" not in diagnosis.why
 
 
@@ -121,6 +128,7 @@ def test_a_wait_for_workers_without_a_core_is_not_blamed_on_loading() -> None:
     run = contended(0.02, others=1.0, phase_ms=WAITS, loading=loading)
     of = {one.cause: one for one in diagnose(run).findings}
     assert of["cpu_contention"].share == pytest.approx(0.02 + 0.75 / 4)
+    assert of["cpu_contention"].evidence["phases"] == "data_loading"
     assert of["data_loading"].share == pytest.approx(0.75 * 3 / 4)
     alone = contended(0.02, phase_ms=WAITS, loading=loading)  # these workers are in each other's way
     assert [one.cause for one in diagnose(alone).findings] == ["data_loading"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -36,6 +37,15 @@ def test_too_few_steady_steps_or_seconds_are_not_judged(steps: int, step_ms: flo
     diagnosis = diagnose(run, min_steps=50, min_seconds=5)
     assert diagnosis.verdict == verdict
     assert options in diagnosis.next_step
+    assert "So far" not in diagnosis.why
+
+
+def test_a_run_too_short_to_judge_names_its_longest_wait() -> None:
+    run = dataclasses.replace(cpu_run({**waiting(74, 20), "epoch_start": 90}), blocks=[a_block(waiting(74, 20), 38)])
+    why = diagnose(run).why
+    assert re.match(
+        r"So far: waiting for data, 40 % of the wall time; too short for a verdict. Measured 38 steady", why
+    )
 
 
 def test_a_gpu_that_has_not_reported_yet_is_not_called_silent() -> None:

@@ -122,7 +122,7 @@ def test_without_a_usable_driver_the_exit_code_is_4(driver: Driver, pick: Pick) 
         (["-n", "two"], "invalid int value: 'two'"),
         (["--min-free", "9" * 400], "got '9999"),
         (["--min-free", "8 bananas"], '"8GiB" or "500MB", got \'8 bananas\''),
-        (["--max-utilization", "nan"], "between 0 and 100, got nan"),
+        (["--max-utilization", "nan"], "from 1 to 100, got nan"),
         (["--wait", "soon"], "got 'soon'"),
         (["--format", "xml"], "invalid choice"),
         (["--colour"], "unrecognized arguments"),

@@ -1,8 +1,12 @@
 """``lightning-gpu-tools report`` as a program."""
 
+import fcntl
 import json
 import os
+import pty
+import struct
 import sys
+import termios
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,17 +24,33 @@ RunCli = Callable[..., "CompletedProcess[str]"]
 
 
 def test_it_prints_the_report_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ReportFile(tmp_path).save(REPORT)
+    report = replace(REPORT, confirmation="num_workers 0 -> 6: 2.1x, confirmed.")
+    ReportFile(tmp_path).save(report)
     assert main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == render_text(REPORT) + "\n"
+    assert capsys.readouterr().out == render_text(report) + "\n"
     assert main(["report", str(tmp_path / "gpu_report.json"), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "gpu_report.json").read_text())
     assert main(["report", str(tmp_path), "--format", "markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("**LOW: the GPU is often idle** (stopped by KeyError")
     assert lines[2].startswith("- **Why:** Waiting for data")
-    assert lines[4].startswith("- **Run:** LitModel; 812 steps in 41.4 s (median 50 ms, ")
+    assert lines[4] == "- **Result:** num_workers 0 -> 6: 2.1x, confirmed."
+    assert lines[5].startswith("- **Run:** LitModel; 812 steps in 41.4 s (median 50 ms, ")
     assert lines.count("```text") == lines.count("```") == 1
+
+
+@pytest.mark.parametrize(("columns", "longest"), [(80, 80), (200, 100)])
+def test_lines_are_as_long_as_the_terminal_is_wide(run_cli: RunCli, tmp_path: Path, columns: int, longest: int) -> None:
+    ReportFile(tmp_path).save(REPORT)
+    reader, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+    options = {"capture_output": False, "stdout": terminal, "env": {"COLUMNS": None}}
+    assert run_cli("report", str(tmp_path), **options).returncode == 0
+    shown = os.read(reader, 10_000).decode()
+    assert longest - 8 < max(map(len, shown.splitlines())) <= longest
+    assert shown.split() == render_text(REPORT).split()  # no word is broken
+    os.close(reader)
+    os.close(terminal)
 
 
 def test_a_missing_report_is_an_error_with_its_path(run_cli: RunCli, tmp_path: Path) -> None:
@@ -64,10 +84,10 @@ def test_two_runs_are_compared_by_exit_code(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(shown)["reasons"] == ["batch_size differs: 64 before, 32 now"]
     code, shown = against_old("advised")
     assert code == 0
-    assert shown.startswith("50 % FASTER after num_workers None -> 4 (95 % interval +")
+    assert shown.startswith("FASTER: 1.50x after num_workers None -> 4 (95 % interval 1.50x to 1.50x): ")
     assert max(map(len, shown.splitlines())) <= 100
     code, shown = against_old("advised and slow")
-    assert (code, "9 % SLOWER after num_workers None -> 4 (" in shown) == (1, True)
+    assert (code, "SLOWER: 0.91x after num_workers None -> 4 (" in shown) == (1, True)
     assert against_old("advised and slow", "--max-slowdown", "20")[0] == 0
     assert against_old("slow", "--format", "markdown")[1].startswith("**SLOWER:** ")
 

@@ -124,9 +124,3 @@ def test_items_that_hang_end_the_search_within_its_budget() -> None:
     assert time.monotonic() - began_s < 60  # the item alone takes 1,000
     assert "timed out" in result.reason
     assert not multiprocessing.active_children()
-
-
-@pytest.mark.parametrize(("name", "options"), [("step_time_s", (0.0, 1.0)), ("budget_s", (1.0, float("nan")))])
-def test_times_that_are_none_are_refused(name: str, options: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be a positive number of seconds"):
-        find_loader_settings(DataLoader(Samples(5)), options[0], budget_s=options[1])

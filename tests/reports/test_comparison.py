@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sample_report import REPORT, with_finding
 
 from lightning_gpu_tools.advice.findings import median_interval
-from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
+from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, headline, render_comparison
 from lightning_gpu_tools.reports.report import Report
 
 
@@ -65,17 +65,17 @@ def test_different_setups_cannot_be_compared(setting: str, value: object, says: 
 @pytest.mark.parametrize(
     ("now_s", "limit", "verdict", "before", "after"),
     [
-        (0.05 / 1.73, 0.0, "faster", "75 % FASTER", "+73 to +77 %): 50.1 ms per"),
-        (0.05, 0.0, "same", "NO SLOWER: 1 % faster", "-0 to +2 %), within"),
-        (0.06, 0.0, "slower", "16 % SLOWER", "-17 to -15 %): "),
-        (0.06, 0.3, "same", "NO SLOWER: 16 % slower", "-17 to -15 %); the limit "),
+        (0.05 / 1.73, 0.0, "faster", "FASTER: 1.75x", "1.73x to 1.77x): 50.1 ms per"),
+        (0.05, 0.0, "same", "NO SLOWER: 1.01x", "1.00x to 1.02x), within"),
+        (0.06, 0.0, "slower", "SLOWER: 0.84x", "0.83x to 0.85x): "),
+        (0.06, 0.3, "same", "NO SLOWER: 0.84x", "0.83x to 0.85x); the limit is +30.0 % per step: "),
     ],
 )
 def test_a_change_that_was_advised_is_what_the_runs_test(
     now_s: float, limit: float, verdict: str, before: str, after: str
 ) -> None:
     comparison = compare(a_run(now_s, seed=2, num_workers=4), a_run(0.05), limit)
-    shown = render_comparison(comparison)
+    shown = headline(comparison)
     assert (comparison.verdict, comparison.reasons) == (verdict, ())
     assert shown.startswith(f"{before} after num_workers None -> 4 (95 % interval {after}")
     assert shown.count("num_workers") == 1
@@ -101,8 +101,8 @@ def test_a_change_that_was_not_advised_cannot_be_compared() -> None:
 
 def test_a_larger_batch_that_was_advised_is_compared_by_samples() -> None:
     comparison = compare(a_run(0.08, seed=2, batch_size=128), advised("launch_bound"))
-    assert render_comparison(comparison).startswith("26 % FASTER after batch_size 64 -> 128 (95 % interval ")
-    assert "per mean sample before" in render_comparison(comparison)
+    assert render_comparison(comparison).startswith("FASTER: 1.26x after batch_size 64 -> 128 (95 % interval ")
+    assert "per mean sample before" in headline(comparison)
 
 
 def test_other_changed_settings_are_listed() -> None:

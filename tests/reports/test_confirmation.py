@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sample_report import REPORT, with_finding
 
-from lightning_gpu_tools.reports.comparison import confirm, earlier_report
+from lightning_gpu_tools.reports.comparison import compare, confirm, earlier_report, headline
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
@@ -38,15 +38,15 @@ def with_settings(run: Report, **settings: Any) -> Report:
 
 def test_a_speedup_is_confirmed_with_its_interval() -> None:
     found = confirm(with_settings(report(10), num_workers=4), report(13.1))
-    assert found == "num_workers 0 -> 4: 31 % faster (95 % interval +30 to +32 %), confirmed."
+    assert found == "num_workers 0 -> 4: 1.31x (95 % interval 1.30x to 1.32x), confirmed."
 
 
 def test_noise_is_not_confirmed_and_a_slowdown_is_undone() -> None:
     same = confirm(with_settings(report(10, 0.2), num_workers=4), report(10.1, 0.2))
     assert "not confirmed: it is within the noise" in str(same)
     slower = confirm(with_settings(report(15), num_workers=4), report(10))
-    assert "33 % slower" in str(slower)
-    assert "Undo the change" in str(slower)
+    assert str(slower).startswith("num_workers 0 -> 4: 0.67x (95 % interval 0.6")
+    assert str(slower).endswith("), slower. Undo the change.")
 
 
 @pytest.mark.parametrize(
@@ -88,20 +88,24 @@ def in_phases(*, data_ms: float, step_ms: float, spans: bool = False, **changes:
 
 def test_a_gain_that_the_change_cannot_bring_is_not_credited_to_it() -> None:
     new = with_settings(in_phases(data_ms=29, step_ms=9.9), num_workers=1)
-    assert confirm(new, in_phases(data_ms=43.2, step_ms=75)) == (
-        "num_workers 0 -> 1: 204 % faster (95 % interval +203 to +205 %). The machine was not the same: 82 % of the "
-        'gain is in phases that this change cannot speed up, mostly in "training step" (75 ms -> 9.9 ms per step).'
+    old = in_phases(data_ms=43.2, step_ms=75)
+    doubt = (
+        "but the machine was not the same: 82 % of the gain is in phases that this change cannot speed up, mostly in "
+        '"training step" (75 ms -> 9.9 ms per step).'
     )
+    assert confirm(new, old) == f"num_workers 0 -> 1: 3.0x (95 % interval 3.0x to 3.1x), {doubt}"
+    first = headline(compare(new, old))
+    assert first.startswith(f"FASTER, {doubt} 3.0x after num_workers 0 -> 1 (95 % interval 3.0x to 3.1x): 118 ms per")
     callback = old_with("callback", "callback/Slow", "Slow")
     new = report(5, phase_s={"training_step": 0.1, "callback/Slow": 0.9})
-    assert "The machine was not the same: 63 % of the gain is in phases" in str(confirm(new, callback))
+    assert "the machine was not the same: 63 % of the gain is in phases" in str(confirm(new, callback))
 
 
 def test_a_gain_far_beyond_the_prediction_is_not_credited_to_the_change() -> None:
     old, new = in_phases(data_ms=30, step_ms=10), with_settings(in_phases(data_ms=1, step_ms=10), num_workers=4)
     assert str(confirm(new, with_finding(old, ceiling=3.0))).endswith(", confirmed.")  # of 3.64x
     assert str(confirm(new, with_finding(old, ceiling=1.68))).endswith(
-        "The machine was not the same: the advice predicted at most 68 % faster."
+        ", but the machine was not the same: the advice predicted at most 1.68x."
     )
     assert str(confirm(new, with_finding(old, ceiling=math.inf))).endswith(", confirmed.")
 
@@ -133,7 +137,7 @@ def test_the_first_steps_do_not_count_as_a_gain_elsewhere() -> None:
 def test_a_faster_callback_is_named() -> None:
     new = report(5, phase_s={"training_step": 2.0})
     assert str(confirm(new, old_with("callback", "callback/Slow", "Slow"))) == (
-        "Slow 5 ms -> 0 s per step: 100 % faster (95 % interval +99 to +101 %), confirmed."
+        "Slow 5 ms -> 0 s per step: 2.0x (95 % interval 1.99x to 2.0x), confirmed."
     )
 
 
@@ -147,7 +151,7 @@ def test_a_hostile_name_of_a_callback_is_shown_harmlessly() -> None:
 def test_fewer_checkpoints_speed_up_the_whole_run() -> None:
     new = report(10, wall_s=2.0, phase_s={"checkpoint": 0.1, "training_step": 1.9})
     assert str(confirm(new, old_with("checkpoint", "checkpoint"))).endswith(
-        "per step: 100 % faster, measured over the whole run."
+        "per step: 2.0x, measured over the whole run."
     )
 
 

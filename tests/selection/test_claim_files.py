@@ -87,7 +87,8 @@ def test_a_private_folder_is_named_only_where_a_promise_rests_on_it(
         monkeypatch.delenv(name, raising=False)
     default = Path(directory())
     default.mkdir(mode=0o1777, exist_ok=True)
-    code = f"from lightning_gpu_tools import select_gpus\nfor _ in range(2): select_gpus(**{options})"
+    pick = f"from lightning_gpu_tools import select_gpus\nselect_gpus(**{options})"
+    code = f"import subprocess, sys\nfor _ in range(2): subprocess.run([sys.executable, '-c', {pick!r}], check=True)"
     answer = on_mount_of_its_own(default, "mode=1777", code)
     warning = f"The claims folder {default} is on a mount that only this job sees"
     assert (answer.returncode, answer.stderr.count(warning)) == (0, count)

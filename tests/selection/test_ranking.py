@@ -166,6 +166,7 @@ def test_what_would_do_once_others_have_left() -> None:
         ("count", 1.5),
         ("count", True),
         ("max_utilization", -1),
+        ("max_utilization", 0.8),
         ("max_utilization", 101),
         ("max_utilization", float("nan")),
         ("max_utilization", "50"),
@@ -198,7 +199,7 @@ claim_lists = st.lists(
 requirements = st.builds(
     Request,
     min_free=st.none() | st.integers(0, 80).map(lambda gib: gib * GIB),
-    max_utilization=st.none() | st.floats(0, 100),
+    max_utilization=st.none() | st.just(0.0) | st.floats(1, 100),
     exclusive=st.booleans(),
 )
 

@@ -85,6 +85,7 @@ def test_a_training_next_to_other_programs_names_them(
     assert f"{user_name(os.getuid())}'s busy " in report.diagnosis.why
     assert re.search(r"Why: Waiting for a CPU core takes \d\d % of the wall time", printed)
     assert re.search(r"; other programs used \d\.\d cores;", printed)
+    assert re.search(r"├─ training step [^├]* ◀ cause ", printed)
     assert report.unseen == ()
 
 
@@ -144,7 +145,7 @@ def matrices(seconds: float) -> None:
 
 def runnable_threads(report: Any) -> float:
     """Return the number of runnable threads of a training that waited for a core; 0 if it did not wait."""
-    finding = of_own_threads(report)
+    finding = of_cores(report)
     return 0.0 if finding is None else float(finding.evidence["runnable_threads"])
 
 
@@ -166,13 +167,17 @@ def many_threads() -> Iterator[int]:
 
 
 @pytest.mark.follows("torch.set_num_threads({}) (now {})")
-def test_as_few_threads_of_torch_as_advised_are_runnable(many_threads: int, tmp_path: Path) -> None:
-    before = train(tmp_path, matrices, 0.05)
-    ((call, number),) = re.findall(
-        rf"(torch\.set_num_threads\((\d+)\)) \(now {many_threads}\)", of_own_threads(before).advice
-    )
-    eval(call)
-    assert runnable_threads(train(tmp_path, matrices, 0.05)) < int(number) + 1 < runnable_threads(before)
+@pytest.mark.parametrize("programs", [0, 2])
+def test_as_few_threads_of_torch_as_advised_are_runnable(many_threads: int, programs: int, tmp_path: Path) -> None:
+    with others(tmp_path, programs):
+        before = train(tmp_path, matrices, 0.05)
+        finding = of_cores(before) if programs else of_own_threads(before)
+        ((call, number),) = re.findall(
+            rf"^Use fewer threads: (torch\.set_num_threads\((\d+)\)) \(now {many_threads}\)", finding.advice
+        )
+        eval(call)
+        after = train(tmp_path, matrices, 0.05)
+    assert runnable_threads(after) < int(number) + 1 < runnable_threads(before)
 
 
 @pytest.mark.follows("num_workers={} (now {})")

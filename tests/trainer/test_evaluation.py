@@ -145,11 +145,12 @@ def test_each_stage_of_a_trainer_has_its_own_report(tmp_path: Path, capsys: pyte
 def test_a_slow_loader_of_a_stage_is_diagnosed(tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]) -> None:
     advisor = GPUUtilizationAdvisor(min_seconds=0.1)
     trainer = quiet_trainer(tmp_path, callbacks=[NumWorkersFinder(), advisor])
-    with pytest.warns(LowGPUUtilizationWarning, match="find_loader_settings"):
+    with pytest.warns(LowGPUUtilizationWarning, match="Waiting for data takes"):
         run(trainer, stage, Model(), loader(Samples(150, time.sleep, 0.005)))
     assert advisor.diagnosis is not None
     finding = advisor.diagnosis.findings[0]
     assert (finding.cause, finding.evidence["kind"]) == ("data_loading", "too_few_workers")
+    assert "find_loader_settings" in advisor.diagnosis.next_step
     assert "DataLoader(..., num_workers=" in finding.advice
     assert "NumWorkersFinder" not in finding.advice  # it acts in fit alone
     printed = capsys.readouterr().out

@@ -1,6 +1,8 @@
 """The advisor in real trainings on the CPU, where the loader, a callback or nothing is slow."""
 
+import re
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,13 @@ def test_a_slow_dataset_is_warned_about_once_with_settings(tmp_path: Path) -> No
     assert 0.5 < finding.share < 1
     assert 1.05 < finding.ceiling <= 1 / (1 - finding.share)
     assert finding.evidence["wait_ms_per_step"] >= 4
-    (message,) = [str(one.message) for one in warned if one.category is LowGPUUtilizationWarning]
-    for words in ("DataLoader(..., num_workers=", "prefetch_factor=2", "persistent_workers=True", "Speedup: about"):
-        assert words in message
+    (one,) = [one for one in warned if one.category is LowGPUUtilizationWarning]
+    shown = warnings.formatwarning(one.message, one.category, one.filename, one.lineno)
+    assert re.fullmatch(
+        r"lightning_gpu_tools:1: (LowGPUUtilizationWarning: )?Waiting for data takes \d+ % of the wall time\. "
+        r"Set DataLoader\(\.\.\., num_workers=\d, prefetch_factor=2, persistent_workers=True\) \(now 0, .*\)\.\n",
+        shown,
+    )
 
 
 @pytest.mark.parametrize("slow_first", [True, False])
@@ -97,20 +103,6 @@ def test_an_advisor_alone_brings_a_monitor(tmp_path: Path, capsys: pytest.Captur
             assert capsys.readouterr().out.count("Verdict:") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_utilization_percent": 101}, "between 0 and 100, got 101"),
-        ({"min_steps": 0}, "at least 1, got 0"),
-        ({"min_seconds": -1}, "must not be negative, got -1"),
-        ({"min_seconds": float("nan")}, "must not be negative, got nan"),
-    ],
-)
-def test_bad_arguments_are_refused_with_the_value(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GPUUtilizationAdvisor(**options)  # type: ignore[arg-type]
-
-
 def test_slow_steps_are_named_with_their_period(tmp_path: Path, hand_clock: HandClock) -> None:
     class NowAndThen(Model):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -119,7 +111,7 @@ def test_slow_steps_are_named_with_their_period(tmp_path: Path, hand_clock: Hand
 
     advisor = GPUUtilizationAdvisor(min_seconds=0)
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), advisor])
-    with pytest.warns(LowGPUUtilizationWarning, match=r'every 20 steps, in "forward"\)'):
+    with pytest.warns(LowGPUUtilizationWarning, match='Find what runs every 20 steps in "forward"'):
         trainer.fit(NowAndThen(), loader(Samples(222), batch_size=1))
     report = load_report(tmp_path)
     (finding,) = report.diagnosis.findings

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, TQD
 from lightning.pytorch.loggers import CSVLogger
 from trainings import Boom, Model, Raise, Samples, Tunable, background_threads, loader, logged, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
+from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.training import memory_history
@@ -210,19 +210,6 @@ def test_a_trainer_can_be_copied_and_pickled_in_mid_fit(tmp_path: Path, profiler
     assert copying.copy.save_checkpoint.__self__ is copying.copy
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"interval_s": 0}, "positive number of seconds, got 0"),
-        ({"interval_s": float("nan")}, "positive number of seconds, got nan"),
-        ({"devices": "cuda:0"}, '"trainer" or "all", got \'cuda:0\''),
-    ],
-)
-def test_bad_arguments_are_refused_with_the_value(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GPUUtilizationMonitor(**options)
-
-
 def test_a_terminal_without_box_drawing_gets_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", terminal)
@@ -336,3 +323,13 @@ def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Pa
     assert report.monitor_us_per_step is not None
     assert 0 < report.monitor_us_per_step < report.wall_s / report.steps * 1e6
     assert sum(span.end_s - span.begin_s for span in report.spans) == pytest.approx(report.wall_s)
+
+
+@pytest.mark.parametrize("callback", [GPUUtilizationMonitor, GPUUtilizationAdvisor, NumWorkersFinder])
+def test_a_second_callback_of_a_class_does_nothing_and_says_so(
+    callback: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twice = [callback(), callback(), GPUUtilizationMonitor()][: 2 if callback is GPUUtilizationMonitor else 3]
+    with pytest.warns(UserWarning, match=f"have 2 of {callback.__name__}, and only the first one acts"):
+        train(tmp_path, *twice, limit_train_batches=3)
+    assert capsys.readouterr().out.count("Verdict: ") == 1

@@ -293,7 +293,7 @@ def test_the_warning_comes_while_the_loop_runs(tmp_path: Path, hand_clock: HandC
                 if number == 60:
                     seen.append((run.diagnosis, len(warned)))
 
-    with pytest.warns(UserWarning, match="Waiting for data takes .* find_loader_settings") as warned:
+    with pytest.warns(UserWarning, match=r"Waiting for data takes \d+ % of the wall time\. Set ") as warned:
         trained()
     ((diagnosis, count),) = seen
     assert diagnosis is not None
@@ -325,16 +325,6 @@ def test_disabled_it_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run.diagnosis is None
     assert not list(tmp_path.iterdir())
     assert not recwarn.list
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"interval_s": 0}, {"min_utilization_percent": 101}, {"min_steps": 0}, {"min_seconds": -1}],
-    ids=lambda options: next(iter(options)),
-)
-def test_a_senseless_argument_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        watch(**options)
 
 
 OURS = [

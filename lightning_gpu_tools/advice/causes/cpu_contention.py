@@ -10,6 +10,7 @@ and host work without a line of the program are then not reported.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 from lightning_gpu_tools.advice.cause import Cause, Shape
@@ -17,6 +18,7 @@ from lightning_gpu_tools.advice.examples import contended
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted, with_share
 from lightning_gpu_tools.advice.lines import sentence
 from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
+from lightning_gpu_tools.training.phases import DATA_LOADING, PAUSES, RANK_WAIT, base_phase
 from lightning_gpu_tools.training.run_measurements import (
     MANY_THREADS,
     TRAINING_STEP,
@@ -33,7 +35,7 @@ _MIN_THROTTLED = 0.10  # of the quota's periods: from here on, the job waits for
 _MIN_OTHERS = 0.20  # of the cores: with less, this job's own threads compete with each other,
 _FEW_OTHERS = 0.05  # unless they are fewer than the cores, and other programs use at least this much
 _FULL = 1.1  # runnable threads per core: more than measuring adds
-_MIN_NAMED = 0.10  # of what all other programs use, to name one of them in the report
+_MIN_NAMED = 0.10  # of what all other programs use, or of the wait, to name a program or a phase in the report
 
 _STOP_OTHERS = "Stop the other programs, or use a machine with free cores."
 
@@ -59,6 +61,7 @@ def cpu_contention(run: RunMeasurements, loading: Finding | None) -> Finding | N
         "thread_percent": 100 * cores.wait_share,
         "workers_percent": 100 * of_workers,
         "ranks_percent": 100 * of_ranks,
+        "phases": ", ".join(_phases(run, cores.wait_share, of_workers, of_ranks)),
         "cores": run.host.cores,
         "machine_cores": cores.machine_cores or None,
         "own_cores": cores.own_cores,
@@ -71,6 +74,22 @@ def cpu_contention(run: RunMeasurements, loading: Finding | None) -> Finding | N
     }
     # For waits on ranks, only an upper bound of the part due to missing cores is known.
     return counted("cpu_contention", share, evidence, advice, "heuristic" if of_ranks > 0 else "measured")
+
+
+def _phases(run: RunMeasurements, of_thread: float, of_workers: float, of_ranks: float) -> list[str]:
+    """Return the phases in which the training thread waited, for the tree of the report.
+
+    Its own wait is measured in total and while it loads data. The rest counts as part of the longest other phase.
+    """
+    others: defaultdict[str, float] = defaultdict(float)
+    for phase, seconds in run.phase_s.items():
+        if base_phase(phase) not in (DATA_LOADING, RANK_WAIT, *PAUSES):
+            others[base_phase(phase)] += seconds
+    in_loading = _delayed_in_loading(run)
+    waits = {DATA_LOADING: in_loading + of_workers, RANK_WAIT: of_ranks}
+    if others:
+        waits[max(others, key=lambda phase: others[phase])] = of_thread - in_loading
+    return [phase for phase, share in waits.items() if share >= _MIN_NAMED * sum(waits.values())]
 
 
 def without_contention(run: RunMeasurements, found: Sequence[Finding], contention: Finding) -> list[Finding]:
@@ -141,8 +160,10 @@ def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
         advice = _STOP_OTHERS
         if cores.niceness > 0:
             advice += f" This job runs at nice {cores.niceness}, so other programs go first: start it without nice."
-        if runnable > _FULL * allowed:
-            advice += _fewer_threads(run, cores)
+        # Threads of one operator wait for the slowest of them: of two on one free core, each waits for the other.
+        fewer = _fewer_threads(run, cores).strip() if runnable > _FULL * _free_cores(run, cores) else ""
+        if fewer:
+            return "other_programs", f"{own}, and {of_others}", f"{fewer} {advice}"
         return "other_programs", of_others, advice
     if may_widen and runnable > _FULL * allowed:
         taken_by = f"{own} and may use {cores.affinity_cores} of {_cores(cores.machine_cores)}"
@@ -151,6 +172,12 @@ def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
         _fewer_threads(run, cores).strip() or "Find which threads compute: top -H -p PID, or py-spy dump --pid PID."
     )
     return "own_threads", f"{own} on {_cores(allowed)}", advice
+
+
+def _free_cores(run: RunMeasurements, cores: CoreFacts) -> int:
+    """Return how many cores other programs leave to this job; at least one."""
+    free = min(run.host.cores, (cores.affinity_cores or run.host.cores) - cores.others_cores)
+    return max(1, round(free))
 
 
 def _more_cores(run: RunMeasurements, cores: CoreFacts) -> str:
@@ -199,10 +226,10 @@ def one_thread_per_worker(run: RunMeasurements) -> str:
 
 
 def _fewer_threads(run: RunMeasurements, cores: CoreFacts) -> str:
-    """Return how to run at most one thread per core, after a space; empty if there is no way."""
+    """Return how to run at most one thread per core that others leave, after a space; empty if there is no way."""
     own_cores = math.floor(run.host.cores / run.host.local_ranks)
     workers = 0 if run.loader is None else run.loader.num_workers
-    threads = max(1, own_cores - (workers > 0))  # leaves a core to the workers
+    threads = max(1, _free_cores(run, cores) // run.host.local_ranks - (workers > 0))  # leaves a core to the workers
     pools, change = one_thread_per_worker(run), []
     if cores.torch_threads > threads:
         change.append(f"torch.set_num_threads({threads}) (now {cores.torch_threads})")
@@ -224,7 +251,8 @@ CAUSE = Cause(
     rows=[
         Shape(
             "Waiting for a CPU core takes ...; other programs keep ... of ... cores busy, by user and name",
-            "stop them, or use a machine with free cores; start the job without `nice`",
+            "`torch.set_num_threads(...)` if the job has more threads than free cores; stop the others, or use a "
+            "machine with free cores; start the job without `nice`",
             "other_programs",
         ),
         Shape(
