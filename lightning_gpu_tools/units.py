@@ -8,7 +8,6 @@ import os
 import pwd
 import re
 import shutil
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from numbers import Integral, Real
@@ -182,6 +181,8 @@ def line_width() -> int:
 
 def wrapped(text: str, first: str = "", others: str = "  ") -> str:
     """Wrap text to the width of the terminal, without breaking words; no line begins with a "%"."""
+    import textwrap  # a pick needs none of it
+
     lines = textwrap.fill(
         text.replace(" %", "\N{NO-BREAK SPACE}%"),
         line_width(),
