@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from lightning_gpu_tools.collector import frames_kept
-from lightning_gpu_tools.processes import read_kernel_file
+from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
 from lightning_gpu_tools.training.stall_facts import Activity, Frame, Wait
 
 # System calls by what they wait for, from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and
@@ -46,7 +46,6 @@ _CALLS: dict[str, dict[Wait, set[int]]] = {
 _OF_DESCRIPTORS = {"x86_64": {0, 1, 19, 20}, "aarch64": {63, 64, 65, 66}}
 _LOCKING = {"x86_64": {72, 73}, "aarch64": {25, 32}}  # fcntl, flock
 _MACHINE = platform.machine()
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 
 
