@@ -14,11 +14,11 @@ from lightning_gpu_tools.advice.causes import (
     cpu_contention,
     epoch_start,
     recompilation,
+    shared_gpu,
     slow_steps,
     slowing_down,
     unexplained,
 )
-from lightning_gpu_tools.advice.causes.shared_gpu import what_others_do
 from lightning_gpu_tools.advice.causes.unexplained import MAX_UNNAMED
 from lightning_gpu_tools.advice.causes.validation import MAX_USUAL as MAX_USUAL_VALIDATION
 from lightning_gpu_tools.advice.failures import Failure
@@ -167,8 +167,19 @@ def _judge(
     run: RunMeasurements, min_utilization_percent: float, searched: LoaderResult | None
 ) -> tuple[Verdict, list[Finding]]:
     others = _found_by(CAUSES["shared_gpu"], run)
-    if others:
+    if any(map(shared_gpu.is_certain, others)):
         return "shared_gpu", others
+    verdict, found = _judge_alone(run, min_utilization_percent, searched)
+    if verdict == "low":
+        return verdict, [*found, *others]
+    is_own_work = 100 * run.worked_share >= min_utilization_percent
+    return ("shared_gpu", others) if others and not is_own_work else (verdict, found)
+
+
+def _judge_alone(
+    run: RunMeasurements, min_utilization_percent: float, searched: LoaderResult | None
+) -> tuple[Verdict, list[Finding]]:
+    """Return the verdict and the findings as if no other job used the GPU."""
     found = _causes(run, searched)
     if not run.on_gpu or run.utilization_percent is None:
         return ("low" if found else "unknown" if run.on_gpu else "healthy"), found
@@ -269,7 +280,7 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) ->
     if verdict == "unknown":
         return f"The driver does not report GPU utilization, and nothing on the host slows {run.activity} down."
     if verdict == "shared_gpu":
-        return f"{what_others_do(findings[0].evidence)}, so its utilization says nothing about this run."
+        return shared_gpu.why(findings[0].evidence)
     gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
     gpu = "" if run.busy_percent is None else f"The {gpus} busy {run.busy_percent:.0f} % of the time. "
     if verdict == "healthy" or not findings:
