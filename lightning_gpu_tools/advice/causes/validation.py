@@ -26,7 +26,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     seconds = run.phase_s.get(VALIDATION, 0.0)
     taken = min(seconds / run.wall_s, 1.0) if run.wall_s > 0 else 0.0
     busy = run.validation_utilization_percent
-    if taken < MAX_USUAL or (busy is not None and busy >= MIN_UTILIZATION_PERCENT) or run.validations == 1:
+    if taken <= 0:
         return
     started, waited = (min(1.0, part_s / seconds) for part_s in (run.validation_start_s, run.validation_wait_s))
     evidence: Evidence = {
@@ -47,6 +47,16 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         changes = [_less(run, taken)]
     advice = " ".join(filter(None, changes))
     yield counted("validation", taken * (1 - (busy or 0.0) / 100), evidence, advice)
+
+
+def why_not(run: RunMeasurements, finding: Finding) -> str:
+    """Return why validation needs no change; empty if it does."""
+    busy = run.validation_utilization_percent
+    if busy is not None and busy >= MIN_UTILIZATION_PERCENT:
+        return f"the GPU is busy {busy:.0f} % of that time"
+    if float(finding.evidence["wall_percent"]) < 100 * MAX_USUAL:
+        return f"less than {100 * MAX_USUAL:.0f} % is usual"
+    return "the run has only one" if run.validations == 1 else ""
 
 
 def _kept_workers(restarted: list[int], started: float) -> str:
@@ -112,6 +122,7 @@ CAUSE = Cause(
         Shape("Validation waits for its loader in ... % of its time", "the `num_workers` in the advice"),
     ],
     find=find,
+    why_not=why_not,
     phases=[VALIDATION],
     verified_on="cpu",
     sick=cpu_run({"validation": 50, **STEP}),
