@@ -299,6 +299,7 @@ class RunRecorder:
             validation_start_s=waits.created_s if run.forks_for_validation else waits.created_s + waits.first_s,
             validation_wait_s=waits.others_s + waits.first_s if run.forks_for_validation else waits.others_s,
             validation_loaders=read("the validation loader's settings", lambda: run.validation_loaders, ()),
+            validation_facts=run.validation_facts,
             phase_s=phase_s,
             blocks=tuple(clock.blocks),
             step_times=clock.times.facts(),

@@ -13,6 +13,7 @@ from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Evidence, Finding, counted
 from lightning_gpu_tools.advice.host_phases import seconds_of, times_less
+from lightning_gpu_tools.advice.workers_allowed import workers_allowed
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
 
 # Our defaults.
@@ -73,11 +74,15 @@ def _kept_workers(restarted: list[int], started: float) -> str:
 
 
 def _workers(run: RunMeasurements, waited: float) -> str:
-    """Return how many workers would load the batches of validation while it computes."""
+    """Return how many workers would load the batches of validation while it computes, and what to change first."""
     cores = max(1, math.floor(run.host.cores / run.host.local_ranks))
-    workers = min(cores, math.ceil(waited / max(1 - waited, 1 / cores)))
+    allowed = [workers_allowed(facts) for facts in run.validation_facts]
+    most = [cores, *(one.most for one in allowed if one.most is not None)]
+    workers = min(*most, math.ceil(waited / max(1 - waited, 1 / cores)))
+    obstacles = " ".join(dict.fromkeys(one.reasons for one in allowed if one.obstacles))
+    first = f"{obstacles} Then set" if obstacles else "Set"
     return (
-        f"Validation waits for its loader in {100 * waited:.0f} % of its time. Set DataLoader(..., "
+        f"Validation waits for its loader in {100 * waited:.0f} % of its time. {first} DataLoader(..., "
         f"num_workers={workers}, persistent_workers=True) for the validation loader (now 0, False)."
     )
 

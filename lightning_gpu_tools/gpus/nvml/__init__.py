@@ -115,7 +115,7 @@ _WHY_UNAVAILABLE = {
 def why_unreadable(error: Exception) -> str:
     """Explain why one GPU cannot be read, and what to do."""
     if not isinstance(error, pynvml.NVMLError):
-        return f"an answer of the driver cannot be used ({printable(repr(error))}): check `nvidia-smi`"
+        return f"an answer of the driver cannot be used ({printable(repr(error))}): update the driver"
     return _WHY_UNREADABLE.get(error.value, f"the driver answered {str(error)!r}: check `nvidia-smi` and `dmesg`")
 
 
