@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
@@ -142,6 +144,17 @@ def silent_storage(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
             (folder / "sample").read_bytes()
 
     fit(folder, stall_after_s, data=Data(act), loader={"num_workers": 2})
+
+
+def locked_file(folder: Path, rank: int, stall_after_s: StallAfter, *, lock: Callable[..., None]) -> None:
+    with (folder / "index.lock").open("w") as file:
+        lock(file, fcntl.LOCK_EX)
+
+        def act(index: int) -> None:
+            with (folder / "index.lock").open("w") as other:
+                lock(other, fcntl.LOCK_EX)
+
+        fit(folder, stall_after_s, data=Data(act), loader={"num_workers": 2})
 
 
 def waiting_callback(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
@@ -431,6 +444,12 @@ STALLS = {
     "workers dead-locked after fork": Case(deadlocked_workers, "deadlocked_workers", "All 2 workers wait for a lock"),
     "a dataset that blocks in the training process": Case(dataset, "dataset", "while it loads data in hang"),
     "storage that does not answer": Case(silent_storage, "storage", "workers wait for storage"),
+    **{
+        f"a file that is locked by {lock.__name__}": Case(
+            partial(locked_file, lock=lock), "blocked_worker", "waits for a file that another process has locked (/"
+        )
+        for lock in (fcntl.flock, fcntl.lockf)
+    },
     "a callback that waits": Case(waiting_callback, "callback", "Acting waits for a lock in hang"),
     "swap thrash": Case(swapping, "swap", "every task waited for memory in 91 %"),
     "C code that holds Python's lock": Case(held_lock, "held_lock", "The training thread was in hold ("),

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from lightning_gpu_tools.processes import read_kernel_file
+from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
 
 _SHARED_MEMORY = Path("/dev/shm")  # workers pass batches through it
 _CGROUP_MOUNT, _CGROUP_MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_VMSTAT = Path("/proc/vmstat")
+_STAT, _VMSTAT = Path("/proc/stat"), Path("/proc/vmstat")
 _PRESSURE = Path("/proc/pressure/io")
 
 
@@ -96,15 +96,15 @@ def children_cpu_s() -> float:
     return total
 
 
-def idle_cpu_s() -> float:
-    """Return the total idle seconds of this process's cores since boot; 0 if not reported."""
-    try:
-        per_core = psutil.cpu_times(percpu=True)
-    except OSError:  # /proc is mounted with subset=pid
-        return 0.0
-    mine = (per_core[core] for core in own_cores() if core < len(per_core))
+def idle_cpu_s() -> float | None:
+    """Return the total idle seconds of this process's cores since boot; ``None`` if not reported."""
+    # Not by psutil, whose list leaves out the cores that are offline.
+    lines = re.findall(r"^cpu(\d+) \d+ \d+ \d+ (\d+) (\d+)", read_kernel_file(_STAT), re.MULTILINE)
     # A core that waits for a disk is also free for other threads.
-    return sum(core.idle + getattr(core, "iowait", 0.0) for core in mine)
+    idle_s = {int(core): (int(idle) + int(waiting)) / TICKS_PER_S for core, idle, waiting in lines}
+    mine = own_cores()
+    # Otherwise it is hidden (mounted with subset=pid), or has a container's own numbers (lxcfs).
+    return sum(idle_s[core] for core in mine) if idle_s.keys() >= set(mine) else None
 
 
 def resident_memory_bytes() -> int:

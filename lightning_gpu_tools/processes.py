@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import NamedTuple, TypedDict
 
 INIT = 1  # becomes the parent of processes whose parent has ended
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")  # the unit of CPU times in /proc
 _PF_KTHREAD = 0x00200000  # include/linux/sched.h
 
 

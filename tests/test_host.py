@@ -135,6 +135,20 @@ def test_cpu_time_of_living_and_ended_children_is_counted() -> None:
     assert children_cpu_s() - before >= 0.28
 
 
+@pytest.mark.parametrize(("listed", "idle_s"), [((0, 2, 5, 9), 20.5 + 50.5), ((0, 1), None), ((), None)])
+def test_idle_time_is_that_of_this_processs_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: tuple[int, ...], idle_s: float | None
+) -> None:
+    """Cores that are offline are not listed, and a container may have numbers of its own."""
+    lines = [f"cpu{core} 7 7 7 {1000 * core} 50 7 7 7 7 7" for core in listed]
+    stat = tmp_path / "stat"
+    stat.write_text("\n".join(["cpu  7 7 7 7 7 7 7 7 7 7", *lines, "intr 7 7", ""]))
+    monkeypatch.setattr(host, "_STAT", stat)
+    monkeypatch.setattr(host, "TICKS_PER_S", 100)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5})
+    assert idle_cpu_s() == idle_s
+
+
 def test_idle_time_does_not_outrun_the_clock() -> None:
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     began_s, idle_s = time.perf_counter(), idle_cpu_s()
@@ -142,7 +156,8 @@ def test_idle_time_does_not_outrun_the_clock() -> None:
     elapsed_s = time.perf_counter() - began_s
     cores = len(os.sched_getaffinity(0))
     # The kernel counts in hundredths of a second, for each core.
-    assert 0 <= idle_cpu_s() - idle_s <= cores * elapsed_s - 0.5 + 0.03 * cores
+    assert idle_s is not None
+    assert 0 <= (idle_cpu_s() or 0.0) - idle_s <= cores * elapsed_s - 0.5 + 0.03 * cores
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ class Cause(AnyCause):
     begins: str | Callable[[Mapping[str, float | str], bool], str]
     # Returns its findings; none if it costs nothing. None if diagnosis.py derives it from the others.
     find: Callable[[RunMeasurements], Iterable[Finding]] | None = None
+    # Returns why one of them needs no change, to follow "... takes 38 % of the wall time, but"; empty if it does.
+    why_not: Callable[[RunMeasurements, Finding], str] = lambda run, finding: ""
     # Phases, or groups of them, whose source lines it reports: a sequence, or a function of the evidence.
     phases: Sequence[str] | Callable[[Mapping[str, float | str]], Sequence[str]] = ()
     time: str = "this time"  # words for the time spent in these lines

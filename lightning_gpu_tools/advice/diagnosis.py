@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from statistics import fmean, median
+from statistics import fmean
+from typing import NamedTuple
 
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes import (
@@ -14,13 +15,12 @@ from lightning_gpu_tools.advice.causes import (
     cpu_contention,
     epoch_start,
     recompilation,
+    shared_gpu,
     slow_steps,
     slowing_down,
     unexplained,
 )
-from lightning_gpu_tools.advice.causes.shared_gpu import what_others_do
 from lightning_gpu_tools.advice.causes.unexplained import MAX_UNNAMED
-from lightning_gpu_tools.advice.causes.validation import MAX_USUAL as MAX_USUAL_VALIDATION
 from lightning_gpu_tools.advice.failures import Failure
 from lightning_gpu_tools.advice.findings import (
     AT_END,
@@ -45,7 +45,6 @@ from lightning_gpu_tools.advice.memory_causes import judge
 from lightning_gpu_tools.advice.memory_causes.memory_growth import growing_memory
 from lightning_gpu_tools.advice.memory_causes.stray_contexts import stray_contexts
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
-from lightning_gpu_tools.advice.ranks import waits_for_cores_of_others_s
 from lightning_gpu_tools.advice.single_samples import with_garbage
 from lightning_gpu_tools.advice.uneven_steps import details
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
@@ -53,15 +52,22 @@ from lightning_gpu_tools.training.phases import (
     PAUSES,
     PHASES,
     RANK_WAIT,
-    TRAINER,
     UNEXPLAINED,
-    VALIDATION,
     base_phase,
 )
 from lightning_gpu_tools.training.run_measurements import COPY, DATA_LOADING, TRAINING_STEP, RunMeasurements
 from lightning_gpu_tools.units import format_duration, printable
 
 _MAX_FINDINGS = 4  # our default: users with more to change start with these
+# The line of the time tree that a cause is about, if it has one.
+_GROUPS = {**{name: name for name in CAUSES if name in PHASES}, "communication": RANK_WAIT}
+
+
+class _LeftOut(NamedTuple):
+    """A finding that needs no change, and the reason why."""
+
+    finding: Finding
+    why: str
 
 
 def diagnose(
@@ -84,9 +90,9 @@ def diagnose(
     if run.on_gpu and run.utilization_percent is None:  # the driver's first sample may still be missing
         min_seconds = max(min_seconds, AT_END * MIN_SECONDS)
     if steady >= max(1, min_steps) and steady_s >= min_seconds:
-        verdict, found = _judge(run, min_utilization_percent, searched)
+        verdict, found, left_out = _judge(run, min_utilization_percent, searched)
     else:
-        found = []
+        found, left_out = [], []
         # Short epochs and frequent validations leave hardly any steady steps.
         if run.steps >= min_steps and run.wall_s >= min_seconds:
             times = {"epoch_start": run.epochs, "validation": run.validations}
@@ -96,7 +102,7 @@ def diagnose(
     findings = tuple(_with_lines(run, one) for one in sorted(found, key=_by_gain)[:_MAX_FINDINGS])
     is_judged = verdict != "too_short"
     if is_judged:
-        why, next_step = _why(run, verdict, findings), _next_step(verdict, findings)
+        why, next_step = _why(run, verdict, findings, left_out), _next_step(verdict, findings)
     else:
         why = _so_far(run) + (
             f"Measured {steady} steady steps in {format_duration(steady_s)}, but a verdict needs at least {min_steps} "
@@ -165,15 +171,25 @@ def _is_in_step(finding: Finding) -> bool:
     return is_in_step(finding.evidence) if callable(is_in_step) else is_in_step
 
 
-def _judge(
-    run: RunMeasurements, min_utilization_percent: float, searched: LoaderResult | None
-) -> tuple[Verdict, list[Finding]]:
+_Judgment = tuple[Verdict, list[Finding], list[_LeftOut]]
+
+
+def _judge(run: RunMeasurements, min_utilization_percent: float, searched: LoaderResult | None) -> _Judgment:
     others = _found_by(CAUSES["shared_gpu"], run)
-    if others:
-        return "shared_gpu", others
-    found = _causes(run, searched)
+    if any(map(shared_gpu.is_certain, others)):
+        return "shared_gpu", others, []
+    verdict, found, left_out = _judge_alone(run, min_utilization_percent, searched)
+    if verdict == "low":
+        return verdict, [*found, *others], []
+    is_own_work = 100 * run.worked_share >= min_utilization_percent
+    return ("shared_gpu", others, []) if others and not is_own_work else (verdict, found, left_out)
+
+
+def _judge_alone(run: RunMeasurements, min_utilization_percent: float, searched: LoaderResult | None) -> _Judgment:
+    """Return the judgment as if no other job used the GPU."""
+    found, left_out = _causes(run, searched)
     if not run.on_gpu or run.utilization_percent is None:
-        return ("low" if found else "unknown" if run.on_gpu else "healthy"), found
+        return ("low" if found else "unknown" if run.on_gpu else "healthy"), found, left_out
     remarks = [one for cause in CAUSES.values() if cause.is_remark for one in _found_by(cause, run)]
     for slower in (one for one in found if one.cause == "slowing_down"):
         remarks = slowing_down.without_slowdown(run, remarks, slower, _phases)
@@ -181,38 +197,51 @@ def _judge(
     busy_percent = run.busy_percent or 0.0
     is_busy = busy_percent >= min_utilization_percent and few_active_sms(run) is None
     if is_busy and not any(CAUSES[one.cause].counts_while_busy for one in found):
-        return "healthy", remarks
+        why = f"a GPU that is busy {min_utilization_percent:.0f} % of the time is well used"
+        return "healthy", remarks, [_LeftOut(one, why) for one in found]
     idle = 1.0 - busy_percent / 100
     rest = max(0.0, (run.idle_in_step_share or 0.0) - sum(one.share for one in found if _is_in_step(one)))
     if not found or rest >= unexplained.MIN_IDLE:
         found.append(unexplained.idle_in_step(run, rest if found else idle))
     if is_tiny(run):
-        return "low", [_cause_of_tiny(sorted(found, key=_by_gain), idle)]
-    return "low", [*found, *remarks]
+        return "low", [_cause_of_tiny(sorted(found, key=_by_gain), idle)], []
+    return "low", [*found, *remarks], []
 
 
-def _causes(run: RunMeasurements, searched: LoaderResult | None) -> list[Finding]:
+def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[list[Finding], list[_LeftOut]]:
+    """Return the findings, and those that need no change."""
     found: list[Finding] = []
+    all_found: list[Finding] = []
     for name, cause in CAUSES.items():
         is_first = not any(one.cause in cause.after for one in found)
         if is_first and not cause.is_remark and name != "shared_gpu":
-            found += _found_by(cause, run)
+            candidates = _candidates(cause, run)
+            found += [one for one in candidates if not cause.why_not(run, one)]
+            all_found += candidates
     found = with_garbage(run, slow_steps.revised(run, found))
     if searched is not None:
         found = [as_searched(one, searched) if one.cause == "data_loading" else one for one in found]
     named = _worth_reporting(run, found)
     slow_in = {finding.evidence["phase"] for finding in named if finding.cause == "slow_steps"}
-    named += [finding for finding in unexplained.long_lines(run) if finding.evidence["phase"] not in slow_in]
+    lines = [finding for finding in unexplained.long_lines(run) if finding.evidence["phase"] not in slow_in]
+    named += [finding for finding in lines if not unexplained.why_not(run, finding)]
+    judged = [_LeftOut(one, _why_not(run, one)) for one in _surer(run, [*all_found, *found, *lines])]
+    left_out = [one for one in judged if one.why]
     for slower in _worth_reporting(run, [slowing_down.slowing_down(run)]):
         named = [slower, *_worth_reporting(run, slowing_down.without_slowdown(run, named, slower, _phases))]
     loading = next(iter(_found_by(CAUSES["data_loading"], run)), None)
     contention = cpu_contention.cpu_contention(run, loading)
     if contention is None:
-        return named
-    return [contention, *_worth_reporting(run, cpu_contention.without_contention(run, named, contention))]
+        return named, left_out
+    rest = _worth_reporting(run, cpu_contention.without_contention(run, named, contention))
+    return [contention, *rest], left_out
 
 
 def _found_by(cause: Cause, run: RunMeasurements) -> list[Finding]:
+    return [one for one in _candidates(cause, run) if not cause.why_not(run, one)]
+
+
+def _candidates(cause: Cause, run: RunMeasurements) -> list[Finding]:
     return list(cause.find(run)) if cause.find is not None and all(_is_known(run, name) for name in cause.needs) else []
 
 
@@ -223,21 +252,34 @@ def _is_known(run: RunMeasurements, name: str) -> bool:
 
 
 def _worth_reporting(run: RunMeasurements, found: Iterable[Finding | None]) -> list[Finding]:
+    return [one for one in _surer(run, found) if not _why_not(run, one)]
+
+
+def _surer(run: RunMeasurements, found: Iterable[Finding | None]) -> list[Finding]:
     # If the GPU's times contradict the driver's utilization, a share may be too large by the difference.
     doubt = run.idle_residual
-    surer = [
+    return [
         replace(one, ceiling_lower=min(one.ceiling_lower, ceiling(one.share * _repeated(run, one) - doubt)))
         for one in found
         if one is not None
     ]
-    return [
-        finding
-        for finding in surer
-        if finding.ceiling >= MIN_CEILING
-        and finding.ceiling_lower > MIN_CEILING_LOWER
-        # A larger batch makes launches rarer, however short the step is.
-        and (finding.share * run.step_s >= MIN_COST_S_PER_STEP or finding.cause == "launch_bound")
-    ]
+
+
+def _why_not(run: RunMeasurements, finding: Finding) -> str:
+    """Return why a finding needs no change; empty if it does."""
+    cause, cost_s = CAUSES[finding.cause], finding.share * run.step_s
+    if why := cause.why_not(run, finding):
+        return why
+    if finding.ceiling < MIN_CEILING:
+        if "wait_ms_per_step" in finding.evidence:
+            return f"a steady step waits only {format_duration(float(finding.evidence['wait_ms_per_step']) / 1e3)}"
+        return f"removing one part of it makes {run.activity} less than {100 * (MIN_CEILING - 1):.0f} % faster"
+    if finding.ceiling_lower <= MIN_CEILING_LOWER:
+        return f"it {'occurred too rarely' if cause.is_of_events else 'varies too much'} to be more than chance"
+    # Less often is possible for pauses, and a larger batch makes launches rarer, however short the step is.
+    if cost_s < MIN_COST_S_PER_STEP and finding.cause not in (*PAUSES, "launch_bound"):
+        return f"it is {format_duration(cost_s)} per step, too little to matter"
+    return ""
 
 
 def _repeated(run: RunMeasurements, finding: Finding) -> float:
@@ -267,27 +309,22 @@ def _idle_percent(run: RunMeasurements) -> dict[str, float]:
     return percent if in_step is None else {**percent, TRAINING_STEP: 100 * in_step}
 
 
-def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding]) -> str:
+def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding], left_out: Sequence[_LeftOut]) -> str:
     if verdict == "unknown":
         return f"The driver does not report GPU utilization, and nothing on the host slows {run.activity} down."
     if verdict == "shared_gpu":
-        return f"{what_others_do(findings[0].evidence)}, so its utilization says nothing about this run."
+        return shared_gpu.why(findings[0].evidence)
     gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
     gpu = "" if run.busy_percent is None else f"The {gpus} busy {run.busy_percent:.0f} % of the time. "
     if verdict == "healthy" or not findings:
-        but, longest = slow_steps.not_in_findings(run, ()), _harmless(run)
+        but, longest = slow_steps.not_in_findings(run, ()), _harmless(run, left_out)
         if longest:
             return f"{gpu}{longest}{but and f' In addition, {but}.'}"
         return f"{gpu}Nothing on the host slows {run.activity} down{but and f', but {but}'}."
     first = findings[0]
-    begins = CAUSES[first.cause].begins
-    costs = begins if isinstance(begins, str) else begins(first.evidence, run.has_trainer)
     numbers = "; ".join(filter(None, (_numbers(first.evidence), details(first.evidence))))
     also = slow_steps.not_in_findings(run, findings)
-    return (
-        f"{gpu}{costs} {100 * first.share:.0f} % of the wall time{numbers and f' ({numbers})'}."
-        f"{also and f' In addition, {also}.'}"
-    )
+    return f"{gpu}{_costs(run, first)}{numbers and f' ({numbers})'}.{also and f' In addition, {also}.'}"
 
 
 def _so_far(run: RunMeasurements) -> str:
@@ -304,10 +341,20 @@ def _so_far(run: RunMeasurements) -> str:
     return f"So far: {label}, {100 * longest_s / run.wall_s:.0f} % of the wall time; too short for a verdict. "
 
 
-def _harmless(run: RunMeasurements) -> str:
-    """Return why the longest line of a healthy run's time tree is not a cause; empty without a long line."""
+def _costs(run: RunMeasurements, finding: Finding) -> str:
+    begins = CAUSES[finding.cause].begins
+    costs = begins if isinstance(begins, str) else begins(finding.evidence, run.has_trainer)
+    return f"{costs} {100 * finding.share:.0f} % of the wall time"
+
+
+def _harmless(run: RunMeasurements, left_out: Sequence[_LeftOut]) -> str:
+    """Return why the longest line of a healthy run's time tree is not a cause; empty without a long line.
+
+    On a GPU, it may be hidden behind the GPU's work, so only a finding counts.
+    """
     if run.on_gpu:
-        return ""
+        longest = max(left_out, key=lambda one: one.finding.share, default=None)
+        return "" if longest is None else f"{_costs(run, longest.finding)}, but {longest.why}."
     groups: defaultdict[str, float] = defaultdict(float)
     for phase, seconds in run.phase_s.items():
         groups[base_phase(phase)] += seconds / run.wall_s
@@ -315,24 +362,9 @@ def _harmless(run: RunMeasurements) -> str:
     group, share = max(groups.items(), key=lambda item: item[1], default=("", 0.0))
     if share < MAX_UNNAMED:
         return ""
-    each_s = share * run.step_s
-    if group == DATA_LOADING:
-        waits_s = median(block.data_loading_s / block.steps for block in run.blocks)
-        if waits_s < each_s / 2:
-            reason = f"a steady step waits only {format_duration(waits_s)}"
-        else:
-            reason = f"it is {format_duration(waits_s)} per step, about the time to receive a ready batch"
-    elif group == VALIDATION:
-        reason = f"less than {100 * MAX_USUAL_VALIDATION:.0f} % is usual"
-    elif group in (TRAINER, TRAINING_STEP):
-        reason = f"it is {format_duration(each_s)} per step, which no setting changes"
-    elif group == RANK_WAIT and any(waits_for_cores_of_others_s(run.ranks)):
-        reason = "other ranks had no free core at that time"
-    elif each_s < MIN_COST_S_PER_STEP:
-        reason = f"it is {format_duration(each_s)} per step, too little to matter"
-    else:
-        reason = "it occurred too rarely to be more than chance"
+    about = [one for one in left_out if group in (_GROUPS.get(one.finding.cause), one.finding.evidence.get("phase"))]
     label = PHASES[group].label if group in PHASES else printable(group)
+    reason = max(about, key=lambda one: one.finding.share).why if about else "no rule judges it"
     return f"{label[0].upper()}{label[1:]} takes {100 * share:.0f} % of the wall time, but {reason}."
 
 

@@ -13,6 +13,7 @@ _STATES: dict[Wait, str] = {
     "storage": "waits for storage",
     "network": "waits for the network",
     "lock": "waits for a lock",
+    "file lock": "waits for a file that another process has locked",
     "pipe": "waits for another process",
     "time": "sleeps",
     "events": "waits for a file, a socket or another process",

@@ -40,7 +40,8 @@ def answers(calls: Mapping[_K, Callable[[], _T]], limit_s: float) -> tuple[dict[
     """Call all functions at once, each in its own thread, and wait for at most ``limit_s``.
 
     Return the answers by key, and the names of the NVML functions that have not returned. If an earlier call with the
-    same key still hangs, the function is not called again. Raise the first error of a function.
+    same key still hangs, the function is not called again. Raise the first error of a function, once all have returned
+    or exceeded the limit.
     """
     running = {key: _Call(function) for key, function in calls.items() if not is_late(key)}
     for call in running.values():
@@ -51,7 +52,8 @@ def answers(calls: Mapping[_K, Callable[[], _T]], limit_s: float) -> tuple[dict[
         call.join(max(0.0, until_s - time.monotonic()))
         if call.is_alive():
             _late[key] = call
-        elif call.error is not None:
+    for call in running.values():
+        if call.error is not None:
             raise call.error
     found = {key: call.answer[0] for key, call in running.items() if call.answer}
     return found, {key: pending_function(_late[key]) for key in calls if key not in found}

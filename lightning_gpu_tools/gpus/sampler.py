@@ -17,6 +17,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSample, GpuWindow
 from lightning_gpu_tools.gpus.readings import mean_percent
 from lightning_gpu_tools.gpus.windows import GpuTimelines, Phases, WindowBuilder
 from lightning_gpu_tools.training.timeline import Series
+from lightning_gpu_tools.units import printable
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.gpus.nvml.probe import GpuProbe
@@ -37,6 +38,7 @@ class _Poller(threading.Thread):
         self.uuid = uuid
         self.begun = self.done = self.wanted = 0  # polls
         self.ended = False
+        self.failure: Exception | None = None  # the reason why it ended early
         self.busy_since_s: float | None = time.monotonic()  # in the driver
         self.cpu_s = 0.0
 
@@ -49,14 +51,27 @@ class _Poller(threading.Thread):
         limit_s = limits.LIMIT_S if self.begun else limits.OPENING_LIMIT_S
         return since_s is not None and time.monotonic() - since_s > limit_s
 
+    @property
+    def has_no_samples(self) -> bool:
+        return self.is_late or self.failure is not None
+
+    def problem(self) -> str:
+        """Return the reason why there are no samples now."""
+        if self.failure is not None:
+            error = printable(repr(self.failure), 200)
+            return f"{self.uuid} is no longer measured after an unexpected error: {error}."
+        function = limits.pending_function(self)
+        late = f"The driver has not answered {function} for {self.uuid} within {limits.LIMIT_S:.0f} s"
+        return f"{late}. This GPU is not measured until it answers. Check `dmesg`."
+
 
 class Sampler:
     """Threads that sample GPUs and MIG instances until they are closed, and aggregate the samples.
 
-    The constructor raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If the threads stop later,
-    ``failure`` is the error, and earlier samples can still be taken. If the driver does not answer for one GPU, the
-    windows of that GPU report it as a problem. In a forked child, which has no such threads, the sampler is empty.
-    ``gpm`` is whether to use the GPU performance monitors.
+    The constructor raises ``NvmlUnavailableError`` without a usable NVIDIA driver. If reading a GPU fails later, or the
+    driver does not answer for it, its windows report that as a problem, and the other GPUs are still sampled. In a
+    forked child, which has no such threads, the sampler is empty. ``gpm`` is whether to use the GPU performance
+    monitors.
     """
 
     def __init__(self, uuids: Sequence[str], *, interval_s: float = 1.0, gpm: bool = True) -> None:
@@ -76,7 +91,6 @@ class Sampler:
         self._latest_percent: dict[str, float] = {}
         self._latest_listed: dict[str, GpuSample] = {}
         self.refused: dict[str, None] = {}  # descriptions of counters that the driver refuses
-        self.failure: Exception | None = None
         self._stopping = False
         lock = threading.Lock()  # guards everything that the threads collect
         self._polled, self._wake = threading.Condition(lock), threading.Condition(lock)
@@ -85,8 +99,10 @@ class Sampler:
             poller.start()
         with self._polled:
             self._polled.wait_for(lambda: all(one.begun or one.ended for one in self._pollers), limits.LIMIT_S)
-        if isinstance(self.failure, NvmlUnavailableError):
-            raise self.failure
+            unusable = [one.failure for one in self._pollers if isinstance(one.failure, NvmlUnavailableError)]
+            if unusable:
+                self._stop()
+                raise unusable[0]
 
     @property
     def cpu_s(self) -> float:
@@ -96,7 +112,7 @@ class Sampler:
     @property
     def polled(self) -> tuple[int, frozenset[str]]:
         """The smallest number of polls among the GPUs that answer, and the UUIDs of those that do not."""
-        late = frozenset(poller.uuid for poller in self._pollers if poller.is_late)
+        late = frozenset(poller.uuid for poller in self._pollers if poller.has_no_samples)
         return min((poller.done for poller in self._pollers if poller.uuid not in late), default=0), late
 
     @property
@@ -162,12 +178,9 @@ class Sampler:
                 )
             found = {uuid: read(window) for uuid, window in windows.items()}
         for poller in self._pollers:
-            if poller.is_late:
-                function = limits.pending_function(poller)
-                late = f"The driver has not answered {function} for {poller.uuid} within {limits.LIMIT_S:.0f} s"
-                problem = f"{late}. This GPU is not measured until it answers. Check `dmesg`."
+            if poller.has_no_samples:
                 window = found[poller.uuid]
-                found[poller.uuid] = dataclasses.replace(window, problems=(*window.problems, problem))
+                found[poller.uuid] = dataclasses.replace(window, problems=(*window.problems, poller.problem()))
         return found
 
     def _run(self, poller: _Poller) -> None:
@@ -181,7 +194,7 @@ class Sampler:
                 with self._wake:
                     self._wake.wait_for(lambda: self._stopping or poller.done < poller.wanted, self._interval_s)
         except Exception as error:  # noqa: BLE001 - training continues after any error
-            self.failure = error
+            poller.failure = error
         finally:
             if probe is not None:
                 probe.close()
@@ -189,8 +202,6 @@ class Sampler:
                 poller.ended = True
                 poller.busy_since_s = None
                 self._polled.notify_all()
-                if self.failure is not None:
-                    self._stop()
 
     def _poll(self, poller: _Poller, probe: GpuProbe) -> None:
         with self._polled:

@@ -79,7 +79,7 @@ class GpuWatch(Sampler):
     def take_metrics(self) -> tuple[dict[str, float], list[str]]:
         """Return the metrics and the descriptions of problems since the last call; empty if there was no new poll."""
         polled = self.polled
-        if polled == self._taken and self.failure is None:
+        if polled == self._taken:
             return {}, []
         self._taken = polled
         windows, validation = self.take(), self.take("validation")
@@ -98,8 +98,6 @@ class GpuWatch(Sampler):
             node = f" of node {self._node}" if self._node else ""
             problems += [f"GPU {gpu.index}{node} reports an error: {error}." for error in window.errors]
             problems += window.problems
-        if self.failure is not None:
-            problems.append(f"GPU measurements have stopped after an error: {self.failure!r}.")
         self.metrics = metrics
         return metrics, problems
 

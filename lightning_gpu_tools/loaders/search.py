@@ -31,6 +31,7 @@ from lightning_gpu_tools.loaders.plan import LoaderCase, StepCost, choose, next_
 from lightning_gpu_tools.loaders.random_states import undisturbed
 from lightning_gpu_tools.loaders.settings import batch_bytes, fingerprint, plain_loader, settings_of
 from lightning_gpu_tools.loaders.workers import Batches
+from lightning_gpu_tools.selection.placement import count_devices
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
 from lightning_gpu_tools.units import check_seconds, printable
 
@@ -382,7 +383,7 @@ def find_loader_settings(loader: DataLoader[Any], step_time_s: float, *, budget_
         loader,
         step=StepCost(wall_s=step_time_s),
         host=read_host_budget(),
-        cuda=torch.cuda.is_available(),
+        cuda=count_devices() > 0,
         budget_s=budget_s,
         epoch_steps=epoch_steps,
         bar=True,

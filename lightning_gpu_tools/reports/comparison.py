@@ -38,7 +38,7 @@ _MUST_MATCH = (
     *LOADER_SETTINGS,
 )
 _SAME_PROGRAM = ("model", "dataset", "stage")
-_ADVISED = {name: cause.settings for name, cause in {**CAUSES, **MEMORY_CAUSES}.items()}
+_SETTINGS = {name: cause.settings for name, cause in {**CAUSES, **MEMORY_CAUSES}.items()}
 # The phases that a setting cannot speed up, with one rank. Several ranks wait for each other in their steps.
 _UNTOUCHED: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(LOADER_SETTINGS, frozenset({TRAINING_STEP, "callback", "logging", "trainer"})),
@@ -52,7 +52,6 @@ _MAX_ELSEWHERE = 0.5  # our default: if a larger part of the gain is in other ph
 # Of 15 runs on two cores, the one that most exceeded its prediction was 1.17 times as fast as predicted.
 _MAX_BEYOND = 1.25
 _PARTS = 16  # our default: parts of a run, for the mean or median time of a phase
-_WARM_UP_STEPS = 20  # as for the blocks of steady steps
 
 Verdict = Literal["faster", "same", "slower", "not_comparable"]
 
@@ -103,8 +102,8 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
         for name in names
         if old.settings.get(name) != new.settings.get(name)
     )
-    causes = [finding.cause for finding in old.diagnosis.findings] if _is_same_program(new, old) else []
-    advised = {setting for cause in causes for setting in _ADVISED.get(cause, ())}
+    findings = old.diagnosis.findings if _is_same_program(new, old) else ()
+    advised = {setting for finding in findings for setting in _advised(finding)}
     followed = tuple(change for change in changes if change.setting in advised and change.setting not in may_differ)
     reasons = [
         f"{change.setting} differs: {_show(change.old)} before, {_show(change.new)} now"
@@ -142,13 +141,19 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
     if followed:
         untouched = frozenset.intersection(*(_UNTOUCHED.get(one.setting, frozenset()) for one in followed))
         settings = {change.setting for change in followed}
-        findings = [one for one in old.diagnosis.findings if settings & {*_ADVISED.get(one.cause, ())}]
-        comparison = replace(comparison, doubt=_doubt(comparison, new, old, untouched, findings))
+        tested = [one for one in findings if settings & {*_advised(one)}]
+        comparison = replace(comparison, doubt=_doubt(comparison, new, old, untouched, tested))
     return comparison
 
 
 def _is_same_program(new: Report, old: Report) -> bool:
     return all(new.settings.get(name) == old.settings.get(name) for name in _SAME_PROGRAM)
+
+
+def _advised(finding: Finding) -> Sequence[str]:
+    """Return the settings of a finding's cause if its advice names any of them: some of it is about other things."""
+    settings = _SETTINGS.get(finding.cause, ())
+    return settings if any(name in finding.advice for name in settings) else ()
 
 
 def _blocks(report: Report, per_sample: bool, ranks: int) -> tuple[float, ...]:
@@ -207,7 +212,7 @@ def _doubt(
 
 
 def steady_phase_s(report: Report, of: str = "mean") -> dict[str, float]:
-    """Return the mean or median time per step of each group of phases, without the first steps, largest first."""
+    """Return the mean or median time per step of each group of phases, without the warm-up, largest first."""
     typical: Callable[[Sequence[float]], float] = median if of == "median" else fmean
     parts = list(_parts(report))
     names = dict.fromkeys(name for part in parts for name in part)
@@ -218,10 +223,10 @@ def steady_phase_s(report: Report, of: str = "mean") -> dict[str, float]:
 def _parts(report: Report) -> Iterator[Mapping[str, float]]:
     """Yield the time per step by group of phases in parts of the run with about equal numbers of steps."""
     done, steps, spent = 0, 0, defaultdict[str, float](float)
-    steady = sum(span.steps for span in report.spans) - _WARM_UP_STEPS
+    steady = sum(span.steps for span in report.spans) - report.warm_up_steps
     for span in report.spans if steady > 0 else ():
         done += span.steps
-        if done <= _WARM_UP_STEPS:
+        if done <= report.warm_up_steps:
             continue
         steps += span.steps
         for phase, seconds in span.phase_s.items():

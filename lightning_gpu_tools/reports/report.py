@@ -91,6 +91,8 @@ class Report:
         samples_per_s: Samples of all ranks per second, over the same steps.
         step_s_blocks: Mean time per step in each of at most 128 consecutive blocks of steady steps, without validation
             and checkpoints. Their spread is the run's own noise.
+        warm_up_steps: Number of first steps that are not steady: 20, or more if the workers keep many batches ready, or
+            if the loader's settings changed.
         monitor_us_per_step: Lower bound on the time that this package added to each step, in microseconds: its wrappers
             in the training thread, measured with warm caches, and its own work there.
         monitor_thread_us_per_step: CPU time of its background threads per step, in microseconds.
@@ -129,6 +131,7 @@ class Report:
     step_s_max: float | None = None
     samples_per_s: float | None = None
     step_s_blocks: tuple[float, ...] = ()
+    warm_up_steps: int = 20  # in older files
     monitor_us_per_step: float | None = None
     monitor_thread_us_per_step: float | None = None
     confirmation: str | None = None

@@ -22,13 +22,14 @@ from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_holdings import Training
 from lightning_gpu_tools.training.rank_exchange import RankPlace
 from lightning_gpu_tools.training.rank_waits import RankWaits
-from lightning_gpu_tools.training.run_measurements import LoaderSettings, Stage
+from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoaderSettings, Stage
 
 
 class Run(Training, Protocol):
     """The facts that the Trainer, Fabric or loop knows about a run; ``None`` = unknown, or none."""
 
     has_trainer: bool  # whether a Trainer drives it, so that advice can name its options
+    validation_facts: tuple[LoaderFacts, ...]  # of its torch loaders without workers, before their first batch
     slowest: int  # place of the loader that training waits for most, among the loaders
     stage: Stage
 

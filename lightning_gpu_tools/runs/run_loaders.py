@@ -46,6 +46,11 @@ class RunLoaders:
         """The settings of the loader that is followed, if it is torch's."""
         return self._all[min(self._run.slowest, len(self._all) - 1)] if self._all else None
 
+    @property
+    def ready_batches(self) -> int:
+        """The largest number of batches that the workers of a loader keep ready."""
+        return max((one.num_workers * (one.prefetch_factor or 0) for one in self._all if one is not None), default=0)
+
     def follow(self) -> Literal["another", "changed"] | None:
         """Follow the slowest loader; return whether it is another one than before, or whether settings have changed."""
         waits = self._waits()

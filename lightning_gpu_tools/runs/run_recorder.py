@@ -141,9 +141,8 @@ class RunRecorder:
         self._on_gpu = bool(run.gpus)
         self._loaders = RunLoaders(run, self.lines.waits, self.facts.read)
         self._loader_since = self._began.children_cpu_s, 0  # the children's CPU time, and the step
-        if self.loader is not None:
-            ready = self.loader.num_workers * (self.loader.prefetch_factor or 0)
-            clock.warm_up_steps = max(clock.warm_up_steps, 2 * ready)
+        clock.ready_batches = self._loaders.ready_batches
+        clock.warm_up_steps = max(clock.warm_up_steps, 2 * clock.ready_batches)
         self._workers = WorkerWatch(lambda: run.iterator)
         self._storage = StorageWatch(
             lambda: compat.worker_pids(run.iterator),
@@ -220,6 +219,7 @@ class RunRecorder:
         elif is_new == "changed":  # when NumWorkersFinder has changed the settings, only the new ones count
             self._loader_since = self.facts.read("the workers' CPU time", children_cpu_s, None), self._clock.steps
             self._workers.unseen = None
+            self._clock.ready_batches = self._loaders.ready_batches
             self._clock.begin_anew()
 
     def own_entry(self) -> dict[str, Any]:
@@ -299,6 +299,7 @@ class RunRecorder:
             validation_start_s=waits.created_s if run.forks_for_validation else waits.created_s + waits.first_s,
             validation_wait_s=waits.others_s + waits.first_s if run.forks_for_validation else waits.others_s,
             validation_loaders=read("the validation loader's settings", lambda: run.validation_loaders, ()),
+            validation_facts=run.validation_facts,
             phase_s=phase_s,
             blocks=tuple(clock.blocks),
             step_times=clock.times.facts(),

@@ -95,6 +95,7 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         step_s_max=None if times is None else times.max_s,
         samples_per_s=batch_size * run.place.world_size * times.count / times.seconds if batch_size and times else None,
         step_s_blocks=tuple(block.step_s for block in measured.blocks),
+        warm_up_steps=clock.warm_up_steps,
         monitor_us_per_step=us_per_step(clock.cost_s() + measured.phase_s.get(MONITORING, 0.0)) if ended else None,
         monitor_thread_us_per_step=us_per_step(thread_s),
         core_wait_share=None if measured.cores is None else measured.cores.wait_share,

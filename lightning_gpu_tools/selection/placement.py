@@ -10,13 +10,14 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-from lightning_gpu_tools.errors import ClaimsError
+from lightning_gpu_tools.errors import ClaimsError, NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuClaim, folded_claims
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.launchers import Launch, find_launch
-from lightning_gpu_tools.selection.picking import Attempt, pick, show_gpus
+from lightning_gpu_tools.selection.picking import Attempt, list_gpus, pick, show_gpus
 from lightning_gpu_tools.selection.ranking import Request
+from lightning_gpu_tools.selection.visibility import visible_gpus
 
 
 def place(devices: int | Sequence[int], request: Request, cuda_uuids: Callable[[], Sequence[str]]) -> list[int]:
@@ -46,6 +47,21 @@ def how_many(request: Request) -> int:
     The result is at least 1, because a request for 1 GPU reports the reasons if none qualifies.
     """
     return pick(request.but(claim=False, wait=None), _how_many)
+
+
+def count_devices() -> int:
+    """Return the number of CUDA devices that torch can use, once it is imported.
+
+    Unlike ``torch.cuda.is_available()``, this does not start CUDA.
+    """
+    torch = sys.modules["torch"]
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not mask.startswith("MIG-") or torch.version.cuda is None or cuda.is_initialized():
+        return int(torch.cuda.device_count())  # by NVML, but not under a mask of MIG instances
+    try:
+        return min(1, len(visible_gpus(list_gpus(), mask, "PCI_BUS_ID", list)))
+    except NvmlUnavailableError:
+        return 0
 
 
 def _place(devices: int, attempt: Attempt) -> list[int]:

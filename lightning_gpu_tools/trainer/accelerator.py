@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.reports.last_run import last_need
 from lightning_gpu_tools.runs.run import gpu_readings
-from lightning_gpu_tools.selection import cuda, placement
+from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.picking import list_gpus
 from lightning_gpu_tools.selection.ranking import LAST_RUN, Request, documented
 from lightning_gpu_tools.selection.visibility import visible_gpus, why_fewer
@@ -77,7 +77,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         count = _count(devices)
         wanted = super().parse_devices(devices) or [] if count is None else count
         placed = placement.place(wanted, cls._request, cuda_uuids)
-        return placed if placed == [0] and _count_devices() else super().parse_devices(placed)
+        return placed if placed == [0] and placement.count_devices() else super().parse_devices(placed)
 
     @classmethod
     @override
@@ -87,7 +87,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
     @classmethod
     @override
     def is_available(cls) -> bool:
-        is_available = _count_devices() > 0
+        is_available = placement.count_devices() > 0
         if not is_available:
             rank_zero_warn(f"{cls.__name__} finds no GPU. {why_no_cuda()}")  # Lightning's error gives no reason
         return is_available
@@ -120,20 +120,9 @@ def cuda_uuids() -> list[str]:
     return [str(gpu.uuid) for gpu in gpu_readings(devices)]
 
 
-def _count_devices() -> int:
-    """Return the number of CUDA devices, without starting CUDA: under a mask of MIG instances, torch would."""
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if not mask.startswith("MIG-") or torch.version.cuda is None or cuda.is_initialized():
-        return torch.cuda.device_count()
-    try:
-        return min(1, len(visible_gpus(list_gpus(), mask, "PCI_BUS_ID", list)))
-    except NvmlUnavailableError:
-        return 0
-
-
 def why_no_cuda() -> str:
     """Return why PyTorch cannot use a GPU and what to do, as sentences; empty if it can."""
-    if _count_devices():
+    if placement.count_devices():
         return ""
     if torch.version.cuda is None:
         return f"This PyTorch ({torch.__version__}) was built without CUDA; see https://pytorch.org/get-started."

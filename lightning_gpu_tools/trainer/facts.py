@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.inside import Inside, loaders_in
 from lightning_gpu_tools.loaders.settings import forks_workers, settings_of
 from lightning_gpu_tools.reports.report import FOLDER_NAME
@@ -25,7 +26,7 @@ from lightning_gpu_tools.runs.run import Run, slowest_loader
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.families import Trainer, base_of, version_of
 from lightning_gpu_tools.training.rank_exchange import RankPlace
-from lightning_gpu_tools.training.run_measurements import LoaderSettings, Stage
+from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoaderSettings, Stage
 
 
 def trains_on_gpu(trainer: Any) -> bool:
@@ -80,6 +81,7 @@ class TrainerRun(Run):
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._loaders: tuple[object, Sequence[Inside]] = None, ()
+        self.validation_facts: tuple[LoaderFacts, ...] = ()
 
     @property
     @override
@@ -131,6 +133,11 @@ class TrainerRun(Run):
     def forks_for_validation(self) -> bool:
         return all(map(forks_workers, self._loaders_of_validation()))
 
+    def note_validation(self) -> None:
+        """Read the facts about the validation loaders, once: later, their datasets may have files open."""
+        if not self.validation_facts:
+            self.validation_facts = _without_workers(self._loaders_of_validation(), self.place.world_size)
+
     def _loaders_of_validation(self) -> list[DataLoader[Any]]:
         loaders = compat.loaders_of(self._trainer.fit_loop.epoch_loop.val_loop)
         return [one for one in loaders if isinstance(one, DataLoader)]
@@ -167,6 +174,13 @@ class TrainerRun(Run):
     @override
     def settings(self) -> Mapping[str, Any]:
         return {"model": type(self._trainer.lightning_module).__qualname__, **trainer_settings(self._trainer)}
+
+
+def _without_workers(loaders: Sequence[DataLoader[Any]], ranks: int) -> tuple[LoaderFacts, ...]:
+    """Return the facts about those of the loaders that have no workers."""
+    with contextlib.suppress(Exception):  # of an odd dataset: nothing is known against workers then
+        return tuple(read_loader_facts(one, ranks=ranks) for one in loaders if not one.num_workers)
+    return ()
 
 
 class EvaluationRun(TrainerRun):
@@ -249,6 +263,7 @@ class LoopRun:
         self.loaders: list[Inside] = []
         self._given: object = None
         self.validation_loaders: tuple[LoaderSettings, ...] = ()
+        self.validation_facts: tuple[LoaderFacts, ...] = ()
         self.forks_for_validation = True
 
     def _find_place(self) -> RankPlace:
@@ -320,6 +335,8 @@ class LoopRun:
         if isinstance(given, DataLoader):
             self.validation_loaders = (settings_of(given),)
             self.forks_for_validation = forks_workers(given)
+            if not self.validation_facts:
+                self.validation_facts = _without_workers([given], self.place.world_size)
 
     @property
     def iterator(self) -> object | None:

@@ -15,7 +15,7 @@ from lightning_gpu_tools.gpus.sampler import Phase
 from lightning_gpu_tools.loaders.workers import deaths_ignored
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.facts import run_of
+from lightning_gpu_tools.trainer.facts import TrainerRun, run_of
 from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer, lookup, overrides
 from lightning_gpu_tools.trainer.fit_timer import EvaluationTimer, FitTimer
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
@@ -31,6 +31,8 @@ class FitSession(Session):
     Lightning does not notify every callback of the end: a tuner that raises has removed them, and a callback that
     raises at the end prevents calls of the others. So the session detects the end itself, and notifies the rest.
     """
+
+    run: TrainerRun
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -203,6 +205,8 @@ class MeasuringCallback(GuardedCallback):
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer, "validate")
+        if self._session is not None:
+            self._session.run.note_validation()
 
     @override
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

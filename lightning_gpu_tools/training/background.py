@@ -18,7 +18,7 @@ _TIMEOUT_S = 10.0  # for a job that hangs, for example on a dead file server
 _Job = Callable[[], float]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     what: str
     job: _Job
@@ -52,7 +52,7 @@ class BackgroundJobs:
             self._thread.start()
 
     def run_now(self) -> None:
-        """Make all jobs due now."""
+        """Make all jobs due now, except those that are never due again."""
         with self._changed:
             for entry in self._entries:
                 entry.due_s = 0.0
@@ -77,14 +77,16 @@ class BackgroundJobs:
                 entry.has_failed = True
             self.cpu_s = time.thread_time()
             with self._changed:
+                if again_s == math.inf:
+                    self._entries.remove(entry)
                 entry.due_s = min(entry.due_s, monotonic() + again_s)
 
     def _next(self) -> _Entry | None:
         with self._changed:
             while not self._closed:
-                entry = min(self._entries, key=lambda one: one.due_s)
-                wait_s = entry.due_s - monotonic()
-                if wait_s <= 0:
+                entry = min(self._entries, key=lambda one: one.due_s, default=None)
+                wait_s = math.inf if entry is None else entry.due_s - monotonic()
+                if entry is not None and wait_s <= 0:
                     entry.due_s = math.inf  # until it has run, unless run_now() makes it due again
                     return entry
                 self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))

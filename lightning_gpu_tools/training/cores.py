@@ -10,9 +10,8 @@ from time import monotonic  # by name: a program's tests may replace those of `t
 from typing import NamedTuple
 
 from lightning_gpu_tools.host import own_cores
-from lightning_gpu_tools.processes import read_kernel_file
+from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
 from lightning_gpu_tools.training.run_measurements import CoreUser
-from lightning_gpu_tools.training.stacks import TICKS_PER_S
 from lightning_gpu_tools.units import user_name
 
 # Our defaults.

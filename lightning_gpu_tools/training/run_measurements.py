@@ -471,6 +471,7 @@ class RunMeasurements:
     validation_start_s: float = 0.0  # of their loaders: creating the iterators, and starting workers
     validation_wait_s: float = 0.0  # for their batches
     validation_loaders: tuple[LoaderSettings, ...] = ()  # torch's
+    validation_facts: tuple[LoaderFacts, ...] = ()  # of those without workers, before the first batch
     step_times: StepTimes | None = None
     on_gpu: bool = False
     utilization_percent: float | None = None  # mean over the trainer's GPUs, outside validation

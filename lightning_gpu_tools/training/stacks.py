@@ -18,15 +18,15 @@ from types import FrameType
 from typing import NamedTuple
 
 from lightning_gpu_tools.collector import frames_kept
-from lightning_gpu_tools.processes import read_kernel_file
+from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
 from lightning_gpu_tools.training.stall_facts import Activity, Frame, Wait
 
 # System calls by what they wait for, from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and
 # include/uapi/asm-generic/unistd.h (arm64). For read and write, that depends on their file descriptor.
 _CALLS: dict[str, dict[Wait, set[int]]] = {
     "x86_64": {
-        "storage": {2, 3, 4, 5, 6, 17, 18, 21, 26, 72, 73, 74, 75, 77, 78, 82, 83, 87, 89, 217, 257, 258, 262, 263, 264}
-        | {269, 285, 316, 332, 437, 439},
+        "storage": {2, 3, 4, 5, 6, 17, 18, 21, 26, 74, 75, 77, 78, 82, 83, 87, 89, 217, 257, 258, 262, 263, 264, 269}
+        | {285, 316, 332, 437, 439},
         "network": {42, 43, 44, 45, 46, 47, 288, 299, 307},
         "lock": {202},
         "time": {35, 230},
@@ -34,7 +34,7 @@ _CALLS: dict[str, dict[Wait, set[int]]] = {
         "process": {61, 247},
     },
     "aarch64": {
-        "storage": {32, 34, 35, 38, 46, 47, 48, 56, 57, 61, 67, 68, 78, 79, 80, 82, 83, 227, 276, 291, 437},
+        "storage": {34, 35, 38, 46, 47, 48, 56, 57, 61, 67, 68, 78, 79, 80, 82, 83, 227, 276, 291, 437},
         "network": {202, 203, 206, 207, 211, 212, 242, 243, 269},
         "lock": {98},
         "time": {101, 115},
@@ -44,8 +44,8 @@ _CALLS: dict[str, dict[Wait, set[int]]] = {
 }
 # read, write, readv, writev
 _OF_DESCRIPTORS = {"x86_64": {0, 1, 19, 20}, "aarch64": {63, 64, 65, 66}}
+_LOCKING = {"x86_64": {72, 73}, "aarch64": {25, 32}}  # fcntl, flock
 _MACHINE = platform.machine()
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 
 
@@ -109,9 +109,12 @@ def activity(pid: int, thread: int | None = None) -> Activity | None:
 def _wait(folder: tuple[object, ...], state: str) -> tuple[Wait | None, str | None]:
     call = read_proc(*folder, "syscall").split()  # a number and its arguments; "running"; or "-1" outside a call
     number = int(call[0]) if call and call[0].lstrip("-").isdecimal() else -1
-    if number in _OF_DESCRIPTORS.get(_MACHINE, ()):
+    is_locking = number in _LOCKING.get(_MACHINE, ())
+    if is_locking or number in _OF_DESCRIPTORS.get(_MACHINE, ()):
         with suppress(OSError):
             target = os.readlink(_PROC.joinpath(*map(str, folder), "fd", str(int(call[1], 16))))  # needs no disk access
+            if is_locking:
+                return "file lock", target
             kind = target.partition(":")[0]
             return ("pipe" if kind == "pipe" else "network" if kind == "socket" else "storage"), target
     if state == "D":

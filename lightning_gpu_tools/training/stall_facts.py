@@ -11,7 +11,7 @@ SETUP = "setup"  # before the clock of a session starts
 TEARDOWN = "teardown"  # after the clock has stopped
 
 # The reason why a thread sleeps, from its current system call.
-Wait = Literal["storage", "network", "lock", "pipe", "time", "events", "process"]
+Wait = Literal["storage", "network", "lock", "file lock", "pipe", "time", "events", "process"]
 
 
 class Frame(NamedTuple):
@@ -32,7 +32,7 @@ class Activity(NamedTuple):
     pid: int
     state: str  # R: running, S: waiting, D: waiting for a device, Z: ended
     waits_for: Wait | None  # None if it is running, or if unknown
-    target: str | None  # the file or socket that it is reading or writing
+    target: str | None  # the file or socket that it is reading, writing or locking
     cpu_s: float  # CPU seconds used so far
 
     @property

@@ -83,13 +83,14 @@ class StepClock(Stopwatch):
         self._first_of_epoch = True
         self._fetch_since_s: tuple[float, float, float] | None = None
         self._fetch_cpu_s = self._fetch_process_cpu_s = self._fetch_core_wait_s = 0.0
+        self.ready_batches = 0  # that a loader's workers keep; training takes them first
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Discard the steady steps; the next steps count as warm-up again."""
         self.times = StepTimeRecord(self._accounts.values(), [self.account(phase) for phase in PAUSES])
         self.blocks: list[StepBlock] = []  # of steady steps: without warm-up and the first step of each epoch
-        self.warm_up_steps = self.steps + WARM_UP_STEPS  # more if a loader has many batches ready
+        self.warm_up_steps = self.steps + max(WARM_UP_STEPS, 2 * self.ready_batches)
         self._open, self._steps_per_block = StepBlock(), _STEPS_PER_BLOCK
         self._sum_from: StepBlock | None = None
         self._next_sum = 0

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from statistics import median
 from time import monotonic  # by name: a program's tests may replace those of `time`
 
+from lightning_gpu_tools.processes import TICKS_PER_S
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.cores import SCAN_SHARE
 from lightning_gpu_tools.training.run_measurements import MANY_THREADS, LoadingFacts
 from lightning_gpu_tools.training.stacks import (
-    TICKS_PER_S,
     ThreadTimes,
     added_times,
     io_counters,

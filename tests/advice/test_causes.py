@@ -38,6 +38,7 @@ from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import (
     CompiledCode,
     GpuFacts,
+    GpuIdle,
     LoaderFacts,
     LoadingFacts,
     Place,
@@ -74,6 +75,8 @@ def first(run: RunMeasurements) -> Finding:
     return diagnose(run).findings[0]
 
 
+NEIGHBOR = {"gpu": GpuFacts(others_memory_bytes=3 * GIB)}  # whose utilization the driver does not report
+BUSY = GpuIdle(samples=20, host_s={}, idle_s={}, seen={}, work_s={"forward": 0.048})
 ALIKE = {
     "tiny, slow loader": (gpu_run({"training_step": 1, "data_loading": 3}, 12.0), ["data_loading"]),
     "no room for a larger batch": (
@@ -84,6 +87,9 @@ ALIKE = {
     "Pascal": (gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(6, 1))), []),
     "rarely capped": (gpu_run(STEP, 99.0, **capped(40.0, 70.0)), []),
     "a small neighbor": (gpu_run(WAITS, 30.0, gpu=GpuFacts(others_memory_bytes=2**20)), ["data_loading"]),
+    "perhaps an idle neighbor": (gpu_run(WAITS, 30.0, **NEIGHBOR), ["data_loading", "shared_gpu"]),
+    "perhaps a busy neighbor": (gpu_run(STEP, 97.0, **NEIGHBOR), ["shared_gpu"]),
+    "a neighbor beside own work": (gpu_run(STEP, 97.0, **NEIGHBOR, gpu_idle=BUSY), []),
 }
 
 
@@ -124,7 +130,7 @@ def test_slow_steps_that_compile_again_are_one_finding() -> None:
         (gpu_run(**COPIES), "uint8"),
         (gpu_run(**COPIES, left_on_cpu=("LitModel.weights (a tensor)",)), "LitModel.weights (a tensor)"),
         (gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 5))), "overflow"),
-        (gpu_run(WAITS, 30.0, gpu=GpuFacts(others_memory_bytes=3 * GIB)), "Use a free GPU"),
+        (gpu_run(STEP, 97.0, **NEIGHBOR), "Use a free GPU"),
         (spending("logging/A", log_every_n_steps=1), "log_every_n_steps=200)"),
         (spending("logging/A", log_every_n_steps=10), "log_every_n_steps=1000)"),
         (spending("logging/self.log"), "without prog_bar=True"),

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import NO_WORKERS, a_block, cpu_run, gpu_run, sampled_idle
+from lightning_gpu_tools.advice.examples import LOADER, NO_WORKERS, a_block, cpu_run, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import MIN_CEILING
-from lightning_gpu_tools.training.run_measurements import LoaderSettings, RunMeasurements, StepBlock, without_warm_up
+from lightning_gpu_tools.training.run_measurements import (
+    LoaderSettings,
+    LoadingFacts,
+    RunMeasurements,
+    StepBlock,
+    without_warm_up,
+)
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 
 
@@ -84,9 +90,25 @@ def test_one_validation_cannot_be_made_rarer() -> None:
     [
         (
             cpu_run(waiting(0.9, 1.0)),
-            "Waiting for data takes 47 % of the wall time, but it is 900 µs per step, about the time",
+            "Waiting for data takes 47 % of the wall time, but it is 900 µs per step, too little",
+        ),
+        (
+            cpu_run(waiting(2.0, 4.0), loader=LOADER, loading=LoadingFacts(ready_share=0.95)),
+            "33 % of the wall time, but it is 2 ms per step, about the time to receive a ready batch.",
         ),
         (cpu_run({"training_step": 20, "validation": 5}), "Validation takes 20 % of the wall time, but less than 25 %"),
+        (
+            cpu_run({"training_step": 20, "validation": 20}, validations=1),
+            "Validation takes 50 % of the wall time, but the run has only one.",
+        ),
+        (
+            cpu_run({"training_step": 80, "callback/A": 4, "callback/B": 4, "callback/C": 4}),
+            "13 % of the wall time, but removing one part of it makes training less than 5 % faster.",
+        ),
+        (
+            gpu_run({"callback/A": 10, "training_step": 40}, 80.0),
+            "The callback A takes 20 % of the wall time, but a GPU that is busy 70 % of the time is well used.",
+        ),
         (cpu_run({"training_step": 2, "trainer": 0.9}), "Trainer overhead takes 31 %"),
         (cpu_run({"training_step": 2, "logging/A": 0.9}), "per step, too little to matter"),
         (dataclasses.replace(cpu_run(waiting(9)), blocks=[a_block(waiting(0.1), 1000)] * 6), "waits only 100 µs"),

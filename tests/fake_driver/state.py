@@ -97,7 +97,7 @@ class Gpu:
     sm_clock_max_mhz: int | None = 1980
     pcie_tx_bytes_per_second: Series = 0.0
     pcie_rx_bytes_per_second: Series = 0.0
-    field_values: dict[str, Any] = field(default_factory=dict)  # field id -> number or error name, instead of the above
+    field_values: dict[str, Any] = field(default_factory=dict)  # field id -> number, error name, or {"type": number}
     # GPM: metric id -> percent (or MiB/s) over time; None: the GPU has no GPM (Ampere and older)
     gpm: dict[str, Series] | None = None
     ecc_errors: int | None = 0

@@ -49,6 +49,21 @@ print(json.dumps([list(selection.uuids), shown, torch.zeros(1, device="cuda").it
     assert seen[0] == seen[1]
 
 
+def test_gpus_can_be_picked_after_a_search_for_loader_settings() -> None:
+    started, picked, shown = answer("""
+from lightning_gpu_tools import find_loader_settings
+data = torch.utils.data.TensorDataset(torch.arange(40.0))
+result = find_loader_settings(torch.utils.data.DataLoader(data), 0.01, budget_s=2.0)
+assert not result.reason.startswith("The loader was not changed"), result.reason
+started = cuda.is_initialized()
+selection = select_gpus()
+selection.apply()
+print(json.dumps([started, selection.uuids[0], uuid(0)]))
+""")
+    assert not started
+    assert picked == shown
+
+
 def test_the_code_in_torchs_files_is_what_torch_reports() -> None:
     build = answer("""
 too_old = GpuReading(index=0, compute_capability=(3, 7))

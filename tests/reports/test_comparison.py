@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_report import REPORT, with_finding
+from sample_report import FINDING, REPORT, with_finding
 
 from lightning_gpu_tools.advice.findings import median_interval
 from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, headline, render_comparison
@@ -82,9 +82,9 @@ def test_a_change_that_was_advised_is_what_the_runs_test(
     assert comparison_markdown(comparison).startswith(f"**{shown.partition(':')[0]}:** ")
 
 
-def advised(cause: Any, *, seed: int = 1, **settings: object) -> Report:
+def advised(cause: Any, advice: str = FINDING.advice, *, seed: int = 1, **settings: object) -> Report:
     """A run with another finding."""
-    return with_finding(a_run(0.05, seed=seed, **settings), cause=cause)
+    return with_finding(a_run(0.05, seed=seed, **settings), cause=cause, advice=advice)
 
 
 def test_a_change_that_was_not_advised_cannot_be_compared() -> None:
@@ -95,12 +95,14 @@ def test_a_change_that_was_not_advised_cannot_be_compared() -> None:
         "Not comparable: batch_size differs: 64 before, 32 now.",
         "Changed as advised: num_workers None -> 4.",
     ]
-    for old in (advised("low_precision"), advised("data_loading", model="Another")):
+    other_advice = advised("slow_steps"), advised("data_loading", "Later steps need no change.")
+    for old in (advised("low_precision"), advised("data_loading", model="Another"), *other_advice):
         assert compare(a_run(0.03, num_workers=4), old).reasons == ("num_workers differs: None before, 4 now",)
 
 
 def test_a_larger_batch_that_was_advised_is_compared_by_samples() -> None:
-    comparison = compare(a_run(0.08, seed=2, batch_size=128), advised("launch_bound"))
+    old = advised("launch_bound", "Use a larger batch_size.")
+    comparison = compare(a_run(0.08, seed=2, batch_size=128), old)
     assert render_comparison(comparison).startswith("FASTER: 1.26x after batch_size 64 -> 128 (95 % interval ")
     assert "per mean sample before" in headline(comparison)
 

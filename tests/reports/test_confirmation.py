@@ -122,15 +122,21 @@ def test_a_gain_that_the_change_can_bring_is_confirmed(
     old_ms: tuple[float, float], ranks: int, cause: Any, change: dict[str, Any]
 ) -> None:
     old = with_settings(in_phases(data_ms=old_ms[0], step_ms=old_ms[1]), world_size=ranks)
-    old = with_finding(old, cause=cause, ceiling=9.0)
+    old = with_finding(old, cause=cause, advice=f"Set {change}.", ceiling=9.0)
     new = with_settings(in_phases(data_ms=5, step_ms=10), world_size=ranks, **change)
     assert str(confirm(new, old)).endswith(", confirmed.")
 
 
-def test_the_first_steps_do_not_count_as_a_gain_elsewhere() -> None:
+@pytest.mark.parametrize("steps", [20, 64])
+def test_the_first_steps_do_not_count_as_a_gain_elsewhere(steps: int) -> None:
     old, new = in_phases(data_ms=12, step_ms=10, spans=True), in_phases(data_ms=2, step_ms=10, spans=True)
-    compiling = PhaseSpan(0.0, 60.0, {"training_step": 60.0}, 20)
-    old = dataclasses.replace(old, spans=(compiling, *old.spans), phase_s={**old.phase_s, "training_step": 64.0})
+    compiling = [PhaseSpan(0.0, 60.0, {"training_step": 60.0}, n) for n in (20, steps - 20) if n]
+    old = dataclasses.replace(
+        old,
+        spans=(*compiling, *old.spans),
+        phase_s={**old.phase_s, "training_step": 64.0},
+        warm_up_steps=steps,
+    )
     assert str(confirm(with_settings(new, num_workers=4), old)).endswith(", confirmed.")
 
 

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger
 from sample_report import REPORT
+from torch.utils.data import DataLoader
 from trainings import Model, Samples, loader, logged, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report_file import ReportFile
-from lightning_gpu_tools.runs import run_report, session
+from lightning_gpu_tools.runs import run_recorder, run_report, session
 from lightning_gpu_tools.runs.run_report import publish
 
 
@@ -34,6 +36,21 @@ def train(folder: Path, *others: Callback, steps: int = 3) -> None:
 
 def fail(*args: Any, **kwargs: Any) -> Any:
     raise ZeroDivisionError("of ours")
+
+
+class MoreWorkers(Model):
+    """A model whose loader keeps 32 batches ready from the second epoch on."""
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return loader(Samples(60), **({"num_workers": 2, "prefetch_factor": 16} if self.current_epoch else {}))
+
+
+def test_new_settings_of_the_loader_begin_another_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_recorder, "_POLL_EVERY_STEPS", 1)
+    monkeypatch.setattr(run_recorder, "_POLL_EVERY_S", 0.0)
+    options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], **options).fit(MoreWorkers())
+    assert load_report(tmp_path).warm_up_steps - 60 in (2 * 32, 2 * 32 + 1)
 
 
 class Closed(io.StringIO):

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from own_loops import Network
 from torch.utils.data import DataLoader
-from trainings import HandClock, Model, Samples, SpendingLogger, loader, quiet_trainer
+from trainings import HandClock, Model, Samples, SpendingLogger, Stream, loader, quiet_trainer
 
 from lightning_gpu_tools import (
     GPUUtilizationAdvisor,
@@ -143,7 +143,29 @@ def test_workers_of_a_loops_validation_are_kept_as_well(tmp_path: Path, hand_clo
     assert not advice(**kept)
 
 
-@pytest.mark.follows("Validation waits for its loader in {} % of its time. Set DataLoader(")
+class OpensItsFile(Samples):
+    """Opens a file when it loads its first sample."""
+
+    file: Any = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.file = self.file or open(__file__)  # noqa: SIM115 - as long as it is used
+        return super().__getitem__(index)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_validation_loader_that_cannot_have_workers_yet_is_told_what_to_change(tmp_path: Path) -> None:
+    course, train = Course(tmp_path, val_check_interval=20), loader(Samples(60))
+    for kind, first in ((OpensItsFile, ""), (lambda *given: Stream(Samples(*given)), "does not split by worker, so")):
+        data = kind(20, time.sleep, 0.02)
+        advice = advice_on(course.report(train, loader(data)), "validation")
+        waits, _, change = advice.partition(" of its time. ")
+        assert waits.startswith("Validation waits for its loader in ")
+        assert change.startswith(f"`Stream` is iterable and {first}" if first else "Set DataLoader(")
+        assert ("Then set DataLoader(" in change) == bool(first)
+
+
+@pytest.mark.follows("Validation waits for its loader in {} % of its time. {} DataLoader(")
 def test_validation_with_the_advised_workers_is_shorter(tmp_path: Path) -> None:
     course = Course(tmp_path, val_check_interval=20)
     train, data = loader(Samples(60)), Samples(80, time.sleep, 0.02)

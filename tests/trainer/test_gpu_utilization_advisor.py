@@ -56,6 +56,19 @@ def test_a_slow_callback_is_named_wherever_it_comes(tmp_path: Path, slow_first: 
     assert advisor.diagnosis.findings[0].evidence["name"] == "SlowCallback"
 
 
+@pytest.mark.parametrize("advisor_first", [True, False])
+def test_frequent_validation_of_short_steps_is_named(
+    tmp_path: Path, hand_clock: HandClock, advisor_first: bool
+) -> None:
+    callbacks = [GPUUtilizationAdvisor(min_seconds=0), GPUUtilizationMonitor()]
+    trainer = quiet_trainer(
+        tmp_path, callbacks=callbacks if advisor_first else callbacks[::-1], val_check_interval=5, limit_val_batches=2
+    )
+    model = Model(hand_clock.spend, step_s=0.001, validation_s=0.0015)
+    with pytest.warns(LowGPUUtilizationWarning, match=r"Validation takes 3\d % .* \(\d+ µs per step"):
+        trainer.fit(model, loader(Samples(400)), loader(Samples(2)))
+
+
 def test_a_run_that_fails_is_judged_by_what_it_did(tmp_path: Path) -> None:
     advisor = GPUUtilizationAdvisor(min_steps=20, min_seconds=0.1)
     with pytest.warns(LowGPUUtilizationWarning, match="Waiting for data"), pytest.raises(Boom):

@@ -1,5 +1,6 @@
 """A thread that does small jobs next to a training: the times of its calls, and the errors in them."""
 
+import math
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -39,31 +40,39 @@ class Job:
 
 
 def test_each_job_says_when_it_is_called_again(jobs: BackgroundJobs) -> None:
-    often, seldom = Job(0.001), Job(HOUR_S)
-    for job in (often, seldom):
+    once, often, seldom = Job(math.inf), Job(0.001), Job(HOUR_S)
+    for job in (once, often, seldom):
         jobs.add("It", job)
     assert all(often.was_called() for _ in range(5))
+    assert once.was_called()
     assert seldom.was_called()
     assert not seldom.was_called(0.0)
     jobs.run_now()
     assert seldom.was_called()
+    assert not once.was_called(0.0)
 
 
-def test_a_job_that_is_wanted_while_it_runs_runs_once_more(jobs: BackgroundJobs) -> None:
+@pytest.mark.parametrize(("again_s", "runs_again"), [(HOUR_S, True), (math.inf, False)])
+def test_a_job_that_is_wanted_while_it_runs_runs_once_more(
+    jobs: BackgroundJobs, again_s: float, runs_again: bool
+) -> None:
     runs, go_on, calls = threading.Event(), threading.Event(), threading.Semaphore(0)
 
     def job() -> float:
         calls.release()
         runs.set()
         assert go_on.wait(20)
-        return HOUR_S
+        return again_s
 
     jobs.add("It", job)
     assert runs.wait(20)
     jobs.run_now()
     go_on.set()
     assert calls.acquire(timeout=20)
-    assert calls.acquire(timeout=20)
+    later = Job(HOUR_S)
+    jobs.add("Later", later)  # due after that
+    assert later.was_called()
+    assert calls.acquire(timeout=0) == runs_again
 
 
 def test_an_error_is_kept_once_and_the_job_tried_again(jobs: BackgroundJobs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ def test_the_wait_of_a_read_is_that_of_most_polls(kernel: Kernel) -> None:
         io=lambda step: f"rchar: 5\nsyscr: {4 * step}\nread_bytes: {step}\n",
         stat=lambda step: stat(ticks_in_storage=20 * (step - step // 5)),
     )
-    assert facts.read_ms == pytest.approx(1e3 * 20 / stacks.TICKS_PER_S / 4)
+    assert facts.read_ms == pytest.approx(1e3 * 20 / worker_watch.TICKS_PER_S / 4)
     assert facts.read_samples == 19
 
 

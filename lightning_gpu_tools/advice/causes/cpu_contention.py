@@ -279,6 +279,7 @@ CAUSE = Cause(
     needs=("cores.wait_share",),
     counts_while_busy=True,
     is_in_step=True,
+    settings=("num_workers",),
     verified_on="cpu",
     sick=contended(throttled_share=0.4, quota_cores=2.0),
     healthy=contended(0.05),

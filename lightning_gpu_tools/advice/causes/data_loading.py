@@ -102,11 +102,18 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if run.loader is None:
         yield found
         return
-    seen = run.loading or LoadingFacts()
-    found = _of_torch_loader(found, run, run.loader, seen, wait_s, step_s)
-    unpacking = (seen.ready_share or 0.0) >= _READY or found.evidence["kind"] == "main_process"
-    if wait_s >= _MIN_UNPACKING_S or not unpacking:
-        yield found
+    yield _of_torch_loader(found, run, run.loader, run.loading or LoadingFacts(), wait_s, step_s)
+
+
+def why_not(run: RunMeasurements, finding: Finding) -> str:
+    """Return why a steady wait needs no change; empty if it does."""
+    if "wait_ms_per_step" not in finding.evidence:  # slow_steps has found long waits
+        return ""
+    wait_s = float(finding.evidence["wait_ms_per_step"]) / 1e3
+    is_ready = run.loading is not None and (run.loading.ready_share or 0.0) >= _READY
+    if wait_s < _MIN_UNPACKING_S and (is_ready or finding.evidence.get("kind") == "main_process"):
+        return f"it is {format_duration(wait_s)} per step, about the time to receive a ready batch"
+    return ""
 
 
 def _of_another_loader(run: RunMeasurements) -> str:
@@ -395,6 +402,7 @@ CAUSE = Cause(
         ),
     ],
     find=find,
+    why_not=why_not,
     phases=_phases,
     time="the loader's time",
     settings=LOADER_SETTINGS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.cause import LOADER_SETTINGS, Cause
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
@@ -32,7 +32,7 @@ CAUSE = Cause(
     find=find,
     phases=[EPOCH_START],
     is_of_events=True,
-    settings=LOADER_SETTINGS,
+    settings=("persistent_workers",),
     verified_on="cpu",
     sick=cpu_run({"epoch_start": 20, **STEP}),
     healthy=cpu_run({"epoch_start": 0.4, **STEP}),

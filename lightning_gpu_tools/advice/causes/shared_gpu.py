@@ -1,6 +1,7 @@
 """shared_gpu: other jobs compute on the same GPU, so its utilization says nothing about this run.
 
-Reads the driver's utilization by process, or without it the memory of other processes. No other cause is judged then.
+Reads the driver's utilization by process: no other cause is judged then. Without it, other jobs with much memory may be
+idle, so all causes are judged, but a busy GPU does not mean a healthy run.
 """
 
 from __future__ import annotations
@@ -36,17 +37,25 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     yield replace(finding, ceiling_lower=1.0)
 
 
-def what_others_do(evidence: Mapping[str, float | str]) -> str:
-    """Return a phrase about the other jobs on the GPU."""
+def is_certain(finding: Finding) -> bool:
+    """Return whether the other jobs compute; otherwise they only hold memory, as far as known."""
+    return "others_utilization_percent" in finding.evidence
+
+
+def why(evidence: Mapping[str, float | str]) -> str:
+    """Return a sentence about the other jobs on the GPU."""
     percent, size = evidence.get("others_utilization_percent"), evidence.get("others_memory_bytes")
-    uses = [] if percent is None else [f"keep the GPU {percent:.0f} % busy"]
-    if size is not None:
-        uses.append(f"use {format_bytes(float(size))} of the GPU's memory")
-    return f"Other jobs {' and '.join(uses)}"
+    memory = "" if size is None else f"use {format_bytes(float(size))} of the GPU's memory"
+    if percent is None:
+        return (
+            f"Other jobs {memory}. The driver does not report whether they compute, so its utilization may be theirs."
+        )
+    uses = " and ".join(filter(None, (f"keep the GPU {percent:.0f} % busy", memory)))
+    return f"Other jobs {uses}, so its utilization says nothing about this run."
 
 
 CAUSE = Cause(
-    begins=lambda evidence, has_trainer: what_others_do(evidence),
+    begins="Other jobs on the GPU take",
     says="Other jobs keep the GPU ... busy",
     change="use a free one: `lightning-gpu-tools pick --exclusive`",
     find=find,

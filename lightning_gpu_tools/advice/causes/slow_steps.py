@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lightning_gpu_tools.advice.cause import LOADER_SETTINGS, Cause, Shape
+from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import Basis, Finding, counted
 from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
@@ -190,7 +190,6 @@ CAUSE = Cause(
     phases=_phases,
     time="the extra time",
     is_in_step=True,
-    settings=LOADER_SETTINGS,
     verified_on="cpu",
     sick=_with_slow_steps(15.0),
     healthy=_with_slow_steps(3.0),

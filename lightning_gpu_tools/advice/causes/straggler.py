@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median, median_low
 
-from lightning_gpu_tools.advice.cause import LOADER_SETTINGS, Cause
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, ranks
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.lines import sentence, where
@@ -221,7 +221,6 @@ CAUSE = Cause(
     change="by phase: compare its data, storage, clocks and temperature, or make a callback or checkpoint faster",
     find=find,
     counts_while_busy=True,  # a rank that waits for another GPU keeps its own busy
-    settings=LOADER_SETTINGS,
     verified_on="simulated GPU",
     sick=gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": 0.03})),
     healthy=gpu_run(STEP, 99.0, **ranks(*[{"forward": 0.01}] * 3, {"forward": 0.012})),

@@ -14,6 +14,7 @@ from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Evidence, Finding
 from lightning_gpu_tools.advice.host_phases import seconds_of
 from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
+from lightning_gpu_tools.units import format_duration
 
 MAX_UNNAMED = 0.10  # our default, of the wall time: from here on, no run is healthy
 MIN_IDLE = 0.15  # our default, of the wall time: idle in the step beyond what other findings explain
@@ -35,24 +36,36 @@ _LINES = {
 
 
 def long_lines(run: RunMeasurements) -> list[Finding]:
-    """Return a finding for each long line of the time tree that has no name of its own."""
-    trainers = _USUAL_TRAINER_S / run.step_s
-    usual = {UNEXPLAINED: 0.0, OUTSIDE_LOOP: 0.0, TRAINER: trainers}
+    """Return a finding for each line of the time tree that has no name of its own."""
+    lines = [UNEXPLAINED, OUTSIDE_LOOP, TRAINER]
     # The rest of the step, if its parts are known. GPU time lost in it has its own findings.
     if not run.on_gpu and any(base_phase(phase) == TRAINING_STEP != phase for phase in run.phase_s):
-        usual[TRAINING_STEP] = trainers
-    shares = {phase: min(run.lost_share(phase), run.idle_share) for phase in usual}
+        lines.append(TRAINING_STEP)
+    shares = {phase: min(run.lost_share(phase), run.idle_share) for phase in lines if phase in run.phase_s}
     return [
         counted(
             "unexplained",
             share,
             {"phase": phase, **seconds_of(run, run.phase_s[phase])},
             (_NAME_IT if phase == OUTSIDE_LOOP else "") + FIND_FUNCTION,
-            avoidable=share - usual[phase],
+            avoidable=share - _usual(run, phase),
         )
         for phase, share in shares.items()
-        if share - usual[phase] > MAX_UNNAMED
     ]
+
+
+def _usual(run: RunMeasurements, phase: str) -> float:
+    return _USUAL_TRAINER_S / run.step_s if phase in (TRAINER, TRAINING_STEP) else 0.0
+
+
+def why_not(run: RunMeasurements, finding: Finding) -> str:
+    """Return why a line without a name needs no change; empty if it does."""
+    phase = str(finding.evidence["phase"])
+    if "idle_percent" in finding.evidence or finding.share - _usual(run, phase) > MAX_UNNAMED:
+        return ""
+    if phase in (TRAINER, TRAINING_STEP):
+        return f"it is {format_duration(finding.share * run.step_s)} per step, which no setting changes"
+    return f"up to {100 * MAX_UNNAMED:.0f} % is usual"
 
 
 def idle_in_step(run: RunMeasurements, idle: float) -> Finding:
@@ -83,6 +96,7 @@ def _phases(evidence: Mapping[str, float | str]) -> Sequence[str]:
 
 CAUSE = Cause(
     begins=_begins,
+    why_not=why_not,
     rows=[
         Shape("Unexplained idle time inside the training step", '`Trainer(profiler="pytorch")`'),
         Shape(

@@ -13,6 +13,7 @@ from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Evidence, Finding, counted
 from lightning_gpu_tools.advice.host_phases import seconds_of, times_less
+from lightning_gpu_tools.advice.workers_allowed import workers_allowed
 from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
 
 # Our defaults.
@@ -26,7 +27,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     seconds = run.phase_s.get(VALIDATION, 0.0)
     taken = min(seconds / run.wall_s, 1.0) if run.wall_s > 0 else 0.0
     busy = run.validation_utilization_percent
-    if taken < MAX_USUAL or (busy is not None and busy >= MIN_UTILIZATION_PERCENT) or run.validations == 1:
+    if taken <= 0:
         return
     started, waited = (min(1.0, part_s / seconds) for part_s in (run.validation_start_s, run.validation_wait_s))
     evidence: Evidence = {
@@ -49,6 +50,16 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     yield counted("validation", taken * (1 - (busy or 0.0) / 100), evidence, advice)
 
 
+def why_not(run: RunMeasurements, finding: Finding) -> str:
+    """Return why validation needs no change; empty if it does."""
+    busy = run.validation_utilization_percent
+    if busy is not None and busy >= MIN_UTILIZATION_PERCENT:
+        return f"the GPU is busy {busy:.0f} % of that time"
+    if float(finding.evidence["wall_percent"]) < 100 * MAX_USUAL:
+        return f"less than {100 * MAX_USUAL:.0f} % is usual"
+    return "the run has only one" if run.validations == 1 else ""
+
+
 def _kept_workers(restarted: list[int], started: float) -> str:
     """Return how to keep the workers of loaders that start them in each validation."""
     which, most, count = f"the validation loader{'s' * (len(restarted) > 1)}", max(restarted), sum(restarted)
@@ -63,11 +74,15 @@ def _kept_workers(restarted: list[int], started: float) -> str:
 
 
 def _workers(run: RunMeasurements, waited: float) -> str:
-    """Return how many workers would load the batches of validation while it computes."""
+    """Return how many workers would load the batches of validation while it computes, and what to change first."""
     cores = max(1, math.floor(run.host.cores / run.host.local_ranks))
-    workers = min(cores, math.ceil(waited / max(1 - waited, 1 / cores)))
+    allowed = [workers_allowed(facts) for facts in run.validation_facts]
+    most = [cores, *(one.most for one in allowed if one.most is not None)]
+    workers = min(*most, math.ceil(waited / max(1 - waited, 1 / cores)))
+    obstacles = " ".join(dict.fromkeys(one.reasons for one in allowed if one.obstacles))
+    first = f"{obstacles} Then set" if obstacles else "Set"
     return (
-        f"Validation waits for its loader in {100 * waited:.0f} % of its time. Set DataLoader(..., "
+        f"Validation waits for its loader in {100 * waited:.0f} % of its time. {first} DataLoader(..., "
         f"num_workers={workers}, persistent_workers=True) for the validation loader (now 0, False)."
     )
 
@@ -112,6 +127,7 @@ CAUSE = Cause(
         Shape("Validation waits for its loader in ... % of its time", "the `num_workers` in the advice"),
     ],
     find=find,
+    why_not=why_not,
     phases=[VALIDATION],
     verified_on="cpu",
     sick=cpu_run({"validation": 50, **STEP}),

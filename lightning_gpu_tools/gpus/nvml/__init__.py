@@ -111,8 +111,10 @@ _WHY_UNAVAILABLE = {
 }
 
 
-def why_unreadable(error: pynvml.NVMLError) -> str:
+def why_unreadable(error: Exception) -> str:
     """Explain why one GPU cannot be read, and what to do."""
+    if not isinstance(error, pynvml.NVMLError):
+        return f"an answer of the driver cannot be used ({printable(repr(error))}): update the driver"
     return _WHY_UNREADABLE.get(error.value, f"the driver answered {str(error)!r}: check `nvidia-smi` and `dmesg`")
 
 
@@ -220,7 +222,7 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
             "compute_mode": _COMPUTE_MODES.get(ask(pynvml.nvmlDeviceGetComputeMode, handle)),
             "mig_mode": None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
         }
-    except pynvml.NVMLError as error:
+    except Exception as error:  # noqa: BLE001 - the other GPUs can still be read
         return GpuReading(**facts, error=why_unreadable(error))
     reading = GpuReading(**facts)
     if with_loads and reading.processes:

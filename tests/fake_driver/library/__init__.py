@@ -116,7 +116,8 @@ class Library:
         log = os.environ.get(CALLS_VARIABLE)
         if log:
             descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-            os.write(descriptor, f"{self._pid} {name} {uuid or ''} {threading.current_thread().name}\n".encode())
+            line = f"{self._pid} {name} {uuid or ''} {threading.current_thread().name}\n"
+            os.write(descriptor, line.encode(errors="surrogateescape"))
             os.close(descriptor)
         try:
             if not self._init_count and not name.startswith(("nvmlInit", "nvmlErrorString")):

@@ -106,7 +106,7 @@ def _capability(_library: Library, device: Any, major: Any, minor: Any) -> None:
 def _text(buffer: Any, size: Any, text: str) -> None:
     if len(text) + 1 > value_of(size):
         raise NvmlFailure("INSUFFICIENT_SIZE")
-    pointed(buffer).value = text.encode()
+    pointed(buffer).value = text.encode(errors="surrogateescape")
 
 
 @_device_function("nvmlDeviceGetUUID", mig=True)
@@ -322,6 +322,9 @@ def _field_values(library: Library, device: Any, count: Any, values: Any) -> Non
     for value in list(pointed(values))[: value_of(count)]:
         value.timestamp = round(library.now_s * 1e6)
         value.valueType = _UNSIGNED_LONG_LONG
+        if isinstance(odd := device.field_values.get(str(value.fieldId)), dict):
+            value.valueType, value.nvmlReturn = odd["type"], 0
+            continue
         try:
             value.value.ullVal = _field_value(library, device, value.fieldId)
             value.nvmlReturn = 0

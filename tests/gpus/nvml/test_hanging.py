@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from fake_driver import gpu
 
@@ -38,6 +40,22 @@ def test_the_gpu_is_listed_with_the_call_and_the_others_are_read(driver, hanging
     assert first.memory_free_bytes == 10 * 2**30
     assert last.memory_free_bytes == 20 * 2**30
     assert first.error is last.error is None
+
+
+def test_a_gpu_that_hangs_is_named_beside_one_with_an_answer_that_cannot_be_used(driver, hanging):
+    driver.gpus[0].uuid = "GPU-\udcff"
+    hanging("nvmlDeviceGetUUID")
+    broken, late, _ = nvml.read_gpus()
+    assert broken.error.startswith("an answer of the driver cannot be used (UnicodeDecodeError(")
+    assert "the driver has not answered nvmlDeviceGetUUID within" in late.error
+
+
+def test_an_error_hides_no_call_that_hangs():
+    go_on = threading.Event()
+    with pytest.raises(ZeroDivisionError):
+        limits.answers({"error": lambda: 1 // 0, "hanging": go_on.wait}, 0.1)
+    assert limits.is_late("hanging")
+    go_on.set()
 
 
 def test_it_is_not_asked_again_until_it_has_answered(driver, hanging):
