@@ -79,10 +79,10 @@ def test_every_part_of_the_memory_is_named() -> None:
         ({"own_pids": None}, {"context": 1, "other_processes": 10, "driver": 0.5}),
         # A container that does not see all processes, or two that may be ours.
         ({"own_pids": None, "processes": (OWN,)}, {"driver": 0.5, "unexplained": 11}),
-        ({"own_pids": None, "processes": (OWN, replace(OWN, pid=2))}, {"driver": 0.5, "unexplained": 11}),
+        ({"own_pids": None, "processes": (OWN, OWN._replace(pid=2))}, {"driver": 0.5, "unexplained": 11}),
         # WSL: no memory of processes. Some containers: their own process, with 0.
-        ({"processes": (replace(OWN, memory_used_bytes=None),)}, {"driver": 0.5, "unexplained": 11}),
-        ({"own_pids": None, "processes": (replace(OWN, memory_used_bytes=0),)}, {"driver": 0.5, "unexplained": 11}),
+        ({"processes": (OWN._replace(memory_used_bytes=None),)}, {"driver": 0.5, "unexplained": 11}),
+        ({"own_pids": None, "processes": (OWN._replace(memory_used_bytes=0),)}, {"driver": 0.5, "unexplained": 11}),
         ({"processes": None, "driver_bytes": None}, {"unexplained": 11.5}),
         # Sampled before torch took what it has now; nothing said (an integrated GPU).
         ({"used_bytes": 8 * GIB}, {}),
@@ -96,7 +96,7 @@ def test_memory_without_a_known_owner_stays_unexplained(driver: dict[str, Any], 
 
 
 def test_a_driver_that_was_read_earlier_leaves_the_others_what_they_have() -> None:
-    early = replace(OWN, memory_used_bytes=12 * GIB)
+    early = OWN._replace(memory_used_bytes=12 * GIB)
     account = account_for(replace(DRIVER, used_bytes=int(22.5 * GIB), processes=(early, OTHER)), [RANK])
     assert in_gib(account) == {**TORCH, "other_processes": 10, "driver": 0.5}
     assert (account.used_bytes, account.others[0].used_bytes) == (34.5 * GIB, 10 * GIB)
@@ -148,7 +148,7 @@ def test_the_peak_of_what_torch_held_outlasts_its_cache_and_is_this_trainings() 
 
 
 def test_ranks_that_share_a_gpu_add_up() -> None:
-    driver = replace(DRIVER, used_bytes=int(60.5 * GIB), processes=(OWN, OTHER, replace(OWN, pid=3)), own_pids=(1, 3))
+    driver = replace(DRIVER, used_bytes=int(60.5 * GIB), processes=(OWN, OTHER, OWN._replace(pid=3)), own_pids=(1, 3))
     account = account_for(driver, [RANK, RANK])
     both = {name: 2 * size for name, size in TORCH.items()}
     assert in_gib(account) == {**both, "context": 2, "other_processes": 10, "driver": 0.5}

@@ -55,7 +55,7 @@ UP_TO_18 = {"memory": counted_steps(64, 8 * GIB, 18 * GIB)}
 PIECES = {"allocated": 18 * GIB, "cached": 5 * GIB}
 TWO_PIECES = {"allocated": 20 * GIB, "cached": int(2.5 * GIB), "free": GIB}
 CAPPED = {"allocated": 10 * GIB, "cached": 10 * MIB, "free": 12 * GIB, "allowed": int(10.1 * GIB)}
-MIG = dataclasses.replace(FREE_GPU, uuid="MIG-3", mig_index=1)
+MIG = FREE_GPU._replace(uuid="MIG-3", mig_index=1)
 ANN = GpuProcess(pid=9, user="ann", name="train.py", memory_used_bytes=6 * GIB)
 # What differs from an error of a step that began with 8 GiB in tensors, as all steps before it; the cause, and words.
 ERRORS = {
@@ -302,7 +302,7 @@ def test_a_message_with_two_meanings_counts_if_memory_is_short(
     text: str, free: int | None, oom_kills: int, is_one: bool
 ) -> None:
     message = parsed(text)
-    gpu = dataclasses.replace(this_gpu(), memory_free_bytes=free)
+    gpu = this_gpu()._replace(memory_free_bytes=free)
     oom = OutOfMemory(message=message, phase="forward", step=1, uuid="GPU-0", gpus=(gpu,), oom_kills=oom_kills)
     assert is_out_of_memory(oom) is is_one
 
