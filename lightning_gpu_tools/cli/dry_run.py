@@ -26,7 +26,7 @@ from lightning_gpu_tools.dry_run.text import render
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.simulated import SimulatedCudaError
 from lightning_gpu_tools.simulated.build import libraries
-from lightning_gpu_tools.simulated.models import MODELS
+from lightning_gpu_tools.simulated.models import MODELS, find_model
 
 _MORE_MEMORY = 16  # our default: factor for the second run, which measures a command that does not fit
 
@@ -43,7 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Exit code: 0 fits; 1 does not fit; 2 wrong usage; 3 unknown: the simulation or the recording failed, the "
         "command used no GPU, or it failed for another reason and its traceback is shown."
     )
-    parser.add_argument("--gpu", required=True, choices=[*MODELS], help="GPU model to simulate.")
+    parser.add_argument(
+        "--gpu",
+        required=True,
+        type=_gpu,
+        choices=[*MODELS],
+        help="GPU model to simulate, or a part of its name such as h100.",
+    )
     parser.add_argument("-n", "--count", type=int, default=1, metavar="N", help="Number of GPUs, up to 16. Default: 1.")
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="Stop after K optimizer steps. Default: 3.")
     parser.add_argument(
@@ -55,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("text", "json"), default="text", help="Output format. Default: text.")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="The command and its arguments.")
     parser.set_defaults(run=run, parser=parser)
+
+
+def _gpu(name: str) -> str:
+    try:
+        return find_model(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(args: argparse.Namespace) -> int:

@@ -365,7 +365,7 @@ def _stack_of(frame: FrameType | None) -> list[dict[str, Any]]:
 
 
 def _in_words(error: BaseException) -> str:
-    return printable(f"{type(error).__name__}: {error}", 300)
+    return printable(" ".join(f"{type(error).__name__}: {error}".split()), 300)
 
 
 def _uses_cuda() -> bool:

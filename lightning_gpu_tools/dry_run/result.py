@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -19,6 +20,8 @@ NCCL_BYTES = 700 * 2**20  # measured with more than two A100s: nccl issue 964
 _PRECISION = 0.05  # our default, for a search for the largest batch
 _MAX_TRIALS = 20  # our default
 
+# Errors of Lightning, which lists the indices of the requested GPUs, and of CUDA.
+_TOO_FEW_GPUS = re.compile(r"requested gpu: \[(?:\d+, )*(\d+)\]|invalid device ordinal")
 _ABORTED = (-6, 134)  # exit codes of a process that SIGABRT ended, and of a shell that ran it
 
 Verdict = Literal["fits", "does_not_fit", "cannot_be_told"]
@@ -105,9 +108,11 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
     ``torch`` is the folder of the torch for which the simulated GPUs were made.
     """
     if not records:
+        if code:
+            return _unknown_because(f"The command ended with {_ending(code)} before it imported torch. See its output.")
         return _unknown_because(
-            f"No process of the command imported torch, and it ended with {_ending(code)}. Python processes started "
-            "with -S, -I or -E, or without PYTHONPATH, cannot be recorded."
+            "The command ended without importing torch. Python processes started with -S, -I or -E, or without "
+            "PYTHONPATH, cannot be recorded."
         )
     for one in records:
         if one.outcome == "broken":
@@ -130,7 +135,7 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
         return Judgment("does_not_fit", failed)
     if code or error:
         return _unknown_because(
-            f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. A real GPU may give the same."
+            f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. {_remedy(error)}"
         )
     if not any(one.uses_gpu for one in records):
         return _unknown_because("The command did not use a GPU.")
@@ -145,6 +150,14 @@ def _ending(code: int) -> str:
     if code == -9:
         return "SIGKILL, probably because this machine ran out of host memory"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _remedy(error: str) -> str:
+    """Return what to do about an error, if it is for lack of GPUs."""
+    if (found := _TOO_FEW_GPUS.search(error)) is None:
+        return "A real GPU may give the same."
+    count = 2 if found[1] is None else int(found[1]) + 1
+    return f"Simulate as many GPUs as the command uses: add -n {count} to dry-run."
 
 
 def _after(steps: int) -> str:

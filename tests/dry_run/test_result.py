@@ -56,7 +56,9 @@ WITHOUT_GPU = ProcessRecord(torch="/torch", outcome="ended")
         (-9, [WITHOUT_GPU], "cannot_be_told", "SIGKILL"),
         (0, [WITHOUT_GPU], "cannot_be_told", "did not use a GPU"),
         (0, [replace(COMPLETE, uses_gpu=False)], "cannot_be_told", "without using a GPU"),
-        (0, [], "cannot_be_told", "No process of the command imported torch"),
+        (0, [], "cannot_be_told", "without importing torch. Python processes started with -S"),
+        (2, [], "cannot_be_told", "ended with exit code 2 before it imported torch. See its output."),
+        (1, [replace(FAILED, failures=0, error="RuntimeError: invalid device ordinal")], "cannot_be_told", "add -n 2"),
         (0, [replace(COMPLETE, torch="/other")], "cannot_be_told", "the torch in /other"),
         (
             1,

@@ -171,7 +171,10 @@ for step in range(100):
     [
         ("import torch\ntorch.zeros(1, device='cuda')\nopen('no such file')", "FileNotFoundError"),
         ("import torch\ntorch.nn.Linear(1, 1)(torch.ones(1))", "The command did not use a GPU."),
-        ("print('no torch')", "No process of the command imported torch"),
+        ("print('no torch')", "The command ended without importing torch."),
+        # torchrun's second rank, which dry-run was not told of.
+        ("import torch\ntorch.cuda.set_device(1)", "invalid device ordinal"),
+        (LIGHTNING, "only has: [0] before the end of its first training step. Simulate as many GPUs as the command uses: add -n 2"),
     ],
 )
 def test_runs_that_show_nothing(dry_run: DryRun, code: str, reason: str) -> None:
