@@ -5,6 +5,14 @@
     python benchmarks/dry_run_peaks.py --output h100.json     # measures the peaks of a real GPU
     python -m lightning_gpu_tools.simulated -- python benchmarks/dry_run_peaks.py --against h100.json
 
+    python -m lightning_gpu_tools.simulated --gpu rtx-3090 -- python benchmarks/dry_run_peaks.py --batches
+
+``--batches`` instead judges the batch sizes of timm's published training table on an RTX 3090 of 24 GB
+(results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv in huggingface/pytorch-image-models, commit 5e7d47c, torch
+1.12): for each model, the largest that ran, and the next that failed. It follows their benchmark.py: SGD with momentum
+under fp16 autocast, and, as in torch 1.12, attention that is not fused, and gradients that are kept and updated one by
+one. It also requires timm, which must be installed with --no-deps beside torch's CUDA build.
+
 Requires torch's CUDA build, transformers, and torchvision. The peaks of the real T4 are from torch-preflight's
 calibration (its tests/calibration/measured_peaks.json, torch 2.11). Its authors report that a second T4 agreed within
 0.51 %. The training steps follow its measure_cuda.py, on networks with random weights. Autocast uses the type that
@@ -14,10 +22,13 @@ installed, the result includes its estimates. hf-mem is not compared, because it
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +40,20 @@ import transformers
 from harness import make_parser, write_result
 from torch import nn
 
+from lightning_gpu_tools.dry_run.records import ProcessRecord
+from lightning_gpu_tools.dry_run.result import Judgment, context_bytes, near_the_limit, usable_bytes
+
 # Bounds of the relative error of a peak, fixed before the first run.
 BOUNDS = {"allocated": (-0.03, 0.08), "reserved": (-0.08, 0.12)}
+
+
+class Bracket(NamedTuple):
+    """Batch sizes of a model in timm's table: the largest that ran on an RTX 3090, and the next, which failed."""
+
+    model: str
+    size: int  # pixels of each side of an image
+    ran: int
+    failed: int
 
 
 class Run(NamedTuple):
@@ -51,6 +74,7 @@ class Run(NamedTuple):
     reserved: int = 0
 
 
+GPU = "rtx-3090"  # of timm's table
 CONTEXT = 141426688  # bytes in use on the real T4 in addition to torch's reserved memory
 RUNS = (
     Run("gpt2", 4, 128, 2705153536, 3042967552),
@@ -67,6 +91,48 @@ LARGER = (
     Run("gpt2", 32, 1024),
     Run("bert-base-uncased", 64, 512),
     Run("resnet50", 256, 224),
+)
+# Chosen before they were run: transformers of all kinds and sizes, and four networks of convolutions.
+BRACKETS = (
+    Bracket("vit_small_patch16_224", 224, 384, 512),
+    Bracket("vit_base_patch16_224", 224, 192, 256),
+    Bracket("vit_base_patch16_384", 384, 32, 48),
+    Bracket("vit_large_patch16_224", 224, 64, 96),
+    Bracket("vit_large_patch16_384", 384, 12, 16),
+    Bracket("beit_base_patch16_224", 224, 192, 256),
+    Bracket("beit_large_patch16_224", 224, 64, 96),
+    Bracket("mixer_b16_224", 224, 256, 384),
+    Bracket("swin_tiny_patch4_window7_224", 224, 256, 384),
+    Bracket("swin_base_patch4_window7_224", 224, 128, 192),
+    Bracket("swin_large_patch4_window12_384", 384, 16, 24),
+    Bracket("cait_s24_224", 224, 128, 192),
+    Bracket("xcit_large_24_p8_224", 224, 16, 24),
+    Bracket("vit_huge_patch14_224", 224, 16, 24),
+    Bracket("convnext_base", 224, 128, 192),
+    Bracket("resnet152", 224, 192, 256),
+    Bracket("crossvit_9_dagger_240", 240, 384, 512),
+    Bracket("deit_small_distilled_patch16_224", 224, 384, 512),
+    Bracket("pit_s_224", 224, 256, 384),
+    Bracket("visformer_small", 224, 384, 512),
+    Bracket("twins_pcpvt_small", 224, 256, 384),
+    Bracket("xcit_tiny_24_p16_224", 224, 256, 384),
+    Bracket("vit_srelpos_medium_patch16_224", 224, 256, 384),
+    Bracket("xcit_small_12_p16_224", 224, 256, 384),
+    Bracket("crossvit_15_240", 240, 192, 256),
+    Bracket("vit_base_patch32_384", 384, 256, 384),
+    Bracket("vit_tiny_patch16_384", 384, 128, 192),
+    Bracket("sequencer2d_s", 224, 192, 256),
+    Bracket("volo_d1_224", 224, 192, 256),
+    Bracket("cait_xxs36_224", 224, 192, 256),
+    Bracket("deit3_base_patch16_224", 224, 192, 256),
+    Bracket("vit_relpos_base_patch16_clsgap_224", 224, 192, 256),
+    Bracket("twins_svt_large", 224, 128, 192),
+    Bracket("vit_small_patch16_384", 384, 64, 96),
+    Bracket("xcit_medium_24_p16_224", 224, 128, 192),
+    Bracket("coat_mini", 224, 128, 192),
+    Bracket("vit_large_patch32_384", 384, 96, 128),
+    Bracket("convnext_tiny", 224, 256, 384),
+    Bracket("resnet50d", 224, 384, 512),
 )
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config()),
@@ -144,10 +210,69 @@ def compared(run: Run, context: int, real_context: int) -> dict[str, Any]:
     return found
 
 
+def judged(bracket: Bracket, batch: int) -> dict[str, Any]:
+    """Return the verdict of a dry run on a batch size, with the memory in bytes that three steps took."""
+    context = multiprocessing.get_context("fork")  # which has imported everything, and not started CUDA
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_train_in_child, args=(bracket, batch, theirs))
+    child.start()
+    theirs.close()
+    record = ProcessRecord(torch="", outcome="complete", **ours.recv())
+    child.join()
+    judgment = near_the_limit(Judgment("does_not_fit" if record.failures else "fits", record), GPU)
+    found = {
+        "model": bracket.model,
+        "size": bracket.size,
+        "batch": batch,
+        "ran": batch == bracket.ran,
+        "verdict": judgment.verdict,
+        "needed": record.peak_reserved_bytes + context_bytes(GPU, 1),
+        "usable": usable_bytes(GPU),
+        "retries": record.retries,
+    }
+    print(*found.values(), flush=True)
+    return found
+
+
+def _train_in_child(bracket: Bracket, batch: int, pipe: Connection) -> None:
+    import timm
+
+    torch.set_num_threads(1)  # after a fork, there are no others
+    model = timm.create_model(bracket.model).cuda().train()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=1e-4, momentum=0.9, nesterov=True, weight_decay=1e-4, foreach=False
+    )
+    images = torch.empty(batch, 3, bracket.size, bracket.size, device="cuda")
+    failures = 0
+    try:
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            with torch.autocast("cuda", dtype=torch.float16):
+                output = model(images)
+            output = output[0] if isinstance(output, tuple) else output
+            labels = torch.zeros(batch, device="cuda", dtype=torch.long)
+            nn.functional.cross_entropy(output, labels).backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        failures = 1
+    stats = torch.cuda.memory_stats()
+    peaks = {f"peak_{name}_bytes": stats[f"{name}_bytes.all.peak"] for name in ("allocated", "reserved")}
+    pipe.send({"failures": failures, "retries": stats["num_alloc_retries"], **peaks})
+    os._exit(0)  # without torch's cleanup, which may not follow a fork
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--against", type=Path, help="result with a real GPU's peaks (default: a T4's published peaks)")
+    parser.add_argument("--batches", action="store_true", help="judge timm's published batch sizes on an RTX 3090")
     args = parser.parse_args()
+    if args.batches:
+        os.environ["TIMM_FUSED_ATTN"] = "0"  # before timm is imported, once for all children
+        importlib.import_module("timm")
+        sides = [judged(one, batch) for one in BRACKETS for batch in (one.ran, one.failed)]
+        write_result(args.output, "dry_run_batches", "timm", sides=sides)
+        return
     torch.cuda.init()
     free, total = torch.cuda.mem_get_info()
     context = total - free - torch.cuda.memory_reserved()

@@ -88,6 +88,34 @@ def dry_run_peaks() -> str:
     )
 
 
+def dry_run_batches() -> str:
+    """Return the verdicts of dry runs on batch sizes that others tried on an RTX 3090."""
+    found = results("dry_run_batches")
+    sides = found["sides"]
+
+    def judged(side: Results) -> str:
+        words = [f"{side['batch']}: {side['verdict'].replace('_', ' ')}"]
+        if side["verdict"] != "does_not_fit":
+            words.append(f"{100 * side['needed'] / side['usable']:.1f} %")
+            words += ["cache emptied"] * bool(side["retries"])
+        return ", ".join(words)
+
+    rows = [
+        (ran["model"], str(ran["size"]), judged(ran), judged(failed))
+        for ran, failed in zip(sides[::2], sides[1::2], strict=True)
+    ]
+    right = sum(side["verdict"] == ("fits" if side["ran"] else "does_not_fit") for side in sides)
+    doubtful = sum(side["verdict"] == "perhaps" for side in sides)
+    wrong = len(sides) - right - doubtful
+    highest = max(side["needed"] / side["usable"] for side in sides if side["ran"] and side["verdict"] == "fits")
+    return block(
+        table(("model", "pixels", "ran on a real RTX 3090", "failed there"), *rows),
+        f"Of {len(sides)} verdicts, {right} are right, {doubtful} `perhaps`, and {wrong} wrong. "
+        f"What ran needed up to {100 * highest:.1f} % of the memory. torch {found['machine']['torch']}, "
+        f"timm {found['machine']['timm']}. {source('dry_run_peaks.py --batches', 'dry_run_batches')}",
+    )
+
+
 def dry_run_error() -> str:
     """Return the errors of a dry run's memory, and of an estimate, compared with real GPUs."""
     t4, estimates, h200 = (

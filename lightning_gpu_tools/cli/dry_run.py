@@ -16,17 +16,18 @@ from lightning_gpu_tools.dry_run.result import (
     NCCL_BYTES,
     DryRun,
     Judgment,
+    certain_bytes,
     context_bytes,
     judge,
+    near_the_limit,
     next_trial,
     result,
-    usable_bytes,
 )
 from lightning_gpu_tools.dry_run.text import render
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.simulated import SimulatedCudaError
 from lightning_gpu_tools.simulated.build import libraries
-from lightning_gpu_tools.simulated.models import MODELS
+from lightning_gpu_tools.simulated.models import MODELS, find_model
 
 _MORE_MEMORY = 16  # our default: factor for the second run, which measures a command that does not fit
 
@@ -40,10 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         'Example: lightning-gpu-tools dry-run --gpu a100-40gb --vary "--batch-size {}" -- python train.py. '
-        "Exit code: 0 fits; 1 does not fit; 2 wrong usage; 3 unknown: the simulation or the recording failed, the "
-        "command used no GPU, or it failed for another reason and its traceback is shown."
+        "Exit code: 0 fits; 1 does not fit; 2 wrong usage; 3 perhaps, near the limit, or unknown: the simulation or "
+        "the recording failed, the command used no GPU, or it failed for another reason and its traceback is shown."
     )
-    parser.add_argument("--gpu", required=True, choices=[*MODELS], help="GPU model to simulate.")
+    parser.add_argument(
+        "--gpu",
+        required=True,
+        type=_gpu,
+        choices=[*MODELS],
+        help="GPU model to simulate, or a part of its name such as h100.",
+    )
     parser.add_argument("-n", "--count", type=int, default=1, metavar="N", help="Number of GPUs, up to 16. Default: 1.")
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="Stop after K optimizer steps. Default: 3.")
     parser.add_argument(
@@ -55,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("text", "json"), default="text", help="Output format. Default: text.")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="The command and its arguments.")
     parser.set_defaults(run=run, parser=parser)
+
+
+def _gpu(name: str) -> str:
+    try:
+        return find_model(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,7 +119,7 @@ def _vary(args: argparse.Namespace, found: DryRun) -> dict[int, bool]:
             say(f"With {number}: unknown. {judgment.why_not}")
             break
         tried[number] = judgment.verdict == "fits"
-        say(f"With {number}: {'fits' if tried[number] else 'does not fit'}.")
+        say(f"With {number}: {judgment.verdict.replace('_', ' ')}.")
         if tried[number]:
             if judgment.record.batch_size in batches:
                 say(f"The command ignores the number: its batch size stays {judgment.record.batch_size}. Check --vary.")
@@ -122,7 +136,7 @@ def _trial(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> Judgment:
-    plan = Plan(args.steps, usable_bytes(args.gpu) - context_bytes(args.gpu, args.count))
+    plan = Plan(args.steps, certain_bytes(args.gpu) - context_bytes(args.gpu, args.count))
     ended = launch.run(
         command,
         [args.gpu] * args.count,
@@ -132,7 +146,8 @@ def _trial(
         stdout=stdout,
         stderr=stderr,
     )
-    return judge(ended.code, ended.records, args.steps, launch.torch_folder())
+    judgment = judge(ended.code, ended.records, args.steps, launch.torch_folder())
+    return judgment if times_memory > 1 else near_the_limit(judgment, args.gpu)
 
 
 def _quiet_trial(args: argparse.Namespace, command: list[str], *, times_memory: int = 1) -> Judgment:

@@ -12,6 +12,8 @@ from lightning_gpu_tools.training.memory_trace import Allocated, Event
 
 # Functions of torch in which the training thread runs backward, and in which backward recomputes activations.
 _BACKWARD = ("_engine_run_backward", "unpack_hook")
+# The outermost function of a thread that Python started. Backward's own threads have none of them.
+_OUTERMOST = ("<module>", "_run_module_as_main", "_bootstrap")
 _DDP_FILE = "torch/nn/parallel/distributed.py"
 
 
@@ -28,10 +30,10 @@ class Peak(NamedTuple):
 def phase_of(stack: Stack) -> str:
     """Return the phase of a step that allocated memory with this stack: forward, backward or optimizer.
 
-    Backward runs in its own threads, without Python frames. Lightning runs forward within the optimizer's ``step``, so
-    the innermost of the two decides.
+    Backward runs in its own threads, in which Python is called only for hooks, functions and operators that are written
+    in Python. Lightning runs forward within the optimizer's ``step``, so the innermost of the two decides.
     """
-    if not stack or any(frame["name"] in _BACKWARD for frame in stack):
+    if not stack or stack[-1]["name"] not in _OUTERMOST or any(frame["name"] in _BACKWARD for frame in stack):
         return "backward"
     for frame in stack:
         file = frame["filename"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import dataclasses
 import fcntl
 import functools
@@ -22,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, Literal
 
 import torch
@@ -33,6 +34,8 @@ from lightning_gpu_tools.advice.batch_size import largest_batch
 from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.dry_run.peak import Peak, find_peak, moments_of, parts_at, phase_of
 from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, Moment, Plan, ProcessRecord
+from lightning_gpu_tools.loaders.settings import batch_shape
+from lightning_gpu_tools.trainer.import_hooks import when_imported
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.memory_counters import read_memory
 from lightning_gpu_tools.training.memory_holdings import fixed_sizes_of, plain_tensors, workspace_sizes_of
@@ -70,7 +73,7 @@ class Recorder:
         self._steps = 0
         self._in_step = False
         self._batch_size: int | None = None
-        self._is_mixed = self._has_validated = self._has_convolutions = self._compiles = False
+        self._is_mixed = self._has_validated = self._has_convolutions = self._compiles = self._generates = False
         self._failures = self._requested_bytes = 0
         self._failure: Moment | None = None
         self._syncs: SyncLines | None = None
@@ -83,6 +86,27 @@ class Recorder:
         compat.call_once_cuda_starts(self._guarded(self._cuda_starts))
         atexit.register(self._guarded(self._at_exit))
         torch.compile = self._recording_calls(torch.compile)
+        when_imported("", self._bound_generation, ("transformers.generation.utils",))
+
+    def _bound_generation(self, transformers: ModuleType) -> None:
+        """Make ``generate`` end at its maximum length. By itself it asks the GPU, which computes nothing."""
+        at_length = transformers.MaxLengthCriteria.__call__
+        has_ended = False
+
+        @functools.wraps(at_length)
+        def compare(criterion: Any, tokens: torch.Tensor, *args: Any, **options: Any) -> Any:
+            nonlocal has_ended
+            has_ended = tokens.shape[1] >= criterion.max_length
+            return at_length(criterion, tokens, *args, **options)
+
+        def has_unfinished(*_: Any, **__: Any) -> bool:
+            nonlocal has_ended
+            self._generates = True
+            ended, has_ended = has_ended, False
+            return not ended
+
+        transformers.MaxLengthCriteria.__call__ = compare
+        transformers.GenerationMixin._has_unfinished_sequences = has_unfinished
 
     def _recording_calls(self, compile_model: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compile_model)
@@ -144,7 +168,8 @@ class Recorder:
         self._read(is_step=False)
         if trains:
             self._in_step = True
-            self._batch_size = batch.shape[0]
+            shape = batch_shape(inputs)
+            self._batch_size = shape[0] if shape else None
             self._is_mixed |= torch.is_autocast_enabled("cuda")
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -231,6 +256,8 @@ class Recorder:
             requested_bytes=self._requested_bytes,
             has_validated=self._has_validated,
             compiles=self._compiles,
+            masks=_masks() > 0,
+            generates=self._generates,
             syncs=() if watched is None else watched.syncs,
         )
         if not self._gpus or outcome == "running":
@@ -239,7 +266,7 @@ class Recorder:
         reading = read_memory(gpu.gpu)
         assert reading is not None
         fits = None
-        if outcome == "complete" and len(gpu.steps) == _REPLAYED_STEPS and gpu.is_complete:
+        if self._batch_size and outcome == "complete" and len(gpu.steps) == _REPLAYED_STEPS and gpu.is_complete:
             fits = largest_batch(gpu.recorded(), self._plan.room_bytes).size
         parts = dict(gpu.parts)
         parts["activations"] = max(0, reading.peak_allocated_bytes - sum(parts.values()) + parts.get("activations", 0))
@@ -247,6 +274,7 @@ class Recorder:
             record,
             peak_allocated_bytes=reading.peak_allocated_bytes,
             peak_reserved_bytes=reading.peak_reserved_bytes,
+            retries=reading.retries,
             peak=gpu.peak,
             parts_bytes={name: size for name, size in parts.items() if size},
             lines=gpu.lines,
@@ -365,11 +393,16 @@ def _stack_of(frame: FrameType | None) -> list[dict[str, Any]]:
 
 
 def _in_words(error: BaseException) -> str:
-    return printable(f"{type(error).__name__}: {error}", 300)
+    return printable(" ".join(f"{type(error).__name__}: {error}".split()), 300)
 
 
 def _uses_cuda() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _masks() -> int:
+    """Return the number of masks whose elements the simulated GPUs have counted."""
+    return int(ctypes.c_long.in_dll(ctypes.CDLL(None), "simulated_cuda_masks").value)
 
 
 def _torch_folder() -> str:

@@ -43,9 +43,10 @@ class ProcessRecord:
     world_size: int = 1
     rank: int = 0
     uses_gpu: bool = False  # it started CUDA
-    batch_size: int | None = None  # size of the first dimension of the first tensor that the model got
+    batch_size: int | None = None  # first dimension of the first tensor that the model got; of a list, its length
     peak_allocated_bytes: int = 0  # of tensors, on the GPU where this is highest
     peak_reserved_bytes: int = 0  # that torch took from the driver on that GPU
+    retries: int = 0  # allocations there that only succeeded after torch had emptied its cache
     peak: Moment | None = None  # of the memory of tensors
     parts_bytes: Mapping[str, int] = field(default_factory=dict)  # at that time, as in the report's parts_bytes
     lines: tuple[MemoryLine, ...] = ()  # the ten that allocated the most of it, largest first
@@ -57,3 +58,5 @@ class ProcessRecord:
     has_validated: bool = False  # a model in evaluation mode ran without gradients
     has_convolutions: bool = False  # or recurrent layers, which also use cuDNN on a GPU
     compiles: bool = False  # it called torch.compile, which is disabled
+    masks: bool = False  # sizes depended on masks, which select everything
+    generates: bool = False  # a model generated tokens, up to its maximum length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -19,10 +20,17 @@ NCCL_BYTES = 700 * 2**20  # measured with more than two A100s: nccl issue 964
 _PRECISION = 0.05  # our default, for a search for the largest batch
 _MAX_TRIALS = 20  # our default
 
+# Errors of Lightning, which lists the indices of the requested GPUs, and of CUDA.
+_TOO_FEW_GPUS = re.compile(r"requested gpu: \[(?:\d+, )*(\d+)\]|invalid device ordinal")
 _ABORTED = (-6, 134)  # exit codes of a process that SIGABRT ended, and of a shell that ran it
 
-Verdict = Literal["fits", "does_not_fit", "cannot_be_told"]
-EXIT_CODES: dict[Verdict, int] = {"fits": 0, "does_not_fit": 1, "cannot_be_told": 3}
+# Of the memory of a GPU. Trainings that ran on an RTX 3090 needed up to 96.5 % of it here. Those that failed there but
+# fit here needed more, or torch had to empty its cache (docs/published_numbers.md).
+_CERTAIN_SHARE = 0.97
+_FAR = 8  # our default: times the batch that ran, beyond which a prediction is doubtful
+
+Verdict = Literal["fits", "perhaps", "does_not_fit", "cannot_be_told"]
+EXIT_CODES: dict[Verdict, int] = {"fits": 0, "does_not_fit": 1, "perhaps": 3, "cannot_be_told": 3}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +39,7 @@ class DryRun:
 
     Attributes:
         schema_version: Version of this format.
-        verdict: ``fits``, ``does_not_fit``, or ``cannot_be_told`` if unknown.
+        verdict: ``fits``, ``does_not_fit``, ``perhaps`` near the limit, or ``cannot_be_told`` if unknown.
         reason: The verdict in a sentence.
         gpu: Name of the simulated GPU.
         gpus: Number of GPUs.
@@ -41,7 +49,7 @@ class DryRun:
         min_free_bytes: Value for ``--min-free``: 20 % more than ``needed_bytes``, limited to the memory of the GPU.
         steps: Completed training steps.
         world_size: Number of ranks.
-        batch_size: Size of the first dimension of the first tensor that the model got.
+        batch_size: First dimension of the first tensor that the model got; of a list of images, its length.
         peak: Time and place of the peak memory of tensors: step, phase, file, line, function.
         failure: Time and place of the allocator's failure, if the training does not fit.
         requested_bytes: Size of the failed allocation.
@@ -49,7 +57,7 @@ class DryRun:
         lines: The ten lines that allocated the most of it.
         largest_batch: Largest batch size that fits, predicted from the recorded allocations.
         trials: With ``--vary``: whether each number that was tried fits.
-        fits_on: For each GPU model: ``yes``, ``no``, or ``perhaps`` if it fits only without the allocator's cache.
+        fits_on: For each GPU model: ``yes``, ``no``, or ``perhaps`` near the limit.
         estimated: GPU models with another compute capability, where attention may need more memory.
         free_here: Indices of this machine's GPUs that have ``needed_bytes`` free now; ``None`` without a driver.
         syncs: Lines at which the last step waited for the GPU, and how often.
@@ -99,15 +107,31 @@ def context_bytes(gpu: str, ranks: int) -> int:
     return MODELS[gpu].context_mib * 2**20 + (NCCL_BYTES if ranks > 1 else 0)
 
 
+def certain_bytes(gpu: str) -> int:
+    """Return the memory of a GPU model up to which a training certainly fits."""
+    return int(_CERTAIN_SHARE * usable_bytes(gpu))
+
+
+def near_the_limit(judgment: Judgment, gpu: str) -> Judgment:
+    """Return the verdict ``perhaps`` in place of ``fits`` if a real GPU may fail."""
+    record = judgment.record
+    if judgment.verdict != "fits" or record is None:
+        return judgment
+    needed = record.peak_reserved_bytes + context_bytes(gpu, record.world_size)
+    return judgment._replace(verdict="perhaps") if record.retries or needed > certain_bytes(gpu) else judgment
+
+
 def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -> Judgment:
     """Return the verdict on a command that ended with this exit code and should have completed ``steps`` steps.
 
     ``torch`` is the folder of the torch for which the simulated GPUs were made.
     """
     if not records:
+        if code:
+            return _unknown_because(f"The command ended with {_ending(code)} before it imported torch. See its output.")
         return _unknown_because(
-            f"No process of the command imported torch, and it ended with {_ending(code)}. Python processes started "
-            "with -S, -I or -E, or without PYTHONPATH, cannot be recorded."
+            "The command ended without importing torch. Python processes started with -S, -I or -E, or without "
+            "PYTHONPATH, cannot be recorded."
         )
     for one in records:
         if one.outcome == "broken":
@@ -130,7 +154,7 @@ def judge(code: int, records: Sequence[ProcessRecord], steps: int, torch: str) -
         return Judgment("does_not_fit", failed)
     if code or error:
         return _unknown_because(
-            f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. A real GPU may give the same."
+            f"The command ended with {error or _ending(code)} {_after(fullest.steps)}. {_remedy(error)}"
         )
     if not any(one.uses_gpu for one in records):
         return _unknown_because("The command did not use a GPU.")
@@ -145,6 +169,14 @@ def _ending(code: int) -> str:
     if code == -9:
         return "SIGKILL, probably because this machine ran out of host memory"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _remedy(error: str) -> str:
+    """Return what to do about an error, if it is for lack of GPUs."""
+    if (found := _TOO_FEW_GPUS.search(error)) is None:
+        return "A real GPU may give the same."
+    count = 2 if found[1] is None else int(found[1]) + 1
+    return f"Simulate as many GPUs as the command uses: add -n {count} to dry-run."
 
 
 def _after(steps: int) -> str:
@@ -167,7 +199,7 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
     usable = usable_bytes(gpu)
     if record is None:
         return DryRun(verdict=verdict, reason=why_not, gpu=gpu, gpus=gpus, usable_bytes=usable)
-    fits = verdict == "fits"
+    fits = verdict != "does_not_fit"
     without_needs = DryRun(
         verdict=verdict,
         reason=f"needs more than {_all_of(gpu)}.{_failed(record)}",
@@ -186,9 +218,12 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
     context = context_bytes(gpu, known.world_size)
     without_cache, needed = known.peak_allocated_bytes + context, known.peak_reserved_bytes + context
     peak = f" (peak {moment_in_words(known.peak)})" if known.peak and fits else ""
+    doubt = "" if fits else _failed(record)
+    if verdict == "perhaps":
+        doubt = f" {_EMPTIED if known.retries else _NEAR}"
     return replace(
         without_needs,
-        reason=f"needs {format_bytes(needed)} of {_all_of(gpu)}{peak}.{'' if fits else _failed(record)}",
+        reason=f"needs {format_bytes(needed)} of {_all_of(gpu)}{peak}.{doubt}",
         needed_bytes=needed,
         min_free_bytes=min_free_for(needed, usable if needed <= usable else 0),
         world_size=known.world_size,
@@ -202,6 +237,10 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
         syncs=known.syncs,
         unknown=tuple(_limitations(known, steps)),
     )
+
+
+_NEAR = f"Above {100 * _CERTAIN_SHARE:.0f} % of it, a real GPU may run out of memory."
+_EMPTIED = "Torch had to empty its cache to make room, and a real GPU may then run out of memory."
 
 
 def _all_of(gpu: str) -> str:
@@ -221,7 +260,7 @@ def _parts(record: ProcessRecord, context: int) -> dict[str, int]:
 
 
 def _fits(gpu: str, without_cache: int, needed: int) -> str:
-    return "yes" if needed <= usable_bytes(gpu) else "perhaps" if without_cache <= usable_bytes(gpu) else "no"
+    return "yes" if needed <= certain_bytes(gpu) else "perhaps" if without_cache <= usable_bytes(gpu) else "no"
 
 
 def _limitations(record: ProcessRecord, steps: int) -> list[str]:
@@ -236,6 +275,14 @@ def _limitations(record: ProcessRecord, steps: int) -> list[str]:
         found.append("cuDNN is not simulated. On an H200, ResNet-50 needed up to 11 % more memory with cuDNN.")
     if record.compiles:
         found.append("torch.compile was disabled. Compiled code usually needs less memory.")
+    if record.masks:
+        found.append("A mask selects everything here, so the peak may be too high.")
+    if record.generates:
+        found.append("Text was generated up to its maximum length, of arbitrary tokens.")
+    if record.steps and record.batch_size is None:
+        found.append("The size of the batch is not known from what the model got, so no largest batch is predicted.")
+    if record.batch_size and (record.largest_batch or 0) > _FAR * record.batch_size:
+        found.append(f"The largest batch is more than {_FAR} times the one that ran. Check it with --vary.")
     if record.world_size > 1:
         found.append(f"NCCL's buffers are not simulated, but estimated as {format_bytes(NCCL_BYTES)} per GPU.")
     return [*found, "Kernels compute nothing, so losses and times are meaningless."]

@@ -13,7 +13,7 @@ from lightning_gpu_tools.units import format_bytes, line_width, number_ranges, p
 _MAX_LINES = 4
 _MAX_SYNCS = 3
 _MIN_SHARE = 0.005  # of the needed memory; smaller parts and lines are not shown
-_TITLES = {"fits": "Fits", "does_not_fit": "Does not fit", "cannot_be_told": "Unknown"}
+_TITLES = {"fits": "Fits", "perhaps": "Perhaps", "does_not_fit": "Does not fit", "cannot_be_told": "Unknown"}
 
 
 def render(run: DryRun) -> str:
@@ -65,7 +65,7 @@ def _models(run: DryRun) -> str:
 
     texts = [those("yes") or "none"]
     if those("perhaps"):
-        texts.append(f"with less cache perhaps on {those('perhaps')}")
+        texts.append(f"perhaps on {those('perhaps')}")
     if those("no"):
         texts.append(f"not on {those('no')}")
     shown = "; ".join(texts)

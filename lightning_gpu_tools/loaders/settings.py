@@ -82,19 +82,40 @@ def batch_bytes(batch: Any, *, on_gpu: bool = False) -> int:
 
 def first_tensor(batch: Any) -> torch.Tensor | None:
     """Return the first tensor in a batch of nested lists, tuples, and dictionaries, if there is one."""
+    return _first_in(batch)[0]
+
+
+def _first_in(batch: Any) -> tuple[torch.Tensor | None, Any]:
+    """Return the first tensor in a batch, and what holds it if that is a part of the batch."""
+    holder, whole = None, batch
     while not isinstance(batch, torch.Tensor):
         if not isinstance(batch, (dict, list, tuple)) or not batch:
-            return None
+            return None, None
+        holder = None if batch is whole else batch
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return batch
+    return batch, holder
 
 
 def batch_shape(batch: Any) -> tuple[int, ...] | None:
-    """Return the shape of the first tensor; ``None`` also for a nested tensor, whose parts have different shapes."""
-    first = batch if isinstance(batch, torch.Tensor) else first_tensor(batch)
-    return None if first is None or first.is_nested else tuple(first.shape)
+    """Return the shape of the first tensor; ``None`` also for a nested tensor, whose parts have different shapes.
+
+    For a list of images, as in torchvision's models for detection, return their number, and the shape that holds each.
+    """
+    first, holder = _first_in(batch)
+    if first is None or first.is_nested:
+        return None
+    if not isinstance(holder, (list, tuple)) or not all(_is_image(one) for one in holder):
+        return tuple(first.shape)
+    if any(len(one) != len(first) for one in holder):
+        return None
+    return (len(holder), *(max(sizes) for sizes in zip(*(one.shape for one in holder), strict=True)))
 
 
+def _is_image(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 3 and len(value) in _CHANNELS
+
+
+_CHANNELS = (1, 3, 4)  # of images: gray, RGB, RGBA
 # Our default: the first 16 MiB of pickle represent the rest. A million paths are 64 MiB, which take a second.
 _MAX_BYTES = 16 * 2**20
 _ELEMENTS = 4096  # our default: number of elements read of each tensor or array, spread over it

@@ -238,6 +238,7 @@ class StallWatch:
             phase=phase,
             stuck_s=patience.stuck_s,
             has_stalled=patience.has_stalled and own is not None,
+            epoch_steps=clock.epoch_steps,
             ended=self.ended,
             collective=collective_of(stack, phase, place.world_size),
             line=where(stack) if users_frame(stack) is not None else "",

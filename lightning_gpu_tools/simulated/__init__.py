@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_gpu_tools.simulated.build import SimulatedCudaError, libraries
-from lightning_gpu_tools.simulated.models import MODELS, Model
+from lightning_gpu_tools.simulated.models import MODELS, Model, find_model
 
 __all__ = ["MODELS", "Machine", "SimulatedCudaError", "host_waits"]
 
@@ -36,14 +36,14 @@ class Machine:
 
     Args:
         folder: An empty folder, which must exist as long as programs run on the machine.
-        gpus: Names from ``MODELS``, one for each GPU.
+        gpus: For each GPU, a name from ``MODELS`` or a part of only one of them, in any case.
         mig: For each GPU in MIG mode, by its position: the slices, out of 7, of each of its instances.
         times_memory: Factor by which each GPU has more memory than its model.
         times_speed: Factor by which kernels and copies take less time.
 
     Raises:
         SimulatedCudaError: The machine cannot be built here.
-        ValueError: A GPU name is unknown, or there are more than 16 GPUs and instances.
+        ValueError: A GPU name is unknown or ambiguous, or there are more than 16 GPUs and instances.
     """
 
     def __init__(
@@ -55,9 +55,7 @@ class Machine:
         times_speed: float = 1,
     ) -> None:
         self.folder = Path(folder).resolve()
-        for name in gpus:
-            if name not in MODELS:
-                raise ValueError(f"There is no GPU {name!r}. Choose one of {', '.join(MODELS)}.")
+        gpus = [find_model(name) for name in gpus]
         self._libraries = libraries()
         self.uuids: list[str] = []
         self._places: list[int] = []

@@ -14,7 +14,12 @@ from lightning_gpu_tools.simulated import MODELS, Machine, SimulatedCudaError
 def main() -> int:
     """Run the program and return its exit code; exit with 2 if the machine cannot be created."""
     parser = argparse.ArgumentParser(prog="python -m lightning_gpu_tools.simulated", description=__doc__)
-    parser.add_argument("--gpu", default="h100-80gb", choices=sorted(MODELS), help="default: %(default)s")
+    parser.add_argument(
+        "--gpu",
+        default="h100-80gb",
+        metavar="NAME",
+        help=f"{', '.join(MODELS)}, or a part of one; default: %(default)s",
+    )
     parser.add_argument("-n", type=int, default=1, metavar="N", help="number of GPUs, at most 16; default: 1")
     parser.add_argument(
         "command", nargs="+", metavar="CMD", help="command after --, which must use the torch of this environment"

@@ -13,8 +13,10 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent / "source"
 RUNTIME = ["machine", "devices", "memory", "streams", "kernels", "computed", "blas", "nccl", "driver"]
-# Libraries whose functions torch may call. Functions missing in the source return "not supported".
+# Functions that torch may call, and all of the driver's, which Triton and others call. Functions missing in the source
+# return "not supported".
 _CALLED = re.compile(r"^(?:__)?(?:cuda|nccl|cublas)[A-Z]\w*$")
+_OF_DRIVER = re.compile(r"\bcu[A-Z]\w*")
 _NOT_SUPPORTED = {"cu": 801, "cuda": 801, "nccl": 5, "cublas": 0}  # cuBLAS: only matrix products take time
 
 
@@ -80,7 +82,7 @@ def _compile(folder: Path, torch: Path, headers: Path) -> None:
     options: list[str | Path] = ["gcc", "-O2", "-fPIC", "-w", f"-I{SOURCE}", f"-I{headers}", "-pthread"]
     objects = {name: folder / f"{name}.o" for name in RUNTIME}
     _run_all([[*options, "-c", "-o", path, SOURCE / f"{name}.c"] for name, path in objects.items()])
-    (folder / "missing.c").write_text(_missing(list(objects.values()), torch))
+    (folder / "missing.c").write_text(_missing(list(objects.values()), torch, headers))
     runtime: list[str | Path] = ["-shared", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1"]
     nvml: list[str | Path] = ["-shared", "-Wl,-soname,libnvidia-ml.so.1", "-o", folder / "libnvidia-ml.so.1"]
     own = [SOURCE / "machine.c"]
@@ -95,15 +97,14 @@ def _compile(folder: Path, torch: Path, headers: Path) -> None:
         path.unlink()
 
 
-def _missing(objects: list[Path], torch: Path) -> str:
-    """Return C functions for symbols that torch's libraries call and the objects lack.
+def _missing(objects: list[Path], torch: Path, headers: Path) -> str:
+    """Return C functions for what torch's libraries call, and for the driver's functions, that the objects lack.
 
     A missing function would be looked up in NVIDIA's own runtime, which finds no driver.
     """
     users = [*torch.glob("lib/lib*cuda*.so"), *torch.glob("lib/libtorch_python.so")]
     called = {name for name in _symbols("--dynamic", "--undefined-only", *users) if _CALLED.match(name)}
-    # Functions that torch looks up by name in the driver, for code compiled at run time and memory of other processes.
-    called |= set((SOURCE / "driver_functions.txt").read_text().split())
+    called |= set(_OF_DRIVER.findall((headers / "cuda.h").read_text()))
     answers = (
         (name, re.sub("^_*|[A-Z].*", "", name)) for name in sorted(called - _symbols("--defined-only", *objects))
     )

@@ -15,6 +15,7 @@ GPUs older than Turing are missing: torch's builds for CUDA 13 have no code for 
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -78,3 +79,24 @@ MODELS = {
     "rtx-a6000": Model("NVIDIA RTX A6000", 49140, 464, "8.6", 84, 100, 6, 768, 38.7, 77.4, 154.8, 20, 300),
     "t4": Model("Tesla T4", 15360, 451, "7.5", 40, 64, 4, 320, 8.1, 8.1, 65, 10, 70, context_mib=135),
 }
+
+
+def find_model(name: str) -> str:
+    """Return the name in ``MODELS`` of which this is a part, in any case: ``h100``, ``RTX 4090``, ``A100-SXM4-80GB``.
+
+    Raises:
+        ValueError: It is part of no name or of several.
+    """
+    asked = _letters(name)
+    names = {one: (_letters(one), _letters(model.name)) for one, model in MODELS.items()}
+    found = [one for one in MODELS if asked in names[one]] or [
+        one for one in MODELS if asked and any(asked in full for full in names[one])
+    ]
+    if len(found) != 1:
+        problem = f"There is no GPU {name!r}." if not found else f"{name!r} is a part of {len(found)} names."
+        raise ValueError(f"{problem} Choose one of {', '.join(found or MODELS)}.")
+    return found[0]
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -75,8 +75,12 @@ def line_of(frame: FrameType | None) -> Seen | None:
 
 
 def line_in(recorded: Iterable[Mapping[str, Any]]) -> Seen | None:
-    """Return the same line of a stack that torch has recorded, whose frames have ``filename``, ``line``, ``name``."""
-    return _line_on(_Frame(one["filename"], one["line"], one["name"], _package(one["filename"])) for one in recorded)
+    """Return the innermost line of the user, else of a library, on a stack that torch has recorded.
+
+    Its frames have ``filename``, ``line``, ``name``. ``None`` if all are of torch or Python, as in torch's backward.
+    """
+    frames = (_Frame(one["filename"], one["line"], one["name"], _package(one["filename"])) for one in recorded)
+    return _line_on(frames, or_torchs=False)
 
 
 def _frames(frame: FrameType | None) -> Iterator[_Frame]:
@@ -87,7 +91,7 @@ def _frames(frame: FrameType | None) -> Iterator[_Frame]:
         frame = frame.f_back
 
 
-def _line_on(stack: Iterable[_Frame]) -> Seen | None:
+def _line_on(stack: Iterable[_Frame], *, or_torchs: bool = True) -> Seen | None:
     users = library = outermost = None
     owner: _Owner = "python"
     seen: list[_Frame] = []
@@ -105,7 +109,8 @@ def _line_on(stack: Iterable[_Frame]) -> Seen | None:
             break
         if owner != "own":
             outermost = place
-    found = next((place for place in (users, library, outermost) if place is not None), None)
+    places = (users, library, outermost if or_torchs or owner == "fetch" else None)
+    found = next((place for place in places if place is not None), None)
     if found is None:
         return None
     frame = seen[found]

@@ -87,6 +87,7 @@ class RankFacts:
     phase: str  # of its training thread
     stuck_s: float  # time without progress
     has_stalled: bool  # whether stuck_s exceeds the limit
+    epoch_steps: int = 0  # steps of its last complete epoch; 0 before there is one
     silent_s: float = 0.0  # time without a message that was due
     ended: str | None = None  # how its training ended
     collective: str | None = None  # description of where it waits for other ranks

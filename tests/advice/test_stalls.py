@@ -165,6 +165,9 @@ def test_a_rank_is_described_by_its_state() -> None:
         assert describe_rank(rank) == f"rank 1: step 5 of epoch 1, {words}"
 
 
+UNEQUAL_CALLS = STALL_CAUSES["collective_mismatch"].sick
+
+
 @pytest.mark.parametrize(
     ("ranks", "cause", "behind"),
     [
@@ -172,6 +175,7 @@ def test_a_rank_is_described_by_its_state() -> None:
         (STALL_CAUSES["collective_on_one_rank"].sick, "collective_on_one_rank", 0),
         (STALL_CAUSES["uneven_batches"].sick, "uneven_batches", 0),
         ((a_rank(0, collective="backward"), a_rank(1, ended="completed", step=3)), "uneven_batches", 1),
+        ([replace(one, epoch_steps=12 + one.rank) for one in UNEQUAL_CALLS], "uneven_batches", 0),
         (STALL_CAUSES["rank_left"].sick, "rank_left", 1),
         (STALL_CAUSES["rank_silent"].sick, "rank_silent", 1),
     ],

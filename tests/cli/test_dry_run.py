@@ -16,7 +16,11 @@ RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
     ("arguments", "complaint"),
     [
         (["--", "python", "train.py"], "--gpu"),
-        (["--gpu", "h1000", "--", "python"], "h1000"),
+        (["--gpu", "h1000", "--", "python"], "There is no GPU 'h1000'. Choose one of b200, h200,"),
+        (["--gpu", "A100", "--", "python"], "'A100' is a part of 2 names. Choose one of a100-80gb, a100-40gb."),
+        (["--gpu", "H100", "-n", "0", "--", "python"], "-n must be from 1 to 16"),
+        (["--gpu", "RTX 4090", "-n", "0", "--", "python"], "-n must be from 1 to 16"),
+        (["--gpu", "A100-80GB", "-n", "0", "--", "python"], "-n must be from 1 to 16"),
         (["--gpu", "t4"], "no command given: put it last, after --"),
         (["--gpu", "t4", "--steps", "0", "--", "python"], "--steps must be at least 1, got 0"),
         (["--gpu", "t4", "-n", "17", "--", "python"], "-n must be from 1 to 16, got 17"),

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from lightning_gpu_tools.dry_run.records import Moment, ProcessRecord
-from lightning_gpu_tools.dry_run.result import NCCL_BYTES, Verdict, judge, next_trial, result
+from lightning_gpu_tools.dry_run.result import (
+    EXIT_CODES,
+    NCCL_BYTES,
+    Verdict,
+    judge,
+    near_the_limit,
+    next_trial,
+    result,
+)
 from lightning_gpu_tools.dry_run.text import render
 from lightning_gpu_tools.training.memory_readings import MemoryLine
 from lightning_gpu_tools.training.run_measurements import SourceLine
@@ -56,7 +64,9 @@ WITHOUT_GPU = ProcessRecord(torch="/torch", outcome="ended")
         (-9, [WITHOUT_GPU], "cannot_be_told", "SIGKILL"),
         (0, [WITHOUT_GPU], "cannot_be_told", "did not use a GPU"),
         (0, [replace(COMPLETE, uses_gpu=False)], "cannot_be_told", "without using a GPU"),
-        (0, [], "cannot_be_told", "No process of the command imported torch"),
+        (0, [], "cannot_be_told", "without importing torch. Python processes started with -S"),
+        (2, [], "cannot_be_told", "ended with exit code 2 before it imported torch. See its output."),
+        (1, [replace(FAILED, failures=0, error="RuntimeError: invalid device ordinal")], "cannot_be_told", "add -n 2"),
         (0, [replace(COMPLETE, torch="/other")], "cannot_be_told", "the torch in /other"),
         (
             1,
@@ -78,7 +88,7 @@ def test_a_command_that_fits_is_reported_with_its_needs() -> None:
     assert run.needed_bytes == 23 * GIB + 500 * MIB == sum(run.parts_bytes.values())
     assert run.min_free_bytes == pytest.approx(1.2 * run.needed_bytes)
     fits = {name: run.fits_on[name] for name in ("t4", "l4", "rtx-4090", "l40s")}
-    assert fits == {"t4": "no", "l4": "perhaps", "rtx-4090": "yes", "l40s": "yes"}
+    assert fits == {"t4": "no", "l4": "perhaps", "rtx-4090": "perhaps", "l40s": "yes"}
     assert "a100-80gb" not in run.estimated
     assert "t4" in run.estimated
     text = render(replace(run, free_here=(0, 3)))
@@ -89,6 +99,31 @@ def test_a_command_that_fits_is_reported_with_its_needs() -> None:
     assert "model.py:50 in log (2x)" in text
     assert max(map(len, text.splitlines())) <= 100
     assert "validation" not in text
+
+
+@pytest.mark.parametrize(
+    ("record", "gpu", "verdict", "doubt"),
+    [
+        (replace(COMPLETE, peak_reserved_bytes=22 * GIB), "rtx-3090", "fits", "in attend)."),
+        (
+            replace(COMPLETE, peak_reserved_bytes=23 * GIB),
+            "rtx-3090",
+            "perhaps",
+            "Above 97 % of it, a real GPU may run",
+        ),
+        (replace(COMPLETE, peak_reserved_bytes=22 * GIB, retries=1), "rtx-3090", "perhaps", "Torch had to empty its"),
+        (FAILED, "t4", "does_not_fit", "failed in backward"),
+    ],
+)
+def test_near_the_limit_of_a_gpu_the_verdict_is_perhaps(
+    record: ProcessRecord, gpu: str, verdict: Verdict, doubt: str
+) -> None:
+    found = near_the_limit(judge(1 if record is FAILED else 0, [record], 3, "/torch"), gpu)
+    run = result(found, gpu, 1, 3, COMPLETE)
+    assert (run.verdict, run.needed_bytes is not None) == (verdict, True)
+    assert doubt in run.reason
+    assert (EXIT_CODES[verdict] == 3) == (verdict == "perhaps")
+    assert ("perhaps" in render(run).lower().split(":")[0]) == (verdict == "perhaps")
 
 
 def test_ranks_need_nccls_buffers() -> None:
@@ -111,10 +146,19 @@ def test_a_command_that_does_not_fit_is_reported_with_its_needs() -> None:
 
 
 def test_parts_that_a_run_did_not_measure_are_named() -> None:
-    record = replace(COMPLETE, outcome="ended", steps=1, has_validated=False, has_convolutions=True, compiles=True)
+    missing = {"has_validated": False, "has_convolutions": True, "compiles": True, "masks": True, "generates": True}
+    record = replace(COMPLETE, outcome="ended", steps=1, largest_batch=289, **missing)
     run = result(judge(0, [record], 3, "/torch"), "t4", 1, 3)
-    words = ("after training step 1", "No validation", "cuDNN", "torch.compile was disabled", "Kernels compute nothing")
-    assert [word in said for word, said in zip(words, run.unknown, strict=True)] == [True] * 5
+    words = (
+        "after training step 1",
+        "No validation",
+        "cuDNN",
+        "torch.compile was disabled",
+        "A mask",
+        "maximum length",
+    )
+    more = ("more than 8 times the one that ran. Check it with --vary.", "Kernels compute nothing")
+    assert [word in said for word, said in zip((*words, *more), run.unknown, strict=True)] == [True] * 8
 
 
 @pytest.mark.parametrize("largest", [0, 1, 7, 35, 36, 64, 1000])

@@ -1,4 +1,4 @@
-"""Contents of a dataset: whether workers can have copies of them, and whether they have changed."""
+"""Contents of a dataset: whether workers can have copies of them, and whether they have changed; and of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gpu_tools.loaders.settings import fingerprint
+from lightning_gpu_tools.loaders.settings import batch_shape, fingerprint
 
 
 class Holding:
@@ -125,3 +125,23 @@ def test_drawing_from_a_generator_of_its_own_is_a_change(generator: Any, draw: A
     before = fingerprint(Holding(generator))
     draw(generator)
     assert fingerprint(Holding(generator)) != before
+
+
+IMAGES = [torch.zeros(3, 80, 60), torch.zeros(3, 50, 90)]
+SEQUENCES = torch.zeros(3, 10, 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        ((torch.zeros(16, 3, 8, 8), torch.zeros(16)), (16, 3, 8, 8)),
+        (([*IMAGES, IMAGES[0]], [{}, {}, {}]), (3, 3, 80, 90)),  # as torchvision's models for detection get them
+        ({"images": tuple(IMAGES), "boxes": []}, (2, 3, 80, 90)),
+        (([IMAGES[0], torch.zeros(1, 4, 4)],), None),
+        ((SEQUENCES, SEQUENCES), (3, 10, 8)),  # two arguments with a batch of 3
+        (([torch.zeros(16, 10, 8)], torch.zeros(16)), (16, 10, 8)),
+        ((3, torch.zeros(2)), None),
+    ],
+)
+def test_a_list_of_images_is_as_large_as_it_is_long(batch: Any, shape: tuple[int, ...] | None) -> None:
+    assert batch_shape(batch) == shape

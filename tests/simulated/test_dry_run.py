@@ -171,7 +171,14 @@ for step in range(100):
     [
         ("import torch\ntorch.zeros(1, device='cuda')\nopen('no such file')", "FileNotFoundError"),
         ("import torch\ntorch.nn.Linear(1, 1)(torch.ones(1))", "The command did not use a GPU."),
-        ("print('no torch')", "No process of the command imported torch"),
+        ("print('no torch')", "The command ended without importing torch."),
+        # torchrun's second rank, which dry-run was not told of.
+        ("import torch\ntorch.cuda.set_device(1)", "invalid device ordinal"),
+        (
+            LIGHTNING,
+            "only has: [0] before the end of its first training step. Simulate as many GPUs as the command uses: add "
+            "-n 2 to dry-run.",
+        ),
     ],
 )
 def test_runs_that_show_nothing(dry_run: DryRun, code: str, reason: str) -> None:
@@ -201,6 +208,51 @@ with torch.no_grad():
     assert ended.found["parts_bytes"]["parameters"] == 1025 * 1024 * 4
     assert ended.found["parts_bytes"]["activations"] + ended.found["parts_bytes"]["other_tensors"] >= 8 * GIB
     assert "before the end of its first training step" in ended.found["unknown"][0]
+
+
+def test_a_list_of_images_and_a_mask(dry_run: DryRun) -> None:
+    code = """
+import torch
+class Detector(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(256, 4096)
+    def forward(self, images, targets):
+        pixels = torch.stack(images).flatten(0, 2)
+        return self.layer(pixels[pixels[:, 0] > 0])
+net = Detector().cuda()
+optimizer = torch.optim.SGD(net.parameters())
+for step in range(100):
+    images = [torch.rand(3, 256, 256, device="cuda") for _ in range(7)]
+    net(images, [{}] * 7).sum().backward()
+    optimizer.step()
+"""
+    ended = dry_run(code, options=["--gpu", "h100"])
+    assert ended.code == 0, ended.errors
+    assert ended.found["batch_size"] == 7
+    unknown = ended.found["unknown"]
+    assert "A mask selects everything here, so the peak may be too high." in unknown
+    assert any("Check it with --vary" in one for one in unknown) == (ended.found["largest_batch"] > 8 * 7)
+
+
+def test_generation_ends_at_its_maximum_length(dry_run: DryRun) -> None:
+    pytest.importorskip("transformers")
+    code = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+net = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=100)).cuda()
+lengths = []
+for _ in range(3):
+    torch.randint(1, 2, (10_000,)).cuda()  # leaves numbers in the memory
+    prompt = torch.ones(2, 4, dtype=torch.long, device="cuda")
+    lengths.append(net.generate(prompt, max_length=25).shape[1])
+    assert net.generate(prompt, max_new_tokens=9, num_beams=2).shape[1] <= 13
+print("lengths", lengths)
+"""
+    ended = dry_run(code, options=["--gpu", "t4"])
+    assert ended.code == 0, ended.errors
+    assert "lengths [25, 25, 25]" in ended.errors
+    assert "Text was generated up to its maximum length, of arbitrary tokens." in ended.found["unknown"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

@@ -65,24 +65,39 @@ print(json.dumps([[value.item() for value in values], model(torch.ones(16, 4).cu
 
 def test_a_rank_that_waits_for_another_looks_busy(make_machine: MakeMachine, answer_of_ranks: Ranks) -> None:
     code = """
+import pynvml
+pynvml.nvmlInit()
+gpu = pynvml.nvmlDeviceGetHandleByIndex(rank)
+def meter():  # seconds, joules by the driver's counter
+    (energy,) = pynvml.nvmlDeviceGetFieldValues(gpu, [pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION])
+    return time.monotonic(), energy.value.ullVal / 1000
 begin_s = time.monotonic()
+readings = [meter()]
 if rank == 1:
     time.sleep(3)
 dist.all_reduce(value)
 queued_s, event = time.monotonic() - begin_s, torch.cuda.Event()
 event.record()
 if rank == 0:
-    time.sleep(1)
+    for _ in range(10):
+        time.sleep(0.1)
+        readings.append(meter())
 busy, ready = torch.cuda.utilization(), event.query()
 torch.cuda.synchronize()
-print(json.dumps([queued_s, busy, ready, time.monotonic() - begin_s]))
+waited_s = time.monotonic() - begin_s
+time.sleep(0.2)
+watts = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(readings, [*readings[1:], meter()])]
+print(json.dumps([queued_s, busy, ready, waited_s, watts]))
 dist.destroy_process_group()
 """
-    (queued_s, busy, ready, waited_s), _ = answer_of_ranks(make_machine(["h100-80gb"] * 2), 2, JOIN + code)
+    (queued_s, busy, ready, waited_s, watts), _ = answer_of_ranks(make_machine(["h100-80gb"] * 2), 2, JOIN + code)
     assert queued_s < waited_s
     assert waited_s > 2
     assert busy == 100
     assert not ready
+    *waiting, last = watts
+    assert waiting == pytest.approx([700] * len(waiting), rel=0.1)  # busy all the time, so at the limit
+    assert 0 < last < 770  # what it waited for is not counted twice
 
 
 def test_a_rank_that_never_comes_is_ended_by_torchs_watchdog(

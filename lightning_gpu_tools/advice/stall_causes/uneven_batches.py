@@ -1,6 +1,7 @@
 """uneven_batches: a rank had fewer batches than the others, and has finished its epoch or its training.
 
-Reads the job's key-value store, where each rank writes its epoch, its step and where it waits.
+Reads the job's key-value store, where each rank writes its epoch, its step, the length of its last complete epoch, and
+where it waits.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ def find_among_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
         return Explanation(why, _SAME_BATCHES, ended.rank)
     if waiting is None:
         return None
+    fewest, most = (choose(ranks, key=lambda one: one.epoch_steps) for choose in (min, max))
+    if 0 < fewest.epoch_steps < most.epoch_steps:
+        lengths = (
+            f"Rank {fewest.rank} had {fewest.epoch_steps} batches in an epoch, rank {most.rank} {most.epoch_steps}"
+        )
+        return Explanation(f"{lengths}.", _SAME_BATCHES, fewest.rank)
     is_at_end = waiting.odd.collective == END_OF_EPOCH and waiting.rest
     if not is_at_end and len({one.epoch for one in ranks}) == 1:
         return None

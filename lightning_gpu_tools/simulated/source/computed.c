@@ -56,8 +56,10 @@ static struct effect *fill(const char *name, void **arguments, unsigned rows, do
 
 // How much a mask selects, which decides sizes: all, the most that it can be. cub counts it with one kernel, or in parts
 // with one and all parts with another; the first part then has all. Arguments: input, output, how many.
+long simulated_cuda_masks;
 static struct effect *count(const char *name, void **arguments, unsigned rows, double *ns) {
   if (!strstr(name, "NonZeroOp")) return copy_effect(*(void **)arguments[1], *(void **)arguments[0], sizeof(int));
+  simulated_cuda_masks++;
   struct fill *f = malloc(sizeof *f);
   *f = (struct fill){.effect = {run_fill}, .to = *(char **)arguments[1], .count = 1, .width = sizeof(int)};
   memcpy(f->value, arguments[2], sizeof(int));

@@ -1,13 +1,13 @@
 // The driver's library, libcuda.so.1, as which the whole runtime is loaded: contexts, and what only programs without
-// kernels ask. Memory that is mapped in pieces is in memory.c. Those of driver_functions.txt
-// answer "not supported".
+// kernels ask. Memory that is mapped in pieces is in memory.c, code that is compiled at run time in kernels.c. Other
+// functions answer "not supported".
 #define _GNU_SOURCE
 #include "runtime.h"
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
 
-enum { NOT_INITIALIZED = 3, INVALID_DEVICE = 101 };
+enum { INVALID_VALUE = 1, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, NOT_SUPPORTED = 801, DEVICE_POINTER = 3 };
 int uuid_bytes(int device, unsigned char *to);
 int cuInit(unsigned flags) {
   int n;
@@ -70,6 +70,21 @@ int cuCtxGetDevice(int *device) {
   *device = current;
   return 0;
 }
+int cuCtxPushCurrent_v2(void *context) { return 0; }
+int cuCtxPopCurrent_v2(void **context) { return cuCtxGetCurrent(context); }
+int cuCtxSetLimit(int limit, size_t value) { return 0; }
+int cuCtxGetLimit(size_t *value, int limit) {
+  *value = 1 << 20; // our default; of the buffer of printf the driver's
+  return 0;
+}
+int cuPointerGetAttribute(void *value, int attribute, void *p) {
+  if (attribute != DEVICE_POINTER) return NOT_SUPPORTED;
+  if (!on_device(p)) return INVALID_VALUE;
+  *(void **)value = p;
+  return 0;
+}
+int cuTensorMapEncodeTiled(void *map) { return 0; } // what only a kernel reads
+int cuTensorMapEncodeIm2col(void *map) { return 0; }
 int cuGetErrorString(int error, const char **text) {
   *text = cudaGetErrorString(error);
   return 0;

@@ -139,3 +139,45 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *f, int block, size_t shared) {
   return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(n, f, block, shared, 0);
 }
+// Code that is compiled at run time, by Triton or NVRTC, comes through the driver: of its kernels only the names are kept.
+int cuModuleLoadDataEx(void **module, const void *code, unsigned n, int *options, void **values) {
+  static int one;
+  *module = &one;
+  return usable();
+}
+int cuModuleLoadData(void **module, const void *code) { return cuModuleLoadDataEx(module, code, 0, NULL, NULL); }
+int cuModuleLoad(void **module, const char *path) { return cuModuleLoadDataEx(module, path, 0, NULL, NULL); }
+int cuModuleUnload(void *module) { return 0; }
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+  char *own = strdup(name);
+  pthread_mutex_lock(&lock);
+  __cudaRegisterFunction(NULL, own, NULL, own, 0, NULL, NULL, NULL, NULL, NULL);
+  pthread_mutex_unlock(&lock);
+  *function = own;
+  return 0;
+}
+int cuFuncGetAttribute(int *value, int attribute, void *function) {
+  *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0; // threads of a block; registers, our default
+  return 0;
+}
+int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
+int cuFuncSetCacheConfig(void *function, int config) { return 0; }
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, cudaStream_t s, void **arguments, void **extra) {
+  return launch(function, (dim3){x, y, z}, (dim3){bx, by, bz}, arguments, s);
+}
+int cuLaunchCooperativeKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
+                              unsigned shared, cudaStream_t s, void **arguments) {
+  return launch(function, (dim3){x, y, z}, (dim3){bx, by, bz}, arguments, s);
+}
+// The driver's structure has the grid, the blocks and the stream in the same places as the runtime's.
+int cuLaunchKernelEx(const cudaLaunchConfig_t *c, void *function, void **arguments, void **extra) {
+  return launch(function, c->gridDim, c->blockDim, arguments, c->stream);
+}
+int cuOccupancyMaxActiveClusters(int *n, void *function, const void *config) {
+  *n = GPU(current)->sms;
+  return 0;
+}
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *function, int block, size_t shared) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(n, function, block, shared);
+}

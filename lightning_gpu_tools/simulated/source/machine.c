@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #define MS 1000000LL
+#define AHEAD (12000 * MS) // beyond it, what is booked would overwrite the past in the rings
 static struct machine machine;
 
 i64 machine_now(void) {
@@ -164,41 +165,50 @@ size_t machine_used(int gpu) {
 }
 
 void machine_book(struct process *p, int gpu, i64 begin, i64 end) {
-  i64 last = machine_now() + 12000 * MS; // beyond it the ring would overwrite the past
+  i64 last = machine_now() + AHEAD;
   if (end > last) end = last;
   if (end <= begin) return;
-  __sync_fetch_and_add(&machine.state->busy_ns[gpu], end - begin);
   for (i64 ms = begin / MS; ms * MS < end; ms++) {
     struct bucket *b = &p->uses[gpu].buckets[ms % BUCKETS];
     i64 from = begin > ms * MS ? begin : ms * MS, to = end < (ms + 1) * MS ? end : (ms + 1) * MS;
     uint32_t ns = (b->ms == (uint32_t)ms ? b->ns : 0) + (to - from);
     b->ms = ms;
     b->ns = ns < MS ? ns : MS; // two streams at the same time are not more than all of it
+    volatile uint64_t *all = &machine.state->buckets[gpu][ms % BUCKETS]; // nor are two processes
+    uint64_t before, after, had;
+    do {
+      before = *all;
+      had = before >> 32 == (uint32_t)ms ? (uint32_t)before : 0;
+      ns = had + (to - from) < MS ? had + (to - from) : MS;
+      after = (uint64_t)(uint32_t)ms << 32 | ns;
+    } while (!__sync_bool_compare_and_swap(all, before, after));
+    __sync_fetch_and_add(&machine.state->busy_ns[gpu], ns - had);
   }
 }
 
-i64 machine_busy(int gpu, const struct process *only, i64 begin, i64 end) {
-  const struct use *uses[PROCESSES];
-  i64 waiting_since[PROCESSES], busy = 0;
-  int n = 0;
+static i64 waiting(int gpu, const struct process *only, i64 begin, i64 end) { // what is not booked yet
+  i64 most = 0;
   for (int i = 0; i < PROCESSES; i++) {
     const struct process *p = &machine.state->processes[i];
-    const struct use *u = &p->uses[gpu];
-    if (!p->birth || !u->active || (only && p != only)) continue;
-    waiting_since[n] = u->waiting_since && machine_alive(p) ? u->waiting_since : 0;
-    uses[n++] = u;
+    i64 since = p->uses[gpu].waiting_since;
+    if (!since || (only && p != only) || !machine_alive(p)) continue;
+    if (since < begin) since = begin;
+    if (end - since > most) most = end - since;
   }
+  return most;
+}
+
+i64 machine_busy(int gpu, const struct process *only, i64 begin, i64 end) {
+  i64 now = machine_now(), busy = waiting(gpu, only, begin, end < now ? end : now);
   for (i64 ms = begin / MS; ms * MS < end; ms++) {
-    i64 sum = 0, from = begin > ms * MS ? begin : ms * MS, to = end < (ms + 1) * MS ? end : (ms + 1) * MS;
-    for (int i = 0; i < n; i++) {
-      const struct bucket *b = &uses[i]->buckets[ms % BUCKETS];
-      i64 since = waiting_since[i];
-      if (since && since < to)
-        sum += to - (since > from ? since : from);
-      else if (b->ms == (uint32_t)ms)
-        sum += b->ns * (to - from) / MS;
-    }
-    busy += sum < to - from ? sum : to - from;
+    i64 from = begin > ms * MS ? begin : ms * MS, to = end < (ms + 1) * MS ? end : (ms + 1) * MS;
+    uint64_t all = machine.state->buckets[gpu][ms % BUCKETS];
+    struct bucket b = only ? only->uses[gpu].buckets[ms % BUCKETS] : (struct bucket){all >> 32, all};
+    if (b.ms == (uint32_t)ms) busy += b.ns * (to - from) / MS;
   }
-  return busy;
+  return busy < end - begin ? busy : end - begin;
+}
+
+i64 machine_busy_until(int gpu, i64 now) { // without what is queued
+  return (i64)machine.state->busy_ns[gpu] + waiting(gpu, NULL, 0, now) - machine_busy(gpu, NULL, now, now + AHEAD);
 }

@@ -20,7 +20,7 @@ struct bucket {
 struct use {
   int active;
   size_t bytes;      // without the context
-  i64 waiting_since; // in a collective whose end is not known yet: busy, as NCCL's kernels are; 0: none
+  i64 waiting_since; // in a collective whose end is not known yet: busy since then, not booked; 0: none
   struct bucket buckets[BUCKETS];
 };
 struct process {
@@ -32,7 +32,8 @@ struct state { // all zero at the beginning. Python writes the first array, at 1
   struct {
     volatile uint64_t others, lost_at;
   } set[GPUS];                     // bytes that others hold; when the GPU fell off the bus, in ns
-  volatile uint64_t busy_ns[GPUS]; // all work that was ever queued
+  volatile uint64_t busy_ns[GPUS]; // all time in which work was ever booked, by any process
+  volatile uint64_t buckets[GPUS][BUCKETS]; // of all processes: ms in the upper half, ns in the lower
   struct process processes[PROCESSES];
 };
 struct machine {
@@ -48,3 +49,4 @@ int machine_alive(const struct process *process);
 size_t machine_used(int gpu); // bytes, with contexts, others and what the driver keeps
 void machine_book(struct process *process, int gpu, i64 begin, i64 end);
 i64 machine_busy(int gpu, const struct process *only, i64 begin, i64 end); // ns; of one process, or of all (NULL)
+i64 machine_busy_until(int gpu, i64 now);                                  // ns, of all processes, since the beginning

@@ -249,13 +249,19 @@ int arrive(struct stream *s, struct op *o) {
     if (c->end > end) end = c->end;
     all &= c->finished;
   }
+  if (!o->booked) o->booked = start;
   if (!all) {
-    if (!*waiting || *waiting > start) *waiting = start;
+    i64 now = machine_now();
     activate(s->device);
+    if (now > o->booked) {
+      machine_book(self, devices[s->device].gpu, o->booked, now);
+      *waiting = o->booked = now;
+    }
     return 0;
   }
   *waiting = 0;
-  work(s, end - start, 1, start);
+  machine_book(self, devices[s->device].gpu, o->booked, end);
+  work(s, end - start, 0, start);
   while (o->collective) {
     struct collective *c = o->collective;
     o->collective = c->also;

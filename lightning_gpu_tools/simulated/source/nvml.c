@@ -60,9 +60,9 @@ static const struct gpu *instance(DEVICE, unsigned n) {
 static int percent(DEVICE, i64 begin, i64 end) {
   return end > begin ? (int)(100.0 * machine_busy(number(g), NULL, begin, end) / (end - begin) + .5) : 0;
 }
-static i64 busy_until_now(DEVICE) {
-  i64 now = machine_now(), queued = machine_busy(number(g), NULL, now, now + 12 * SECOND);
-  return (i64)machine->state->busy_ns[number(g)] - queued;
+static double energy_nj(DEVICE) {
+  i64 now = machine_now();
+  return g->idle_w * now + (g->limit_w - g->idle_w) * machine_busy_until(number(g), now);
 }
 static double watts(DEVICE) {
   i64 now = machine_now();
@@ -370,7 +370,7 @@ int nvmlDeviceGetFieldValues(DEVICE, int n, struct field *f) {
     f->result = OK;
     f->value = 0;
     if (f->id == 83)
-      f->value = (g->idle_w * machine_now() + (g->limit_w - g->idle_w) * busy_until_now(g)) / 1e6; // energy in mJ
+      f->value = energy_nj(g) / 1e6;
     else if (f->id != 4 && f->id != 74 && f->id != 75)
       f->result = NOT_SUPPORTED; // ECC errors and throttling: none
   }
@@ -395,7 +395,8 @@ struct gpm_request {
 };
 static int gpm(DEVICE, struct gpm_sample *s) {
   if (g->major < 9) return NOT_SUPPORTED;
-  *s = (struct gpm_sample){number(g), machine_now(), busy_until_now(g)};
+  i64 now = machine_now();
+  *s = (struct gpm_sample){number(g), now, machine_busy_until(number(g), now)};
   return OK;
 }
 int nvmlGpmQueryDeviceSupport(DEVICE, unsigned *support) {

@@ -17,6 +17,7 @@ struct op {
   enum kind kind;
   int busy;       // whether utilization counts it: kernels, not copies
   i64 ns, queued; // how long it takes; when the host queued it
+  i64 booked;     // COLLECTIVE: until when it has kept the GPU busy, waiting for other ranks
   i64 generation; // RECORD and WAIT: which record of the event
   struct event *event;
   struct collective *collective;
