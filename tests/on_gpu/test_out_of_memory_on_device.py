@@ -455,12 +455,23 @@ def test_rank_0_names_the_rank_that_ran_out(tmp_path: Path, two_gpus: None) -> N
     assert stall.next_step.startswith("Rank 1 has printed what filled its memory, and what to change.")
 
 
-def test_where_nothing_is_measured_the_error_goes_on_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_error_in_a_stage_of_its_own_is_explained_with_advice_for_it(stage: str, tmp_path: Path) -> None:
     class Evaluates(Model):
         def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-            taken(6)
+            taken(len(batch) / 4)
+
+        validation_step = predict_step = test_step
 
     trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()])
     with pytest.raises(torch.OutOfMemoryError):
-        trainer.test(Evaluates(), loader(Samples(2)))
-    assert not [*tmp_path.rglob("gpu_report.json")]
+        getattr(trainer, stage)(Evaluates(), loader(Samples(24), batch_size=12))
+    report = load_report(tmp_path / "gpu_report" / stage)
+    assert report.outcome == "out of memory in forward at step 0"
+    assert report.diagnosis.verdict == "out_of_memory"
+    first = report.diagnosis.findings[0]
+    assert (first.cause, first.evidence["batch_size"]) == ("batch_too_large", 12)
+    assert " in taken" in str(first.evidence["asked_at"])
+    advice = report.diagnosis.next_step
+    assert number(r"^Set batch_size=(\d+) \(now 12\)", advice) <= 8  # of 2 GiB
+    assert not re.search("gradient|accumulate|optimizer|checkpointing", advice)
