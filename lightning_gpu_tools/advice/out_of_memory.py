@@ -286,9 +286,9 @@ class OutOfMemory:
         total, free, reserved = self.total_bytes, self.free_bytes, self.reserved_bytes
         if total is None or free is None or reserved is None:
             return 0
-        of_job = sum(one.memory_used_bytes or 0 for one in self._listed if one.pid in (self.own_pids or ()))
-        own = max(self.message.own_bytes or reserved + CONTEXT_BYTES, of_job)
-        left = total - free - own - sum(one.memory_used_bytes or 0 for one in self.others)
+        now = sum(one.memory_used_bytes or 0 for one in self._listed if one.pid == self.pid)
+        own = self.message.own_bytes or max(reserved + CONTEXT_BYTES, now)
+        left = total - free - own - self.siblings_bytes - sum(one.memory_used_bytes or 0 for one in self.others)
         return left if left >= _MIN_UNLISTED * total else 0
 
     @property

@@ -227,15 +227,18 @@ def test_an_allocator_of_the_driver_is_read_as_far_as_it_counts(tmp_path: Path) 
 
 
 class Fails(Model):
-    """Asks for 6 GiB at step 3, and keeps the error that it gets."""
+    """Asks for 6 GiB beside 512 MiB at step 3, frees all that it has, and keeps the error that it gets."""
 
     error: BaseException | None = None
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx == 3:
+            held = taken(1 / 2)
             try:
                 taken(6)
             except torch.OutOfMemoryError as error:
+                del held
+                torch.cuda.empty_cache()
                 self.error = error
                 raise
         return super().training_step(batch, batch_idx)
@@ -421,7 +424,10 @@ def test_an_error_is_explained_without_functions_that_are_missing_or_fail(
         monkeypatch.setattr(owner, name, fail)
     report, _ = run_out(tmp_path, Fails(), GPUUtilizationMonitor())
     assert report.outcome == "out of memory in forward at step 3"
-    assert report.diagnosis.findings[0].evidence["requested_bytes"] == 6 * GIB
+    evidence = report.diagnosis.findings[0].evidence
+    assert evidence["requested_bytes"] == 6 * GIB
+    assert evidence["allocated_bytes"] == pytest.approx(GIB / 2, rel=0.2)
+    assert 0 <= evidence["cached_bytes"] < GIB / 2  # of that moment, as in torch's text
 
 
 def run_out_on_rank_1(folder: Path, rank: int) -> None:
