@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
-from lightning_gpu_tools.training.phases import OPTIMIZER, VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import OPTIMIZER, OUTSIDE_LOOP, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import HeldContext
 from lightning_gpu_tools.units import MAX_BYTES, printable
 
@@ -23,7 +23,7 @@ _ROUNDING = 0.01  # sizes in texts have two decimals
 # torch's c10/cuda/CUDACachingAllocator.cpp up to 2.15, CUDAMallocAsyncAllocator.cpp, c10/core/impl/alloc_cpu.cpp;
 # numpy's _ArrayMemoryError. Any field may be missing.
 _FIELDS = {
-    "requested_bytes": rf"(?:[Tt]ried to allocate|Unable to allocate|[Aa]llocation of|Requested(?: size|\s*):) {_SIZE}",
+    "requested_bytes": rf"(?:[Tt]ried to allocate|Unable to allocate|[Aa]llocation of|Requested[\w ]*:) {_SIZE}",
     "total_bytes": rf"(?:total capacity of|Device limit\s*:) {_SIZE}",
     "free_bytes": rf"(?:of which|Free \(according to CUDA\):) {_SIZE}",
     "own_bytes": rf"this process has {_SIZE}",
@@ -204,6 +204,7 @@ class OutOfMemory:
     def place(self) -> str:
         """The phase as text."""
         names = {SETUP: "the setup", LOADING_CHECKPOINT: "loading a checkpoint", OPTIMIZER: "the optimizer"}
+        names[OUTSIDE_LOOP] = "code outside the loop"
         group, _, part = self.phase.partition("/")
         return names.get(self.phase) or printable(part or group.replace("_", " "))
 
@@ -319,8 +320,12 @@ class OutOfMemory:
 
     @property
     def begin_bytes(self) -> int | None:
-        """The size of all tensors when this step or validation batch began, with its batch."""
-        begins = self.validation_begins if base_phase(self.phase) == VALIDATION else self.begins
+        """The size of all tensors when this step or validation batch began, with its batch.
+
+        If the batches of validation are unknown, when the last step began.
+        """
+        is_validation = base_phase(self.phase) == VALIDATION
+        begins = (is_validation and self.validation_begins) or self.begins
         return int(begins[-1][1]) if begins else None
 
     @property

@@ -261,7 +261,7 @@ WITH_LINES = {
     "validation is not compared with steps": (
         {**USUAL, "memory": counted_steps(64, 8 * GIB, 12 * GIB), "phase": "validation"},
         "batch_too_large",
-        "does not fit",
+        "In validation, the batch of 64 takes more than",
     ),
     "the lines of the batch": (
         {"batch_shape": (64, 512), "memory": dataclasses.replace(OF_16, peak_lines=(NET,))},

@@ -379,6 +379,41 @@ def test_a_plain_loop_fits_with_the_batches_that_are_advised(tmp_path: Path) -> 
     assert train(size, number(r"call optimizer\.step\(\) after every (\d+) batches", advice)).outcome == "completed"
 
 
+@pytest.mark.parametrize("place", ["batches", "phase", "both"])
+def test_validation_of_a_plain_loop_that_keeps_its_graph_is_told_from_steps(tmp_path: Path, place: str) -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-6)
+
+    def wide(batch: torch.Tensor, samples: int) -> torch.Tensor:
+        return batch.cuda()[:1, :1].expand(samples, 1024).contiguous()
+
+    def validate(batches: Any) -> float:
+        losses = [layers(wide(batch, 2048)).square().mean() for batch in batches]
+        return torch.stack(losses).mean().item()
+
+    def train(gradients: Any) -> Report:
+        held_out = loader(Samples(80))
+        with contextlib.suppress(torch.OutOfMemoryError), watch(folder=str(tmp_path)) as run:
+            for batch in run.batches(loader(Samples(10))):
+                optimizer.zero_grad()
+                layers(wide(batch, 64)).square().mean().backward()
+                optimizer.step()
+            with contextlib.nullcontext() if place == "batches" else run.phase("validation"), gradients:
+                validate(held_out if place == "phase" else run.batches(held_out))
+        return load_report(tmp_path)
+
+    report = train(contextlib.nullcontext())
+    assert report.outcome.startswith("out of memory in validation at step 1")
+    first = report.diagnosis.findings[0]
+    assert first.cause == "evaluation_graph"
+    for where in ("asked_at", "source_lines"):
+        assert " in validate" in str(first.evidence[where]), first.evidence
+    assert first.advice.startswith("Put torch.no_grad() around validation")
+    (account,) = report.memory
+    assert account.parts_bytes["activations"] + account.parts_bytes.get("other_tensors", 0) > GIB
+    assert train(torch.no_grad()).outcome == "completed"
+
+
 def test_a_search_for_the_batch_size_is_no_end(tmp_path: Path) -> None:
     class Large(Tunable):
         """Takes 16 MiB for each sample."""
