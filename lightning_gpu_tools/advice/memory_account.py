@@ -217,7 +217,7 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
     peak_bytes = min(max(peaks.get(peak_in, 0), nearest.allocated_bytes), reserved_bytes)
     held, step = rank.holdings or MemoryHoldings(), rank.last_step or rank.first_step
     begin = latest if step is None or step.begin is None else step.begin
-    others_bytes = max(0, begin.allocated_bytes - held.between_steps_bytes)
+    others_bytes = max(0, (rank.kept_bytes or begin.allocated_bytes) - held.between_steps_bytes)
     at_peak = {
         "parameters": held.parameters_bytes,
         "buffers": held.buffers_bytes,

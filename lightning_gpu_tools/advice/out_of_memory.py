@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,20 +10,20 @@ from typing import Literal, NamedTuple
 
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
-from lightning_gpu_tools.training.phases import OPTIMIZER, VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import OPTIMIZER, OUTSIDE_LOOP, VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import HeldContext
 from lightning_gpu_tools.units import MAX_BYTES, printable
 
 Source = Literal["allocator", "library", "driver", "host"]
 
-_SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = r"(\d+(?:\.\d*)?) (bytes|KiB|MiB|GiB|TiB)"  # numpy writes "182. TiB"
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ROUNDING = 0.01  # sizes in texts have two decimals
 
 # torch's c10/cuda/CUDACachingAllocator.cpp up to 2.15, CUDAMallocAsyncAllocator.cpp, c10/core/impl/alloc_cpu.cpp;
 # numpy's _ArrayMemoryError. Any field may be missing.
 _FIELDS = {
-    "requested_bytes": rf"(?:[Tt]ried to allocate|Unable to allocate|[Aa]llocation of|Requested\s*:) {_SIZE}",
+    "requested_bytes": rf"(?:[Tt]ried to allocate|Unable to allocate|[Aa]llocation of|Requested[\w ]*:) {_SIZE}",
     "total_bytes": rf"(?:total capacity of|Device limit\s*:) {_SIZE}",
     "free_bytes": rf"(?:of which|Free \(according to CUDA\):) {_SIZE}",
     "own_bytes": rf"this process has {_SIZE}",
@@ -46,7 +47,7 @@ class _Kind(NamedTuple):
 
 # The first match counts.
 _KINDS = (
-    _Kind(r"(?:CUDA|HIP) out of memory|would exceed allowed memory|preemptively rejected", "allocator", "torch"),
+    _Kind(r"(?:CUDA|HIP) out of memory|would exceed allowed memory", "allocator", "torch"),
     _Kind(r"CUBLAS_STATUS_ALLOC_FAILED", "library", "cuBLAS"),
     _Kind(r"CUDNN_STATUS_ALLOC_FAILED", "library", "cuDNN"),
     _Kind(r"(?i)nccl[\s\S]*out of memory|out of memory[\s\S]*nccl", "library", "NCCL"),
@@ -55,7 +56,12 @@ _KINDS = (
     _Kind(r"CUDNN_STATUS_NOT_INITIALIZED|valid cuDNN algorithm", "library", "cuDNN", is_certain=False),
     _Kind(r"handles_\.at\(i\)", "library", "CUDA", is_certain=False),
     _Kind(r"(?:CUDA(?: driver)?|Triton|HIP) [Ee]rror(?: \[CUDA\])?: out of memory", "driver", "CUDA"),
-    _Kind(r"DefaultCPUAllocator|Unable to allocate|Cannot allocate memory", "host", "the program"),
+    # Other limits have similar texts, such as that on locked memory ("ibv_reg_mr failed: Cannot allocate memory").
+    _Kind(
+        r"DefaultCPUAllocator|Unable to allocate \S+ \w+ for an array|\[Errno 12\]|Cannot allocate memory \(12\)",
+        "host",
+        "the program",
+    ),
     _Kind(_WORKERS.pattern, "host", "the program", is_certain=False),
 )
 
@@ -90,8 +96,9 @@ def out_of_memory(error: BaseException) -> OutOfMemoryMessage | None:
             return parse(text) or OutOfMemoryMessage(source="host", name="the program")
         if isinstance(one, (ConnectionResetError, EOFError)):  # a worker exited while it sent a batch
             return OutOfMemoryMessage(source="host", name="the program", is_certain=False)
-        # An error of the user's program may quote such a text.
-        if isinstance(one, (RuntimeError, OSError)) and (found := parse(text)) is not None:
+        # An error of the user's program may quote such a text, and one of a file may have its name.
+        of_memory = one.errno in (None, errno.ENOMEM) if isinstance(one, OSError) else isinstance(one, RuntimeError)
+        if of_memory and (found := parse(text)) is not None:
             return found
     return None
 
@@ -197,6 +204,7 @@ class OutOfMemory:
     def place(self) -> str:
         """The phase as text."""
         names = {SETUP: "the setup", LOADING_CHECKPOINT: "loading a checkpoint", OPTIMIZER: "the optimizer"}
+        names[OUTSIDE_LOOP] = "code outside the loop"
         group, _, part = self.phase.partition("/")
         return names.get(self.phase) or printable(part or group.replace("_", " "))
 
@@ -279,9 +287,9 @@ class OutOfMemory:
         total, free, reserved = self.total_bytes, self.free_bytes, self.reserved_bytes
         if total is None or free is None or reserved is None:
             return 0
-        of_job = sum(one.memory_used_bytes or 0 for one in self._listed if one.pid in (self.own_pids or ()))
-        own = max(self.message.own_bytes or reserved + CONTEXT_BYTES, of_job)
-        left = total - free - own - sum(one.memory_used_bytes or 0 for one in self.others)
+        now = sum(one.memory_used_bytes or 0 for one in self._listed if one.pid == self.pid)
+        own = self.message.own_bytes or max(reserved + CONTEXT_BYTES, now)
+        left = total - free - own - self.siblings_bytes - sum(one.memory_used_bytes or 0 for one in self.others)
         return left if left >= _MIN_UNLISTED * total else 0
 
     @property
@@ -312,8 +320,12 @@ class OutOfMemory:
 
     @property
     def begin_bytes(self) -> int | None:
-        """The size of all tensors when this step or validation batch began, with its batch."""
-        begins = self.validation_begins if base_phase(self.phase) == VALIDATION else self.begins
+        """The size of all tensors when this step or validation batch began, with its batch.
+
+        If the batches of validation are unknown, when the last step began.
+        """
+        is_validation = base_phase(self.phase) == VALIDATION
+        begins = (is_validation and self.validation_begins) or self.begins
         return int(begins[-1][1]) if begins else None
 
     @property

@@ -112,10 +112,12 @@ def out_of_memory_facts(
 
 
 def _when_it_failed(now: MemoryReading | None, message: OutOfMemoryMessage) -> MemoryReading | None:
-    """Return a reading after an error with the message's size of tensors, because many may be free again."""
+    """Return a reading after an error with the sizes in its message, because many tensors may be free again."""
     if now is None or message.allocated_bytes is None:
         return now
-    return replace(now, allocated_bytes=message.allocated_bytes)
+    cached = message.cached_bytes
+    reserved = now.reserved_bytes if cached is None else message.allocated_bytes + cached
+    return replace(now, allocated_bytes=message.allocated_bytes, reserved_bytes=reserved)
 
 
 def _allocator_settings() -> str:

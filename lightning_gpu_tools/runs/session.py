@@ -169,6 +169,8 @@ class Session:
                 self.background.add("Sampling quantities that may grow", recorder.drift.poll)
             recorder.lines.start()
             self._threads += recorder.lines, self.ranks.exchange
+            if memory is not None and self.ending.allocator is not None:
+                self.ending.allocator.usual = lambda: memory.usual
             if memory is not None and self.gpus is not None:
                 memory.when_read = self.gpus.note_memory
             if memory is not None and self._is_monitored:
@@ -215,8 +217,8 @@ class Session:
     def _enter(self, phase: sampler.Phase) -> None:
         if phase == "validation" and self.clock.running:
             self.clock.validations += 1
-        if phase == "training" and self.ending.allocator is not None:
-            self.ending.allocator.end_validation()
+        if self.ending.allocator is not None:
+            self.ending.allocator.enter(phase)
         if self.gpus is not None:
             self.gpus.enter(phase)
         if self.timer.memory is not None:
@@ -327,6 +329,8 @@ class Session:
                 self.begin()  # the error may have been raised before training began
             found = None if message is None else self._out_of_memory(message, error, step, kills)
             ending.note_error(error, step, failure, found)
+            if found is not None and self.timer.memory is not None:
+                self.timer.memory.note_failure(found.begin_bytes, found.allocated_bytes)
         return ending.outcome
 
     def _out_of_memory(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -37,10 +38,12 @@ _Function = Callable[..., Any]
 class Loop:
     """One pass over one loader."""
 
-    def __init__(self) -> None:
+    def __init__(self, loader: object) -> None:
+        self.loader = loader
         # The account before its iterator was created, or before it fetched a batch for another loop's step.
         self.around: Account | None = None
         self.is_validation = False
+        self.has_trained = False
         self.batches = 0  # of validation
 
 
@@ -49,9 +52,10 @@ class LoopTimer(Timer):
 
     A step lasts from one batch to the next. Up to backward, it counts as forward; after the last optimizer step, it
     counts as code that a Trainer would have in callbacks. A loop that fetches a batch in another loop's step, before an
-    optimizer step, loads data for that step, as in ``zip(run.batches(a), run.batches(b))``. A loop without gradients is
-    validation if training has already had gradients. A step that replays a CUDA graph without a backward of its own is
-    one part, from the second such step on.
+    optimizer step, loads data for that step, as in ``zip(run.batches(a), run.batches(b))``. Once training has had
+    gradients, a loop without gradients is validation, and so is one whose first batches have no backward, from the
+    next batch on. A step that replays a CUDA graph without a backward of its own is one part, from the second such step
+    on.
 
     ``enter`` is called with the phase when validation begins and when training resumes, ``after_step`` after each step,
     before the next one begins.
@@ -98,6 +102,8 @@ class LoopTimer(Timer):
         self._is_kept_from_compiler = False
         self._optimizer_depth = self._optimizer_steps = 0
         self._usual_optimizer_steps = 1
+        self._untrained, self._most_untrained = 0, 1  # batches up to the next backward: now, and at most
+        self._evaluates: dict[int, Callable[[], object]] = {}  # by id, loaders whose batches had no backward
 
     @property
     @override
@@ -141,19 +147,17 @@ class LoopTimer(Timer):
             hook.remove()
         self._hooks = []
 
-    def open(self, loop: Loop, loader: object) -> None:
+    def open(self, loop: Loop) -> None:
         """Begin a pass, before its iterator is created."""
+        loader = loop.loader
         if self._is_elsewhere():
+            loop.is_validation = self._clock.current is self._validation and threading.get_ident() == self._thread
             return
-        if self._has_trained and not torch.is_grad_enabled():
-            loop.is_validation = True
-            self._clock.cut_at_edge()
-            self._enter("validation")
-            self._run.note_validation(loader)
-            self._clock.validation_waits.begin()
-        loop.around = self._clock.switch(self._validation if loop.is_validation else self._epoch_start)
-        if loop.is_validation:
+        has_evaluated = self._evaluates.get(id(loader), object)() is loader
+        if self._has_trained and (has_evaluated or not torch.is_grad_enabled()):
+            self._begin_validation(loop)
             return
+        loop.around = self._clock.switch(self._epoch_start)
         known = 0
         if self._counting is None:
             self._run.follow(loader)
@@ -165,6 +169,14 @@ class LoopTimer(Timer):
             if place >= known and isinstance(one.loader, DataLoader):
                 self._run.note_iterator(place, compat.kept_iterator(one.loader))
                 self._on_loader.put(one.loader, GET_ITERATOR, partial(self._remembering, place))
+
+    def _begin_validation(self, loop: Loop) -> None:
+        loop.is_validation = True
+        self._clock.cut_at_edge()
+        self._enter("validation")
+        self._run.note_validation(loop.loader)
+        self._clock.validation_waits.begin()
+        loop.around = self._clock.switch(self._validation)
 
     def _remembering(self, place: int, get_iterator: Callable[[], object]) -> Callable[[], object]:
         def remembered() -> object:
@@ -194,6 +206,14 @@ class LoopTimer(Timer):
         self.end_step()
         if self._counting is None:
             clock.begin_epoch()
+            self._untrained = 0
+        elif self._has_trained and not loop.has_trained and self._untrained >= self._most_untrained:
+            with suppress(TypeError):  # it has no weak references
+                self._evaluates[id(loop.loader)] = weakref.ref(loop.loader)
+            clock.switch(self._outside)
+            self._counting = None
+            self._begin_validation(loop)
+            return
         self._counting = self._fetching = loop
         clock.begin_fetch()
 
@@ -257,6 +277,12 @@ class LoopTimer(Timer):
             self._is_captured = self._clock.replays > self._replays and not self._had_backward
             if self._is_captured:
                 self._note_training()
+            self._untrained += 1
+            if self._is_captured or self._had_backward or self._optimizer_steps:
+                self._most_untrained = max(self._most_untrained, self._untrained)
+                self._untrained = 0
+                if self._counting is not None:
+                    self._counting.has_trained = True
             self._usual_optimizer_steps = max(self._usual_optimizer_steps, self._optimizer_steps)
             self._after_step()
             self._run.logged_step += 1
@@ -345,6 +371,7 @@ class LoopTimer(Timer):
     def _backward_begins(self) -> Account | None:
         """Return the account for the time after backward; ``None`` if this is not part of a step."""
         if not self._is_in_step():
+            self._evaluates.clear()  # one of them may train now
             return None
         self._had_backward = True
         self._note_training()

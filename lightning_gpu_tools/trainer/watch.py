@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
+from lightning_gpu_tools.advice.out_of_memory import out_of_memory
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
 from lightning_gpu_tools.reports.report_file import ReportFile
@@ -103,7 +104,7 @@ class TrainingWatch:
             if training is not None and not training.session.is_of_parent:
                 with nullcontext() if error is None else deaths_ignored():
                     self._safely(self._finish, training, error)
-            elif training is None and self._is_on and kind is None:
+            elif training is None and self._is_on and (error is None or out_of_memory(error) is not None):
                 message = "watch() has no report: no batch was measured. Iterate over run.batches(loader)."
                 self._safely(warnings.warn, message)
         finally:  # even after Ctrl-C
@@ -113,7 +114,8 @@ class TrainingWatch:
         """Iterate over a DataLoader, or any other iterable, and measure it.
 
         Each pass is an epoch, and a step lasts from one batch to the next. Of nested loops, the innermost one with an
-        optimizer step in each pass counts. A loop without gradients counts as validation if an earlier one had some.
+        optimizer step in each pass counts. Once a loop has had gradients, one without them, or without a backward,
+        counts as validation.
         """
         return _Batches(self, loader)
 
@@ -139,11 +141,11 @@ class TrainingWatch:
             warn_that_off("watch() is off, without a report", error)
             return None
 
-    def _open(self, loop: Loop, loader: object) -> None:
+    def _open(self, loop: Loop) -> None:
         if self._training is None:  # by the first batch, the ranks have met and the model is on its device
-            self._training = self._measure(loader)
+            self._training = self._measure(loop.loader)
             self._training.begin()
-        self._training.timer.open(loop, loader)
+        self._training.timer.open(loop)
 
     def _finish(self, training: _Training, error: BaseException | None) -> None:
         outcome = training.end(error)
@@ -246,8 +248,8 @@ class _Batches(Generic[_T]):
         return self._measured() if self._watch._is_on else iter(self._loader)
 
     def _measured(self) -> Iterator[_T]:
-        watch, loop = self._watch, Loop()
-        watch._safely(watch._open, loop, self._loader)
+        watch, loop = self._watch, Loop(self._loader)
+        watch._safely(watch._open, loop)
         try:
             iterator = iter(self._loader)
             if (training := watch._training) is not None:

@@ -109,7 +109,7 @@ class MemoryCounters:
         self._recorder = MemoryRecorder()
         self._records_step = False
         self._replays = 0  # of CUDA graphs before the step that is read
-        self._usual: set[int] = set()  # addresses of recorded blocks that the optimizer's first step has left
+        self.usual: set[int] = set()  # addresses of recorded blocks that the optimizer's first step has left
         self._peak_lines: tuple[MemoryLine, ...] = ()
         self._full_bytes = math.inf  # in tensors, from which on the GPU is nearly full
         self._full_until = 0  # the step up to which lines are recorded for that
@@ -119,7 +119,7 @@ class MemoryCounters:
         self._holdings: MemoryHoldings | None = None
         self._gradients_bytes = 0
         self._optimizer_steps = training.optimizer_steps
-        self._peak_bytes = self._total_bytes = 0
+        self._peak_bytes = self._total_bytes = self._kept_bytes = 0
         self._peaks: dict[str, int] = {}
         self._timelines = [Timeline(_MAX_POINTS, 1.0) for _ in MemoryPoint._fields[1:]]
         self._before: MemoryReading | None = None  # None if CUDA had not started: nothing trains on it
@@ -208,6 +208,13 @@ class MemoryCounters:
             self._first = self._last if is_first else self._first
             if self._recorded and self._recorded[-1].step == self._last.step:
                 self._recorded[-1] = self._recorded[-1]._replace(batch_shape=shape or ())
+
+    def note_failure(self, kept_bytes: float | None, allocated_bytes: float | None) -> None:
+        """Record the bytes in tensors when memory ran out, and when the last step before it began."""
+        if self._before is not None:
+            self._kept_bytes = int(kept_bytes or 0)
+            self._do(self._read, "training")
+            self._peaks["training"] = max(self._peaks.get("training", 0), int(allocated_bytes or 0))
 
     def _do(self, action: _Function, *args: Any) -> None:
         if self.failure is None:
@@ -306,7 +313,7 @@ class MemoryCounters:
             held = count_holdings(self._training, self._batch)
             gradients_bytes = max(held.gradients_bytes, self._gradients_bytes)
             self._holdings = dataclasses.replace(held, gradients_bytes=gradients_bytes)
-            self._usual = {one.address for one in live_blocks(self._gpu) if one.stack}
+            self.usual = {one.address for one in live_blocks(self._gpu) if one.stack}
             free_bytes, _ = torch.cuda.mem_get_info(self._gpu)
             room_bytes = min(self._moments["end"].reserved_bytes + free_bytes, compat.allowed_bytes(self._gpu))
             self._room_bytes, self._full_bytes = int(room_bytes), _NEARLY_FULL * room_bytes
@@ -354,7 +361,7 @@ class MemoryCounters:
         """Return the lines of memory that recorded steps have left, without that of the optimizer's first step."""
         if self._holdings is None or self.is_reading:
             return ()
-        return by_line(one for one in live_blocks(self._gpu) if one.stack and one.address not in self._usual)
+        return by_line(one for one in live_blocks(self._gpu) if one.stack and one.address not in self.usual)
 
     def facts(self) -> RankMemory | None:
         """Return the readings so far; ``None`` if a counter could not be read."""
@@ -363,6 +370,7 @@ class MemoryCounters:
         points = zip(*(timeline.points() for timeline in self._timelines), strict=True)
         return RankMemory(
             latest=self._latest,
+            kept_bytes=self._kept_bytes,
             before_training=self._before,
             earlier_bytes=self._earlier_bytes,
             holdings=self._holdings,

@@ -6,7 +6,7 @@ torch calls a function of this module at the failure. By the time the error reac
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -48,6 +48,8 @@ class MemoryFailures:
         self._gpu = gpu
         self._phase = phase
         self._can_read = True
+        self.usual: Callable[[], Collection[int]] = tuple  # addresses of blocks that belong to the optimizers
+        self._validations = 0
         self._recorder = MemoryRecorder()
         self.begins = Timeline(_MAX_POINTS, 1.0)  # bytes in tensors at the start of steps
         self.validation_begins = Timeline(_MAX_POINTS, 1.0)  # the same for the batches of the last validation
@@ -76,6 +78,17 @@ class MemoryFailures:
         if step >= self.next_step:
             self.next_step = step + (1 if step < _EARLY_STEPS else _EVERY_STEPS)
             self._read(self.begins, step, batch_bytes)
+
+    def enter(self, phase: str) -> None:
+        """Begin a validation, or training after it. A loop may not report the batches of a validation."""
+        self.end_validation()
+        if phase != "validation":
+            return
+        self.batch_shape = None
+        self.validation_begins = Timeline(_MAX_POINTS, 1.0)
+        self._validations += 1
+        if self._validations.bit_count() == 1:
+            self._recorder.start("state")
 
     def end_validation(self) -> None:
         """End the record of blocks, because a validation may have been short."""
@@ -115,7 +128,9 @@ class MemoryFailures:
         self.count += 1
         self.last = AllocatorFailure(self._phase(), torch.is_grad_enabled(), self.counted())
         if self.count.bit_count() == 1:  # a program may catch one in every step
-            self.last = self.last._replace(lines=by_line(one for one in live_blocks(self._gpu) if one.stack))
+            usual = self.usual()
+            blocks = (one for one in live_blocks(self._gpu) if one.stack and one.address not in usual)
+            self.last = self.last._replace(lines=by_line(blocks))
 
 
 _listening: WeakSet[MemoryFailures] = WeakSet()

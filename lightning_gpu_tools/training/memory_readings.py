@@ -127,6 +127,7 @@ class RankMemory:
     """The GPU memory of one rank over a run."""
 
     latest: MemoryReading
+    kept_bytes: int = 0  # in tensors when the last step began, if memory ran out in it; else 0
     before_training: MemoryReading | None = None
     earlier_bytes: int = 0  # in tensors that existed before training and are not the model's or the optimizer's
     holdings: MemoryHoldings | None = None  # None before the optimizer's first step

@@ -81,6 +81,11 @@ MESSAGES = {
         "CUDA out of memory. Allocation of 3.00 GiB on GPU 0 was preemptively rejected by per_process_memory_fraction",
         {"requested_bytes": 3 * GIB},
     ),
+    "2.14": (
+        "CUDA out of memory. Allocation was preemptively rejected because it would exceed per_process_memory_fraction "
+        "limit. Requested size: 3.00 GiB",
+        {"requested_bytes": 3 * GIB},
+    ),
     "cuBLAS": ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", {"name": "cuBLAS"}),
     "cuDNN": ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", {"name": "cuDNN"}),
     "or another fault": ("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", {"name": "cuDNN", "is_certain": False}),
@@ -95,6 +100,15 @@ MESSAGES = {
         "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
         "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
         {"source": "host", "requested_bytes": 4_000_000_000_000},
+    ),
+    "numpy in a worker": (
+        "Caught an error in DataLoader worker process 0.\nnumpy._core._exceptions._ArrayMemoryError: Unable to "
+        "allocate 182. TiB for an array with shape (25000000000000,) and data type float64",
+        {"source": "host", "requested_bytes": 182 * 1024 * GIB},
+    ),
+    "a file that is mapped": (
+        "unable to mmap 64 bytes from file <weights.pt>: Cannot allocate memory (12)",
+        {"source": "host", "is_certain": True},
     ),
     "workers that ended": (
         "DataLoader worker (pid(s) 17, 18) exited unexpectedly",
@@ -160,6 +174,11 @@ def test_an_error_is_followed_to_what_it_was_raised_from(fail: Callable[[], None
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
         (RuntimeError("CUDA error: device-side assert triggered"), None),
         (ValueError(f"the log says: {WHOLE}"), None),
+        (RuntimeError("Unable to allocate a port for the server"), None),
+        (OSError("Unable to allocate 3 slots in the license server"), None),
+        (OSError(24, "Too many open files", "CUDA out of memory.log"), None),
+        (RuntimeError("NCCL error: Call to ibv_reg_mr failed: Cannot allocate memory"), None),
+        (OSError("libgomp.so.1: cannot allocate memory in static TLS block"), None),
         (KeyboardInterrupt(), None),
     ],
 )

@@ -55,6 +55,17 @@ UP_TO_18 = {"memory": counted_steps(64, 8 * GIB, 18 * GIB)}
 PIECES = {"allocated": 18 * GIB, "cached": 5 * GIB}
 TWO_PIECES = {"allocated": 20 * GIB, "cached": int(2.5 * GIB), "free": GIB}
 CAPPED = {"allocated": 10 * GIB, "cached": 10 * MIB, "free": 12 * GIB, "allowed": int(10.1 * GIB)}
+
+
+def larger_batch(room: float) -> dict[str, Any]:
+    """Return a larger batch than usual, in a job that could have this room when its first step ended."""
+    memory = counted_steps(64, 8 * GIB, 11 * GIB)
+    assert memory.recorded is not None
+    recorded = dataclasses.replace(memory.recorded, room_bytes=int(room))
+    memory = dataclasses.replace(memory, recorded=recorded)
+    return {"allocated": 12 * GIB, "batch_shape": (64, 700), "usual_items": 64.0 * 512, "memory": memory}
+
+
 MIG = FREE_GPU._replace(uuid="MIG-3", mig_index=1)
 ANN = GpuProcess(pid=9, user="ann", name="train.py", memory_used_bytes=6 * GIB)
 # What differs from an error of a step that began with 8 GiB in tensors, as all steps before it; the cause, and words.
@@ -122,6 +133,8 @@ ERRORS = {
         "optimizer_too_large",
         "FSDP over 2 GPUs needs 3.50 GiB instead of 7.00 GiB on each",
     ),
+    "others that came later": (larger_batch(23 * GIB), "other_processes", "11.0 GiB belong to processes that are not"),
+    "others that were there before": (larger_batch(12.1 * GIB), "batch_too_large", "takes more than 4.20 GiB"),
     "others from the beginning": (
         {"others": {9: 6 * GIB}, "gpus": (this_gpu(ANN),), "own_pids": frozenset({1})},
         "other_processes",
@@ -248,7 +261,7 @@ WITH_LINES = {
     "validation is not compared with steps": (
         {**USUAL, "memory": counted_steps(64, 8 * GIB, 12 * GIB), "phase": "validation"},
         "batch_too_large",
-        "does not fit",
+        "In validation, the batch of 64 takes more than",
     ),
     "the lines of the batch": (
         {"batch_shape": (64, 512), "memory": dataclasses.replace(OF_16, peak_lines=(NET,))},

@@ -227,15 +227,18 @@ def test_an_allocator_of_the_driver_is_read_as_far_as_it_counts(tmp_path: Path) 
 
 
 class Fails(Model):
-    """Asks for 6 GiB at step 3, and keeps the error that it gets."""
+    """Asks for 6 GiB beside 512 MiB at step 3, frees all that it has, and keeps the error that it gets."""
 
     error: BaseException | None = None
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx == 3:
+            held = taken(1 / 2)
             try:
                 taken(6)
             except torch.OutOfMemoryError as error:
+                del held
+                torch.cuda.empty_cache()
                 self.error = error
                 raise
         return super().training_step(batch, batch_idx)
@@ -376,6 +379,41 @@ def test_a_plain_loop_fits_with_the_batches_that_are_advised(tmp_path: Path) -> 
     assert train(size, number(r"call optimizer\.step\(\) after every (\d+) batches", advice)).outcome == "completed"
 
 
+@pytest.mark.parametrize("place", ["batches", "phase", "both"])
+def test_validation_of_a_plain_loop_that_keeps_its_graph_is_told_from_steps(tmp_path: Path, place: str) -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-6)
+
+    def wide(batch: torch.Tensor, samples: int) -> torch.Tensor:
+        return batch.cuda()[:1, :1].expand(samples, 1024).contiguous()
+
+    def validate(batches: Any) -> float:
+        losses = [layers(wide(batch, 2048)).square().mean() for batch in batches]
+        return torch.stack(losses).mean().item()
+
+    def train(gradients: Any) -> Report:
+        held_out = loader(Samples(80))
+        with contextlib.suppress(torch.OutOfMemoryError), watch(folder=str(tmp_path)) as run:
+            for batch in run.batches(loader(Samples(10))):
+                optimizer.zero_grad()
+                layers(wide(batch, 64)).square().mean().backward()
+                optimizer.step()
+            with contextlib.nullcontext() if place == "batches" else run.phase("validation"), gradients:
+                validate(held_out if place == "phase" else run.batches(held_out))
+        return load_report(tmp_path)
+
+    report = train(contextlib.nullcontext())
+    assert report.outcome.startswith("out of memory in validation at step 1")
+    first = report.diagnosis.findings[0]
+    assert first.cause == "evaluation_graph"
+    for where in ("asked_at", "source_lines"):
+        assert " in validate" in str(first.evidence[where]), first.evidence
+    assert first.advice.startswith("Put torch.no_grad() around validation")
+    (account,) = report.memory
+    assert account.parts_bytes["activations"] + account.parts_bytes.get("other_tensors", 0) > GIB
+    assert train(torch.no_grad()).outcome == "completed"
+
+
 def test_a_search_for_the_batch_size_is_no_end(tmp_path: Path) -> None:
     class Large(Tunable):
         """Takes 16 MiB for each sample."""
@@ -421,7 +459,10 @@ def test_an_error_is_explained_without_functions_that_are_missing_or_fail(
         monkeypatch.setattr(owner, name, fail)
     report, _ = run_out(tmp_path, Fails(), GPUUtilizationMonitor())
     assert report.outcome == "out of memory in forward at step 3"
-    assert report.diagnosis.findings[0].evidence["requested_bytes"] == 6 * GIB
+    evidence = report.diagnosis.findings[0].evidence
+    assert evidence["requested_bytes"] == 6 * GIB
+    assert evidence["allocated_bytes"] == pytest.approx(GIB / 2, rel=0.2)
+    assert 0 <= evidence["cached_bytes"] < GIB / 2  # of that moment, as in torch's text
 
 
 def run_out_on_rank_1(folder: Path, rank: int) -> None:
@@ -455,12 +496,23 @@ def test_rank_0_names_the_rank_that_ran_out(tmp_path: Path, two_gpus: None) -> N
     assert stall.next_step.startswith("Rank 1 has printed what filled its memory, and what to change.")
 
 
-def test_where_nothing_is_measured_the_error_goes_on_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_error_in_a_stage_of_its_own_is_explained_with_advice_for_it(stage: str, tmp_path: Path) -> None:
     class Evaluates(Model):
         def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-            taken(6)
+            taken(len(batch) / 4)
+
+        validation_step = predict_step = test_step
 
     trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor()])
     with pytest.raises(torch.OutOfMemoryError):
-        trainer.test(Evaluates(), loader(Samples(2)))
-    assert not [*tmp_path.rglob("gpu_report.json")]
+        getattr(trainer, stage)(Evaluates(), loader(Samples(24), batch_size=12))
+    report = load_report(tmp_path / "gpu_report" / stage)
+    assert report.outcome == "out of memory in forward at step 0"
+    assert report.diagnosis.verdict == "out_of_memory"
+    first = report.diagnosis.findings[0]
+    assert (first.cause, first.evidence["batch_size"]) == ("batch_too_large", 12)
+    assert " in taken" in str(first.evidence["asked_at"])
+    advice = report.diagnosis.next_step
+    assert number(r"^Set batch_size=(\d+) \(now 12\)", advice) <= 8  # of 2 GiB
+    assert not re.search("gradient|accumulate|optimizer|checkpointing", advice)

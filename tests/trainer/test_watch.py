@@ -146,6 +146,15 @@ def nested_validation(run: TrainingWatch, network: Network) -> None:
                     network.forward(one)
 
 
+def validation_with_gradients(run: TrainingWatch, network: Network) -> None:
+    held_out = loader(Samples(5))
+    for _ in range(3):
+        for batch in run.batches(loader(Samples(10))):
+            network.step(batch)
+        for one in run.batches(held_out):
+            network.forward(one)
+
+
 def validation_in_its_phase(run: TrainingWatch, network: Network) -> None:
     for _ in range(2):
         for batch in run.batches(loader(Samples(15))):
@@ -214,6 +223,7 @@ SHAPES: dict[Callable[[TrainingWatch, Network], None], dict[str, float]] = {
     uneven_pairs: {"training_step/forward": 29, "outside_loop": 50},
     broken_loader: {"training_step/forward": 30, "outside_loop": 50},
     nested_validation: {"training_step/forward": 30, "validation": 15},
+    validation_with_gradients: {"training_step/forward": 30 + 1, "validation": 15 - 1},  # a first batch may train
     validation_in_its_phase: {"training_step/forward": 30, "validation": 10 * 5},
     breaks: {"training_step/forward": 30},
     shards: {"training_step/forward": 30},
@@ -233,7 +243,7 @@ def test_a_step_lasts_from_batch_to_batch_in_every_loop(
     with watch(folder=str(tmp_path)) as run:
         shape(run, Network(hand_clock.spend))
     report = load_report(tmp_path)
-    assert report.steps == 30
+    assert report.steps == (31 if shape is validation_with_gradients else 30)
     for phase, forwards in SHAPES[shape].items():
         assert report.phase_s[phase] == pytest.approx(forwards * 0.02)
     assert sum(report.phase_s.values()) == pytest.approx(report.wall_s)
@@ -302,9 +312,11 @@ def test_the_warning_comes_while_the_loop_runs(tmp_path: Path, hand_clock: HandC
 
 
 @pytest.mark.follows("no batch was measured. Iterate over run.batches(loader).")
-def test_without_a_batch_there_is_no_report(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"no batch was measured") as warned, watch(folder=str(tmp_path)) as run:
-        pass
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory.")])
+def test_without_a_batch_there_is_no_report(tmp_path: Path, error: Exception | None) -> None:
+    run = watch(folder=str(tmp_path)).__enter__()
+    with pytest.warns(UserWarning, match=r"no batch was measured") as warned:
+        run.__exit__(None if error is None else type(error), error, None)
     assert run.diagnosis is None
     assert not list(tmp_path.iterdir())
     advised = re.search(r"Iterate over (.*)\.$", str(warned[0].message))

@@ -1,6 +1,7 @@
 """evaluation_graph: validation keeps its results with their graph, because gradients are enabled.
 
-The memory in tensors at the start of each validation batch grows steadily while gradients are enabled.
+The memory in tensors at the start of each validation batch grows steadily while gradients are enabled. In your own
+loop, where validation often lacks torch.no_grad(), it is enough that validation takes much memory.
 """
 
 from __future__ import annotations
@@ -8,26 +9,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import MemoryCause, Ruling
-from lightning_gpu_tools.advice.memory_causes.memory_growth import kept_in_validation
+from lightning_gpu_tools.advice.memory_causes.memory_growth import kept_in_validation, left
 from lightning_gpu_tools.advice.memory_examples import GROWING, an_error
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
+from lightning_gpu_tools.advice.memory_remedies import in_validation
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.training.phases import VALIDATION
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
-    if oom.grad_enabled:
-        change = "Remove torch.enable_grad() from" if run.has_trainer else "Put torch.no_grad() around"
-        yield from kept_in_validation(
-            oom,
-            "with its graph: gradients are enabled in validation.",
-            f"{change} validation, or detach what it keeps (metric.detach()) and move outputs to the CPU.",
-        )
+    if not oom.grad_enabled:
+        return
+    change = "Remove torch.enable_grad() from" if run.has_trainer else "Put torch.no_grad() around"
+    advice = f"{change} validation, or detach what it keeps (metric.detach()) and move outputs to the CPU."
+    found = list(kept_in_validation(oom, "with its graph: gradients are enabled in validation.", advice))
+    taken = oom.wanted_bytes - (oom.begin_bytes or oom.wanted_bytes)
+    if not found and not run.has_trainer and in_validation(oom) and taken >= MIN_SHARE * (oom.room_bytes or 0):
+        why = f"Validation takes more than {format_bytes(taken)}, with its graph: gradients are enabled in it."
+        found = [Ruling(f"{why}{left(oom.lines)}", [advice], {"grown_bytes": taken})]
+    yield from found
 
 
 CAUSE = MemoryCause(
-    says="Each validation batch keeps ..., with its graph",
-    change="remove `torch.enable_grad()`, or detach what validation keeps",
+    says="Each validation batch keeps ..., with its graph; or validation takes ..., with its graph",
+    change="`torch.no_grad()` in your own loop, `torch.enable_grad()` removed, or `detach` for what validation keeps",
     find=find,
     after=("other_processes",),
     verified_on="hardware",

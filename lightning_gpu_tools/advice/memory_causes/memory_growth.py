@@ -59,7 +59,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         per_step, since, total = grown
         yield Ruling(
             f"Memory kept from step to step has grown by {format_bytes(per_step)} per step since step {since:.0f}, "
-            f"{format_bytes(total)} in total.{_left(oom.lines)}",
+            f"{format_bytes(total)} in total.{left(oom.lines)}",
             [_KEPT["gpu"].format(what="step")],
             {"bytes_per_step": per_step, "since_step": since, "grown_bytes": total},
         )
@@ -80,13 +80,13 @@ def kept_in_validation(oom: OutOfMemory, reason: str, advice: str) -> Iterator[R
         per_batch, _, total = grown
         yield Ruling(
             f"Each validation batch keeps {format_bytes(per_batch)} on the GPU, {format_bytes(total)} so far, {reason}"
-            f"{_left(oom.lines)}",
+            f"{left(oom.lines)}",
             [advice],
             {"bytes_per_batch": per_batch, "grown_bytes": total, "batch": oom.validation_begins[-1][0]},
         )
 
 
-def _left(lines: Sequence[MemoryLine]) -> str:
+def left(lines: Sequence[MemoryLine]) -> str:
     found = holding(lines)
     return f" The recorded part of it was allocated at {found}." if found else ""
 
@@ -137,7 +137,7 @@ def growing_memory(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine] = (), 
     advice = _KEPT[growth.whose].format(what="validation batch" if growth.phase == "validation" else "step")
     if stage == "predict" and growth.whose == "process":
         advice = _OF_PREDICTIONS
-    return counted("memory_growth", 0.0, evidence, f"{pace(growth)}{_left(lines)} {advice}")
+    return counted("memory_growth", 0.0, evidence, f"{pace(growth)}{left(lines)} {advice}")
 
 
 CAUSE = MemoryCause(

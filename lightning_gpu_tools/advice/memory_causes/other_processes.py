@@ -1,7 +1,7 @@
 """other_processes: other jobs hold so much of the GPU that this job does not fit.
 
 Without the processes that the driver lists, and the used memory that it lists for no process, this job would fit. If
-this job needs more than it did before, others are not the cause.
+this job needs more than it could have had after its first step, others are not the cause.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def others_are_the_cause(oom: OutOfMemory) -> bool:
     if not size or size < missing or total is None or room is None or oom.message.allowed_bytes is not None:
         return False
     if oom.has_completed_full_steps and oom.memory is not None:
-        # This job used more of the GPU before than it can now, and needs no more than it did.
-        before = oom.memory.latest
-        needs_more = oom.wanted_bytes > before.peak_allocated_bytes
-        return room + missing <= before.peak_reserved_bytes and not needs_more
+        # It would fit in what torch has held, or in the room that it had before others came.
+        held = (oom.reading or oom.memory.latest).peak_reserved_bytes
+        had = 0 if oom.memory.recorded is None else oom.memory.recorded.room_bytes
+        have_come = min(size, had - room) >= MIN_SHARE * total
+        return room + missing <= (max(held, had) if have_come else held)
     return size >= MIN_SHARE * total and needed_bytes(oom) <= total
 
 

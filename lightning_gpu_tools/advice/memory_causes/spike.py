@@ -13,12 +13,12 @@ from lightning_gpu_tools.advice.cause import SMALLER_STEP, MemoryCause, Ruling, 
 from lightning_gpu_tools.advice.memory_examples import STEPS_OF_64, an_error
 from lightning_gpu_tools.advice.memory_remedies import in_validation, largest_that_fits, levers, raised_limit
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
-from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, base_phase
+from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, OUTSIDE_LOOP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
 _MIN_TIMES = 1.5  # our default: how many times the elements of the median batch, or the memory of other steps
-_BETWEEN_STEPS = (CALLBACK, LOGGING, CHECKPOINT)
+_BETWEEN_STEPS = (CALLBACK, LOGGING, CHECKPOINT, OUTSIDE_LOOP)
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
@@ -79,8 +79,9 @@ def _between_steps(oom: OutOfMemory) -> Iterator[Ruling]:
     if taken < max(usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
         return
     steps = f"; steps take at most {format_bytes(usual_bytes)}" if usual_bytes else ""
+    place = oom.place[:1].upper() + oom.place[1:]
     yield Ruling(
-        f"{oom.place} takes more than {format_bytes(taken)}, in addition to the memory at the start of a step{steps}.",
+        f"{place} takes more than {format_bytes(taken)}, in addition to the memory at the start of a step{steps}.",
         [
             f"Do it in parts, or on the CPU{', and under torch.no_grad()' if oom.grad_enabled else ''}.",
             raised_limit(oom),
