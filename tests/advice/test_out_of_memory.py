@@ -133,6 +133,21 @@ ERRORS = {
         "optimizer_too_large",
         "FSDP over 2 GPUs needs 3.50 GiB instead of 7.00 GiB on each",
     ),
+    "states that fused steps leave room for": (
+        {"phase": "training_step/optimizer", "begins": [(1, 16 * GIB)]},
+        "optimizer_too_large",
+        "Its states need 3.00 GiB. Set AdamW(..., fused=True): its step needs up to 2.00 GiB less. An optimizer with 8",
+    ),
+    "states that fit in 8 bits": (
+        {"phase": "training_step/optimizer", "begins": [(1, 18 * GIB)]},
+        "optimizer_too_large",
+        "Its states need 3.00 GiB. An optimizer with 8-bit states, or without momentum, needs less.",
+    ),
+    "states that do not fit": (
+        {"phase": "training_step/optimizer", "begins": [(1, 20 * GIB)]},
+        "optimizer_too_large",
+        "Its states need 3.00 GiB. An optimizer without momentum needs less.",
+    ),
     "others that came later": (larger_batch(23 * GIB), "other_processes", "11.0 GiB belong to processes that are not"),
     "others that were there before": (larger_batch(12.1 * GIB), "batch_too_large", "takes more than 4.20 GiB"),
     "others from the beginning": (
