@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_gpu_tools.arguments import path_text
 from lightning_gpu_tools.checkpoints.content import is_lightning_checkpoint
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
 from lightning_gpu_tools.checkpoints.formats import (
@@ -27,7 +28,7 @@ from lightning_gpu_tools.checkpoints.structure import (
 )
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
-from lightning_gpu_tools.units import path_text, printable_path
+from lightning_gpu_tools.units import printable_path
 
 _MAX_NEIGHBORS = 8  # our default: an error message must not take long
 # The weights in a folder by Hugging Face's tools, the preferred file first. The others are copies, or states of a

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
+from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import Entries, likely
 from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights, has_same_numbers
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, Root, is_average, plan_renaming, preferred, quoted
@@ -33,7 +34,7 @@ from lightning_gpu_tools.errors import (
     CheckpointError,
     CheckpointMismatchError,
 )
-from lightning_gpu_tools.units import checked, printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 
 @dataclass(frozen=True, kw_only=True)

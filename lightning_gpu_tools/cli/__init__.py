@@ -15,7 +15,6 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.environment import VERSION
 from lightning_gpu_tools.errors import LightningGpuToolsError, NotEnoughGpusError, NvmlUnavailableError
 from lightning_gpu_tools.units import printable, printable_lines
@@ -67,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every character
     arguments = sys.argv[1:] if argv is None else list(argv)
     called = set(arguments[:1]) & COMMANDS.keys()  # only --help and --version can precede the command
-    with collector_paused():
-        args = parser(called or COMMANDS).parse_args(arguments)
+    args = parser(called or COMMANDS).parse_args(arguments)
     stdout: Any = _PrintableStream(sys.stdout)
     stderr: Any = _PrintableStream(sys.stderr)
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):

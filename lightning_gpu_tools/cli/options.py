@@ -8,7 +8,6 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.selection.ranking import LAST_RUN, OPTIONS, Request
 
 if TYPE_CHECKING:
@@ -50,8 +49,7 @@ def select(args: argparse.Namespace, *, claim: bool, group: str | None = None) -
 
     Replaces ``--min-free last`` in ``args`` with a size.
     """
-    with collector_paused():
-        from lightning_gpu_tools.selection.picking import Attempt, pick
+    from lightning_gpu_tools.selection.picking import Attempt, pick
 
     if args.min_free == LAST_RUN:
         from lightning_gpu_tools.reports.last_run import last_need

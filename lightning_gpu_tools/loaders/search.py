@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_gpu_tools.advice.failures import without_index
 from lightning_gpu_tools.advice.loader_plan import LoadCost, LoaderResult, LoaderTrial, trial_of
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched
+from lightning_gpu_tools.arguments import check_seconds
 from lightning_gpu_tools.host import HostBudget, private_memory_bytes, read_host_budget
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.plan import LoaderCase, StepCost, choose, next_trial
@@ -33,7 +34,7 @@ from lightning_gpu_tools.loaders.settings import batch_bytes, fingerprint, plain
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.selection.placement import count_devices
 from lightning_gpu_tools.training.run_measurements import LoaderSettings
-from lightning_gpu_tools.units import check_seconds, printable
+from lightning_gpu_tools.units import printable
 
 _MAX_INDICES = 1024  # from the sampler; a search loads a few hundred batches
 _MAX_SAMPLING_S = 1.0

@@ -14,6 +14,7 @@ from pathlib import Path
 from lightning_gpu_tools import files
 from lightning_gpu_tools.advice.stall_excuses import is_excused
 from lightning_gpu_tools.advice.stalls import Stall, explain_process
+from lightning_gpu_tools.arguments import path_text
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import is_running
 from lightning_gpu_tools.reports.report import CUT_OFF, FILE_NAME, PREVIOUS_NAME, RUNNING, Report
@@ -22,7 +23,7 @@ from lightning_gpu_tools.training.lock_alarm import held_in
 from lightning_gpu_tools.training.phases import UNEXPLAINED
 from lightning_gpu_tools.training.run_measurements import ACTIVITIES
 from lightning_gpu_tools.training.stall_facts import StallFacts
-from lightning_gpu_tools.units import format_bytes, path_text, printable, printable_path
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 # Where reports are in a folder of runs: up to logs/name/version_0.
 _BELOW = ("*/", "*/*/", "*/*/*/")

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
+from lightning_gpu_tools.arguments import check_percentage
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS
-from lightning_gpu_tools.units import check_percentage
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from lightning_gpu_tools.gpus.readings import (
     GpuWaiter,
     folded_claims,
 )
-from lightning_gpu_tools.units import check_percentage, format_bytes, number_ranges, parse_bytes, parse_duration
+from lightning_gpu_tools.units import format_bytes, number_ranges, parse_bytes, parse_duration
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -53,6 +53,8 @@ class Request:
             if value not in (True, False):
                 raise ValueError(f"{option} must be True or False, got {value!r}.")
         if max_utilization is not None:
+            from lightning_gpu_tools.arguments import check_percentage  # most picks need none of it
+
             check_percentage(max_utilization, "max_utilization")
         if name is not None and not (isinstance(name, str) and name.strip()):
             raise ValueError(f'name must be a part of a model\'s name like "A100", got {name!r}.')

@@ -14,6 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
@@ -47,7 +48,7 @@ from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
 from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint
 from lightning_gpu_tools.trainer.resuming import check_before_restoring, check_while_restoring
 from lightning_gpu_tools.trainer.wrappers import Wrappers
-from lightning_gpu_tools.units import checked, printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 _MANIFEST_VERSION = 1
 

@@ -8,12 +8,12 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
+from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.trainer.families import LightningModule, Trainer
 from lightning_gpu_tools.trainer.gpu_utilization_monitor import GPUUtilizationMonitor
 from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
-from lightning_gpu_tools.units import checked
 
 
 class GPUUtilizationAdvisor(MeasuringCallback):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import FOLDER_NAME
@@ -19,7 +20,6 @@ from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.compat import keep_collective_records
-from lightning_gpu_tools.units import check_seconds, checked
 
 
 class GPUUtilizationMonitor(MeasuringCallback):

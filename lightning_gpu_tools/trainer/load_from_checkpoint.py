@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     check_contents,
@@ -31,7 +32,7 @@ from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, wa
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.trainer.families import LightningModule, is_lightnings, lookup, version_of
 from lightning_gpu_tools.trainer.wrappers import Wrappers
-from lightning_gpu_tools.units import checked, printable, printable_path
+from lightning_gpu_tools.units import printable, printable_path
 
 Module = TypeVar("Module", bound="LightningModule")
 
