@@ -232,13 +232,13 @@ def test_the_single_device_strategy_trains_near_its_gpu(cuda: Driver, cores: lis
     assert sorted(os.sched_getaffinity(0)) == ([cores[-1]] if bound else cores)
 
 
-OPTIONS = list(inspect.signature(select_gpus).parameters.values())[1:]
+OPTIONS = list(inspect.signature(select_gpus, eval_str=True).parameters.values())[1:]
 
 
 @pytest.mark.parametrize("taker", [*BY_NAME.values(), FreeMemoryCUDAAccelerator, Request])
 def test_every_signature_shows_the_options_of_a_selection(taker: Any) -> None:
     assert [one.name for one in OPTIONS] == list(ranking.OPTIONS)
-    parameters = inspect.signature(taker).parameters
+    parameters = inspect.signature(taker, eval_str=True).parameters
     assert [parameters[one.name] for one in OPTIONS] == OPTIONS
     if taker is not Request:
         parser = ArgumentParser()
