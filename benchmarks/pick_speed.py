@@ -4,10 +4,10 @@
 
 `lightning-gpu-tools pick` is compared with a bare script that makes the same readings with nvidia-ml-py and prints the
 GPU with the most free memory, and with nvisel (nvitop) and gpu-gate if they are on the PATH. The processes take turns,
-so that other load on the machine affects all alike. nvisel reads more than it needs, and its time includes long
-messages about functions that the fake driver lacks. Without --real, the GPUs are those of the tests' fake driver. Its
-startup is part of every time of a pick, and of "Python alone". The import is measured without it, and compared with
-`python -c pass`.
+so that other load on the machine affects all alike. nvisel reads more than it needs. Without --real, the GPUs are
+simulated, by a driver that is written in C and answers at once: that needs torch's CUDA build, as in
+.ci/simulated_gpu. Its startup is part of every time of a pick, and of "Python alone". The import is measured without
+it, and compared with `python -c pass`.
 """
 
 import contextlib
@@ -20,7 +20,9 @@ import time
 from pathlib import Path
 from statistics import median
 
-from harness import fake_gpus, make_parser, write_result
+from harness import make_parser, write_result
+
+from lightning_gpu_tools.simulated import Machine
 
 BARE = """
 import pynvml as n
@@ -86,23 +88,23 @@ def show(times_s: dict[str, list[float]]) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--gpus", type=int, default=8, help="number of fake GPUs (default: %(default)s)")
+    parser.add_argument("--gpus", type=int, default=8, help="number of simulated GPUs (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=15, help="number of runs of each command (default: %(default)s)")
-    parser.add_argument("--real", action="store_true", help="use this machine's driver instead of the fake one")
+    parser.add_argument("--real", action="store_true", help="use this machine's driver instead of the simulated one")
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         plain = {**os.environ, "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}  # an installed package has bytecode
         plain.pop("PYTHONDONTWRITEBYTECODE", None)
-        gpus = [{"memory_free": f"{10 + i}GiB"} for i in range(args.gpus)]
-        driver = {} if args.real else stack.enter_context(fake_gpus(gpus))
-        environment = {**plain, **driver, "LIGHTNING_GPU_TOOLS_CLAIMS_DIR": str(folder / "claims")}
+        machine = None if args.real else Machine(folder / "machine", ["h100-80gb"] * args.gpus)
+        driver = plain if machine is None else machine.environment(plain)
+        environment = {**driver, "LIGHTNING_GPU_TOOLS_CLAIMS_DIR": str(folder / "claims")}
         runs = {name: (command, environment) for name, command in commands().items()}
         runs |= {name: (command, plain) for name, command in IMPORTS.items()}
         times_s = measure(runs, args.repeat)
     show(times_s)
     medians_s = {name: median(values) for name, values in times_s.items()}
-    gpu_kind = "real" if args.real else f"{args.gpus} fake"
+    gpu_kind = "real" if args.real else f"{args.gpus} simulated"
     write_result(args.output, "pick_speed", gpus=gpu_kind, median_s=medians_s, all_s=times_s)
 
 

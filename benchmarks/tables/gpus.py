@@ -23,7 +23,7 @@ def pick_speed() -> str:
     ratio = found["median_s"][imported] / found["median_s"][plain]
     return block(
         table(("new process", f"median of {repeats} (range)", "/ bare script"), *rows),
-        f"The driver of the {found['gpus']} GPUs is written in Python, and slower than a real one. The bare script and "
+        f"The driver of the {found['gpus']} GPUs is written in C and answers at once. The bare script and "
         f"`pick` make the same ten kinds of calls per GPU. Without GPUs, `{imported}` takes "
         f"{milliseconds(found['all_s'][imported])}, {ratio:.2f} times as long as `{plain}`. "
         + source("pick_speed.py", "pick_speed"),
