@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every character
     arguments = sys.argv[1:] if argv is None else list(argv)
     called = set(arguments[:1]) & COMMANDS.keys()  # only --help and --version can precede the command
-    args = parser(called or COMMANDS).parse_args(arguments)
+    args = parser(called).parse_args(arguments)
     stdout: Any = _PrintableStream(sys.stdout)
     stderr: Any = _PrintableStream(sys.stderr)
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
@@ -74,16 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser of the ``called`` commands (default: all)."""
+    """Return the parser of the ``called`` commands (default: all); without any, only their names are known."""
     made = _Parser(
         prog="lightning-gpu-tools",
         description="Pick GPUs on a shared server, read training reports, and make checkpoints portable.",
     )
     made.add_argument("--version", action="version", version=f"lightning-gpu-tools {VERSION}")
     commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in called:
-        module = importlib.import_module(f"lightning_gpu_tools.cli.{name.replace('-', '_')}")
-        module.add_arguments(commands.add_parser(name, help=COMMANDS[name]))
+    for name in called or COMMANDS:
+        command = commands.add_parser(name, help=COMMANDS[name])
+        if called:
+            importlib.import_module(f"lightning_gpu_tools.cli.{name.replace('-', '_')}").add_arguments(command)
     return made
 
 

@@ -232,7 +232,7 @@ def load_from_checkpoint(
         if isinstance(path, type):
             advice = f"It comes first: load_from_checkpoint({shown.__name__}, {model_class!r})."
         else:
-            advice = f"load_weights(model, {path!r}) loads weights into any module."
+            advice = f"load_weights(model, {str(path)!r}) loads weights into any module."
         raise TypeError(
             f"model_class must be the class of a LightningModule, got {printable(repr(model_class), 100)}. {advice}"
         )

@@ -33,7 +33,7 @@ def test_a_slow_dataset_is_warned_about_once_with_settings(tmp_path: Path) -> No
     finding = advisor.diagnosis.findings[0]
     assert finding.cause == "data_loading"
     assert finding.evidence["kind"] == "too_few_workers"
-    assert 0.5 < finding.share < 1
+    assert 0.2 < finding.share < 1  # with free cores, 0.8
     assert 1.05 < finding.ceiling <= 1 / (1 - finding.share)
     assert finding.evidence["wait_ms_per_step"] >= 4
     (one,) = [one for one in warned if one.category is LowGPUUtilizationWarning]
@@ -65,7 +65,7 @@ def test_frequent_validation_of_short_steps_is_named(
         tmp_path, callbacks=callbacks if advisor_first else callbacks[::-1], val_check_interval=5, limit_val_batches=2
     )
     model = Model(hand_clock.spend, step_s=0.001, validation_s=0.0015)
-    with pytest.warns(LowGPUUtilizationWarning, match=r"Validation takes 3\d % .* \(\d+ µs per step"):
+    with pytest.warns(LowGPUUtilizationWarning, match=r"Validation takes 3\d % of the wall time\. Validate less often"):
         trainer.fit(model, loader(Samples(400)), loader(Samples(2)))
 
 
