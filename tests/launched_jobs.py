@@ -29,7 +29,7 @@ def say(*words):  # in one write, because the ranks share the pipe
 def place_and_say(devices=2, **options):
     request = Request(**options)
     place(how_many(request) if devices == "auto" else devices, request, list)
-    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "LOCAL_RANK")
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
     rank = next((os.environ[name] for name in names if name in os.environ), "0")
     say("placed", rank, *os.environ["CUDA_VISIBLE_DEVICES"].split(","))
 """
@@ -69,13 +69,6 @@ def mpiexec(rank: int, **changed: str) -> dict[str, str]:
     """Return the environment that MPICH and Intel MPI give a process of two on one node."""
     names = {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": str(rank), "PMI_SIZE": "2", "PMI_RANK": str(rank)}
     return {**os.environ, **names, **changed}
-
-
-def jsrun(rank: int, **changed: str) -> dict[str, str]:
-    """Return the environment that LSF's ``jsrun`` gives a process of two on one node."""
-    names = {"SIZE": "2", "RANK": str(rank), "LOCAL_SIZE": "2", "LOCAL_RANK": str(rank)}
-    told = {f"JSM_NAMESPACE_{name}": value for name, value in names.items()}
-    return {**os.environ, **told, "LSB_JOBID": "77", "PMIX_NAMESPACE": "1", **changed}
 
 
 def by_hand(rank: int, **changed: str) -> dict[str, str]:

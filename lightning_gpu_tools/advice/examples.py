@@ -45,18 +45,16 @@ def a_block(
     load_core_wait_ms: float = 0.0,
 ) -> StepBlock:
     """Return steps with these milliseconds per phase, and with the times of the step and of the loader on the CPU."""
-    parts = ("forward", "backward", "optimizer")
-    ms: dict[str, Any] = {phase: phase_ms.get(phase, 0.0) for phase in ("data_loading", "host_to_device_copy")}
-    ms |= {part: phase_ms.get(f"training_step/{part}", 0.0) for part in parts}
     return StepBlock(
         steps=steps,
         wall_s=steps * sum(phase_ms.values()) / 1e3,
+        data_loading_s=steps * phase_ms.get("data_loading", 0.0) / 1e3,
+        host_to_device_copy_s=steps * phase_ms.get("host_to_device_copy", 0.0) / 1e3,
         cpu_s=steps * cpu_ms / 1e3,
         data_loading_cpu_s=steps * load_cpu_ms / 1e3,
         data_loading_core_wait_s=steps * load_core_wait_ms / 1e3,
         paused_s=steps * (phase_ms.get("validation", 0.0) + phase_ms.get("checkpoint", 0.0)) / 1e3,
         phase_s={phase: steps * value / 1e3 for phase, value in phase_ms.items()},
-        **{f"{phase}_s": steps * value / 1e3 for phase, value in ms.items()},
     )
 
 
@@ -157,12 +155,6 @@ def contended(
         loader=replace(LOADER, num_workers=workers),
         **of_run,
     )
-
-
-def parts(forward: float, backward: float, optimizer: float) -> dict[str, float]:
-    """Return the milliseconds of the parts of a step."""
-    ms = {"forward": forward, "backward": backward, "optimizer": optimizer}
-    return {f"training_step/{part}": value for part, value in ms.items()}
 
 
 def capped(percent: float, clock_percent: float | None, limit_watts: float | None = 500.0) -> dict[str, Any]:

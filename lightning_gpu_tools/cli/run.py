@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
@@ -39,9 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Add the monitor and the advisor to every Lightning Trainer in CMD. With no other option, claim no GPU.",
     )
-    parser.add_argument(
-        "--bind-numa", action="store_true", help="Bind the command to the CPU cores near its GPUs (Linux)."
-    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="The command and its arguments.")
     parser.set_defaults(run=run)
 
@@ -54,24 +50,16 @@ def run(args: argparse.Namespace) -> int:
     if args.advise:
         os.environ["LIGHTNING_GPU_TOOLS"] = "advise"
     values = (args.count, args.min_free, args.max_utilization, args.name, args.wait)
-    asked = args.exclusive or args.bind_numa or any(value is not None for value in values)
+    asked = args.exclusive or any(value is not None for value in values)
     if asked or not args.advise:
-        with contextlib.ExitStack() as one_session:
-            if args.bind_numa:
-                from lightning_gpu_tools.gpus import nvml
-                from lightning_gpu_tools.selection.placement import bind_to_gpus
-
-                one_session.enter_context(nvml.session())
-            count, group = args.count or 1, None
-            launch = find_launch(os.environ, has_mpi4py=True)
-            if launch and 1 < (launch.processes or 1) <= count:  # each of them gets one or more of the GPUs
-                if not launch.job:
-                    args.parser.error(f"{launch.program} gives its processes no name for their job. {launch.remedy}")
-                group = launch.group(count)
-            selection = options.select(args, claim=True, group=group)
-            selection.apply()
-            if args.bind_numa:
-                bind_to_gpus(selection.uuids)
+        count, group = args.count or 1, None
+        launch = find_launch(os.environ, has_mpi4py=True)
+        if launch and 1 < (launch.processes or 1) <= count:  # each of them gets one or more of the GPUs
+            if not launch.job:
+                args.parser.error(f"{launch.program} gives its processes no name for their job. {launch.remedy}")
+            group = launch.group(count)
+        selection = options.select(args, claim=True, group=group)
+        selection.apply()
         selection.pass_on()
         reason = selection.reason or f"Another process has picked {selection.cuda_visible_devices}."
         if launch and group:

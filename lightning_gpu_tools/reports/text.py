@@ -308,7 +308,7 @@ def cause_phase(report: Report) -> str | None:
         return RANK_WAIT  # the tree is that of rank 0
     has_phase = cause in ("unexplained", "slow_steps", "slowing_down", "straggler")
     name = first.evidence.get("phase" if has_phase else "name")
-    phases = (str(name), f"{cause}/{name}", f"{TRAINING_STEP}/{name}", f"{TRAINING_STEP}/{cause}", cause)
+    phases = (str(name), f"{cause}/{name}", f"{TRAINING_STEP}/{name}", cause)
     return next((phase for phase in phases if phase in report.phase_s), None)
 
 

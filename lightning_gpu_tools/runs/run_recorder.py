@@ -44,7 +44,7 @@ from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
 from lightning_gpu_tools.training.cores import CoreUsers, pressure_s
-from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu, optimizers_on_cpu
+from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu
 from lightning_gpu_tools.training.drift import Drift
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.phases import RANK_WAIT, SLOW_STEP, base_phase
@@ -333,7 +333,6 @@ class RunRecorder:
             readings=read("quantities that may grow", lambda: self.drift.facts(self._workers.storage_points), {}),
             log_files=dict(self.drift.log_files),
             log_every_n_steps=run.log_every_n_steps,
-            optimizers=read("the optimizers", partial(optimizers_on_cpu, run.device, run.optimizers), {}),
             accumulate_grad_batches=run.accumulate_grad_batches,
             epoch_steps=read("the length of an epoch", lambda: run.epoch_steps, None),
             left_on_cpu=read("tensors on the CPU", self._left_on_cpu, ()),

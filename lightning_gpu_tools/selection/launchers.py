@@ -23,8 +23,7 @@ _LAUNCHERS = (
         "SLURM_LOCALID",
         ("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT"),
     ),
-    # Both have a PMIx server, which names the job.
-    ("jsrun", "JSM_NAMESPACE_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ("LSB_JOBID", "PMIX_NAMESPACE")),
+    # Its PMIx server names the job.
     ("mpirun", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("PMIX_NAMESPACE",)),
     ("mpiexec", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", ()),  # of MPICH and Intel MPI
 )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_gpu_tools.errors import ClaimsError, NvmlUnavailableError
-from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuClaim, folded_claims
 from lightning_gpu_tools.selection import claims, cuda
 from lightning_gpu_tools.selection.launchers import Launch, find_launch
@@ -201,22 +199,3 @@ def _join(claim: GpuClaim, attempt: Attempt) -> None:
             attempt.ledger.join(claim)
     except ClaimsError as error:
         claims.warn_once(f"{error} The claim of this job ends with the process that made it.")
-
-
-def bind_to_gpus(uuids: Iterable[str]) -> frozenset[int] | None:
-    """Bind this process and its children to the allowed cores near the GPUs, and return these cores.
-
-    Return ``None`` and change nothing if the near cores are unknown or not allowed.
-    """
-    from lightning_gpu_tools.gpus import nvml
-
-    with nvml.session(limits.LIMIT_S):
-        near = [nvml.read_cpu_affinity(uuid) for uuid in uuids]
-    allowed = os.sched_getaffinity(0)
-    cores = frozenset(core for one in near for core in one or () if core in allowed)
-    if not cores or None in near:
-        return None
-    for thread_id in os.listdir("/proc/self/task"):  # OpenMP, for example, has already started its threads
-        with contextlib.suppress(ProcessLookupError):  # already ended
-            os.sched_setaffinity(int(thread_id), cores)
-    return cores

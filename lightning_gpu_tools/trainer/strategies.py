@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError, UnknownOptionError
 from lightning_gpu_tools.selection import placement
-from lightning_gpu_tools.selection.placement import bind_to_gpus
 from lightning_gpu_tools.selection.ranking import OPTIONS, documented
 from lightning_gpu_tools.trainer.accelerator import cuda_uuids, requested, why_no_cuda
 from lightning_gpu_tools.trainer.families import FamilyStrategy, Root, adopt, bases_of
@@ -27,7 +26,6 @@ class _FreeMemory(FamilyStrategy):
     ``devices="auto"``, every visible GPU must qualify. A strategy belongs to the first Trainer or Fabric that uses it.
 
     Args:
-        bind_numa: Keep each process on the CPU cores near its GPU (Linux).
         **kwargs: Options of Lightning's strategy.
 
     Raises:
@@ -49,7 +47,6 @@ class _FreeMemory(FamilyStrategy):
         name: str | None = None,
         wait: float | str | None = None,
         claim: bool = True,
-        bind_numa: bool = False,
         **kwargs: Any,
     ) -> None:
         self._request = requested(
@@ -60,7 +57,6 @@ class _FreeMemory(FamilyStrategy):
             wait=wait,
             claim=claim,
         )
-        self._bind_numa = bind_numa
         self._picked: list[torch.device] | None = None
         super().__init__(**kwargs)
 
@@ -93,16 +89,6 @@ class _FreeMemory(FamilyStrategy):
         """Raise an error for device indices that the strategy cannot use."""
 
     @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        if self._bind_numa and self._picked and self._picked[0].type == "cuda":
-            ranks: Any = self  # each of Lightning's strategies has them
-            cores = bind_to_gpus([cuda_uuids()[self._picked[ranks.local_rank].index]])
-            placement.log().info(
-                "Rank %d: %s.", ranks.global_rank, f"on cores {sorted(cores)}" if cores else "cores left as is"
-            )
-
-    @override
     def _refuse_unknown(self, options: dict[str, Any]) -> None:
         # Lightning detects a misspelled option only when training starts, or never.
         bases = bases_of(type(self))
@@ -114,7 +100,7 @@ class _FreeMemory(FamilyStrategy):
         for name in sorted(options.keys() - known):
             raise UnknownOptionError(
                 f"{type(self).__name__} has no option {name!r} (got {name}={options[name]!r}). "
-                f"It has {', '.join([*OPTIONS, 'bind_numa', *sorted(known)])}."
+                f"It has {', '.join([*OPTIONS, *sorted(known)])}."
             )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterator
 
 import torch
 
@@ -23,19 +22,6 @@ def device_facts(device: torch.device) -> GpuFacts:
         compute_capability=(properties.major, properties.minor),
         memory_total_bytes=properties.total_memory,
     )
-
-
-def optimizers_on_cpu(
-    device: torch.device, optimizers: Iterable[torch.optim.Optimizer]
-) -> dict[str, Literal["torch", "fusible", "own"]]:
-    """Return the value for ``RunMeasurements.optimizers``."""
-    return {type(one).__name__: _kind(one) for one in optimizers if device.type == "cpu"}
-
-
-def _kind(optimizer: torch.optim.Optimizer) -> Literal["torch", "fusible", "own"]:
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return "own"
-    return "fusible" if is_fusible(optimizer) else "torch"
 
 
 def is_fusible(optimizer: torch.optim.Optimizer) -> bool:

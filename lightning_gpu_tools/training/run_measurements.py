@@ -42,10 +42,6 @@ class StepBlock:
     data_loading_core_wait_s: float = 0.0  # the part of core_wait_s while it waits for data
     cpu_s: float = 0.0  # of all threads of the training process outside that wait; 0 if not measured
     host_to_device_copy_s: float = 0.0
-    # In the model's training_step; with manual optimization, without the next two; also in a loop's CUDA graph.
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    optimizer_s: float = 0.0  # including zeroing, scaling, and clipping gradients
     paused_s: float = 0.0  # validation and checkpoints
     rank_wait_s: float = 0.0  # including waits within pauses
     core_wait_s: float = 0.0  # the training thread was runnable but had no core; 0 if not measured
@@ -506,8 +502,6 @@ class RunMeasurements:
     precision: str | None = None  # the Trainer's, as "32-true"
     matmul_precision: str | None = None
     log_every_n_steps: int = 50
-    # By class: torch's own, one that would benefit from its fused kernel, or the program's. Empty unless on the CPU.
-    optimizers: Mapping[str, Literal["torch", "fusible", "own"]] = field(default_factory=dict)
     accumulate_grad_batches: int = 1
     epoch_steps: int | None = None  # in a whole epoch
     left_on_cpu: tuple[str, ...] = ()  # "LitModel.class_weights (a list with 3 tensors)", see device_facts

@@ -28,7 +28,6 @@ from lightning_gpu_tools.advice.examples import (
     cpu_run,
     gpu_run,
     on_hopper,
-    parts,
     ranks,
     watched,
 )
@@ -235,33 +234,6 @@ def test_a_phase_is_blamed_only_if_it_covers_most() -> None:
     assert "No single phase" in finding.advice
     finding = first(gpu_run(STEP, 99.0, **ranks(quick, {**quick, "data_loading": 0.026})))
     assert (finding.evidence["phase"], finding.evidence["node"]) == ("data_loading", 0)
-
-
-# --- the parts of a step on the CPU -----------------------------------------------------------------------------
-
-
-STEPS = {
-    "backward": (parts(2, 18, 2), {"Adam": "torch"}, ("backward", 18 / 22, 12 / 22, "9 times")),
-    "Adam": (parts(2, 4, 14), {"Adam": "fusible"}, ("optimizer", 0.7, 0.49, "fused=True")),
-    "nothing to advise": (parts(2, 4, 14), {"LBFGS": "torch"}, ()),
-    "an own optimizer": (parts(2, 4, 14), {"Mine": "own"}, ("optimizer", 0.7, 0.7, "py-spy")),
-    "waiting for other ranks": ({**parts(2, 18, 2), "rank_wait/step": 1}, {"Adam": "fusible"}, ()),
-    "another device": (parts(2, 18, 2), {}, ()),
-    "unknown parts": ({"training_step": 20}, {"Adam": "fusible"}, ()),
-}
-
-
-@pytest.mark.parametrize(("phase_ms", "optimizers", "said"), STEPS.values(), ids=STEPS)
-def test_a_part_of_the_step_is_blamed_if_out_of_proportion(
-    phase_ms: dict[str, float], optimizers: dict[str, str], said: tuple[str, float, float, str] | tuple[()]
-) -> None:
-    findings = diagnose(cpu_run(phase_ms, optimizers=optimizers)).findings
-    assert [finding.cause for finding in findings] == list(said[:1])
-    for finding in findings:
-        _, share, avoidable, words = said  # type: ignore[misc]
-        assert finding.share == pytest.approx(share)
-        assert finding.ceiling == pytest.approx(1 / (1 - avoidable))
-        assert words in finding.advice
 
 
 # --- loading -----------------------------------------------------------------------------------------------------

@@ -278,8 +278,7 @@ def test_the_laws_of_every_diagnosis(
     run = gpu_run(phase_ms, utilization, loader=loader, gpu_idle=sampled_idle(**idle) if idle else None)
     run = dataclasses.replace(run, blocks=blocks or run.blocks)
     if not on_gpu:
-        optimizers = {"Adam": "fusible" if workers > 8 else "own"}
-        run = dataclasses.replace(run, on_gpu=False, utilization_percent=None, gpu_idle=None, optimizers=optimizers)
+        run = dataclasses.replace(run, on_gpu=False, utilization_percent=None, gpu_idle=None)
     diagnosis = diagnose(run, min_steps=1, min_seconds=0)
     assert len(diagnosis.findings) <= 4
     ceilings = [finding.ceiling for finding in diagnosis.findings]

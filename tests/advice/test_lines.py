@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import LOADER, WAITS, cpu_run
+from lightning_gpu_tools.advice.examples import LOADER, STEP, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION
 from lightning_gpu_tools.advice.lines import MIN_SAMPLES, seen_in, sentence, where, worth_reporting
 from lightning_gpu_tools.training.phases import BACKWARD, DATA_LOADING, IN_WORKER, OPTIMIZER
@@ -144,8 +144,8 @@ def test_a_finding_names_no_lines_of_other_work(cause: str, evidence: dict[str, 
 
 
 def test_a_line_that_is_known_need_not_be_looked_for() -> None:
-    optimizing = {"training_step/forward": 2, "training_step/backward": 4, "training_step/optimizer": 14}
-    unknown = diagnose(cpu_run(optimizing, optimizers={"Own": "own"})).findings[0]
-    known = diagnose(cpu_run(optimizing, optimizers={"Own": "own"}, lines=(seen(OPTIMIZER, 40),))).findings[0]
+    phase_ms = {**STEP, "unexplained": 14}
+    unknown = diagnose(cpu_run(phase_ms)).findings[0]
+    known = diagnose(cpu_run(phase_ms, lines=(seen("unexplained", 40),))).findings[0]
     assert FIND_FUNCTION in unknown.advice
     assert known.advice == "100 % of this time is at data.py:41 in decode."

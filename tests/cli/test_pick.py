@@ -178,7 +178,7 @@ def test_a_pick_asks_little_of_the_driver(driver: Driver, pick: Pick) -> None:
         (["pick"], ""),
         (["pick", "-n", "2"], ""),
         (["pick", "-n", "2"], "of-this-process"),
-        (["run", "-n", "2", "--bind-numa", "--", "true"], ""),
+        (["run", "-n", "2", "--", "true"], ""),
     ],
 )
 def test_a_selection_opens_and_reads_the_driver_once(

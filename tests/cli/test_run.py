@@ -136,9 +136,7 @@ def test_advise_needs_no_gpu(driver: Driver, run_cli: RunCli) -> None:
     assert run_cli("run", "--advise", "-n", "1", "--", "true").returncode == 4
 
 
-@pytest.mark.parametrize(
-    "option", [["--wait", "1s"], ["--bind-numa"], ["--min-free", "0"], ["--name", "h200"]], ids=" ".join
-)
+@pytest.mark.parametrize("option", [["--wait", "1s"], ["--min-free", "0"], ["--name", "h200"]], ids=" ".join)
 def test_an_option_on_gpus_claims_some_also_under_advise(driver: Driver, run_cli: RunCli, option: list[str]) -> None:
     driver.gpus = [gpu()]
     answer = run_cli("run", "--advise", *option, "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
@@ -187,15 +185,6 @@ def test_ctrl_c_while_waiting_ends_without_a_traceback(driver: Driver, claims_di
         assert "Traceback" not in job.communicate()[1]
     assert job.returncode == 130
     assert [entry.name for entry in claims_dir.iterdir()] == []
-
-
-def test_bind_numa_keeps_the_command_on_near_cores(driver: Driver, run_cli: RunCli) -> None:
-    mine = sorted(os.sched_getaffinity(0))
-    code = "import os; print(*sorted(os.sched_getaffinity(0)))"
-    for near, expected in [([mine[0], 500], [mine[0]]), ([500], mine), (None, mine)]:
-        driver.gpus = [gpu(cpus=near)]
-        answer = run_cli("run", "--bind-numa", "--", sys.executable, "-c", code)
-        assert answer.stdout.split() == [str(core) for core in expected]
 
 
 def wait_until_ended(pid: int) -> None:

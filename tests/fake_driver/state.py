@@ -86,7 +86,6 @@ class Gpu:
     mig_capable: bool = True
     mig: list[MigInstance | None] | None = None  # a list, also an empty one: MIG mode is on; None: an empty slot
     numa_node: int | None = 0
-    cpus: list[int] | None = field(default_factory=lambda: [0, 1])
     power_watts: Series = 100.0
     power_limit_watts: float | None = 700.0
     power_limit_max_watts: float | None = 700.0

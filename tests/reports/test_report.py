@@ -217,7 +217,7 @@ def test_a_phase_is_a_line_from_one_percent_on() -> None:
     parts = {"forward": 12.0, "backward": 25.0, "optimizer": 3.0, "zero_grad": 0.3}
     phase_s = {"training_step": 0.5, **{f"training_step/{name}": seconds for name, seconds in parts.items()}}
     ms = {phase: seconds / 1e3 for phase, seconds in phase_s.items()}
-    report = with_finding(cause="backward", evidence={})
+    report = with_finding(cause="straggler", evidence={"rank": 0, "phase": "backward"})
     text = render_text(replace(report, phase_s=phase_s, wall_s=41.2, gpu_step_s=ms))
     assert re.findall(r"─ (\S.*\S)  +\S+ m?s +([0-9.]+) %.*?(◀ cause)?$", text, re.MULTILINE) == [
         ("training step", "99.0", ""),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from launched_jobs import by_hand, jsrun, mpiexec, mpirun, slurm, torchrun
+from launched_jobs import by_hand, mpiexec, mpirun, slurm, torchrun
 
 from lightning_gpu_tools.selection.launchers import Launch, find_launch
 
 Environment = Callable[..., dict[str, str]]
-ALL = [torchrun, slurm, mpirun, jsrun, by_hand]
+ALL = [torchrun, slurm, mpirun, by_hand]
 
 
 def launched(environ: dict[str, str], *, has_mpi4py: bool = True) -> Launch:
@@ -40,8 +40,6 @@ def test_processes_of_one_job_share_a_name_and_others_do_not(environment: Enviro
         (slurm, {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}),
         (slurm, {"SLURM_RESTART_COUNT": "1"}),
         (mpirun, {"PMIX_NAMESPACE": "790888450"}),
-        (jsrun, {"PMIX_NAMESPACE": "2"}),
-        (jsrun, {"LSB_JOBID": "78"}),
         (by_hand, {"MASTER_PORT": "1"}),
         (by_hand, {"NODE_RANK": "1"}),
     ],

@@ -49,36 +49,6 @@ def value(pattern: str, advice: str) -> str:
     return match[1]
 
 
-# --- backward -----------------------------------------------------------------------------------------------------
-
-
-class Words(LightningModule):
-    """A large embedding, trained by an optimizer with this name."""
-
-    def __init__(self, optimizer: str, *, sparse: bool) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(1000, 8, sparse=sparse)
-        self.optimizer = optimizer
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.embedding(batch.long()).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.1)
-        return optimizer
-
-
-@pytest.mark.follows("Check gradient hooks, custom autograd functions, and large embeddings (sparse=True, with")
-def test_sparse_embeddings_train_with_the_optimizers_that_are_named(tmp_path: Path) -> None:
-    finding = found("backward", CAUSES["backward"].sick)
-    assert finding is not None
-    for name in re.split(", | or ", value(r"sparse=True, with ([^)]+)\)", finding.advice)):
-        model = Words(name, sparse=True)
-        quiet_trainer(tmp_path, max_steps=2).fit(model, loader(Samples(3)))
-        assert model.embedding.weight.grad is not None
-        assert model.embedding.weight.grad.is_sparse
-
-
 # --- communication ------------------------------------------------------------------------------------------------
 
 

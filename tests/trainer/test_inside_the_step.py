@@ -102,9 +102,8 @@ def test_forward_backward_and_optimizer_are_told_apart(
         "training_step/optimizer": STEPS * optimizer * OPTIMIZER_S,
     }
     (first, *_) = clock.blocks
-    per_step = first.forward_s / first.steps, first.backward_s / first.steps, first.optimizer_s / first.steps
-    assert per_step == (forward * FORWARD_S, backward * BACKWARD_S, optimizer * OPTIMIZER_S)
-    assert first.wall_s == first.steps * sum(per_step)
+    assert first.phase_s == {phase: first.steps * seconds / STEPS for phase, seconds in clock.seconds.items()}
+    assert first.wall_s == sum(first.phase_s.values())
 
 
 class SlowHooks(SlowParts):
@@ -178,7 +177,6 @@ def test_the_models_own_hooks_are_lines_and_lightnings_are_not(time: HandClock, 
         "callback/SlowHooks.optimizer_step": 0.008,
         "callback/Spending": 0.032,
     }
-    assert clock.blocks[0].backward_s == pytest.approx(10 * (backward + 0.001))
 
 
 def test_a_scheduler_and_a_strategy_are_booked_by_their_class(time: HandClock, tmp_path: Path) -> None:
@@ -254,4 +252,3 @@ def test_what_lightning_does_in_a_step_has_lines_of_its_own(time: HandClock, tmp
         "logging/self.log": 4.0 / STEPS,
         "validation": 4.0 / STEPS,
     }
-    assert clock.blocks[0].optimizer_s == 10 * (OPTIMIZER_S + 0.5 + 0.25 + 0.125)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -210,26 +208,6 @@ def test_lightning_cli_builds_every_strategy_and_the_accelerator(cuda: Driver, t
     assert positions(made, cuda) == [3]
     with pytest.raises(SystemExit):
         cli("--trainer.strategy.init_args.min_fre=1GiB")
-
-
-@pytest.fixture
-def cores() -> Iterator[list[int]]:
-    """The cores of this process, whose threads go back to them."""
-    mine = os.sched_getaffinity(0)
-    yield sorted(mine)
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), mine)
-
-
-@pytest.mark.parametrize("bound", [False, True])
-def test_the_single_device_strategy_trains_near_its_gpu(cuda: Driver, cores: list[int], bound: bool) -> None:
-    with cuda.change():
-        cuda.gpus[3].cpus = [cores[-1]]
-    options = {"max_steps": 2, "limit_val_batches": 0, "enable_progress_bar": False, "enable_model_summary": False}
-    made = trainer(FreeMemoryStrategy(bind_numa=bound), devices=1, **options)
-    made.fit(BoringModel())
-    assert (made.global_step, positions(made, cuda)) == (2, [3])
-    assert sorted(os.sched_getaffinity(0)) == ([cores[-1]] if bound else cores)
 
 
 OPTIONS = list(inspect.signature(select_gpus, eval_str=True).parameters.values())[1:]

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from trainings import Model
 
-from lightning_gpu_tools.training.device_facts import left_on_cpu, optimizers_on_cpu
+from lightning_gpu_tools.training.device_facts import left_on_cpu
 
 
 def test_what_lightning_moves_is_not_named() -> None:
@@ -30,19 +30,3 @@ def test_what_it_does_not_move_is_named_with_its_place() -> None:
         "Model.losses (a list with 1 tensor)",
         "Model.layer.tables (a dict with 2 tensors)",
     )
-
-
-def test_an_optimizer_is_torchs_or_the_programs_own() -> None:
-    class Mine(torch.optim.SGD):
-        pass
-
-    weights = [nn.Parameter(torch.ones(1))]
-    optim = torch.optim
-    optimizers = [optim.Adam(weights), optim.AdamW(weights, fused=True), optim.LBFGS(weights), Mine(weights)]
-    assert optimizers_on_cpu(torch.device("cpu"), optimizers) == {
-        "Adam": "fusible",
-        "AdamW": "torch",
-        "LBFGS": "torch",
-        "Mine": "own",
-    }
-    assert optimizers_on_cpu(torch.device("cuda"), optimizers) == {}

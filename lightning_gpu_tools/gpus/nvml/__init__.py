@@ -356,13 +356,6 @@ def read_numa_nodes(uuids: Sequence[str]) -> dict[str, int | None]:
     return {uuid: next(iter(found)) if len(found) == 1 else None for uuid, found in nodes.items()}
 
 
-def read_cpu_affinity(uuid: str) -> frozenset[int] | None:
-    """Return the CPUs near a GPU, including those that this process may not use; ``None`` if unknown."""
-    ask_cpus = functools.partial(call_or_none, pynvml.nvmlDeviceGetCpuAffinityWithinScope)
-    # 64 words are 4096 CPUs, more than in any machine with NVIDIA GPUs.
-    return _members(_in_time(lambda: ask_cpus(_handle(uuid), 64, _SCOPE_NODE))) or None
-
-
 def _in_time(read: Callable[[], _T]) -> _T | None:
     """Return what a function reads from the driver; ``None`` if that takes too long."""
     with session(limits.LIMIT_S):

@@ -407,11 +407,6 @@ def _memory_affinity(_library: Library, device: Any, _size: Any, mask: Any, _sco
     _fill_mask(mask, [required(device.numa_node)])
 
 
-@_device_function("nvmlDeviceGetCpuAffinityWithinScope")
-def _cpu_affinity(_library: Library, device: Any, _size: Any, mask: Any, _scope: Any) -> None:
-    _fill_mask(mask, required(device.cpus))
-
-
 # Events
 
 

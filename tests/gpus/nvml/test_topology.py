@@ -18,10 +18,3 @@ def test_the_numa_node_is_that_of_the_host(driver):
     driver.gpus = [gpu(numa_node=1), gpu(numa_node=None), gpu(lost=True)]
     nodes = nvml.read_numa_nodes([card.uuid for card in driver.gpus])
     assert list(nodes.values()) == [1, None, None]
-
-
-def test_cpu_affinity_counts_cpus_above_64(driver):
-    driver.gpus = [gpu(cpus=[0, 63, 64, 200]), gpu(cpus=None)]
-    assert nvml.read_cpu_affinity(driver.gpus[0].uuid) == frozenset({0, 63, 64, 200})
-    assert nvml.read_cpu_affinity(driver.gpus[1].uuid) is None
-    assert nvml.read_cpu_affinity("GPU-nobody") is None
