@@ -88,7 +88,7 @@ def test_the_wheel_is_complete_and_runs_without_other_packages(tmp_path: Path) -
     assert "lightning_gpu_tools/simulated/source/crt/host_defines.h" in names  # the C sources, all of which it needs
     assert "lightning_gpu_tools/dry_run/startup/sitecustomize.py" in names
     assert not [name for name in names if name.startswith("tests")]
-    assert "lightning-gpu-tools = lightning_gpu_tools.cli:main" in scripts
+    assert "lightning-gpu-tools = lightning_gpu_tools.cli:script" in scripts
     code = (
         "import lightning_gpu_tools as t; print(t.__file__, t.__version__); from lightning_gpu_tools.cli import main; "
     )
