@@ -216,35 +216,12 @@ SlowCallback = slowed("SlowCallback", Callback, "on_train_batch_end")
 SlowGradientCallback = slowed("SlowGradientCallback", Callback, "on_before_backward")
 SlowLogger = slowed("SlowLogger", CSVLogger, "log_metrics")
 SlowPrecision = slowed("SlowPrecision", Precision, "convert_input")  # runs in no named hook
-SlowSGD = slowed("SlowSGD", torch.optim.SGD, "step")
 SlowScheduler = slowed("SlowScheduler", torch.optim.lr_scheduler.ConstantLR, "step")
 SlowHookModel = slowed("SlowHookModel", ToyModel, "on_train_batch_start")
 SlowClippingModel = slowed("SlowClippingModel", ToyModel, "configure_gradient_clipping")
 SlowOptimizerStepModel = slowed("SlowOptimizerStepModel", ToyModel, "optimizer_step")
 SlowTransferModel = slowed("SlowTransferModel", ToyModel, "transfer_batch_to_device")
 SlowSaveModel = slowed("SlowSaveModel", ToyModel, "on_save_checkpoint")
-
-
-class SlowBackwardModel(ToyModel):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        loss.register_hook(lambda gradient: time.sleep(0.02))
-        return loss
-
-
-class SlowOptimizerModel(ToyModel):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return SlowSGD(self.parameters(), lr=1e-6)
-
-
-class ManualSlowOptimizerModel(SlowOptimizerModel):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
 
 
 class SlowSchedulerModel(ToyModel):
@@ -479,9 +456,6 @@ TOYS = {
     "another loader": Toy("data_loading", loader=lambda: Stream(0.02)),
     "slow hook of the model": Toy("callback SlowHookModel.on_train_batch_start", model=SlowHookModel),
     "slow scheduler": Toy("callback SlowScheduler.step", model=SlowSchedulerModel),
-    "slow backward": Toy("backward", model=SlowBackwardModel),
-    "slow optimizer": Toy("optimizer SlowSGD", model=SlowOptimizerModel),
-    "slow optimizer, manual": Toy("optimizer SlowSGD", model=ManualSlowOptimizerModel),
     "slow clipping": Toy("callback SlowClippingModel.configure_gradient_clipping", model=SlowClippingModel),
     "slow optimizer_step": Toy("callback SlowOptimizerStepModel.optimizer_step", model=SlowOptimizerStepModel),
     "slow before backward": Toy("callback SlowGradientCallback", callbacks=[SlowGradientCallback]),

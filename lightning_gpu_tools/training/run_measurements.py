@@ -42,6 +42,10 @@ class StepBlock:
     data_loading_core_wait_s: float = 0.0  # the part of core_wait_s while it waits for data
     cpu_s: float = 0.0  # of all threads of the training process outside that wait; 0 if not measured
     host_to_device_copy_s: float = 0.0
+    # In the model's training_step; with manual optimization, without the next two; also in a loop's CUDA graph.
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0  # including zeroing, scaling, and clipping gradients
     paused_s: float = 0.0  # validation and checkpoints
     rank_wait_s: float = 0.0  # including waits within pauses
     core_wait_s: float = 0.0  # the training thread was runnable but had no core; 0 if not measured

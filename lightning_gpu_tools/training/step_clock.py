@@ -19,9 +19,11 @@ import torch
 from lightning_gpu_tools.training.cores import ThreadWait
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.phases import (
+    CAPTURED,
     CHECKPOINT,
     DATA_LOADING,
     EPOCH_START,
+    FORWARD,
     GARBAGE_COLLECTION,
     HOST_TO_DEVICE_COPY,
     MONITORING,
@@ -29,9 +31,11 @@ from lightning_gpu_tools.training.phases import (
     PAUSES,
     RANK_WAIT,
     TRAINER,
+    TRAINING_STEP,
     UNEXPLAINED,
     VALIDATION,
     base_phase,
+    is_backward,
     is_outside_step,
     rank_wait_in,
 )
@@ -333,12 +337,18 @@ class StepClock(Stopwatch):
 
     def _totals(self, now_s: float) -> StepBlock:
         seconds = self.seconds
+        parts_s = {phase: spent_s for phase, spent_s in seconds.items() if phase.startswith(f"{TRAINING_STEP}/")}
+        forward_s = parts_s.get(FORWARD, 0.0) + parts_s.get(CAPTURED, 0.0)
+        backward_s = sum(spent_s for phase, spent_s in parts_s.items() if is_backward(phase))
         return StepBlock(
             steps=self.steps,
             wall_s=now_s,
             cpu_s=time.process_time(),
             data_loading_s=seconds.get(DATA_LOADING, 0.0),
             host_to_device_copy_s=seconds.get(HOST_TO_DEVICE_COPY, 0.0),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            optimizer_s=sum(parts_s.values()) - forward_s - backward_s,
             paused_s=sum(seconds.get(phase, 0.0) for phase in _PAUSED),
             core_wait_s=self.core_wait_s,
             rank_wait_s=sum(s for phase, s in seconds.items() if base_phase(phase) == RANK_WAIT),

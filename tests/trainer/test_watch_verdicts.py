@@ -26,8 +26,6 @@ STEPS = {
     "e": 52,
     "f": 100,
     "g": 10,
-    "slow backward": 60,
-    "slow optimizer": 60,
     "short epochs": 120,
     "b": 60,
     "c": 60,
