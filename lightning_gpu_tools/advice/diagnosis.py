@@ -290,8 +290,11 @@ def _repeated(run: RunMeasurements, finding: Finding) -> float:
     if not CAUSES[finding.cause].is_of_events or (run.on_gpu and finding.cause == COPY):
         return 1.0
     seconds = [span.phase_s.get(finding.cause, 0.0) for span in run.spans]
+    # An interval takes milliseconds of the training thread, and a smaller finding is left out in any case.
+    if finding.ceiling < MIN_CEILING or not any(seconds):
+        return 1.0
     interval = mean_interval(seconds)
-    return 1.0 if interval is None or not any(seconds) else min(1.0, interval[0] / fmean(seconds))
+    return 1.0 if interval is None else min(1.0, interval[0] / fmean(seconds))
 
 
 def _cause_of_tiny(found: Sequence[Finding], idle: float) -> Finding:

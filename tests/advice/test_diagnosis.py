@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import LOADER, NO_WORKERS, a_block, cpu_run, gpu_run, sampled_idle
+from lightning_gpu_tools.advice.examples import LOADER, NO_WORKERS, STEP, a_block, cpu_run, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import MIN_CEILING
 from lightning_gpu_tools.training.run_measurements import (
     LoaderSettings,
@@ -299,3 +299,14 @@ def test_the_laws_of_every_diagnosis(
     if without_warm_up(run.blocks) == run.blocks and without_warm_up(later_first.blocks) == later_first.blocks:
         # Otherwise what counts as warm-up depends on the order.
         assert diagnose(later_first, min_steps=1, min_seconds=0).verdict == diagnosis.verdict
+
+
+def test_no_interval_is_computed_for_what_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training thread judges, and an interval takes milliseconds."""
+    computed: list[Any] = []
+    monkeypatch.setattr("lightning_gpu_tools.advice.diagnosis.mean_interval", computed.append)
+    spans = [PhaseSpan(i, i + 1, {"epoch_start": 0.01, "checkpoint": 0.01}, 10) for i in range(10)]
+    diagnose(cpu_run({"epoch_start": 0.1, "checkpoint": 0.1, **STEP}, spans=spans))
+    assert not computed
+    diagnose(cpu_run({"epoch_start": 20, "checkpoint": 0.1, **STEP}, spans=spans))
+    assert computed
