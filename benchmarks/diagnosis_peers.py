@@ -8,8 +8,7 @@ callback in the script; and with this package's advisor.
 
 TraceML "names" a cause if its verdict has a word for it. RESIDUAL-HEAVY counts as a hint at a callback, a logger, a
 checkpoint, validation, the start of an epoch, a transfer, or host work inside the step, because its advice lists such
-work. COMPUTE-BOUND counts as a hint at backward and the optimizer. The sums leave out runs to which TraceML did not
-attach.
+work. The sums leave out runs to which TraceML did not attach.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ HINTED = {
     "RESIDUAL-HEAVY": (
         *("callback", "logging", "checkpoint", "validation", "epoch_start", "host_to_device_copy", "host_work"),
     ),
-    "COMPUTE-BOUND": ("backward", "optimizer"),
 }
 WHO = ("ours", "traceml", "traceml_callback")
 

@@ -45,8 +45,7 @@ def diagnosis() -> str:
         f"largest batch sizes for {len(memory['sizes'])} models: {predicted}.",
         f"The next table shows TraceML {other} (the newest) on the {peers['both']} CPU runs to which it attaches. We "
         "wrote these runs. RESIDUAL-HEAVY counts as a hint at callbacks, loggers, checkpoints, validation, epoch "
-        "starts, and transfers; COMPUTE-BOUND counts as a hint at backward and the optimizer. The kind of slow data "
-        "loading does not count.",
+        "starts, and transfers. The kind of slow data loading does not count.",
         table((f"of {peers['both']} runs", *gpus.OUTCOMES.values()), *of_both),
         source("diagnosis_peers.py", "diagnosis_peers"),
     )

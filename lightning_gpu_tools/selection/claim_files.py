@@ -17,6 +17,7 @@ import functools
 import itertools
 import os
 import re
+import shlex
 import stat
 import time
 from collections import Counter
@@ -226,7 +227,7 @@ class Folder:
                     owners[file.stat(follow_symlinks=False).st_uid] += 1
         owner_id = max(owners, key=owners.__getitem__, default=0)
         reason = f"it has more than {_MAX_FILES:,} files, most of them of {user_name(owner_id)}"
-        remove = f"find {_quoted(self.path)} -mindepth 1 -user {owner_id} -delete"
+        remove = f"find {shlex.quote(self.path)} -mindepth 1 -user {owner_id} -delete"
         return _unusable(self.path, reason, f"{user_name(owner_id)} or an administrator can remove them: {remove}")
 
     def _skip(self, file: str, reason: str) -> None:
@@ -407,12 +408,6 @@ def was_told(path: str) -> bool:
     return False
 
 
-def _quoted(path: str) -> str:
-    import shlex  # only for messages
-
-    return shlex.quote(path)
-
-
 def _create_and_open(path: str) -> int:
     give_up_s = time.monotonic() + _TIMEOUT_CREATION_S
     while True:
@@ -511,7 +506,7 @@ def _holder_of_lock(descriptor: int, path: str, began_s: float) -> tuple[str, st
     """Return who has locked the folder since ``began_s``, in seconds since boot, and what to do."""
     found = os.fstat(descriptor)
     file = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino} "
-    unknown = "a process that cannot be identified", f"Root can find it: fuser -v {_quoted(path)}"
+    unknown = "a process that cannot be identified", f"Root can find it: fuser -v {shlex.quote(path)}"
     lines = read_kernel_file("/proc/locks").splitlines()
     pid = next((line.split()[-4] for line in lines if file in line and "->" not in line), "0")  # arrow: it waits
     # This process took the lock. Since then, it may have left the lock to a child, and another may have got its PID.

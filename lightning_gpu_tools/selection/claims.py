@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -250,8 +251,6 @@ class Ledger:
 
     def put(self, kind: str, content: dict[str, Any]) -> Held:
         """Create an entry of this process."""
-        import json
-
         assert self._folder is not None, "only a ledger of open_ledger can be written to"
         process = process_id(os.getpid())
         record = {
@@ -273,10 +272,7 @@ class Ledger:
             return
         closed: list[Unreadable] = []
         unreadable = self._folder.unreadable
-        entries = self._folder.entries(kind)
-        if entries:
-            import json  # a pick needs it only where somebody has claims
-        for entry in entries:
+        for entry in self._folder.entries(kind):
             problem = functools.partial(claim_files.Unreadable, owner_id=entry.owner_id)
             try:
                 closed_file = f"{entry.name}.sock" if entry.is_closed else None

@@ -97,6 +97,9 @@ class GpuSelection:
         if self._claim:
             self._claim.release()
 
+    def __repr__(self) -> str:
+        return f"GpuSelection(gpus={self.gpus!r}, reason={self.reason!r})"
+
     def __str__(self) -> str:
         return self.reason or f"{self.cuda_visible_devices}, which another process of this job has picked"
 

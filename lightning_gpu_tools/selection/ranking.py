@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from lightning_gpu_tools.arguments import check_percentage
 from lightning_gpu_tools.gpus.readings import (
     FOREIGN,
     MAX_USERS,
@@ -53,8 +54,6 @@ class Request:
             if value not in (True, False):
                 raise ValueError(f"{option} must be True or False, got {value!r}.")
         if max_utilization is not None:
-            from lightning_gpu_tools.arguments import check_percentage  # most picks need none of it
-
             check_percentage(max_utilization, "max_utilization")
         if name is not None and not (isinstance(name, str) and name.strip()):
             raise ValueError(f'name must be a part of a model\'s name like "A100", got {name!r}.')

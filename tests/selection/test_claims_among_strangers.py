@@ -37,7 +37,6 @@ from lightning_gpu_tools.selection.claims import open_ledger, read_ledger
 import fcntl, json, socket
 # Another user may not be able to read the files that Python imports, so that has to be done before.
 import argparse, ctypes.util, dataclasses, locale, logging, mmap, psutil, pynvml, rich.console, rich.table, select
-import shlex
 import lightning_gpu_tools.selection.placement
 from lightning_gpu_tools.gpus.nvml import probe
 from lightning_gpu_tools.cli import gpus, pick, run
