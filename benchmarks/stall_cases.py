@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import signal
@@ -24,7 +23,6 @@ from torchmetrics import MeanMetric
 
 from lightning_gpu_tools import GPUUtilizationMonitor, watch
 from lightning_gpu_tools.training import stacks
-from lightning_gpu_tools.training.lock_alarm import STACKS_NAME
 
 StallAfter = float | Literal["auto"]
 
@@ -204,20 +202,6 @@ def uneven_batches(
         data = Data(length=6 * AT + 1)
         loader = {"sampler": DistributedSampler(data, 2, rank, drop_last=True)}
     fit(folder, stall_after_s, meet, data=data, loader=loader, **options)
-
-
-def hold(seconds: int) -> None:
-    """Sleep in C code that holds the global interpreter lock."""
-    ctypes.PyDLL(None).sleep(seconds)
-
-
-def held_lock(folder: Path, rank: int, stall_after_s: StallAfter) -> None:
-    def act(model: Model, step: int) -> None:
-        # The alarm for a held lock writes to this file, so it must exist first.
-        if step >= AT and (folder / "gpu_report" / STACKS_NAME).exists():
-            hold(10_000)
-
-    fit(folder, stall_after_s, data=Data(length=1_000_000), model=Model(act))
 
 
 def log_on_ranks(
@@ -452,7 +436,6 @@ STALLS = {
     },
     "a callback that waits": Case(waiting_callback, "callback", "Acting waits for a lock in hang"),
     "swap thrash": Case(swapping, "swap", "every task waited for memory in 91 %"),
-    "C code that holds Python's lock": Case(held_lock, "held_lock", "The training thread was in hold ("),
     "an error swallowed on one rank": Case(
         swallowed_error, "rank_left", "Rank 1 stopped training at step 13 (stopped by ValueError", 2, 1
     ),

@@ -25,7 +25,7 @@ VARIABLES = {
     "TORCH_DISTRIBUTED_DEBUG": "INFO|DETAIL",
 }
 _MODULES = (
-    *("lightning_gpu_tools", "lightning_gpu_tools.strategies", "lightning_gpu_tools.types", "builtins", "ctypes"),
+    *("lightning_gpu_tools", "lightning_gpu_tools.strategies", "lightning_gpu_tools.types", "builtins"),
     *("lightning.pytorch", "lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.plugins.io"),
     *("lightning.pytorch.strategies", "lightning.fabric", "torch", "torch.nn.parallel", "torch.utils.data"),
     *("torch.optim", "torch.optim.lr_scheduler"),

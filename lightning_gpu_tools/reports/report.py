@@ -110,7 +110,6 @@ class Report:
         allocator_failures: Number of times that torch's allocator ran out of memory on rank 0 and the run continued:
             the program or cuDNN caught the error, or a search for the largest batch size provoked it.
         stalls: Times in which training made no progress, with the reason.
-        stall_note: Reason why stalls may be missing.
         failure: Why the run ended and what to do, if known beyond its error.
         loader: Result of NumWorkersFinder, if it finished.
         settings: Settings that two runs must share to be compared: CPU, accelerator, precision, batch size, loader,
@@ -145,7 +144,6 @@ class Report:
     memory: tuple[MemoryAccount, ...] = ()
     allocator_failures: int = 0
     stalls: tuple[Stall, ...] = ()
-    stall_note: str | None = None
     failure: str | None = None
     loader: LoaderSummary | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -8,21 +8,14 @@ import errno
 import os
 import threading
 import time
-from datetime import datetime, timezone
-from pathlib import Path
 
 from lightning_gpu_tools import files
-from lightning_gpu_tools.advice.stall_excuses import is_excused
-from lightning_gpu_tools.advice.stalls import Stall, explain_process
 from lightning_gpu_tools.arguments import path_text
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import is_running
 from lightning_gpu_tools.reports.report import CUT_OFF, FILE_NAME, PREVIOUS_NAME, RUNNING, Report
 from lightning_gpu_tools.reports.schema import from_json, to_json
-from lightning_gpu_tools.training.lock_alarm import held_in
-from lightning_gpu_tools.training.phases import UNEXPLAINED
 from lightning_gpu_tools.training.run_measurements import ACTIVITIES
-from lightning_gpu_tools.training.stall_facts import StallFacts
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 # Where reports are in a folder of runs: up to logs/name/version_0.
@@ -57,8 +50,7 @@ def load_report(path: str | os.PathLike[str]) -> Report:
     if report.outcome != RUNNING:
         return report
     age_s = None if status.modified_s is None else time.time() - status.modified_s
-    last = _stall_at_last(report, files.local_path(file))
-    return dataclasses.replace(report, outcome=_outcome_now(report, age_s), stalls=(*report.stalls, *last))
+    return dataclasses.replace(report, outcome=_outcome_now(report, age_s))
 
 
 def find_report(path: str | os.PathLike[str]) -> str:
@@ -106,26 +98,6 @@ def _unreadable(path: str, error: Exception) -> ReportError:
     if isinstance(error, FileNotFoundError):  # some file systems raise it without text
         reason = os.strerror(errno.ENOENT)
     return ReportError(f"Cannot read a report from {printable(repr(path), 300)}: {reason}.")
-
-
-def _stall_at_last(report: Report, file: str | None) -> list[Stall]:
-    """Return the stall of a run that can no longer write its report, because C code holds the GIL."""
-    found = None if file is None else held_in(Path(file).parent, report.process)
-    if found is None or is_excused(found[0].stack):
-        return []
-    held, since_s = found
-    why = explain_process(StallFacts(phase=UNEXPLAINED, stack=held.stack, lock_is_held=True))
-    return [
-        Stall(
-            began_at=datetime.fromtimestamp(since_s, timezone.utc).isoformat(timespec="seconds"),
-            lasted_s=held.lasted_s,
-            is_over=False,
-            step=report.steps,
-            phase=UNEXPLAINED,
-            stack=tuple(map(str, held.stack)),
-            **why._asdict(),
-        )
-    ]
 
 
 def _outcome_now(report: Report, age_s: float | None) -> str:

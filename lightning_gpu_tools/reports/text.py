@@ -240,8 +240,6 @@ def measuring_lines(report: Report) -> list[str]:
     if report.unseen:
         unseen = ", ".join(printable(one, 300) for one in report.unseen)
         lines.append(f"Not measured, because this kernel, driver, Lightning or torch does not support it: {unseen}.")
-    if report.stall_note:
-        lines.append(printable(report.stall_note, 500))
     if report.monitor_us_per_step is not None:
         own, thread_us = format_duration(report.monitor_us_per_step / 1e6), report.monitor_thread_us_per_step
         thread = "" if thread_us is None else f", plus {format_duration(thread_us / 1e6)} of CPU time in the background"

@@ -110,7 +110,6 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         memory=session.ranks.memory_accounts(memory, all_ranks=ended),
         allocator_failures=ending.allocator_failures,
         stalls=session.stalls,
-        stall_note=None if session.stall_watch is None else session.stall_watch.alarm.note,
         failure=None if ending.failure is None else str(ending.failure),
         loader=None if session.loader_result is None else summarize(session.loader_result),
         settings=settings,
@@ -196,9 +195,6 @@ class RunningReport:
         report = _with_gpus(report, gpus)
         self.file.save(report)
         self._saved = report
-        folder = files.local_path(self.file.folder)
-        if session.stall_watch is not None and folder is not None:
-            session.stall_watch.alarm.keep_in(Path(folder))
         return min(WRITE_EVERY_S, max(FIRST_WRITE_S, report.wall_s))
 
     def give_up(self) -> None:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta, timezone
@@ -23,7 +23,6 @@ from lightning_gpu_tools.errors import StalledTrainingWarning
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.collective_record import called_collectives
-from lightning_gpu_tools.training.lock_alarm import LockAlarm
 from lightning_gpu_tools.training.phases import CHECKPOINT, base_phase
 from lightning_gpu_tools.training.rank_exchange import Board, RankPlace
 from lightning_gpu_tools.training.stacks import (
@@ -56,7 +55,6 @@ StallAfter = float | Literal["auto"] | None
 _POLLS = 12  # within the limit for a stall
 _MAX_INTERVAL_S = 5.0  # between two polls
 _SAMPLE_S = 0.5  # duration of a sample of the processes
-_LOCK_GRACE_S = 5.0  # until C code is suspected of holding the GIL
 _MISSED = 6  # missed messages after which a rank is silent
 _WRITING_BYTES = 1 << 20  # between two polls: a checkpoint that makes progress
 _MAX_PRINTED, _MAX_KEPT = 8, 50  # calls of a stack
@@ -100,7 +98,6 @@ class StallWatch:
         self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
         first_s = limit_s(stall_after_s, 0.0)
         self._interval_s = min(_MAX_INTERVAL_S, first_s / _POLLS)
-        self._grace_s = min(_LOCK_GRACE_S, first_s)
         timeout_s = compat.collective_timeout_s() if place.world_size > 1 else None
         self._patience = Patience(stall_after_s, self._interval_s, timeout_s)
         self._received: dict[int, tuple[int, float]] = {}  # by rank: its last turn, and when it arrived
@@ -109,8 +106,6 @@ class StallWatch:
         self._written = 0
         self._is_reported = self._is_closed = False
         self._stacks = ForkedStacks()
-        self.alarm = LockAlarm(self._thread)
-        self._spent_s: Mapping[str, float] = {}  # by phase, when the alarm was last armed
         self.jobs = BackgroundJobs()
         self.jobs.add("Watching for stalls", self._poll)
 
@@ -119,11 +114,9 @@ class StallWatch:
         if self._is_closed:
             return
         self._is_closed, self.ended = True, ended
-        self._report_held_lock()  # it may have been held until just now
         self.jobs.close()
         if ended is not None:
             self._publish(self._phase)
-        self.alarm.close()
         self._stacks.close()
 
     def pass_on(self) -> None:
@@ -134,7 +127,6 @@ class StallWatch:
     # In the thread
 
     def _poll(self) -> float:
-        self._report_held_lock()
         clock, patience = self._clock, self._patience
         now_s, stuck_s, phase = clock.now_s, patience.stuck_s, self._phase
         since_s = clock.since_s if clock.running else now_s
@@ -151,8 +143,6 @@ class StallWatch:
         self._publish(phase)
         if self._is_reported:
             self._change_stall(lasted_s=patience.stuck_s)
-        self._spent_s = clock.so_far()
-        self.alarm.arm(max(patience.due_s, 0.0) + self._grace_s + self._interval_s)
         return self._interval_s
 
     @property
@@ -176,7 +166,6 @@ class StallWatch:
             self._patience.excuse()
             return
         if self._own is None or self._is_reported:
-            self.alarm.arm(_LOCK_GRACE_S + self._grace_s)  # the next calls take a while
             self._own = explain_process(self._facts(phase, stack, frames))
             self._groups = called_collectives() if self._place.world_size > 1 else ()
             if (phase, mark) != (self._phase, self._mark(phase)):  # training has continued
@@ -302,18 +291,6 @@ class StallWatch:
             self._is_reported = True
         self._write_report()
         self._say("\n".join(lines))
-
-    def _report_held_lock(self) -> None:
-        held, clock, before_s = self.alarm.take(), self._clock, self._spent_s
-        if held is None or self._is_reported or is_excused(held.stack):
-            return
-        spent_s, step = clock.so_far(), clock.steps
-        # Training has already continued, so this is the phase that took most of the time.
-        phase = max(spent_s, key=lambda one: spent_s[one] - before_s.get(one, 0.0), default=self._phase)
-        found = explain_process(StallFacts(phase=phase, stack=held.stack, lock_is_held=True))
-        stack = tuple(str(frame) for frame in held.stack[-_MAX_KEPT:])
-        self._keep(found, held.lasted_s, is_over=True, step=step, phase=phase, stack=stack)
-        self.notes.append(f"{headline(phase, held.lasted_s, step)} It has continued. {found.why} {found.next_step}")
 
     def _keep(self, found: Explanation, lasted_s: float, **facts: Any) -> None:
         began = datetime.now(timezone.utc) - timedelta(seconds=lasted_s)

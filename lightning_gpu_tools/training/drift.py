@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, cast, get_args
 import torch
 
 from lightning_gpu_tools.host import resident_memory_bytes
-from lightning_gpu_tools.training.lock_alarm import STACKS_NAME
 from lightning_gpu_tools.training.run_measurements import LogFile, Quantity
 from lightning_gpu_tools.training.stacks import io_counters
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
@@ -155,7 +154,7 @@ class Drift:
     def _files_in(self, folder: str) -> Iterator[tuple[str, int]]:
         with os.scandir(folder) as entries:
             for entry in islice(entries, _MAX_FILES):
-                if entry.is_file() and not entry.name.startswith((".", self._own, STACKS_NAME)):
+                if entry.is_file() and not entry.name.startswith((".", self._own)):
                     yield entry.name, entry.stat().st_size
 
     def facts(self, storage: Points = ()) -> dict[Quantity, Points]:

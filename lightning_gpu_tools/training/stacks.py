@@ -11,7 +11,6 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -128,12 +127,6 @@ def catches(pid: int, signal_number: int) -> bool:
     return bool(int(mask, 16) >> (signal_number - 1) & 1)
 
 
-def voluntary_switches(thread: int) -> int | None:
-    """Return the number of times a thread of this process has started to wait; ``None`` if unknown."""
-    value = _value(read_proc("self", "task", thread, "status"), "voluntary_ctxt_switches")
-    return None if value is None else int(value)
-
-
 def swapped_pages() -> int:
     """Return the number of pages that the machine has swapped in and out since it started."""
     words = read_proc("vmstat").split()
@@ -181,12 +174,8 @@ TRAINER_FILE, TRAINER_FUNCTIONS = os.path.join("trainer", "trainer.py"), ("fit",
 
 def stack_in_fit(frames: list[FrameType]) -> tuple[Frame, ...]:
     """Return the calls inside the Trainer's, if there is one, without those of this package."""
-    return innermost_in_fit([_frame(one.f_code.co_filename, one.f_lineno or 0, one.f_code.co_name) for one in frames])
-
-
-def innermost_in_fit(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return the same calls for a stack that was read elsewhere."""
-    stack = tuple(one for one in frames if not one.file.startswith(_OWN))
+    calls = [_frame(one.f_code.co_filename, one.f_lineno or 0, one.f_code.co_name) for one in frames]
+    stack = tuple(call for call in calls if not call.file.startswith(_OWN))
     for i, call in reversed(list(enumerate(stack))):
         if call.function in TRAINER_FUNCTIONS and call.file.endswith(TRAINER_FILE):
             return stack[i + 1 :]

@@ -116,7 +116,6 @@ class StallFacts:
     gpu_busy_percent: float | None = None
     swapped_pages_per_s: float = 0.0  # on the whole machine
     memory_stall_percent: float = 0.0  # of the last 10 s, with all tasks stalled; 0 if unknown
-    lock_is_held: bool = False  # C code holds the GIL: only phase and stack are then known
 
 
 def users_frame(stack: tuple[Frame, ...]) -> Frame | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -24,10 +22,7 @@ from torch.torch_version import TorchVersion
 
 from lightning_gpu_tools import GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.advice.stalls import Stall
-from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import ReportError, StalledTrainingWarning
-from lightning_gpu_tools.reports.text import render_text
-from lightning_gpu_tools.training.lock_alarm import STACKS_NAME
 from lightning_gpu_tools.units import format_duration
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -38,13 +33,11 @@ from stall_cases import (
     STALLS,
     Acting,
     Case,
-    Model,
     blocked_worker,
     compute_on_ranks,
     deadlocked_workers,
     evaluation,
     fit,
-    hold,
     log_on_ranks,
     save_on_ranks,
     swallowed_error,
@@ -99,8 +92,6 @@ def test_what_hangs_is_named_while_it_hangs(name: str, said: dict[str, tuple[Sta
     assert stall.next_step
     assert stall.stack
     assert len(stall.ranks) == (case.ranks if case.ranks > 1 else 0)
-    if stall.cause == "held_lock":  # nobody can speak
-        return
     texts = [(folder / f"stderr{rank}").read_text() for rank in range(case.ranks)]
     # One rank speaks for all: again after four times as long, which a busy machine may take to get here.
     assert [stall.why in text for text in texts] == [True, *[False] * (case.ranks - 1)]
@@ -252,155 +243,3 @@ def test_what_is_no_duration_is_refused(stall_after_s: Any) -> None:
         GPUUtilizationMonitor(stall_after_s=stall_after_s)
     with pytest.raises(ValueError, match="stall_after_s must be"):
         watch(stall_after_s=stall_after_s)
-
-
-# Trainings that go on after C code has held Python's lock, or after all of the process was stopped
-
-HELD_S, HOLD_AFTER_S = 3, 0.5
-
-
-def holds_for_a_while(folder: Path, rank: int) -> None:
-    fit(folder, HOLD_AFTER_S, model=Model(lambda model, step: hold(HELD_S) if step == AT else None))
-
-
-def is_stopped_for_a_while(folder: Path, rank: int) -> None:
-    def act(model: Model, step: int) -> None:
-        if step == AT:
-            process = os.getpid()
-            if not os.fork():
-                os.kill(process, signal.SIGSTOP)
-                time.sleep(HELD_S)
-                os.kill(process, signal.SIGCONT)
-                os._exit(0)
-            os.wait()
-
-    fit(folder, HOLD_AFTER_S, model=Model(act))
-
-
-def uses_the_timer_itself(folder: Path, rank: int) -> None:
-    import faulthandler  # at the top it would be taken for one that all trainings here may have set
-
-    with (folder / "theirs").open("w+") as theirs:
-        set_timer = Acting("on_train_start", lambda trainer: faulthandler.dump_traceback_later(2 * HELD_S, file=theirs))
-        model = Model(lambda model, step: hold(HELD_S) if step == AT else None)
-        fit(folder, HOLD_AFTER_S, set_timer, model=model)
-        while not (folder / "theirs").stat().st_size:
-            time.sleep(0.1)
-
-
-@pytest.fixture(scope="module")
-def went_on(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., None], Path]:
-    """The folders of trainings that ran at the same time."""
-    trainings = (holds_for_a_while, is_stopped_for_a_while, uses_the_timer_itself)
-    folders = {train: tmp_path_factory.mktemp("went_on") for train in trainings}
-    started = [start_ranks(folder, train, ranks=1)[0] for train, folder in folders.items()]
-    for process in started:
-        process.join(150)
-    assert [process.exitcode for process in started] == [0, 0, 0]
-    return folders
-
-
-def test_a_training_that_goes_on_says_who_held_the_lock(went_on: dict[Callable[..., None], Path]) -> None:
-    folder = went_on[holds_for_a_while]
-    (stall,) = load_report(folder).stalls
-    assert (stall.cause, stall.is_over, stall.phase) == ("held_lock", True, "training_step/forward")
-    assert stall.step > AT
-    assert stall.lasted_s >= HELD_S / 2
-    assert f"in hold ({stall_cases.__file__}:" in stall.why
-    assert stall.stack[-1].endswith(" in hold")
-    assert (folder / "stderr0").read_text().count(stall.why) == 1
-    assert not [*folder.rglob(STACKS_NAME)]
-
-
-def test_a_process_that_was_stopped_held_no_lock(went_on: dict[Callable[..., None], Path]) -> None:
-    report = load_report(went_on[is_stopped_for_a_while])
-    assert report.stalls == ()
-    assert report.stall_note is None
-
-
-def test_a_timer_of_the_program_goes_first(went_on: dict[Callable[..., None], Path]) -> None:
-    folder = went_on[uses_the_timer_itself]
-    report = load_report(folder)
-    assert report.stalls == ()
-    assert report.stall_note == (
-        f"C code that holds the GIL may not be detected: {__file__} uses faulthandler's timer."
-    )
-    assert report.stall_note in " ".join(render_text(report).split())
-    assert (folder / "theirs").read_text().count("Timeout (0:00:06)!") == 1
-
-
-def test_a_killed_run_says_who_holds_the_lock(
-    said: dict[str, tuple[Stall, Path]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = said["C code that holds Python's lock"][1]
-    assert main(["report", str(folder)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"\(cut off after step \d+", shown)
-    assert re.search(r"No progress for [\d.]+ s at step \d+: C code held the GIL", shown)
-    assert re.search(r"was in hold \(\S+stall_cases.py:\d+\)", shown)
-
-
-@pytest.mark.parametrize("text", ["", "{}\n", "[1]\nTimeout (0:00:01)!\n", "Timeout", "\x00\xff"])
-def test_a_broken_file_of_stacks_is_passed_over(said: dict[str, tuple[Stall, Path]], tmp_path: Path, text: str) -> None:
-    report = said["C code that holds Python's lock"][1] / "gpu_report" / "gpu_report.json"
-    (tmp_path / report.name).write_text(report.read_text())
-    (tmp_path / STACKS_NAME).write_text(text)
-    assert load_report(tmp_path).stalls == ()
-
-
-ALARM = "from lightning_gpu_tools.training.lock_alarm import LockAlarm\nalarm = LockAlarm(1)\nalarm.arm(100)\n"
-
-
-@pytest.mark.parametrize(
-    ("theirs", "dumps", "note"),
-    [("dump_traceback_later(0.3)", 1, " may use faulthandler's timer."), ("enable()", 0, "None")],
-)
-def test_only_a_timer_that_was_set_before_the_run_goes_first(
-    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]], theirs: str, dumps: int, note: str
-) -> None:
-    script = tmp_path / "theirs.py"
-    script.write_text(
-        f"import faulthandler, time\nfaulthandler.{theirs}\n{ALARM}print(alarm.note)\nalarm.close()\ntime.sleep(0.8)"
-    )
-    child = run_python(str(script))
-    assert child.stderr.count("Timeout") == dumps
-    assert child.stdout.endswith(f"{note}\n")
-    assert (str(script) in child.stdout) == bool(dumps)
-
-
-def test_stacks_written_before_the_last_beat_are_no_stall(
-    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    """A stopped process may go on with the thread that watches before that of the timer."""
-    script = tmp_path / "late.py"
-    late = "while path.stat().st_size == size: time.sleep(0.01)\n"
-    script.write_text(
-        f"import time\nfrom pathlib import Path\n{ALARM}path = Path({str(tmp_path / STACKS_NAME)!r})\n"
-        f"alarm.keep_in(path.parent)\nsize = path.stat().st_size\n"
-        f"alarm.arm(0.01)\n{late}alarm.arm(100)\nprint(alarm.take())\n"
-        f"alarm.arm(0.01)\n{late}print(alarm.take() is None)\n"
-    )
-    assert run_python(str(script)).stdout == "None\nFalse\n"
-
-
-def test_a_lock_that_was_held_is_seen_whatever_the_switch_interval_is_by_then(
-    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    """Source lines may begin to be sampled, at a hundred times as short an interval, as soon as the lock is free."""
-    script = tmp_path / "held.py"
-    script.write_text(
-        f"import ctypes, sys, threading, time\n{ALARM}armed = threading.Event()\n"
-        "def watch():\n    alarm.arm(0.5)\n    armed.set()\n    time.sleep(0.1)\n"
-        "    sys.setswitchinterval(0.0001)\n    print(alarm.take() is not None)\n"
-        "watcher = threading.Thread(target=watch)\nwatcher.start()\narmed.wait()\n"
-        "ctypes.PyDLL(None).sleep(2)\nwatcher.join()\nalarm.close()\n"
-    )
-    assert run_python(str(script)).stdout == "True\n"
-
-
-def test_a_forked_process_ends_while_the_timer_runs(
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
-    """Python waits at its end for the thread of a timer that was set before the fork, and that is not there."""
-    fork = "import os, sys\nchild = os.fork()\nif not child: sys.exit()\nos.waitpid(child, 0)\nalarm.close()\n"
-    assert run_python("-c", ALARM + fork, timeout=20).returncode == 0

@@ -142,7 +142,6 @@ def test_the_file_of_a_logger_that_grows_is_found(clock: StepClock, tmp_path: Pa
     for rows in (1, 20, 300):
         (tmp_path / "metrics.csv").write_text("step,loss\n" * rows)
         (tmp_path / "gpu_report.json").write_text("x" * 100_000 * rows)
-        (tmp_path / "gpu_stacks.txt").write_text("x" * 100_000 * rows)
         one.poll()
     assert one.log_files == {"CSVLogger": LogFile(name="metrics.csv", size_bytes=3000, rows=300)}
     (tmp_path / "metrics.csv").write_text("step,loss\n")  # it is just being written again

@@ -29,7 +29,6 @@ CAUSE = StallCause(
     says="everything is slow, and the disk is busy",
     change="use fewer workers or smaller batches, or end other programs",
     find=find,
-    after=("held_lock",),
     verified_on="measurements",
     sick=StallFacts(phase=FORWARD, swapped_pages_per_s=30_000.0),
     healthy=StallFacts(phase=FORWARD, swapped_pages_per_s=300.0),
