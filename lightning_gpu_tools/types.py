@@ -14,14 +14,12 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.reports.report import Report
     from lightning_gpu_tools.selection.picking import GpuSelection
     from lightning_gpu_tools.trainer.watch import TrainingWatch
-    from lightning_gpu_tools.training.free_memory import FreedGpu, FreedMemory
+    from lightning_gpu_tools.training.free_memory import FreedMemory
     from lightning_gpu_tools.training.run_measurements import LoaderSettings
-    from lightning_gpu_tools.training.tensor_holders import MemoryHolder
 
 _MODULE_OF = {
     "Diagnosis": "advice.findings",
     "Finding": "advice.findings",
-    "FreedGpu": "training.free_memory",
     "FreedMemory": "training.free_memory",
     "GpuClaim": "gpus.readings",
     "GpuProcess": "gpus.readings",
@@ -31,7 +29,6 @@ _MODULE_OF = {
     "LoaderResult": "advice.loader_plan",
     "LoaderSettings": "training.run_measurements",
     "LoaderTrial": "advice.loader_plan",
-    "MemoryHolder": "training.tensor_holders",
     "Report": "reports.report",
     "TrainingWatch": "trainer.watch",
 }
@@ -39,7 +36,6 @@ _MODULE_OF = {
 __all__ = [
     "Diagnosis",
     "Finding",
-    "FreedGpu",
     "FreedMemory",
     "GpuClaim",
     "GpuProcess",
@@ -49,7 +45,6 @@ __all__ = [
     "LoaderResult",
     "LoaderSettings",
     "LoaderTrial",
-    "MemoryHolder",
     "Report",
     "TrainingWatch",
 ]
