@@ -18,7 +18,6 @@ from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
 _SHARED_MEMORY = Path("/dev/shm")  # workers pass batches through it
 _CGROUP_MOUNT, _CGROUP_MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _STAT, _VMSTAT = Path("/proc/stat"), Path("/proc/vmstat")
-_PRESSURE = Path("/proc/pressure/io")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,13 +116,6 @@ def private_memory_bytes(pids: list[int]) -> list[int]:
     """Return the bytes that each process does not share with others, for processes that report it."""
     private = [_sum_bytes(f"{pid}/smaps_rollup", "Private_Clean|Private_Dirty") for pid in pids]  # Linux 4.14
     return [size for size in private if size is not None]
-
-
-def io_pressure_s() -> float | None:
-    """Return the seconds in which some task of this cgroup (or else the host) waited for I/O; ``None`` if unknown."""
-    files = [*(group / "io.pressure" for group in reversed(_cgroup_folders("io"))), _PRESSURE]
-    some = next(filter(None, map(read_kernel_file, files)), "").partition("total=")[2].split()
-    return int(some[0]) / 1e6 if some else None
 
 
 def oom_kills() -> int:

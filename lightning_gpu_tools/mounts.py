@@ -7,14 +7,6 @@ from typing import NamedTuple
 
 from lightning_gpu_tools.processes import read_kernel_file
 
-# File system types as in mountinfo. The part after "fuse." is the name of a program.
-MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
-DISK_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs"})
-_NETWORK_FILE_SYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "afs", "wekafs", "panfs", "orangefs", "pvfs2"}
-    | {"fuse.sshfs", "fuse.gcsfuse", "fuse.s3fs", "fuse.rclone", "fuse.glusterfs", "fuse.juicefs", "fuse.ceph-fuse"}
-)
-
 
 class Mount(NamedTuple):
     """A mounted file system."""
@@ -50,10 +42,3 @@ def mount_of(path: str, mounts: Mapping[str, Mount]) -> Mount | None:
     while path not in mounts and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return mounts.get(path)
-
-
-def is_network(file_system: str) -> bool | None:
-    """Return whether a file system type is a network file system; ``None`` if unknown (such as ``overlay``)."""
-    if file_system in _NETWORK_FILE_SYSTEMS:
-        return True
-    return False if file_system in DISK_FILE_SYSTEMS | MEMORY_FILE_SYSTEMS else None

@@ -15,7 +15,6 @@ from lightning_gpu_tools.host import (
     children_cpu_s,
     cores_in_reach,
     idle_cpu_s,
-    io_pressure_s,
     oom_kills,
     private_memory_bytes,
     read_host_budget,
@@ -207,29 +206,3 @@ def test_killed_processes_are_counted_where_the_job_is(
     (tmp_path / "vmstat").unlink()  # no Linux
     cgroup("", {})
     assert oom_kills() == 0
-
-
-PRESSURE = "some avg10=0.16 avg60=0.16 avg300=0.50 total={}\nfull avg10=0.00 avg60=0.00 avg300=0.14 total=9\n"
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "seconds"),
-    [
-        (
-            "0::/pod/job\n",
-            {f"{group}/io.pressure": PRESSURE.format(n) for group, n in (("pod", 8), ("pod/job", 3_000_000))},
-            3,
-        ),
-        ("0::/pod/job\n", {"pod/job/cpu.max": "max 100000"}, 370.5),  # without its own count: the machine
-        ("", {}, 370.5),
-    ],
-)
-def test_the_pressure_on_storage_is_that_of_the_job(
-    cgroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, membership: str, files: dict[str, str], seconds: float
-) -> None:
-    monkeypatch.setattr(host, "_PRESSURE", tmp_path / "pressure")
-    (tmp_path / "pressure").write_text(PRESSURE.format(370_500_000))
-    cgroup(membership, files)
-    assert io_pressure_s() == seconds
-    (tmp_path / "pressure").unlink()
-    assert io_pressure_s() == (None if seconds > 3 else seconds)

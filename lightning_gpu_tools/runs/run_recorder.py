@@ -31,7 +31,6 @@ from lightning_gpu_tools.host import (
     children_cpu_s,
     cores_in_reach,
     idle_cpu_s,
-    io_pressure_s,
     read_host_budget,
     throttled_periods,
 )
@@ -56,11 +55,10 @@ from lightning_gpu_tools.training.run_measurements import (
     RunMeasurements,
     SourceLine,
     StepBlock,
-    Storage,
 )
 from lightning_gpu_tools.training.stacks import ThreadTimes, added_times, thread_times
 from lightning_gpu_tools.training.step_clock import StepClock
-from lightning_gpu_tools.training.storage import StorageWatch
+from lightning_gpu_tools.training.storage import Storage, path_of_data, storage_of
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 from lightning_gpu_tools.units import printable
 
@@ -114,7 +112,6 @@ class HostReading(NamedTuple):
     threads: dict[int, ThreadTimes]  # of this process
     throttled_periods: tuple[int, int]
     pressure_s: float | None
-    io_pressure_s: float | None
 
 
 class RunRecorder:
@@ -144,11 +141,8 @@ class RunRecorder:
         clock.ready_batches = self._loaders.ready_batches
         clock.warm_up_steps = max(clock.warm_up_steps, 2 * clock.ready_batches)
         self._workers = WorkerWatch(lambda: run.iterator)
-        self._storage = StorageWatch(
-            lambda: compat.worker_pids(run.iterator),
-            lambda: None if run.loader is None else run.loader.dataset,
-            lambda: run.checkpoint_folder,
-        )
+        self._storage: Storage | None = None  # of the dataset
+        self._checkpoint_storage: Storage | None = None
         self._next_poll, self._next_poll_s = 0, 0.0  # step, and time by the clock
         self._batch_items: deque[int | None] = deque(maxlen=_MAX_BATCHES)  # of completed steps
 
@@ -202,9 +196,13 @@ class RunRecorder:
         """Poll the threads of the loader's workers, and return the seconds until the next poll."""
         return self.facts.read("the threads of the loader's workers", self._workers.poll_threads, math.inf)
 
-    def poll_storage(self) -> float:
-        """Poll the storage of the dataset and of checkpoints, and return the seconds until the next poll."""
-        return self.facts.read("the storage of the dataset", self._storage.poll, math.inf)
+    def read_storage(self) -> float:
+        """Read the file systems of the dataset and of checkpoints, in any thread, once."""
+        read, run = self.facts.read, self.run
+        dataset = None if run.loader is None else run.loader.dataset
+        self._storage = read("the storage of the dataset", lambda: storage_of(path_of_data(dataset)), None)
+        self._checkpoint_storage = read("the storage of checkpoints", lambda: storage_of(run.checkpoint_folder), None)
+        return math.inf
 
     @property
     def loader(self) -> LoaderSettings | None:
@@ -262,7 +260,6 @@ class RunRecorder:
             threads=read("the runnable threads", thread_times, {}),
             throttled_periods=read("the cgroup's quota", throttled_periods, (0, 0)),
             pressure_s=read("the CPU pressure", pressure_s, None),
-            io_pressure_s=read("the I/O pressure", io_pressure_s, None),
         )
 
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
@@ -315,8 +312,8 @@ class RunRecorder:
             worker_cpu_s_per_batch=worker_s,
             batch_bytes=self.batch_bytes,
             loading=loading,
-            storage=self._under_pressure(self._storage.data, now),
-            checkpoint_storage=self._under_pressure(self._storage.checkpoints, now),
+            storage=self._storage,
+            checkpoint_storage=self._checkpoint_storage,
             cores=read("the use of the cores", partial(self._core_facts, now), None),
             gpu=read("the GPU's properties", self._gpu_facts, GpuFacts()) if self._on_gpu else None,
             gpu_idle=read("the GPU's idle time", clock.gpu_idle, None),
@@ -358,10 +355,6 @@ class RunRecorder:
         by_this = (now.own_cpu_s - began.own_cpu_s) / elapsed_s
         used = None if by_workers is None else self._local_ranks * (by_this + by_workers)
         return used, _per(now.idle_cpu_s, began.idle_cpu_s, elapsed_s)
-
-    def _under_pressure(self, storage: Storage | None, now: HostReading) -> Storage | None:
-        share = _per(now.io_pressure_s, self._began.io_pressure_s, now.at_s - self._began.at_s)
-        return storage and replace(storage, io_pressure_percent=None if share is None else 100 * share)
 
     def _core_facts(self, now: HostReading) -> CoreFacts | None:
         began, elapsed_s, is_known = self._began, now.at_s - self._began.at_s, self._clock.knows_core_wait

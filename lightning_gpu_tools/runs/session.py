@@ -165,7 +165,7 @@ class Session:
                 self.background.add("Sampling the use of the cores", recorder.core_users.poll)
                 self.background.add("Sampling the threads of the loader's workers", recorder.poll_worker_threads)
                 self.background.add("Reading the compilations of torch.compile", recorder.compilations.poll)
-                self.background.add("Sampling the storage", recorder.poll_storage)
+                self.background.add("Reading the storage", recorder.read_storage)
                 self.background.add("Sampling quantities that may grow", recorder.drift.poll)
             recorder.lines.start()
             self._threads += recorder.lines, self.ranks.exchange

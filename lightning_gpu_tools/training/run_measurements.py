@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any, Literal
 
 from lightning_gpu_tools.host import HostBudget
-from lightning_gpu_tools.mounts import MEMORY_FILE_SYSTEMS
 from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.memory_readings import RankMemory
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
+from lightning_gpu_tools.training.storage import Storage
 
 # What a Trainer does: its method, and in words. A loop without a Trainer is "fit".
 Stage = Literal["fit", "validate", "test", "predict"]
@@ -266,43 +266,6 @@ class LoadingFacts:
     pool_library: str | None = None  # "cv2" if a worker with more than one of these has loaded OpenCV
     early_storage_bytes_per_batch: float | None = None  # read from storage, not the page cache, in the first third
     late_storage_bytes_per_batch: float | None = None  # the same in the last third of the run
-    read_ms: float | None = None  # that a worker waited for storage per call of read; median over samples
-    read_samples: int | None = None  # of one worker between two polls, in which it read
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """A writable folder, and its free space."""
-
-    path: str
-    file_system: str
-    free_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Storage:
-    """The storage of a dataset or of checkpoints.
-
-    Attributes:
-        path: Real path of the file or folder.
-        file_system: Type of its file system, as the kernel names it: ``"nfs4"``.
-        is_network: Whether that is on other machines; ``None`` if unknown, as for ``"overlay"``.
-        io_pressure_percent: Share of time in which some task of this job, or of the machine, waited for I/O; ``None``
-            if unknown.
-        elsewhere: A local place to copy it to: a disk, or memory if it is known to fit; ``None`` if no better place was
-            found.
-    """
-
-    path: str
-    file_system: str
-    is_network: bool | None = None
-    io_pressure_percent: float | None = None
-    elsewhere: Place | None = None
-
-    @property
-    def is_memory(self) -> bool:
-        """Whether it is in memory, not on a disk."""
-        return self.file_system in MEMORY_FILE_SYSTEMS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

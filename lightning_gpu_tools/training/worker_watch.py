@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from statistics import median
 from time import monotonic  # by name: a program's tests may replace those of `time`
 
-from lightning_gpu_tools.processes import TICKS_PER_S
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.cores import SCAN_SHARE
 from lightning_gpu_tools.training.run_measurements import MANY_THREADS, LoadingFacts
@@ -23,8 +21,6 @@ from lightning_gpu_tools.training.stacks import (
 _INTERVAL_S = 1.0
 # Our defaults.
 _MAX_POINTS = 60  # of bytes read from storage; beyond that, every second point is dropped
-_MAX_READ_SAMPLES = 10_000
-_STORAGE_TICKS = 39  # delayacct_blkio_ticks of proc_pid_stat(5), counted from the state
 LONG_WAIT_S = 0.001  # shorter waits for data do not count, here and in the diagnosis
 
 
@@ -47,8 +43,6 @@ class WorkerWatch:
         self._pool_library: str | None = None  # empty: a worker had many runnable threads without OpenCV
         self._read_bytes: dict[int, int] = {}
         self.storage_points: list[tuple[int, int]] = []  # steps done, and bytes read from storage until then
-        self._reads: dict[int, tuple[int, int]] = {}  # by worker: calls of read, ticks that it waited for storage
-        self._read_s: list[float] = []  # that a worker waited for storage per call
 
     def after_long_wait(self) -> None:
         """Count how many other batches were ready after a step that waited for its batch."""
@@ -84,17 +78,9 @@ class WorkerWatch:
             if fields:
                 self._states += 1
                 self._waiting += fields[0] == "D"
-            if len(fields) > _STORAGE_TICKS and "syscr" in counters:
-                self._add_reads(pid, counters["syscr"], int(fields[_STORAGE_TICKS]))
         self.storage_points.append((steps, sum(self._read_bytes.values())))
         if len(self.storage_points) > _MAX_POINTS:
             self.storage_points = self.storage_points[::2]
-
-    def _add_reads(self, pid: int, calls: int, ticks: int) -> None:
-        calls_before, ticks_before = self._reads.get(pid, (calls, ticks))
-        self._reads[pid] = calls, ticks
-        if calls > calls_before and len(self._read_s) < _MAX_READ_SAMPLES:
-            self._read_s.append((ticks - ticks_before) / TICKS_PER_S / (calls - calls_before))
 
     def poll_threads(self) -> float:
         """Sample the workers' threads, in any thread, and return the seconds until the next poll."""
@@ -122,8 +108,6 @@ class WorkerWatch:
     def facts(self) -> LoadingFacts:
         """Return the observations so far."""
         third = len(self.storage_points) // 3
-        # Since Linux 5.14, the kernel counts these ticks only if kernel.task_delayacct is set.
-        is_counted = any(self._read_s)
         return LoadingFacts(
             samples=self._polls,
             storage_wait_share=self._waiting / self._states if self._states else None,
@@ -137,8 +121,6 @@ class WorkerWatch:
             pool_library=self._pool_library or None,
             early_storage_bytes_per_batch=_slope(self.storage_points[: third + 1]),
             late_storage_bytes_per_batch=_slope(self.storage_points[-1 - third :]),
-            read_ms=1e3 * median(self._read_s) if is_counted else None,
-            read_samples=len(self._read_s) if is_counted else None,
         )
 
 

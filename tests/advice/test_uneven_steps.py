@@ -15,7 +15,7 @@ from measured_runs import run_of
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import LOADER
 from lightning_gpu_tools.advice.uneven_steps import MIN_UNEVEN, period, uneven
-from lightning_gpu_tools.training.run_measurements import Storage
+from lightning_gpu_tools.training.storage import Storage
 
 Step = dict[str, float]
 WARM_UP = 20
@@ -116,7 +116,7 @@ def test_uneven_steps_are_named(
     ],
 )
 def test_the_storage_of_a_slow_beginning_is_named(file_system: str, is_network: bool, words: str) -> None:
-    storage = Storage(path="/d", file_system=file_system, is_network=is_network)
+    storage = Storage(path="/d", file_system=file_system)
     finding = diagnose(run_of(steps(data_loading=until(100, 0.1)), storage=storage)).findings[0]
     assert words in finding.advice
     assert ("copy" in finding.advice) is is_network

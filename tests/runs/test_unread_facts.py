@@ -29,7 +29,7 @@ SOURCES = {
     (run_recorder, "thread_times"): "the runnable threads",
     (run_recorder, "throttled_periods"): "the cgroup's quota",
     (run_recorder, "pressure_s"): "the CPU pressure",
-    (run_recorder, "io_pressure_s"): "the I/O pressure",
+    (run_recorder, "path_of_data"): "the storage of the dataset",
     (run_recorder, "affinity_cores"): "the use of the cores",
     (run_loaders, "settings_of"): "the loader's settings",
     (run_loaders, "read_loader_facts"): "the loader's dataset",

@@ -157,23 +157,3 @@ def test_reads_from_storage_are_counted_for_each_batch(kernel: Kernel) -> None:
 def test_workers_in_state_d_wait_for_storage(kernel: Kernel) -> None:
     facts = kernel.observed(workers=2, stat=lambda step: f"7 (a (b) c) {'D' if step % 2 else 'S'} 1 2 3")
     assert (facts.samples, facts.storage_wait_share) == (20, 0.5)
-
-
-def stat(ticks_in_storage: int) -> str:
-    return " ".join(["7 (a) S", *["0"] * 38, str(ticks_in_storage)])
-
-
-def test_the_wait_of_a_read_is_that_of_most_polls(kernel: Kernel) -> None:
-    """Four reads in each step: 20 ticks of waiting for storage in most steps, none in every fifth one."""
-    facts = kernel.observed(
-        workers=1,
-        io=lambda step: f"rchar: 5\nsyscr: {4 * step}\nread_bytes: {step}\n",
-        stat=lambda step: stat(ticks_in_storage=20 * (step - step // 5)),
-    )
-    assert facts.read_ms == pytest.approx(1e3 * 20 / worker_watch.TICKS_PER_S / 4)
-    assert facts.read_samples == 19
-
-
-def test_a_kernel_that_does_not_count_the_waits_says_nothing_of_them(kernel: Kernel) -> None:
-    facts = kernel.observed(workers=1, io=lambda step: f"syscr: {4 * step}\n", stat=lambda step: stat(0))
-    assert (facts.read_ms, facts.read_samples) == (None, None)

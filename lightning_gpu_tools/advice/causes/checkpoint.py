@@ -11,18 +11,17 @@ from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, cpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
 from lightning_gpu_tools.advice.host_phases import phases_of
-from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
+from lightning_gpu_tools.advice.storage import described, evidence_of
 from lightning_gpu_tools.training.phases import CHECKPOINT
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
     plugin = ": Trainer(plugins=[AsyncCheckpointIO(PortableCheckpointIO())])" if run.has_trainer else ""
-    storage, where = run.checkpoint_storage, ""
-    if storage is not None:
-        where = f" Their folder {described(storage)}."
-        if storage.elsewhere is not None:
-            where += f" Saving to {elsewhere(storage)} and copying them later may be faster."
+    storage = run.checkpoint_storage
+    where = described(storage, subject="Their folder ")
+    if storage is not None and storage.is_network:
+        where += " Saving to a local disk and copying them later may be faster."
     for one in phases_of(run, CHECKPOINT):
         rarely = f"Save {one.times} times less often{_interval(run, one.times)}"
         advice = f"{rarely}. Or save in the background{plugin}.{where}"
@@ -42,7 +41,7 @@ def _interval(run: RunMeasurements, times: int) -> str:
 CAUSE = Cause(
     begins="Writing checkpoints takes",
     says="Writing checkpoints takes ...; their folder is on `nfs4`, `ext4`, ...",
-    change="save less often, by the factor in the advice; `AsyncCheckpointIO`; save to the local disk in the advice",
+    change="save less often, by the factor in the advice; `AsyncCheckpointIO`; save to a local disk",
     find=find,
     phases=[CHECKPOINT],
     is_of_events=True,

@@ -37,7 +37,7 @@ from lightning_gpu_tools.advice.loader_plan import (
 )
 from lightning_gpu_tools.advice.single_samples import KIND as SINGLE_SAMPLES
 from lightning_gpu_tools.advice.single_samples import fetched_at_once
-from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
+from lightning_gpu_tools.advice.storage import described, evidence_of, may_be_remote
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
 from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
 from lightning_gpu_tools.training.run_measurements import (
@@ -220,7 +220,7 @@ def _shortage(
     is_certain = expected >= MIN_CEILING and lower > MIN_CEILING_LOWER
     name = _name(run.loader_now)
     settings = settings_line(now, plan.settings) + (f" for the loader{name}" if name else "")
-    in_memory, better = run.storage is not None and run.storage.is_memory, elsewhere(run.storage)
+    in_memory = run.storage is not None and run.storage.is_memory
     if plan.settings.num_workers > run.host.cores:
         waiting = f"{100 * (1 - computing):.0f} % of the time"
         settings += f". torch warns about more workers than cores: ignore it, because they wait {waiting}"
@@ -236,16 +236,16 @@ def _shortage(
         kind = "cold_cache"
         advice = (
             f"Early batches read {format_bytes(early_bytes)} each from storage, later ones from the page cache."
-            f"{_storage_facts(run)} Later epochs need no change."
-            f"{f' For the first one, copy the data to {better}.' if better else ''}"
+            f"{described(run.storage)} Later epochs need no change."
+            f"{' For the first one, copy the data to a local disk.' if may_be_remote(run.storage) else ''}"
         )
     elif not in_memory and computing < _COMPUTING and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
         kind = "io_bound"
         changes = "pack small files into large ones, or keep decoded samples in memory"
-        changes = f"Copy the data to {better}, {changes}" if better else changes.capitalize()
+        changes = f"Copy the data to a local disk, {changes}" if may_be_remote(run.storage) else changes.capitalize()
         advice = (
             f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f} % of the polls."
-            f"{_storage_facts(run)} {changes}."
+            f"{described(run.storage)} {changes}."
         )
         if plan.settings.num_workers > now.num_workers:
             more = f"{allowed.reasons} Then more" if allowed.obstacles else "More"
@@ -299,19 +299,6 @@ def _search(run: RunMeasurements) -> str:
     if run.has_trainer and run.stage == "fit":
         return "" if began and now and why_not_switched(began, now) else _FINDER
     return "" if began and why_not_searched(began) else "find_loader_settings(loader, step_time_s=...)"
-
-
-def _storage_facts(run: RunMeasurements) -> str:
-    """Return measurements of the storage, as sentences, each after a space."""
-    seen, storage, facts = run.loading or LoadingFacts(), run.storage, ""
-    if storage is not None:
-        facts += f" {described(storage)}."
-    if seen.read_ms is not None:
-        read = format_duration(seen.read_ms / 1e3)
-        facts += f" A read call waited {read} for storage (median of {seen.read_samples} samples)."
-    if storage is not None and storage.io_pressure_percent is not None:
-        facts += f" I/O pressure was {storage.io_pressure_percent:.0f} %."
-    return facts
 
 
 def _has_no_free_core(seen: LoadingFacts) -> bool:
@@ -377,7 +364,7 @@ CAUSE = Cause(
         ),
         Shape(
             "The workers were waiting for storage in ... % of the polls",
-            "copy the data to the local disk in the advice; a few large files instead of many small ones",
+            "copy the data to a local disk; a few large files instead of many small ones",
             "io_bound",
         ),
         Shape(

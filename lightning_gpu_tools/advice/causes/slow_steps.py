@@ -13,7 +13,7 @@ from dataclasses import replace
 from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import cpu_run
 from lightning_gpu_tools.advice.findings import Basis, Finding, counted
-from lightning_gpu_tools.advice.storage import described, elsewhere, evidence_of
+from lightning_gpu_tools.advice.storage import described, evidence_of, may_be_remote
 from lightning_gpu_tools.advice.uneven_steps import ACCUMULATION, Uneven, details, lost, quoted, rounded, uneven
 from lightning_gpu_tools.advice.workers_allowed import workers_allowed
 from lightning_gpu_tools.training.phases import (
@@ -126,13 +126,11 @@ def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding
         return replace(steady, evidence={**evidence, **steady.evidence})
     if begins:
         kind = "cold_cache"
-        storage, better = run.storage, elsewhere(run.storage)
-        cached = ": by then the data is cached" if storage is None or not storage.is_memory else ""
-        advice = f"Later steps need no change{cached}."
-        if storage is not None:
-            advice += f" {described(storage)}."
-        if better is not None:
-            advice += f" To speed up the beginning, copy the data to {better} before training."
+        is_memory = run.storage is not None and run.storage.is_memory
+        cached = "" if is_memory else ": by then the data is cached"
+        advice = f"Later steps need no change{cached}.{described(run.storage)}"
+        if may_be_remote(run.storage):
+            advice += " To speed up the beginning, copy the data to a local disk before training."
     else:
         kind = "slow_batches"
         advice = (
