@@ -65,12 +65,6 @@ def mpirun(rank: int, **changed: str) -> dict[str, str]:
     return {**os.environ, **told, "PMIX_NAMESPACE": "790888449", **changed}
 
 
-def mpiexec(rank: int, **changed: str) -> dict[str, str]:
-    """Return the environment that MPICH and Intel MPI give a process of two on one node."""
-    names = {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": str(rank), "PMI_SIZE": "2", "PMI_RANK": str(rank)}
-    return {**os.environ, **names, **changed}
-
-
 def by_hand(rank: int, **changed: str) -> dict[str, str]:
     """Return the environment of a rank without a launcher, from Lightning's guide to general-purpose clusters."""
     names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "NODE_RANK": "0"}

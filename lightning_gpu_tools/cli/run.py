@@ -55,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
         count, group = args.count or 1, None
         launch = find_launch(os.environ, has_mpi4py=True)
         if launch and 1 < (launch.processes or 1) <= count:  # each of them gets one or more of the GPUs
-            if not launch.job:
-                args.parser.error(f"{launch.program} gives its processes no name for their job. {launch.remedy}")
             group = launch.group(count)
         selection = options.select(args, claim=True, group=group)
         selection.apply()

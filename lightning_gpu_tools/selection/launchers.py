@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# The launchers that Lightning detects, in its order, except Kubeflow, which starts one process per container. Fields:
+# Launchers that Lightning detects, in its order, except Kubeflow, which starts one process per container. Fields:
 # the program; the variables for the number of local processes and for the local rank; variables that identify the job.
 # Their values change when the job restarts, because a restarted job picks again.
 _LAUNCHERS = (
@@ -25,7 +25,6 @@ _LAUNCHERS = (
     ),
     # Its PMIx server names the job.
     ("mpirun", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("PMIX_NAMESPACE",)),
-    ("mpiexec", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", ()),  # of MPICH and Intel MPI
 )
 
 
@@ -35,13 +34,8 @@ class Launch(NamedTuple):
     program: str
     processes: int | None  # None: unknown
     local_rank: str
-    job: tuple[str, ...]  # identical for these processes and for no other on this machine; empty if unknown
+    job: tuple[str, ...]  # identical for these processes and for no other on this machine
     needs: str | None = None  # missing requirement without which Lightning trains in each process separately
-
-    @property
-    def remedy(self) -> str:
-        """Advice for a job without a name."""
-        return f"To pick once for all, put `lightning-gpu-tools run -n {self.processes} --` before {self.program}."
 
     def group(self, gpus: int) -> str:
         """Return a name for their shared choice of this number of GPUs."""
@@ -53,7 +47,7 @@ def find_launch(environ: Mapping[str, str], *, has_mpi4py: bool) -> Launch | Non
     """Return the launcher of this process, preferably one that Lightning recognizes; ``None`` if there is none."""
     unrecognized = None
     for program, count, rank, names in _LAUNCHERS:
-        if not {count, *names[:1]} <= environ.keys():
+        if not {count, names[0]} <= environ.keys():
             continue
         job = [environ.get(name, "") for name in names]
         if program == "torchrun":
@@ -82,6 +76,6 @@ def _needs(program: str, environ: Mapping[str, str], has_mpi4py: bool) -> str | 
     if program == "srun" and environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         # Lightning takes this for an interactive shell, see SLURMEnvironment.detect.
         return f"a job name other than {environ['SLURM_JOB_NAME']!r}: put SLURM_JOB_NAME=train before srun"
-    if program in ("mpirun", "mpiexec") and not has_mpi4py:
+    if program == "mpirun" and not has_mpi4py:
         return "the package mpi4py"
     return None

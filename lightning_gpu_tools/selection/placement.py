@@ -133,16 +133,13 @@ def _how_many(attempt: Attempt) -> int:
 def _launch() -> Launch | None:
     """Return the launcher that started this process together with others of the same training."""
     launch = find_launch(os.environ, has_mpi4py=importlib.util.find_spec("mpi4py") is not None)
-    if launch is None or launch.processes == 1 or (launch.job and not launch.needs):
+    if launch is None or launch.processes == 1 or not launch.needs:
         return launch
-    started = f"{launch.program} started {launch.processes} processes on this machine"
-    if launch.local_rank == "0" and launch.needs:
+    if launch.local_rank == "0":
         claims.warn_once(
-            f"{started}, but Lightning trains in each of them separately, on separate GPUs. To train in all of them "
-            f"together, Lightning needs {launch.needs}."
+            f"{launch.program} started {launch.processes} processes on this machine, but Lightning trains in each of "
+            f"them separately, on separate GPUs. To train in all of them together, Lightning needs {launch.needs}."
         )
-    elif launch.local_rank == "0" and not claims.own_jobs():
-        claims.warn_once(f"{started} without a name for their job, so each picks its own GPUs. {launch.remedy}")
     return None
 
 

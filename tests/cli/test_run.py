@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 from fake_driver import Driver, gpu
-from launched_jobs import mpiexec
 from sample_report import TRAINED
 
 from lightning_gpu_tools import select_gpus
@@ -167,14 +166,6 @@ def test_a_closed_stream_does_not_become_the_claim(driver: Driver, claims_dir: P
         ["sh", "-c", '"$@" 2>&-', "sh", *RUN, "--", "sh", "-c", job], capture_output=True, text=True
     )
     assert json.loads(answer.stdout)["uuids"] == [driver.gpus[0].uuid]
-
-
-def test_processes_that_cannot_share_a_choice_are_refused(driver: Driver, run_cli: RunCli) -> None:
-    driver.gpus = [gpu(), gpu()]
-    answer = run_cli("run", "-n", "2", "--", "echo", "started", env=mpiexec(0))
-    assert (answer.returncode, answer.stdout) == (2, "")
-    assert "put `lightning-gpu-tools run -n 2 --` before mpiexec" in answer.stderr
-    assert run_cli("run", "-n", "1", "--", "echo", "started", env=mpiexec(0)).returncode == 0
 
 
 def test_ctrl_c_while_waiting_ends_without_a_traceback(driver: Driver, claims_dir: Path) -> None:

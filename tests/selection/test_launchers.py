@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from launched_jobs import by_hand, mpiexec, mpirun, slurm, torchrun
+from launched_jobs import by_hand, mpirun, slurm, torchrun
 
 from lightning_gpu_tools.selection.launchers import Launch, find_launch
 
@@ -66,19 +66,14 @@ def test_torchrun_decides_inside_of_slurm() -> None:
         (slurm(0, SLURM_JOB_NAME="bash"), "a job name other than 'bash'"),
         (slurm(0, SLURM_JOB_NAME="interactive"), "a job name other than 'interactive'"),
         (mpirun(0), "the package mpi4py"),
-        (mpiexec(0), "the package mpi4py"),
         ({**slurm(0, SLURM_JOB_NAME="bash"), **mpirun(0)}, "a job name other than 'bash'"),
     ],
-    ids=["bash", "interactive", "mpirun", "mpiexec", "both"],
+    ids=["bash", "interactive", "mpirun", "both"],
 )
 def test_what_lightning_does_not_recognize_says_what_it_needs(environ: dict[str, str], needs: str) -> None:
     assert needs in str(launched(environ, has_mpi4py=False).needs)
     told = launched({**environ, **by_hand(1)}, has_mpi4py=False)  # as a wrapper script does that exports the ranks
     assert (told.needs, told.local_rank) == (None, "1")
-
-
-def test_mpich_does_not_name_its_job() -> None:
-    assert launched(mpiexec(1))[:4] == ("mpiexec", 2, "1", ())
 
 
 def test_a_launcher_that_lightning_recognizes_comes_first() -> None:

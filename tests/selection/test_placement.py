@@ -8,13 +8,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_driver import Driver, gpu
-from launched_jobs import PLACE, by_hand, live_claims, mpiexec, mpirun, said, slurm, torchrun
+from launched_jobs import PLACE, by_hand, live_claims, mpirun, said, slurm, torchrun
 
 from lightning_gpu_tools.errors import ClaimsError
 from lightning_gpu_tools.selection.placement import place
@@ -119,55 +117,13 @@ def test_ranks_agree_however_they_were_started(
     assert placed(driver, script(BY_ARGUMENT), [ranks(0), ranks(1)], devices) == expected
 
 
-@pytest.mark.parametrize(
-    ("ranks", "line"),
-    [
-        (
-            partial(slurm, SLURM_JOB_NAME="bash"),
-            "srun started 2 processes on this machine, but Lightning trains in each",
-        ),
-        (
-            mpiexec,
-            "so each picks its own GPUs. To pick once for all, put `lightning-gpu",
-        ),
-    ],
-    ids=["bash", "mpich"],
-)
 def test_tasks_that_choose_separately_say_so_once(
-    driver: Driver,
-    script: Callable[[str], str],
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    ranks: Callable[[int], dict[str, str]],
-    line: str,
+    driver: Driver, script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mpi4py.py").touch()  # as if it were installed
-    assert placed(driver, script(BY_ARGUMENT), [ranks(0), ranks(1)], "1") == [[3], [2]]
+    ranks = [slurm(task, SLURM_JOB_NAME="bash") for task in (0, 1)]
+    assert placed(driver, script(BY_ARGUMENT), ranks, "1") == [[3], [2]]
+    line = "srun started 2 processes on this machine, but Lightning trains in each"
     assert capfd.readouterr().err.count(line) == 1
-
-
-# Starts two processes, as MPICH's does.
-MPIEXEC = """
-import os, subprocess, sys
-both = {**os.environ, "MPI_LOCALNRANKS": "2", "PMI_SIZE": "2"}
-ranks = ({**both, "MPI_LOCALRANKID": rank, "PMI_RANK": rank} for rank in "01")
-for process in [subprocess.Popen(sys.argv[1:], env=rank) for rank in ranks]:
-    process.wait()
-"""
-
-
-@pytest.mark.follows("To pick once for all, put `lightning-gpu-tools run -n {} --` before")
-def test_run_before_the_launcher_gives_all_processes_the_same_gpus(
-    driver: Driver, script: Callable[[str], str], run_cli: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "mpi4py.py").touch()  # as if it were installed
-    assert placed(driver, script(BY_ARGUMENT), [mpiexec(0), mpiexec(1)], "2") == [[3, 2], [1, 0]]
-    advised = re.search("put `lightning-gpu-tools (.*)` before mpiexec", capfd.readouterr().err)[1]
-    (tmp_path / "mpiexec.py").write_text(MPIEXEC)
-    train = [sys.executable, script("place_and_say(2)")]
-    answer = run_cli(*advised.split(), sys.executable, str(tmp_path / "mpiexec.py"), *train)
-    assert [said(line, driver)["placed"] for line in answer.stdout.splitlines()] == [{0: [3, 2]}] * 2
-    assert "so each picks its own" not in answer.stderr
 
 
 @pytest.mark.follows("the package mpi4py", "Lightning needs")
