@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -18,28 +18,17 @@ from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuProcess, Gpu
 from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.selection import claims as all_claims
 from lightning_gpu_tools.selection import cuda
-from lightning_gpu_tools.selection.ranking import effective_free_bytes, is_outdated
+from lightning_gpu_tools.selection.ranking import effective_free_bytes
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, number_ranges, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 _REFRESH_EVERY_S = 2.0
 _MIN_UUID = len("MIG-5e6f7a8b")
 _MAX_NAME = len("NVIDIA RTX 6000 Ada Generation")  # longer ones are folded
 _MIN_AGE_S = 300.0  # our default: a process younger than five minutes may still be loading data
-
-
-class _Fold(NamedTuple):
-    """Limits on the claims in a row. A user's only claim is always shown."""
-
-    claims: int  # per user
-    short: bool = False  # one line for each MIG instance
-
-
-# Tried until the table fits on the screen.
-_FOLDS = (_Fold(10), _Fold(3), _Fold(1), _Fold(0), _Fold(0, short=True))
+_MAX_CLAIMS = 3  # our default: of a user, in a row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,17 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show every GPU of the machine, regardless of CUDA_VISIBLE_DEVICES: memory, utilization over the last seconds, "
         "processes, claims, MIG instances, and why a GPU cannot be used. A process is idle if it is older than five "
-        "minutes and has no recent GPU activity. An idle process is left over if its parent has exited. A claim is "
-        "unused if it is older than five minutes and its user has no process on that GPU. Free MIG instances come "
-        "first, with one line for each kind. If the table would not fit on the screen, it counts claims instead of "
-        "listing them, and shortens each MIG instance in use to one line."
+        "minutes and has no recent GPU activity. An idle process is left over if its parent has exited. Free MIG "
+        "instances come first, with one line for each kind. At most three claims of a user on a GPU are listed; the "
+        "others are counted."
     )
     parser.epilog = (
         "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.types.GpuReading, in bytes and "
         "seconds since the epoch; null = not reported. Each GPU also has `effective_free_bytes` (free and not claimed) "
         "and `claims`, both null if claims cannot be read. Each claim has `user`, `pid`, `hostname`, `kind` (memory, "
-        "whole or exclusive), `memory_bytes`, `since_s` and `is_unused`; `pid` is null unless it is certain, and "
-        "`hostname` if you may not read the claim. Each process also has `started_s`, `is_idle` and `is_left_over`."
+        "whole or exclusive), `memory_bytes` and `since_s`; `pid` is null unless it is certain, and `hostname` if you "
+        "may not read the claim. Each process also has `started_s`, `is_idle` and `is_left_over`."
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
@@ -77,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.watch:
         return _watch(console)
     gpus, claims = _read()
-    console.print(_table(console, gpus, claims) if gpus else "The NVIDIA driver lists no GPU.")
+    console.print(_table(gpus, claims) if gpus else "The NVIDIA driver lists no GPU.")
     return 0
 
 
@@ -86,11 +74,11 @@ def _watch(console: Any) -> int:
 
     from lightning_gpu_tools.gpus import nvml
 
-    with nvml.session(), Live(_table(console, *_read()), console=console, auto_refresh=False) as live:
+    with nvml.session(), Live(_table(*_read()), console=console, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(_REFRESH_EVERY_S)
-                live.update(_table(console, *_read()), refresh=True)
+                live.update(_table(*_read()), refresh=True)
         except KeyboardInterrupt:
             return 0
 
@@ -120,36 +108,19 @@ def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> dict[str, An
         here = [claim for claim in claims if claim.is_on(gpu.uuid)]
         names = ("user", "pid", "hostname", "kind", "memory_bytes", "since_s")
         found["effective_free_bytes"] = effective_free_bytes(gpu, here)
-        found["claims"] = [
-            {**{name: getattr(claim, name) for name in names}, "is_unused": _is_unused(claim, gpu)} for claim in here
-        ]
+        found["claims"] = [{name: getattr(claim, name) for name in names} for claim in here]
     return found
 
 
-def _table(console: Console, gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Table:
-    """Return the table with as many claims as fit on the screen."""
-    made: list[tuple[str, ...]] = []
-    for fold in _FOLDS:
-        previous, made = made, _all_rows(gpus, claims, fold)
-        if made != previous:
-            table = _made_of(made)
-            if len(console.render_lines(table)) < console.height:
-                break
-    return table
-
-
-def _all_rows(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None, fold: _Fold) -> list[tuple[str, ...]]:
-    uuids = {str(instance.uuid) for gpu in gpus for instance in gpu.mig_instances}
-    # CUDA_VISIBLE_DEVICES also accepts the beginning of a UUID.
-    length = next(length for length in count(_MIN_UUID) if len({uuid[:length] for uuid in uuids}) == len(uuids))
-    return [row for gpu in gpus for row in _rows(gpu, claims, fold, length)]
-
-
-def _made_of(rows: Sequence[tuple[str, ...]]) -> Table:
+def _table(gpus: Sequence[GpuReading], claims: Sequence[GpuClaim] | None) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    uuids = {str(instance.uuid) for gpu in gpus for instance in gpu.mig_instances}
+    # CUDA_VISIBLE_DEVICES also accepts the beginning of a UUID.
+    length = next(length for length in count(_MIN_UUID) if len({uuid[:length] for uuid in uuids}) == len(uuids))
+    rows = [row for gpu in gpus for row in _rows(gpu, claims, length)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("GPU", justify="right", no_wrap=True)
     table.add_column("name", overflow="fold", no_wrap=max((len(row[1]) for row in rows), default=0) <= _MAX_NAME)
@@ -162,20 +133,18 @@ def _made_of(rows: Sequence[tuple[str, ...]]) -> Table:
     return table
 
 
-def _rows(
-    gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: _Fold, uuid_length: int
-) -> Iterator[tuple[str, ...]]:
+def _rows(gpu: GpuReading, claims: Sequence[GpuClaim] | None, uuid_length: int) -> Iterator[tuple[str, ...]]:
     """Yield one row for a GPU, for the free MIG instances of each kind, and for each instance in use."""
     in_use: list[tuple[str, ...]] = []
     free: dict[tuple[str, ...], list[tuple[str, GpuReading]]] = {}
     for one in gpu.mig_instances:
-        profile, cells = printable((one.name or "?").rpartition(" MIG ")[2]), _cells(one, claims, fold)
+        profile, cells = printable((one.name or "?").rpartition(" MIG ")[2]), _cells(one, claims)
         name = f"{profile} {printable(str(one.uuid)[:uuid_length])}"
         if any(cells[-2:]):
             in_use.append((one.number, name, *cells))
         else:
             free.setdefault((profile, *cells[:-2]), []).append((name, one))
-    *sizes, used_by, claimed_by = _cells(gpu, claims, fold)
+    *sizes, used_by, claimed_by = _cells(gpu, claims)
     if gpu.mig_instances:
         used_by += f", {len(gpu.mig_instances) - len(in_use)} free"
     yield gpu.number, printable(gpu.name or "?"), *sizes, used_by, claimed_by
@@ -187,31 +156,22 @@ def _rows(
     yield from in_use
 
 
-def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None, fold: _Fold) -> tuple[str, ...]:
+def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tuple[str, ...]:
     """Return the cells after the number and the name."""
 
     def describe(claim: GpuClaim) -> str:
         share = "the whole GPU, exclusively," if claim.kind == "exclusive" else "the whole GPU"
         share = _size(claim.memory_bytes) if claim.kind == "memory" else share
         age = format_duration(max(0.0, time.time() - claim.since_s))
-        return f"{claim}: {share} for {age}{', unused' if _is_unused(claim, gpu) else ''}"
+        return f"{claim}: {share} for {age}"
 
     here = [claim for claim in claims or () if claim.is_on(gpu.uuid)]
-    used_by, claimed_by = _use(gpu), "\n".join(folded_claims(here, describe, fold.claims))
-    if fold.short and gpu.mig_index is not None and not gpu.error:
-        users = [
-            f"{one.user or ('?' if one.is_foreign else f'pid {one.pid}')} {_size(one.memory_used_bytes)}"
-            for one in gpu.processes or ()
-        ]
-        owners = [f"{one.user}: {_size(one.memory_bytes) if one.kind == 'memory' else one.kind}" for one in here]
-        used_by = used_by if not users else users[0] if len(users) == 1 else f"{len(users)} processes"
-        claimed_by = owners[0] if len(owners) == 1 else f"{len(owners)} claims" if owners else ""
     return (
         _size(gpu.memory_free_bytes),
         _size(gpu.memory_total_bytes),
         "?" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} %",
-        used_by,
-        "?" if claims is None else claimed_by,
+        _use(gpu),
+        "?" if claims is None else "\n".join(folded_claims(here, describe, _MAX_CLAIMS)),
     )
 
 
@@ -228,8 +188,6 @@ def _use(gpu: GpuReading) -> str:
     torch, lines = cuda.installed_torch([gpu]), []
     if torch is not None and (why := torch.why_not(gpu)):
         lines = [f"cannot be used: {why}"]
-    elif is_outdated(gpu):
-        lines = ["picked last: its compute capability is too old for torch's wheels on PyPI"]
     if gpu.processes is None:
         return lines[0] if lines else "?"
     for one in gpu.processes:
@@ -256,14 +214,6 @@ def _state(process: GpuProcess) -> dict[str, Any]:
                 state["is_idle"] = is_old and process.utilization_percent == 0
                 state["is_left_over"] = state["is_idle"] and seen.ppid() == INIT
     return state
-
-
-def _is_unused(claim: GpuClaim, gpu: GpuReading) -> bool | None:
-    from lightning_gpu_tools.gpus import nvml
-
-    if gpu.processes is None or any(one.user is None for one in gpu.processes) or not nvml.pids_are_ours():
-        return None
-    return time.time() - claim.since_s >= _MIN_AGE_S and all(one.user != claim.user for one in gpu.processes)
 
 
 def _size(size_bytes: int | None) -> str:
