@@ -24,7 +24,6 @@ from lightning_gpu_tools.dry_run.result import (
     result,
 )
 from lightning_gpu_tools.dry_run.text import render
-from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.simulated import SimulatedCudaError
 from lightning_gpu_tools.simulated.build import libraries
 from lightning_gpu_tools.simulated.models import MODELS, find_model
@@ -104,8 +103,6 @@ def _dry_run(args: argparse.Namespace) -> DryRun:
     found = result(judgment, args.gpu, args.count, args.steps, needs)
     if args.vary is not None and found.needed_bytes is not None:
         found = dataclasses.replace(found, trials=_vary(args, found))
-    if found.needed_bytes is not None:
-        found = dataclasses.replace(found, free_here=_free_here(found.needed_bytes))
     return found
 
 
@@ -153,13 +150,3 @@ def _trial(
 def _quiet_trial(args: argparse.Namespace, command: list[str], *, times_memory: int = 1) -> Judgment:
     nowhere = subprocess.DEVNULL
     return _trial(args, command, times_memory=times_memory, stdout=nowhere, stderr=nowhere)
-
-
-def _free_here(needed_bytes: int) -> tuple[int, ...] | None:
-    """Return the indices of this machine's GPUs with enough free memory; ``None`` without a driver."""
-    from lightning_gpu_tools.gpus import nvml  # imports pynvml
-
-    try:
-        return tuple(one.index for one in nvml.read_gpus() if (one.memory_free_bytes or 0) >= needed_bytes)
-    except NvmlUnavailableError:
-        return None

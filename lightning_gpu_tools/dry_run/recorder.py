@@ -50,8 +50,6 @@ from lightning_gpu_tools.training.memory_trace import (
     sizes_in_16_bits,
 )
 from lightning_gpu_tools.training.source_lines import line_in
-from lightning_gpu_tools.training.stopwatch import Stopwatch
-from lightning_gpu_tools.training.sync_lines import SyncLines
 from lightning_gpu_tools.units import printable
 
 _TIMEOUT_RANKS_S = 60.0  # our default, for the other ranks to complete the same step
@@ -76,7 +74,6 @@ class Recorder:
         self._is_mixed = self._has_validated = self._has_convolutions = self._compiles = self._generates = False
         self._failures = self._requested_bytes = 0
         self._failure: Moment | None = None
-        self._syncs: SyncLines | None = None
 
     def start(self) -> None:
         """Register torch's hooks, and start a thread that ends this process with the dry run."""
@@ -178,17 +175,11 @@ class Recorder:
         if self._counts[id(optimizer)] <= self._steps:  # another optimizer in the same step
             return
         self._steps += 1
-        if self._syncs is not None:
-            self._syncs.stop()
         if _uses_cuda():
             self._read(is_step=self._in_step)
         self._in_step = False
         if self._steps == self._plan.steps:
             self._finish()
-        if self._steps == self._plan.steps - 1 and _uses_cuda():
-            gpu = torch.device("cuda", torch.cuda.current_device())
-            self._syncs = SyncLines(gpu, Stopwatch("training_step"), lambda: None)
-            self._syncs.start()
 
     def _finish(self) -> None:
         if _uses_cuda():
@@ -207,8 +198,6 @@ class Recorder:
         os._exit(0)
 
     def _at_exit(self) -> None:
-        if self._syncs is not None:
-            self._syncs.stop()
         if _uses_cuda():
             with contextlib.suppress(RuntimeError):  # CUDA itself may have failed
                 self._read(is_step=False)
@@ -242,7 +231,6 @@ class Recorder:
 
     def _record(self, outcome: Literal["complete", "ended", "running"]) -> ProcessRecord:
         is_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
-        watched = None if self._syncs is None else self._syncs.facts()
         record = ProcessRecord(
             torch=_torch_folder(),
             outcome=outcome,
@@ -258,7 +246,6 @@ class Recorder:
             compiles=self._compiles,
             masks=_masks() > 0,
             generates=self._generates,
-            syncs=() if watched is None else watched.syncs,
         )
         if not self._gpus or outcome == "running":
             return record

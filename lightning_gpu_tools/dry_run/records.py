@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from lightning_gpu_tools.training.memory_readings import MemoryLine
-from lightning_gpu_tools.training.run_measurements import SourceLine
 
 # The environment variable with the folder of the dry run, and file names in this folder.
 VARIABLE = "LIGHTNING_GPU_TOOLS_DRY_RUN"
@@ -54,7 +53,6 @@ class ProcessRecord:
     failure: Moment | None = None  # the last one
     requested_bytes: int = 0  # size of the failed allocation
     largest_batch: int | None = None  # predicted, on the target GPU; None if unknown
-    syncs: tuple[SourceLine, ...] = ()  # lines at which the last step waited for the GPU, most frequent first
     has_validated: bool = False  # a model in evaluation mode ran without gradients
     has_convolutions: bool = False  # or recurrent layers, which also use cuDNN on a GPU
     compiles: bool = False  # it called torch.compile, which is disabled

@@ -12,7 +12,6 @@ from lightning_gpu_tools.dry_run.records import Moment, ProcessRecord
 from lightning_gpu_tools.reports.last_run import min_free_for
 from lightning_gpu_tools.simulated.models import MODELS
 from lightning_gpu_tools.training.memory_readings import MemoryLine
-from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.units import format_bytes
 
 SCHEMA_VERSION = 1
@@ -59,8 +58,6 @@ class DryRun:
         trials: With ``--vary``: whether each number that was tried fits.
         fits_on: For each GPU model: ``yes``, ``no``, or ``perhaps`` near the limit.
         estimated: GPU models with another compute capability, where attention may need more memory.
-        free_here: Indices of this machine's GPUs that have ``needed_bytes`` free now; ``None`` without a driver.
-        syncs: Lines at which the last step waited for the GPU, and how often.
         unknown: Sentences on what the dry run did not measure.
     """
 
@@ -84,8 +81,6 @@ class DryRun:
     trials: Mapping[int, bool] = field(default_factory=dict)
     fits_on: Mapping[str, str] = field(default_factory=dict)
     estimated: tuple[str, ...] = ()
-    free_here: tuple[int, ...] | None = None
-    syncs: tuple[SourceLine, ...] = ()
     unknown: tuple[str, ...] = ()
 
 
@@ -234,7 +229,6 @@ def result(judgment: Judgment, gpu: str, gpus: int, steps: int, needs: ProcessRe
         largest_batch=known.largest_batch,
         fits_on={one: _fits(one, without_cache, needed) for one in MODELS},
         estimated=tuple(one for one in MODELS if MODELS[one].capability != MODELS[gpu].capability),
-        syncs=known.syncs,
         unknown=tuple(_limitations(known, steps)),
     )
 

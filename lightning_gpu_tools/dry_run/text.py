@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_gpu_tools.advice.lines import in_words
 from lightning_gpu_tools.advice.memory_account import PARTS
 from lightning_gpu_tools.dry_run.result import DryRun
 from lightning_gpu_tools.reports.text import line_label
-from lightning_gpu_tools.units import format_bytes, line_width, number_ranges, printable, wrapped
+from lightning_gpu_tools.units import format_bytes, line_width, printable, wrapped
 
 _MAX_LINES = 4
-_MAX_SYNCS = 3
 _MIN_SHARE = 0.005  # of the needed memory; smaller parts and lines are not shown
 _TITLES = {"fits": "Fits", "perhaps": "Perhaps", "does_not_fit": "Does not fit", "cannot_be_told": "Unknown"}
 
@@ -41,12 +39,7 @@ def _lines(run: DryRun) -> Iterator[str]:
     if run.fits_on:
         yield _wrapped(f"Fits on: {_models(run)}")
     if run.min_free_bytes:
-        here = f" {_here(run.free_here)}" if run.free_here is not None else ""
-        yield _wrapped(f"Value for --min-free: {run.min_free_bytes / 2**30:.1f}GiB.{here}")
-    if run.syncs:
-        places = [f"{in_words(one.file, one.line, one.function)} ({one.samples}x)" for one in run.syncs[:_MAX_SYNCS]]
-        more = len(run.syncs) - len(places)
-        yield _wrapped(f"A step waits for the GPU at {', '.join(places)}{f', and {more} other lines' if more else ''}.")
+        yield _wrapped(f"Value for --min-free: {run.min_free_bytes / 2**30:.1f}GiB.")
     if run.unknown:
         yield _wrapped(" ".join(run.unknown), 1000)
 
@@ -70,12 +63,6 @@ def _models(run: DryRun) -> str:
         texts.append(f"not on {those('no')}")
     shown = "; ".join(texts)
     return f"{shown}. ~: estimate; attention may need more memory there." if "~" in shown else f"{shown}."
-
-
-def _here(free: tuple[int, ...]) -> str:
-    if not free:
-        return "No GPU of this machine has enough free memory now."
-    return f"Enough memory is free now on GPU{'s' * (len(free) > 1)} {number_ranges(free)} of this machine."
 
 
 def _wrapped(text: str, max_length: int = 500) -> str:

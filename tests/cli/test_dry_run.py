@@ -5,9 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fake_driver import Driver, gpu
-
-from lightning_gpu_tools.cli.dry_run import _free_here
 
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -41,11 +38,3 @@ def test_without_torchs_cuda_build_it_names_what_installs_it(run_cli: RunCli) ->
     assert text.startswith("Unknown: torch ")
     assert "is built without CUDA" in text
     assert "`pip install --force-reinstall torch`" in text
-
-
-def test_gpus_of_this_machine_with_enough_free_memory(driver: Driver) -> None:
-    driver.gpus = [gpu(f"{free}GiB") for free in (10, 30, 20)]
-    assert _free_here(20 * 2**30) == (1, 2)
-    with driver.change():
-        driver.init_error = "DRIVER_NOT_LOADED"
-    assert _free_here(0) is None

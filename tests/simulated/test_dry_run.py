@@ -88,7 +88,6 @@ def test_a_plain_loop_that_fits(dry_run: DryRun) -> None:
     lines = {(one[3], one[4]): one[0] for one in found["lines"] if one[2] == "forward"}
     assert lines["train.py", 10] == 2 * batch
     assert found["fits_on"]["a100-80gb"] == "yes"
-    assert [(one["line"], one["samples"]) for one in found["syncs"]] == [(18, 1)]
     assert "No validation ran, so its peak is unknown." in found["unknown"]
     assert "torch.compile was disabled. Compiled code usually needs less memory." in found["unknown"]
 
