@@ -80,7 +80,7 @@ class _Drawing:
         self._names = names
         self._say = say
         self._is_canceled = False
-        self._scratch = Path(tempfile.mkdtemp(prefix=files.scratch_prefix()))
+        self._scratch = Path(tempfile.mkdtemp(prefix=files.SCRATCH))
         try:
             (self._scratch / FILE_NAME).write_text(to_json(report))
             self._process = _start(self._scratch, names)
