@@ -46,7 +46,7 @@ class GpuSample:
     dram_active_percent: float | None = None
     processes: tuple[GpuProcess, ...] | None = None  # compute processes, without user and name
     lists_processes: bool = False  # whether their memory was read for this sample, not for the previous one
-    errors: tuple[str, ...] = ()  # errors of the GPU: Xid events, uncorrectable ECC errors
+    errors: tuple[str, ...] = ()  # Xid events of the GPU
     problems: tuple[str, ...] = ()  # failed reads; each is reported once until it works again
     refused: tuple[str, ...] = ()  # counters that the driver refuses, with the reason
 
@@ -158,7 +158,7 @@ class GpuSummary:
         sm_occupancy_percent: Mean number of resident warps relative to the maximum (Hopper and later).
         tensor_active_percent: Mean activity of the tensor cores (Hopper and later).
         dram_active_percent: Mean share of the memory bandwidth in use (Hopper and later).
-        errors: Errors that the GPU reported: Xid events, uncorrectable ECC errors.
+        errors: Errors that the GPU reported: Xid events.
         timelines: ``utilization_percent``, ``memory_used_bytes`` and ``power_watts`` over the run, in at most 2000
             intervals. Nodes other than the first have only the first two, in at most 128 and 32 intervals.
     """

@@ -52,7 +52,6 @@ class GpuReading(NamedTuple):
         mig_instances: The instances.
         mig_index: Number of a MIG instance on its GPU; ``None`` for a whole GPU.
         compute_mode: As set with ``nvidia-smi -c``.
-        integrated: Whether the GPU shares the host's memory (Jetson, GB10).
         compute_capability: Major and minor version, as in ``torch.cuda.get_device_capability()``.
         error: Reason that this GPU cannot be used, and a remedy; ``None`` if it could be read.
     """
@@ -69,7 +68,6 @@ class GpuReading(NamedTuple):
     mig_instances: tuple["GpuReading", ...] = ()
     mig_index: int | None = None
     compute_mode: ComputeMode | None = None
-    integrated: bool | None = None
     compute_capability: tuple[int, int] | None = None
     error: str | None = None
 

@@ -99,7 +99,6 @@ class Gpu:
     field_values: dict[str, Any] = field(default_factory=dict)  # field id -> number, error name, or {"type": number}
     # GPM: metric id -> percent (or MiB/s) over time; None: the GPU has no GPM (Ampere and older)
     gpm: dict[str, Series] | None = None
-    ecc_errors: int | None = 0
     xid_events: list[tuple[float, int]] = field(default_factory=list)  # (seconds after start_s, Xid)
     # C function, with or without its version suffix, -> error name; "*" for every function that takes a handle
     errors: dict[str, str] = field(default_factory=dict)

@@ -217,7 +217,6 @@ def _read_gpu(nvml_index: int, facts: dict[str, Any], with_loads: bool) -> GpuRe
         mig_mode = ask(pynvml.nvmlDeviceGetMigMode, handle)
         facts |= {
             **_usage(handle, integrated=integrated),
-            "integrated": integrated,
             "utilization_percent": _utilization_percent(handle),
             "compute_mode": _COMPUTE_MODES.get(ask(pynvml.nvmlDeviceGetComputeMode, handle)),
             "mig_mode": None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
@@ -237,7 +236,7 @@ def _read_mig_instances(gpu_handle: Any, gpu: GpuReading) -> tuple[GpuReading, .
     instances = []
     shared = {name: getattr(gpu, name) for name in ("index", "pci_bus_id", "compute_mode", "compute_capability")}
     for slot in range(call_or_none(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu_handle) or 0):
-        facts: dict[str, Any] = {**shared, "mig_mode": False, "mig_index": slot, "integrated": False}
+        facts: dict[str, Any] = {**shared, "mig_mode": False, "mig_index": slot}
         try:
             try:
                 handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu_handle, slot)

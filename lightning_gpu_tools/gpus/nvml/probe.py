@@ -88,12 +88,11 @@ class _Counter(NamedTuple):
     scale: float = 1.0  # to the metric's unit
 
 
-# A sample does not have these three as they are, so read() takes them out.
-_ECC_ERRORS, _PCIE_TX, _PCIE_RX = "ecc_errors", "pcie_tx_bytes", "pcie_rx_bytes"
+# A sample does not have these two as they are, so read() takes them out.
+_PCIE_TX, _PCIE_RX = "pcie_tx_bytes", "pcie_rx_bytes"
 # By number because older versions of nvidia-ml-py lack the names. The finer throttle counters
 # (NVML_FI_DEV_CLOCKS_EVENT_REASON_*_SLOWDOWN) have different numbers in R580 and in nvidia-ml-py 13.615.
 _COUNTERS = (
-    _Counter(4, "uncorrectable ECC errors", _ECC_ERRORS),
     _Counter(74, "throttling by power", "power_capped_s", 1e-9),  # from nanoseconds
     _Counter(75, "throttling by heat", "thermal_throttled_s", 1e-9),
     _Counter(83, "energy", "energy_joules", 1e-3),  # from millijoules
@@ -140,7 +139,6 @@ class GpuProbe:
         self._last_sample_us: int | None = None
         self._last_sample_s = 0.0
         self._events = ErrorEvents()
-        self._ecc_errors: float | None = None
         self._monitors = _gpm.PerformanceMonitors(is_mig=self._is_mig)
         self._pcie_is_wide = False
         self._pcie_by_gpm: bool | None = None  # None: not decided yet
@@ -171,7 +169,6 @@ class GpuProbe:
             self._find()
         metrics: dict[int, float] = self._ask("GPM", self._monitors.read, now_s) or {}
         counters = self._read_counters()
-        errors += self._ecc(counters.pop(_ECC_ERRORS, None))
         pcie_tx_bytes, pcie_rx_bytes = self._pcie(metrics, counters.pop(_PCIE_TX, None), counters.pop(_PCIE_RX, None))
         memory = self._ask("memory", pynvml.nvmlDeviceGetMemoryInfo)
         milliwatts = self._ask("power", pynvml.nvmlDeviceGetPowerUsage)
@@ -291,13 +288,6 @@ class GpuProbe:
             else:
                 self._fail(f"counter {counter.id}", error)
         return counters
-
-    def _ecc(self, count: float | None) -> list[str]:
-        before = self._ecc_errors
-        self._ecc_errors = before if count is None else count
-        if before is None or count is None or count <= before:
-            return []
-        return [f"{count - before:.0f} uncorrectable ECC error(s) in the GPU's memory"]
 
     def _pcie(
         self, metrics: dict[int, float], sent: float | None, received: float | None

@@ -309,8 +309,6 @@ def _field_value(library: Library, device: Any, field_id: int) -> int:
         raise NvmlFailure(told)
     if told is not None:
         return told
-    if field_id == 4:  # NVML_FI_DEV_ECC_DBE_VOL_TOTAL
-        return required(device.ecc_errors)
     if field_id not in _COUNTERS:
         raise NvmlFailure("NOT_SUPPORTED")
     quantity, factor = _COUNTERS[field_id]

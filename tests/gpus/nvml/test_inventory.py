@@ -40,7 +40,6 @@ def test_a_reading_has_what_selection_needs(driver):
     assert [(one.pid, one.memory_used_bytes) for one in reading.processes] == [(os.getpid(), 3 * GIB)]
     assert reading.compute_mode == "exclusive_process"
     assert reading.mig_mode is False
-    assert reading.integrated is False
     assert reading.error is None
 
 
@@ -254,7 +253,6 @@ def test_a_slot_without_an_instance_hides_no_later_one(driver):
 def test_an_integrated_gpu_has_the_available_memory_of_the_host(driver, name, memory_total):
     (reading,) = read(driver, gpu(name=name, memory_total=memory_total))
     host = psutil.virtual_memory()
-    assert reading.integrated is True
     assert reading.memory_total_bytes == host.total
     assert abs(reading.memory_free_bytes - host.available) < 2 * GIB
 
@@ -262,8 +260,7 @@ def test_an_integrated_gpu_has_the_available_memory_of_the_host(driver, name, me
 @pytest.mark.parametrize("name", ["NVIDIA GB100", "NVIDIA GB200", "NVIDIA H200"])
 def test_a_discrete_gpu_is_not_given_the_hosts_memory(driver, name):
     silent, reading = read(driver, gpu(name=name, memory_total=None), gpu(name=name, memory_free="7GiB"))
-    assert (silent.integrated, silent.memory_free_bytes) == (False, None)
-    assert (reading.integrated, reading.memory_free_bytes) == (False, 7 * GIB)
+    assert (silent.memory_free_bytes, reading.memory_free_bytes) == (None, 7 * GIB)
 
 
 def test_nothing_is_opened_by_importing(driver, run_python):

@@ -179,9 +179,6 @@ def test_errors_of_the_gpu_are_named_once_when_they_happen(driver, probe_of):
     assert first.startswith("Xid 31 (memory page fault")
     assert second.startswith("Xid 999 (see NVIDIA's Xid catalog")
     assert probe.after(1).errors == ()
-    driver.gpus[0].ecc_errors = 2
-    assert probe.read().errors == ("2 uncorrectable ECC error(s) in the GPU's memory",)
-    assert probe.read().errors == ()
 
 
 def test_a_lost_gpu_still_reports_its_last_error(driver, probe_of):
@@ -198,7 +195,7 @@ def test_a_lost_gpu_still_reports_its_last_error(driver, probe_of):
 
 
 def test_forbidden_events_are_asked_for_once(driver, probe_of):
-    driver.gpus = [gpu(errors={"nvmlDeviceRegisterEvents": "NO_PERMISSION"}, ecc_errors=None)]
+    driver.gpus = [gpu(errors={"nvmlDeviceRegisterEvents": "NO_PERMISSION"})]
     probe = probe_of()
     for _ in range(3):
         assert (probe.read().errors, probe.read().problems) == ((), ())
@@ -241,7 +238,7 @@ def test_one_counter_that_an_old_driver_lacks_is_named_alone(driver, probe_of):
 
 
 def test_what_a_product_lacks_is_no_news(driver, probe_of):
-    driver.gpus = [gpu(gpm=None, ecc_errors=None, errors={"nvmlDeviceRegisterEvents": "NOT_SUPPORTED"})]
+    driver.gpus = [gpu(gpm=None, errors={"nvmlDeviceRegisterEvents": "NOT_SUPPORTED"})]
     assert probe_of().read().refused == ()
 
 
