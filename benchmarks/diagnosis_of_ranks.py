@@ -125,8 +125,8 @@ class Case:
 
 
 LATE = partial(Case, line="be_late")
-# Four ranks on two cores compete for them.
-CONTENTION = ("cpu_contention other_programs", "cpu_contention own_threads")
+# Four ranks on two cores compete for them, and wait for the one that has none.
+CONTENTION = ("cpu_contention other_programs", "cpu_contention own_threads", "communication")
 CASES = {
     "slow forward": LATE(("straggler forward",), partial(Model, "forward")),
     "slow data": LATE(("straggler data_loading",), late_data_s=LATE_S),
@@ -150,7 +150,6 @@ CASES = {
         options={"strategy": DDPStrategy(ddp_comm_hook=send_slowly, gradient_as_bucket_view=True)},
     ),
     "each rank slow in turn": Case(("communication", "host_work"), partial(Model, "uneven")),
-    # If a rank waits for a core, the others wait for that rank.
     "no slow rank": Case(("healthy", *CONTENTION), partial(Model, gpu_s=4 * GPU_S), steps=100),
 }  # fmt: skip
 

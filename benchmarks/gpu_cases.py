@@ -111,10 +111,9 @@ MEASURED = {
     "heat": sick("thermal_throttling", 0.18, "Heat"),
     "a low power limit": sick("power_cap", words="sudo nvidia-smi -pl 700"),
     "the power limit at full load": Measured("healthy", CAUSES["power_cap"].healthy),
-    "a quota of two cores": sick("cpu_contention", 0.4, "Raise the quota", "quota"),
+    "too many threads": sick("cpu_contention", 0.4, "num_workers=1 (now 4)", "own_threads"),
     "two of 64 cores by SLURM": Measured(
-        "cpu_contention affinity", contended(machine_cores=64, runnable_threads=16.0, in_slurm=True), 0.4,
-        "--cpus-per-task=16",
+        "cpu_contention own_threads", contended(machine_cores=64, runnable_threads=16.0), 0.4, "sbatch --cpus-per-task",
     ),
     "threads that hardly wait for a core": Measured("healthy", CAUSES["cpu_contention"].healthy),
     "someone else's job": sick("shared_gpu", 0.4, "FreeMemoryCUDAAccelerator(exclusive=True)"),

@@ -29,7 +29,6 @@ class HostBudget:
     shm_free_bytes: int | None  # None without /dev/shm
     local_ranks: int = 1
     cores_in_reach: float | None = None  # cores that this job can get while other jobs run; None: not measured
-    quota_cores: float | None = None  # limit of the tightest cgroup quota; None: no quota
 
 
 def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
@@ -52,20 +51,10 @@ def read_host_budget(*, local_ranks: int = 1) -> HostBudget:
             memory_bytes.append(max(0, int(limit[0]) - max(0, int(used[0]) - cached)))
     return HostBudget(
         cores=min([affinity, *quotas]),
-        quota_cores=min(quotas, default=None),
         memory_available_bytes=min(memory_bytes),
         shm_free_bytes=psutil.disk_usage(str(_SHARED_MEMORY)).free if _SHARED_MEMORY.is_dir() else None,
         local_ranks=local_ranks,
     )
-
-
-def throttled_periods() -> tuple[int, int]:
-    """Return the numbers of throttled periods and of all periods of this process's cgroup quota.
-
-    Both are running totals, for the most throttled group on the path to the root; zeros without a quota.
-    """
-    counts = map(_counters, (folder / "cpu.stat" for folder in _cgroup_folders("cpu")))
-    return max(((one.get("nr_throttled", 0), one.get("nr_periods", 0)) for one in counts), default=(0, 0))
 
 
 def affinity_cores() -> int:

@@ -18,7 +18,6 @@ from lightning_gpu_tools.host import (
     oom_kills,
     private_memory_bytes,
     read_host_budget,
-    throttled_periods,
 )
 
 GIB = 2**30
@@ -40,32 +39,6 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-@pytest.mark.parametrize(
-    ("membership", "files", "counts"),
-    [
-        (
-            "0::/pod/job\n",
-            {
-                "pod/cpu.stat": "usage_usec 9\nnr_periods 70\nnr_throttled 30\nthrottled_usec 5\n",
-                "pod/job/cpu.stat": "usage_usec 9\nnr_periods 60\nnr_throttled 2\n",
-            },
-            (30, 70),
-        ),
-        (
-            "7:cpu,cpuacct:/job\n",
-            {"cpu,cpuacct/job/cpu.stat": "nr_periods 8\nnr_throttled 4\nthrottled_time 5\n"},
-            (4, 8),
-        ),
-        ("0::/\n", {"cpu.stat": "usage_usec 9\n"}, (0, 0)),
-        ("", {}, (0, 0)),
-    ],
-    ids=["v2", "v1", "no quota", "no cgroup"],
-)
-def test_periods_in_which_a_quota_was_used_up_are_counted(cgroup, membership: str, files: dict, counts: tuple) -> None:
-    cgroup(membership, files)
-    assert throttled_periods() == counts
-
-
 def test_the_tightest_limit_up_to_the_root_applies(cgroup) -> None:
     files = {
         "slurm/job/step/cpu.max": "max 100000\n",
@@ -76,7 +49,7 @@ def test_the_tightest_limit_up_to_the_root_applies(cgroup) -> None:
     }
     cgroup("0::/slurm/job/step\n", files)
     budget = read_host_budget()
-    assert budget.cores == budget.quota_cores == 0.25
+    assert budget.cores == 0.25
     assert budget.memory_available_bytes == 4096
 
 
@@ -118,7 +91,6 @@ def test_without_a_quota_the_affinity_mask_counts(cgroup, files: dict[str, str])
     cgroup("0::/\n", files)
     budget = read_host_budget(local_ranks=4)
     assert budget.cores == affinity_cores() == len(os.sched_getaffinity(0))
-    assert budget.quota_cores is None
     assert budget.memory_available_bytes > 0
     assert budget.local_ranks == 4
 

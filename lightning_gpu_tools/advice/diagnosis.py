@@ -12,7 +12,6 @@ from typing import NamedTuple
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes import (
     CAUSES,
-    cpu_contention,
     epoch_start,
     recompilation,
     shared_gpu,
@@ -229,12 +228,7 @@ def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[list[F
     left_out = [one for one in judged if one.why]
     for slower in _worth_reporting(run, [slowing_down.slowing_down(run)]):
         named = [slower, *_worth_reporting(run, slowing_down.without_slowdown(run, named, slower, _phases))]
-    loading = next(iter(_found_by(CAUSES["data_loading"], run)), None)
-    contention = cpu_contention.cpu_contention(run, loading)
-    if contention is None:
-        return named, left_out
-    rest = _worth_reporting(run, cpu_contention.without_contention(run, named, contention))
-    return [contention, *rest], left_out
+    return named, left_out
 
 
 def _found_by(cause: Cause, run: RunMeasurements) -> list[Finding]:

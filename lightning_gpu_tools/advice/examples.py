@@ -42,7 +42,6 @@ def a_block(
     *,
     cpu_ms: float = 0.0,
     load_cpu_ms: float = 0.0,
-    load_core_wait_ms: float = 0.0,
 ) -> StepBlock:
     """Return steps with these milliseconds per phase, and with the times of the step and of the loader on the CPU."""
     return StepBlock(
@@ -52,7 +51,6 @@ def a_block(
         host_to_device_copy_s=steps * phase_ms.get("host_to_device_copy", 0.0) / 1e3,
         cpu_s=steps * cpu_ms / 1e3,
         data_loading_cpu_s=steps * load_cpu_ms / 1e3,
-        data_loading_core_wait_s=steps * load_core_wait_ms / 1e3,
         paused_s=steps * (phase_ms.get("validation", 0.0) + phase_ms.get("checkpoint", 0.0)) / 1e3,
         phase_s={phase: steps * value / 1e3 for phase, value in phase_ms.items()},
     )
@@ -64,12 +62,11 @@ def gpu_run(
     *,
     cpu_ms: float = 0.0,
     load_cpu_ms: float = 0.0,
-    load_core_wait_ms: float = 0.0,
     **options: Any,
 ) -> RunMeasurements:
     """Return 200 steps on a GPU, or enough for a verdict if that is more, each with these milliseconds per phase."""
     step_s = sum(phase_ms.values()) / 1e3
-    times = {"cpu_ms": cpu_ms, "load_cpu_ms": load_cpu_ms, "load_core_wait_ms": load_core_wait_ms}
+    times = {"cpu_ms": cpu_ms, "load_cpu_ms": load_cpu_ms}
     steps = 20 * max(10, math.ceil(AT_END * MIN_SECONDS / 20 / step_s) if step_s else 0)
     return RunMeasurements(
         **{
@@ -129,14 +126,11 @@ def sampled_idle(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:
     )
 
 
-def contended(
-    wait_share: float = 0.4, *, others: float = 0.0, quota_cores: float | None = None, **options: Any
-) -> RunMeasurements:
+def contended(wait_share: float = 0.4, *, others: float = 0.0, allowed: float = 2.0, **options: Any) -> RunMeasurements:
     """Return a run on two cores whose training thread waited for a core; other programs kept ``others`` of them busy.
 
-    Options are fields of ``CoreFacts``, and ``phase_ms``, ``workers``, ``loading`` and ``ranks`` of the run.
+    Options are fields of ``CoreFacts``, and ``phase_ms`` and ``workers`` of the run.
     """
-    of_run = {name: options.pop(name) for name in ("loading", "ranks") if name in options}
     phase_ms, workers = options.pop("phase_ms", {"training_step/forward": 40.0}), options.pop("workers", 4)
     cores = {
         "wait_share": wait_share,
@@ -150,10 +144,9 @@ def contended(
     }
     return cpu_run(
         phase_ms,
-        host=a_host(min(2.0, quota_cores or 2.0), quota_cores=quota_cores),
+        host=a_host(allowed),
         cores=CoreFacts(**cores),
         loader=replace(LOADER, num_workers=workers),
-        **of_run,
     )
 
 

@@ -57,15 +57,6 @@ def mean_wait_s(ranks: Sequence[RankStep]) -> float | None:
     return fmean(waits) if waits and len(waits) == len(ranks) else None
 
 
-def waits_for_cores_of_others_s(ranks: Sequence[RankStep]) -> list[float]:
-    """Return the time that each rank waits in a step for ranks without a core; 0 if its waiting time is unknown.
-
-    It is at most the time for which those ranks had no core.
-    """
-    total_s = sum(rank.core_wait_s for rank in ranks)
-    return [min(waited_s(rank) or 0.0, total_s - rank.core_wait_s) for rank in ranks]
-
-
 def with_waits(ranks: tuple[RankStep, ...], waits: Mapping[int, Mapping[str, Any]]) -> tuple[RankStep, ...]:
     """Add the waits of GPUs for other ranks, from each rank's ``RunRecorder.own_waits``."""
     of_ranks = [waits[one.rank] for one in ranks]

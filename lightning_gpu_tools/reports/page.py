@@ -28,7 +28,7 @@ from lightning_gpu_tools.reports.page_charts import Charts
 from lightning_gpu_tools.reports.report import PAGE_NAME, Report
 from lightning_gpu_tools.reports.text import (
     LINE_COLUMNS,
-    cause_phases,
+    cause_phase,
     gpu_label,
     line_label,
     line_rows,
@@ -194,16 +194,16 @@ def _findings(report: Report) -> Iterable[str]:
 def _time(report: Report, charts: Charts) -> Iterable[str]:
     if report.spans:
         yield charts.phases()
-    causes, wall_s = cause_phases(report), max(report.wall_s, 1e-9)
+    cause, wall_s = cause_phase(report), max(report.wall_s, 1e-9)
     lines, css = [], []
     for group, parts in phase_groups(report.phase_s).items():
         named = [(f"{group}/{name}", name, seconds) for name, seconds in parts.items() if name]
         for phase, label, seconds in [(group, phase_label(group, report.activity), sum(parts.values())), *named]:
             share, per_step = seconds / wall_s, format_duration(seconds / max(1, report.steps))
-            marked = f"{label} ◀ cause" if phase in causes else label
+            marked = f"{label} ◀ cause" if phase == cause else label
             bar = Bar(share, phase_color(group))
             lines.append((marked, format_duration(seconds), f"{100 * share:.1f} %", per_step, bar))
-            css.append("cause" if phase in causes else "part" if phase != group else "")
+            css.append("cause" if phase == cause else "part" if phase != group else "")
     yield table("Where the time went", ("phase", "time", "share", "mean per step", ""), lines, css)
 
 

@@ -304,17 +304,10 @@ def cause_phase(report: Report) -> str | None:
     cause = first.cause
     if cause == "communication" or (cause == "straggler" and first.evidence.get("rank") != 0):
         return RANK_WAIT  # the tree is that of rank 0
-    has_phase = cause in ("unexplained", "slow_steps", "slowing_down", "straggler")
+    has_phase = cause in ("unexplained", "slow_steps", "slowing_down", "straggler", "cpu_contention")
     name = first.evidence.get("phase" if has_phase else "name")
     phases = (str(name), f"{cause}/{name}", f"{TRAINING_STEP}/{name}", cause)
     return next((phase for phase in phases if phase in report.phase_s), None)
-
-
-def cause_phases(report: Report) -> set[str]:
-    """Return all phases of the first finding in the time tree: a wait for a CPU core may be in several."""
-    findings = report.diagnosis.findings[:1]
-    several = [one for finding in findings for one in str(finding.evidence.get("phases", "")).split(", ")]
-    return {*filter(None, (cause_phase(report), *several))}
 
 
 _Line = tuple[str, str]  # a label, and the text after it
@@ -334,15 +327,15 @@ def _tree(branches: Sequence[tuple[_Line, Sequence[_Line]]]) -> list[str]:
 
 
 def _time_tree(report: Report, full: bool) -> list[str]:
-    causes = cause_phases(report)
+    cause = cause_phase(report)
 
     def line(label: str, seconds: float, phase: str) -> _Line:
         amount, per_step = format_duration(seconds), format_duration(seconds / max(1, report.steps))
-        marked = "  ◀ cause" * (phase in causes)
+        marked = "  ◀ cause" * (phase == cause)
         return label, f"{amount:>10}{100 * seconds / report.wall_s:>6.1f} %{per_step:>10}/step{marked}"
 
     def is_shown(seconds: float, phase: str) -> bool:
-        return full or seconds >= _MIN_TIME * report.wall_s or phase in causes
+        return full or seconds >= _MIN_TIME * report.wall_s or phase == cause
 
     branches: list[tuple[_Line, Sequence[_Line]]] = []
     folded: list[float] = []

@@ -52,7 +52,6 @@ def own_step(
         "own_s_over_time": [round(own_s(block), 6) for block in blocks],
         "steps_over_time": blocks[0].steps,
         "wait_s": None if run.gpus else total.rank_wait_s / total.steps,
-        "core_wait_s": round(total.core_wait_s / total.steps, 9),
         "gpu": None if run.gpu is None else run.gpu.index,
         "storage_wait_percent": None if storage_wait_share is None else round(100 * storage_wait_share, 1),
     }

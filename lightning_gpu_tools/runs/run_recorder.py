@@ -32,7 +32,6 @@ from lightning_gpu_tools.host import (
     cores_in_reach,
     idle_cpu_s,
     read_host_budget,
-    throttled_periods,
 )
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor
 from lightning_gpu_tools.reports.report import FOLDER_NAME
@@ -42,7 +41,7 @@ from lightning_gpu_tools.runs.run import Run, Timer, gpu_readings
 from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
-from lightning_gpu_tools.training.cores import CoreUsers, pressure_s
+from lightning_gpu_tools.training.cores import CoreUsers
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu
 from lightning_gpu_tools.training.drift import Drift
 from lightning_gpu_tools.training.line_sampler import LineSampler
@@ -110,8 +109,6 @@ class HostReading(NamedTuple):
     children_cpu_s: float | None
     idle_cpu_s: float | None  # while its cores were idle
     threads: dict[int, ThreadTimes]  # of this process
-    throttled_periods: tuple[int, int]
-    pressure_s: float | None
 
 
 class RunRecorder:
@@ -258,8 +255,6 @@ class RunRecorder:
             children_cpu_s=read("the workers' CPU time", children_cpu_s, None),
             idle_cpu_s=read("the idle time of the cores", idle_cpu_s, None),
             threads=read("the runnable threads", thread_times, {}),
-            throttled_periods=read("the cgroup's quota", throttled_periods, (0, 0)),
-            pressure_s=read("the CPU pressure", pressure_s, None),
         )
 
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
@@ -268,8 +263,11 @@ class RunRecorder:
         waits = clock.validation_waits
         now = now or self.read_host()
         used, idle = self._used_and_idle(now)
-        of_children = sum(one.cores for one in self.core_users.children)
-        in_reach = None if used is None or idle is None else cores_in_reach(now.budget.cores, used - of_children + idle)
+        children = self.core_users.children
+        in_reach = None
+        if used is not None and idle is not None:
+            of_training = used - (0.0 if children is None else children.cores)
+            in_reach = cores_in_reach(now.budget.cores, of_training + idle)
         worker_s = None
         if self.loader is not None and self.loader.num_workers:
             children_s_before, steps_before = self._loader_since
@@ -362,8 +360,6 @@ class RunRecorder:
         if used is None or idle is None:
             return None
         affinity, steady = affinity_cores(), sum(self._clock.blocks, StepBlock())
-        counts = zip(began.throttled_periods, now.throttled_periods, strict=True)
-        throttled, periods = (after - before for before, after in counts)
         loading, workers = self._workers.facts(), 0 if self.loader is None else self.loader.num_workers
         runnable = sum(added_times(began.threads, now.threads)) / elapsed_s + workers * (
             loading.runnable_threads or 0.0
@@ -372,15 +368,11 @@ class RunRecorder:
             wait_share=steady.core_wait_s / steady.wall_s if steady.steps and is_known else None,
             own_cores=used,
             others_cores=max(0.0, affinity - used - idle),
-            runnable_threads=self._local_ranks * runnable,
-            machine_cores=os.cpu_count() or 0,
             affinity_cores=affinity,
-            throttled_share=throttled / periods if periods else 0.0,
-            pressure_share=_per(now.pressure_s, began.pressure_s, elapsed_s),
+            machine_cores=os.cpu_count() or 1,
+            runnable_threads=self._local_ranks * runnable,
             torch_threads=torch.get_num_threads(),
-            niceness=os.getpriority(os.PRIO_PROCESS, 0),
-            in_slurm="SLURM_JOB_ID" in os.environ,
-            users=self.core_users.found,
+            other=self.core_users.other,
             children=self.core_users.children,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from time import monotonic  # by name: a program's tests may replace those of `time`
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from lightning_gpu_tools.units import user_name
 _INTERVAL_S = 1.0
 SCAN_SHARE = 0.01  # of the background thread's time, at most, for listing processes
 _CONTENDED = 0.05  # half of the reporting threshold; below it, other processes are not listed
-_MAX_USERS = 3  # in a report
 
 
 class ThreadWait:
@@ -50,12 +49,6 @@ class ThreadWait:
             os.close(file)
 
 
-def pressure_s() -> float | None:
-    """Return the seconds in which any thread of the machine waited for a core; ``None`` before Linux 4.20."""
-    some = read_kernel_file("/proc/pressure/cpu").partition("total=")[2].split()
-    return int(some[0]) / 1e6 if some else None
-
-
 class _Process(NamedTuple):
     name: str
     parent: int
@@ -65,9 +58,9 @@ class _Process(NamedTuple):
 
 
 class CoreUsers:
-    """Totals of the CPU time on this job's cores while the training thread waits for one, by program.
+    """The CPU time on this job's cores while the training thread waits for one: of other programs, and of children.
 
-    They are those of others, and of this process's descendants that are not workers of a loader.
+    Children are this process's descendants that are not workers of a loader.
 
     ``waited_s`` returns the thread's wait so far. ``rank_pids`` returns the processes of this job's ranks on the
     machine, and ``worker_pids`` the workers of this process. The descendants of ranks also count as the job's.
@@ -79,13 +72,30 @@ class CoreUsers:
         rank_pids: Callable[[], Iterable[int]],
         worker_pids: Callable[[], Iterable[int]],
     ) -> None:
-        self.found: tuple[CoreUser, ...] = ()
-        self.children: tuple[CoreUser, ...] = ()
         self._waited_s, self._rank_pids, self._worker_pids = waited_s, rank_pids, worker_pids
         self._waited_before_s, self._polled_s = waited_s(), monotonic()
         self._before: dict[int, _Process] = {}
         self._before_s = self._watched_s = 0.0
-        self._of_others, self._of_children = _Programs(), _Programs()
+        self._of_others: defaultdict[tuple[str, str], float] = defaultdict(float)  # seconds by user and name
+        self._of_children: defaultdict[str, float] = defaultdict(float)  # seconds by name
+
+    @property
+    def other(self) -> CoreUser | None:
+        """The program of others that used the cores most."""
+        used_s = dict(self._of_others)
+        if not used_s:
+            return None
+        user, name = max(used_s, key=lambda program: used_s[program])
+        return CoreUser(user=user, name=name, cores=used_s[user, name] / self._watched_s)
+
+    @property
+    def children(self) -> CoreUser | None:
+        """All children together, with the name of those that used the cores most."""
+        used_s = dict(self._of_children)
+        if not used_s:
+            return None
+        name = max(used_s, key=lambda name: used_s[name])
+        return CoreUser(user="", name=name, cores=sum(used_s.values()) / self._watched_s)
 
     def poll(self) -> float:
         """List the processes if the thread has been waiting, and return the seconds until the next poll."""
@@ -105,40 +115,16 @@ class CoreUsers:
         of_job = _family(now, {this, *ranks})
         children = _family(now, {this}) - _family(now, ranks - {this}) - {this, *self._worker_pids()}
         self._watched_s += elapsed_s
-        used: dict[int, tuple[str, str, float]] = {}
         for pid, process in now.items():
             before = self._before.get(pid)
             is_same = before is not None and before.started_ticks == process.started_ticks
             cpu_s = process.cpu_s - before.cpu_s if before is not None and is_same else process.cpu_s
-            if cpu_s > 0 and process.core in cores and (pid in children or pid not in of_job):
-                used[pid] = _user_of(pid), process.name, cpu_s
-        self._of_others.add(used[pid] for pid in used.keys() - children)
-        self._of_children.add(used[pid] for pid in used.keys() & children)
-        self.found = self._of_others.users(self._watched_s)
-        self.children = self._of_children.users(self._watched_s)
-
-
-class _Programs:
-    """The CPU time of processes, by user and name."""
-
-    def __init__(self) -> None:
-        self._cpu_s: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._most: Counter[tuple[str, str]] = Counter()  # processes at the same time
-
-    def add(self, processes: Iterable[tuple[str, str, float]]) -> None:
-        """Add the user, name and CPU time of each process since the last call."""
-        count: Counter[tuple[str, str]] = Counter()
-        for user, name, cpu_s in processes:
-            self._cpu_s[user, name] += cpu_s
-            count[user, name] += 1
-        self._most |= count  # the larger number of each
-
-    def users(self, watched_s: float) -> tuple[CoreUser, ...]:
-        """Return those with the most time."""
-        return tuple(
-            CoreUser(user=user, name=name, cores=cpu_s / watched_s, processes=self._most[user, name])
-            for (user, name), cpu_s in sorted(self._cpu_s.items(), key=lambda item: -item[1])[:_MAX_USERS]
-        )
+            if cpu_s <= 0 or process.core not in cores:
+                continue
+            if pid in children:
+                self._of_children[process.name] += cpu_s
+            elif pid not in of_job:
+                self._of_others[_user_of(pid), process.name] += cpu_s
 
 
 def _processes() -> dict[int, _Process]:

@@ -270,19 +270,11 @@ class LoadingFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoreUser:
-    """A program that used this job's cores while its training thread waited for one.
+    """A program that used this job's cores while its training thread waited for one."""
 
-    Attributes:
-        user: Owner of the program.
-        name: Name of the program.
-        cores: Number of cores that all its processes together kept busy during that time.
-        processes: Number of its processes that used them.
-    """
-
-    user: str
+    user: str  # its owner
     name: str
-    cores: float
-    processes: int = 1
+    cores: float  # that all its processes together kept busy during that time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,16 +284,12 @@ class CoreFacts:
     wait_share: float | None  # of steady steps: the training thread was runnable but had no core
     own_cores: float  # cores kept busy by this job
     others_cores: float  # cores kept busy by other programs
+    affinity_cores: int  # cores that this process may run on
+    machine_cores: int  # cores of the machine
     runnable_threads: float | None = None  # this job's average number of threads that ran or waited for a core
-    machine_cores: int = 0  # cores of the machine; 0: unknown
-    affinity_cores: int = 0  # cores that this process may run on
-    throttled_share: float = 0.0  # of the periods of a cgroup's quota: the quota was used up
-    pressure_share: float | None = None  # some thread of the machine was waiting for a core
     torch_threads: int = 1  # of the training process, within one operator
-    niceness: int = 0  # from -20 (highest priority) to 19 (lowest)
-    in_slurm: bool = False
-    users: tuple[CoreUser, ...] = ()
-    children: tuple[CoreUser, ...] = ()  # descendants of the training process that are not workers of a loader
+    other: CoreUser | None = None  # the largest other program
+    children: CoreUser | None = None  # all descendants of the training process that are not workers of a loader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,7 +311,6 @@ class RankStep:
         others_late_s: The part of it in which other ranks had not arrived yet: the time beyond that of the rank with
             the shortest time in the same step. ``None`` on the CPU, or if unknown.
         lines: Its source lines, if it is the slowest rank.
-        core_wait_s: Mean time per steady step in which its training thread was runnable but had no core; 0 if unknown.
         gpu: Device index of its GPU on the node; ``None`` without a GPU.
         throttled_percent: Share of time in which power or heat throttled its clocks; ``None`` if unknown.
         storage_wait_percent: Share of time in which a worker of its loader waited for a disk; ``None`` if unknown.
@@ -338,7 +325,6 @@ class RankStep:
     wait_s: float | None = None
     others_late_s: float | None = None
     lines: tuple[SourceLine, ...] = ()
-    core_wait_s: float = 0.0
     gpu: int | None = None
     throttled_percent: float | None = None
     storage_wait_percent: float | None = None

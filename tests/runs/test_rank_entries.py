@@ -22,7 +22,6 @@ def entry(rank: int, own_step_s: float = 0.1, **facts: Any) -> dict[str, Any]:
         "own_s_over_time": [own_step_s] * 4,
         "steps_over_time": 20,
         "wait_s": None,
-        "core_wait_s": 0.0,
         "gpu": rank % 2,
         "storage_wait_percent": None,
     }

@@ -27,8 +27,6 @@ SOURCES = {
     (run_recorder, "children_cpu_s"): "the workers' CPU time",
     (run_recorder, "idle_cpu_s"): "the idle time of the cores",
     (run_recorder, "thread_times"): "the runnable threads",
-    (run_recorder, "throttled_periods"): "the cgroup's quota",
-    (run_recorder, "pressure_s"): "the CPU pressure",
     (run_recorder, "path_of_data"): "the storage of the dataset",
     (run_recorder, "affinity_cores"): "the use of the cores",
     (run_loaders, "settings_of"): "the loader's settings",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import re
 import shutil
@@ -20,11 +19,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from slurm_cluster import WHY_NOT
 from trainings import Model, Samples, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.training import cores
 from lightning_gpu_tools.training.cores import CoreUsers, ThreadWait
 from lightning_gpu_tools.training.stacks import added_times, thread_times
 from lightning_gpu_tools.units import user_name
@@ -106,34 +103,18 @@ def of_cores(report: Any) -> Any:
     return next((one for one in report.diagnosis.findings if one.cause == "cpu_contention"), None)
 
 
-@pytest.mark.follows("child processes of this job", "them with nice -n 19, so that")
+@pytest.mark.follows("Start fewer of them, or start them with nice -n 19, so that", "or with `nice -n 19`")
 def test_a_programs_own_processes_are_named_and_go_last_with_nice(one_core: None, tmp_path: Path) -> None:
     with children(tmp_path, 5):
         report = train(tmp_path, burn, 0.03)
     finding = of_cores(report)
     assert (report.diagnosis.findings[0], finding.evidence["kind"]) == (finding, "own_children")
-    assert finding.evidence["taken_by"].startswith("5 child processes of this job (simulator) use ")
-    command = re.search(r"them with (nice -n 19), so", finding.advice)[1].split()  # type: ignore[index]
+    assert finding.evidence["taken_by"].startswith("child processes of this job (simulator) use ")
+    command = re.search(r"start them with (nice -n 19), so", finding.advice)[1].split()  # type: ignore[index]
     with children(tmp_path, 5, *command):
         followed = train(tmp_path, burn, 0.03)
     assert followed.core_wait_share < report.core_wait_share
     assert of_cores(followed) is None or of_cores(followed).evidence["kind"] != "own_children"
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
-@pytest.mark.follows("Start at most {} of them (now {}), or start")
-def test_as_many_processes_as_advised_leave_training_a_core(tmp_path: Path) -> None:
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:2])
-    try:
-        with children(tmp_path, 7):
-            report = train(tmp_path, burn, 0.03)
-        most = int(re.search(r"Start at most (\d+) of them \(now 7\), or", of_cores(report).advice)[1])  # type: ignore[index]
-        with children(tmp_path, most):
-            followed = train(tmp_path, burn, 0.03)
-    finally:
-        os.sched_setaffinity(0, before)
-    assert followed.core_wait_share < report.core_wait_share
 
 
 def matrices(seconds: float) -> None:
@@ -190,15 +171,13 @@ def test_as_few_workers_as_advised_leave_the_training_thread_a_core(one_core: No
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2 or not shutil.which("taskset"), reason="one core, or no taskset")
-@pytest.mark.follows(
-    "Allow it more cores (taskset, docker run --cpuset-cpus).", "`taskset`, `docker run --cpuset-cpus`"
-)
+@pytest.mark.follows("Or give it more of the {} cores: sbatch --cpus-per-task, docker run --cpus, taskset.")
 def test_taskset_allows_more_cores(many_threads: int, tmp_path: Path) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
         before = of_own_threads(train(tmp_path, matrices, 0.05))
-        (program,) = re.findall(r"Allow it more cores \((\w+), docker run --cpuset-cpus\)", before.advice)
+        (program,) = re.findall(r"Or give it more of the \d+ cores: .*, (\w+)\.$", before.advice)
         command = [program, "-a", "-p", "-c", ",".join(map(str, cores)), str(os.getpid())]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         after = of_cores(train(tmp_path, matrices, 0.05))
@@ -243,109 +222,13 @@ def answer_of(command: list[str]) -> str | None:
     return None if answer.returncode else answer.stdout
 
 
-def in_child(act: Callable[[], Any]) -> None:
-    """Call a function in a process that is forked from this one."""
-    child = multiprocessing.get_context("fork").Process(target=act)
-    child.start()
-    child.join(150)
-    assert child.exitcode == 0
-
-
-@pytest.mark.follows("This job runs at nice {}, so other programs go first: start it without nice.")
-def test_without_nice_training_waits_less(one_core: None, tmp_path: Path) -> None:
-    def train_nicely() -> None:
-        os.nice(10)
-        train(tmp_path, burn, 0.002)
-
-    with others(tmp_path, 1):
-        in_child(train_nicely)
-        report = load_report(tmp_path)
-        assert "This job runs at nice 10, so other programs go first: start it without nice." in of_cores(report).advice
-        in_child(lambda: train(tmp_path, burn, 0.002))
-    assert load_report(tmp_path).core_wait_share < report.core_wait_share
-
-
-CGROUP = next((path for path in map(Path, ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup")) if path.is_dir()), Path("/"))
-
-
-@pytest.fixture
-def quota() -> Iterator[Path]:
-    """A cgroup of the test's own."""
-    group = CGROUP / f"lightning-gpu-tools-{os.getpid()}"
-    try:
-        group.mkdir()
-        allow(group, 1.0)
-    except OSError:
-        pytest.skip("this process may not limit the cores of a cgroup")
-    yield group
-    group.rmdir()
-
-
-def allow(group: Path, cores: float) -> None:
-    """Set the quota of a cgroup."""
-    if CGROUP.name == "cpu":  # cgroup v1
-        (group / "cpu.cfs_quota_us").write_text(str(round(cores * 100_000)))
-    else:
-        (group / "cpu.max").write_text(f"{round(cores * 100_000)} 100000")
-
-
-@pytest.mark.follows(
-    "Raise the quota (cpu.max; docker run --cpus, resources.limits.cpu), now {}.", "`docker run --cpus`"
-)
-def test_a_raised_quota_pauses_training_less(quota: Path, tmp_path: Path) -> None:
-    def train_inside() -> None:
-        (quota / "cgroup.procs").write_text(str(os.getpid()))
-        train(tmp_path, burn, 0.005)
-
-    allow(quota, 0.1)
-    in_child(train_inside)
-    before = of_cores(load_report(tmp_path))
-    (now,) = re.findall(r"Raise the quota \(cpu\.max; .*\), now ([\d.]+) cores?\.", before.advice)
-    allow(quota, 10 * float(now))
-    in_child(train_inside)
-    after = of_cores(load_report(tmp_path))
-    assert before.evidence["kind"] == "quota"
-    assert after is None or after.evidence["throttled_percent"] < before.evidence["throttled_percent"]
-
-
-@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-@pytest.mark.follows("Add --cpus-per-task={} to sbatch or srun.", "`--cpus-per-task=N` under SLURM")
-def test_slurm_grants_the_cores_that_are_advised(
-    one_core: None, many_threads: int, tmp_path: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as job:
-        job.setenv("SLURM_JOB_ID", "1")
-        advice = of_own_threads(train(tmp_path, matrices, 0.05)).advice
-    ((option, number),) = re.findall(r"(--cpus-per-task=(\d+)) to sbatch or srun", advice)
-    command = ["srun", "-N1", "-n1", option, "printenv", "SLURM_CPUS_PER_TASK"]
-    answer = subprocess.run(
-        command, env={**os.environ, **slurm}, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert answer.stdout.strip() == number
-
-
 def test_loading_without_a_core_is_not_taken_for_a_wait_for_storage(one_core: None, tmp_path: Path) -> None:
     with others(tmp_path, 2):
         report = train(tmp_path, time.sleep, 0.001, load_s=0.02)
     (finding,) = [one for one in report.diagnosis.findings if one.cause == "data_loading"]
-    assert finding.evidence["wait_ms_per_step"] > 30  # as each of the three gets a third of the core
-    assert finding.evidence["load_ms_per_batch"] < 30
+    # As each of the three gets a third of the core.
+    assert finding.evidence["load_ms_per_batch"] < 0.7 * finding.evidence["wait_ms_per_step"]
     assert finding.evidence["kind"] == "cpu_bound"
-
-
-def test_workers_without_a_core_are_no_fault_of_the_loader(one_core: None, tmp_path: Path) -> None:
-    with others(tmp_path, 2):
-        report = train(tmp_path, burn, 0.001, load_s=0.02, workers=1)
-    findings = {one.cause: one for one in report.diagnosis.findings}
-    assert findings["cpu_contention"].evidence["workers_percent"] > 10
-    waiting_s = report.phase_s["data_loading"] / report.wall_s
-    assert "data_loading" not in findings or findings["data_loading"].share < waiting_s
-
-
-def test_a_training_is_told_that_it_lacks_cores_only_if_it_does(one_core: None, tmp_path: Path) -> None:
-    report = train(tmp_path, time.sleep, 0.05)  # which needs a core now and then; a busy machine may have none
-    said = any(one.cause == "cpu_contention" for one in report.diagnosis.findings)
-    assert said == (report.core_wait_share >= 0.10)
 
 
 def test_a_kernel_that_does_not_count_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,8 +253,7 @@ def test_a_thread_waits_while_others_compute_on_its_core(one_core: None, tmp_pat
     wait.close()
 
 
-def test_others_are_listed_only_while_the_thread_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "_MAX_USERS", 10_000)  # other programs of this machine may take more of it
+def test_others_are_listed_only_while_the_thread_waits(tmp_path: Path) -> None:
     waited_s = 0.0
     users = CoreUsers(lambda: waited_s, list, list)
     (tmp_path / "mine").symlink_to(Path(sys.executable).resolve())
@@ -379,15 +261,17 @@ def test_others_are_listed_only_while_the_thread_waits(tmp_path: Path, monkeypat
         users.poll()
         until_cpu_s(pid, 0.2)
         users.poll()
-        assert not users.found
+        assert users.other is None
         for _ in range(2):
             waited_s += 1000.0
             assert users.poll() >= 1.0
             until_cpu_s(pid, cpu_s(pid) + 0.2)
         mine.kill()
-    shares = {one.name: one.cores for one in users.found if one.user == user_name(os.getuid())}
-    assert "mine" not in shares
-    assert 0 < shares["busy"] <= 1.1
+    assert users.children.name == "mine"
+    assert 0 < users.children.cores <= 1.1
+    others_s = users._of_others  # of which another program of this machine may be the largest
+    assert others_s[user_name(os.getuid()), "busy"] > 0
+    assert (user_name(os.getuid()), "mine") not in others_s
 
 
 def cpu_s(pid: int) -> float:

@@ -1,7 +1,7 @@
-"""communication: ranks wait for each other, and neither a slow rank nor a lack of cores is the reason.
+"""communication: ranks wait for each other, and no slow rank is the reason.
 
-Averages the time that ranks spend in collectives per step, without waiting for ranks that have no core. On a GPU, CUDA
-events in sampled steps separate waiting for a late rank from sending.
+Averages the time that ranks spend in collectives per step. On a GPU, CUDA events in sampled steps separate waiting for
+a late rank from sending.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import fmean
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, cpu_run, ranks
 from lightning_gpu_tools.advice.findings import Finding, counted
-from lightning_gpu_tools.advice.ranks import mean_wait_s, waits_for_cores_of_others_s
+from lightning_gpu_tools.advice.ranks import mean_wait_s
 from lightning_gpu_tools.training.phases import RANK_WAIT_IN_STEP
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
@@ -24,10 +24,9 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     if mean_s is None:
         yield from _seen_by_one_gpu(run)
         return
-    waits = mean_s - fmean(waits_for_cores_of_others_s(run.ranks))
     late_s = fmean(rank.others_late_s or 0.0 for rank in run.ranks)
     if run.on_gpu and late_s < mean_s / 2:
-        yield _sending(run, waits)
+        yield _sending(run, mean_s)
         return
     if all("backward" in rank.phase_s for rank in run.ranks):
         why = "No rank is always slower than the others: the network is slow, or a different rank is late each time."
@@ -40,8 +39,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         change = "Accumulate gradients over several batches (no_sync)"
     yield counted(
         "communication",
-        min(waits / run.step_s, 1.0),
-        {"ms_per_step": waits * 1e3, "ranks": len(run.ranks)},
+        min(mean_s / run.step_s, 1.0),
+        {"ms_per_step": mean_s * 1e3, "ranks": len(run.ranks)},
         f"{why} {change} to synchronize less often, or use fewer ranks.",
     )
 
@@ -58,8 +57,7 @@ def why_not(run: RunMeasurements, finding: Finding) -> str:
     """Return why these waits need no change; empty if they do."""
     if float(finding.evidence["ms_per_step"]) >= 1e3 * _MIN_SHARE * run.step_s:
         return ""
-    has_no_core = any(waits_for_cores_of_others_s(run.ranks))
-    return "other ranks had no free core at that time" if has_no_core else "less than 10 % of a step is usual"
+    return "less than 10 % of a step is usual"
 
 
 def _sending(run: RunMeasurements, wait_s: float) -> Finding:

@@ -26,7 +26,7 @@ _MIN_EXCESS = 0.10
 _MIN_COVERAGE = 0.80
 _SIGMA_PER_MAD = 1.4826  # standard deviation per median absolute deviation, of normal noise (Hampel's identifier)
 # Our defaults from here on.
-_MIN_WAITED = 0.50  # of the blamed rank's excess: the others' longer wait, or its own wait for a core
+_MIN_WAITED = 0.50  # of the blamed rank's excess: the others' longer wait
 _MOST = 2 / 3  # of the excess: the least for a phase to be reported
 _ALWAYS = 0.90  # of the parts of a run
 _ALIKE = 0.50  # of the slowest rank's excess: from here on, the ranks of a node are slow for the same reason
@@ -172,13 +172,6 @@ def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
 
 
 def _hardware_behind(ranks: Iterable[RankStep], slow: RankStep, phase: str | None, evidence: Evidence) -> str:
-    usual_s = median_low(rank.core_wait_s for rank in ranks)
-    if 1e3 * (slow.core_wait_s - usual_s) >= _MIN_WAITED * float(evidence["behind_ms_per_step"] or 0.0):
-        evidence["core_wait_ms_per_step"] = 1e3 * slow.core_wait_s
-        return (
-            f"Its training thread waits {format_duration(slow.core_wait_s)} per step for a core (median rank: "
-            f"{format_duration(usual_s)}): free cores on that machine."
-        )
     if phase in (DATA_LOADING, EPOCH_START):
         name, least, what = "storage_wait_percent", _MIN_STORAGE_PERCENT, "workers wait for storage"
     elif phase is None or phase in PARTS_OF_STEP:
