@@ -35,7 +35,7 @@ def be_quiet() -> None:
     """Turn off warnings, Lightning's messages, and reports' pictures, which take longer than a short run."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    sys.modules.update(dict.fromkeys(["matplotlib", "bokeh"]))
+    sys.modules["matplotlib"] = None
 
 
 def quiet_options(folder: str | Path) -> dict[str, Any]:

@@ -184,8 +184,7 @@ class Job:
     """A job with rank 0 in this process, and its other ranks as entries in a store."""
 
     def __init__(self, ranks: int, direct: TCPStore, far: TCPStore, name: str) -> None:
-        nodes = ranks // LOCAL_RANKS
-        self.places = [RankPlace(i, ranks, i % LOCAL_RANKS, i // LOCAL_RANKS, nodes, LOCAL_RANKS) for i in range(ranks)]
+        self.places = [RankPlace(i, ranks, i % LOCAL_RANKS, i // LOCAL_RANKS, LOCAL_RANKS) for i in range(ranks)]
         self.exchange = RankExchange(f"{name}/measured", self.places[0], far)
         self.board = Board(f"{name}/read", self.places[0], far)
         self._chance = random.Random(0)
@@ -195,13 +194,9 @@ class Job:
         }
 
     def fill(self, which: str, **more: Any) -> None:
-        """Post the entries of all other ranks, and then those that the first rank of each node merges."""
+        """Post the entries of all other ranks."""
         for board, place in zip(self._boards[which], self.places[1:], strict=True):
             board.post(**more, **facts_of(place, self._chance))
-        for board, place in zip(self._boards[which], self.places[1:], strict=True):
-            if place.local_rank == 0:
-                board.read(place.mates)
-                board.post_node()
 
 
 def measure(ranks: int, direct: TCPStore, far: TCPStore) -> dict[str, Any]:

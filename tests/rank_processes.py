@@ -54,7 +54,7 @@ def start_ranks(
     for rank in range(ranks):
         node, local_rank = divmod(rank, ranks // nodes)
         place = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "WORLD_SIZE": ranks}
-        place |= {"LOCAL_WORLD_SIZE": ranks // nodes, "GROUP_WORLD_SIZE": nodes}
+        place |= {"LOCAL_WORLD_SIZE": ranks // nodes}
         env = {name: str(number) for name, number in place.items() if ranks > 1}
         if ranks > 1:
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}

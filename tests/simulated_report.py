@@ -62,13 +62,12 @@ def simulated_report(*, nodes: int = 1, gpus: int = 8, seconds: float = DAY_S, e
         return sums.series()
 
     def gpu(place: int) -> GpuSummary:
-        metrics = {"utilization_percent": 2000, "memory_used_bytes": 2000, "power_watts": 2000}
-        if place >= gpus:  # of another node
-            metrics = {"utilization_percent": 128, "memory_used_bytes": 32}
-        series = {name: timeline(name, place, points) for name, points in metrics.items()}
+        points = 2000 if place < gpus else 128  # of another node
+        metrics = ("utilization_percent", "memory_used_bytes", "power_watts")
+        series = {name: timeline(name, place, points) for name in metrics}
         busy = [value for _, value in series["utilization_percent"].points()]
         mean = sum(busy) / len(busy)
-        summary = GpuSummary(
+        return GpuSummary(
             index=place % gpus,
             node=place // gpus,
             uuid=f"GPU-{place:08x}-1111-2222-3333-444444444444",
@@ -91,9 +90,8 @@ def simulated_report(*, nodes: int = 1, gpus: int = 8, seconds: float = DAY_S, e
             sm_occupancy_percent=mean / 2.17,
             tensor_active_percent=mean / 3.33,
             dram_active_percent=mean / 2.9,
-            timelines=series,
+            timelines=series if place < gpus else {},
         )
-        return replace(summary.to_send(at_end=True), timelines=series) if place < gpus else summary.to_send(at_end=True)
 
     def account(place: int) -> MemoryAccount:
         parts = {name: round(80 * GIB / (len(PARTS) + 1)) + place for name in PARTS}

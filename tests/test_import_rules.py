@@ -28,7 +28,6 @@ HOMES: dict[str, set[str]] = {
     "lightning_utilities": {"trainer"},
     "pynvml": {"gpus/nvml"},
     "matplotlib": {"reports/plot"},
-    "bokeh": {"reports/page"},
     "torch": {"dry_run/recorder", "trainer", "runs", "loaders", "training", "checkpoints", "cli"},
 }
 # Decisions on data: they use nothing but the standard library, and nothing of it that asks the world outside.

@@ -8,7 +8,7 @@ import pytest
 nbformat = pytest.importorskip("nbformat", reason="needs Jupyter")
 nbclient = pytest.importorskip("nbclient", reason="needs Jupyter")
 pytest.importorskip("ipykernel", reason="needs Jupyter")
-pytest.importorskip("bokeh", reason="needs the extra plot")
+pytest.importorskip("matplotlib", reason="needs the extra plot")
 
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
 

@@ -8,7 +8,6 @@ import math
 import os
 import sys
 from dataclasses import asdict
-from typing import Any
 
 from lightning_gpu_tools.cli import options
 from lightning_gpu_tools.errors import ReportError
@@ -63,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=["text", "markdown", "json", "html"],
         default="text",
-        help="output format; redirect html to a file and open it in a browser (default: %(default)s)",
+        help="output format; redirect html, for one report, to a file and open it in a browser (default: %(default)s)",
     )
     parser.set_defaults(run=run, usage_error=parser.error)
 
@@ -79,8 +78,12 @@ def run(args: argparse.Namespace) -> int:
     max_slowdown = args.max_slowdown or 0.0
     if not 0 <= max_slowdown < math.inf:
         args.usage_error(f"--max-slowdown must be at least 0%, got {max_slowdown:g}%")
-    if args.format == "html" and importlib.util.find_spec("bokeh") is None:
-        args.usage_error("--format html needs bokeh, which is not installed: pip install 'lightning-gpu-tools[plot]'")
+    if args.format == "html" and args.against is not None:
+        args.usage_error("--format html works only for one report")
+    if args.format == "html" and importlib.util.find_spec("matplotlib") is None:
+        args.usage_error(
+            "--format html needs matplotlib, which is not installed: pip install 'lightning-gpu-tools[plot]'"
+        )
     if args.against is None:
         report = load_report(_found(args.file))
         if args.lines:
@@ -89,8 +92,12 @@ def run(args: argparse.Namespace) -> int:
             print(render_text(report, full=args.full))
         elif args.format == "markdown":
             print(render_markdown(report, full=args.full))
+        elif args.format == "json":
+            print(to_json(report), end="")
         else:
-            print((to_json if args.format == "json" else _page)(report).rstrip("\n"))
+            from lightning_gpu_tools.reports.page import render_page  # it imports matplotlib
+
+            print(render_page(report), end="")
         return 0
     try:
         new_file, old_file = _found(args.file), _found(args.against)
@@ -139,19 +146,11 @@ def _print_lines(report: Report, *, full: bool) -> int:
     return 0
 
 
-def _page(*runs: Any) -> str:
-    from lightning_gpu_tools.reports.page import render_page
-
-    return render_page(*runs)
-
-
 def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:
     comparison = compare(new, old, max_slowdown)
     confirmation = confirm(new, old)
     if form == "json":
         print(as_json(asdict(comparison)))
-    elif form == "html":
-        print(_page(new, old, max_slowdown))
     elif form == "markdown":
         print(comparison_markdown(comparison, confirmation))
     else:

@@ -7,10 +7,8 @@ for the report a field with the same name in :class:`GpuSummary`. Names include 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from lightning_gpu_tools.gpus.readings import GpuProcess, Sharing, UtilizationSample, not_none
@@ -160,7 +158,7 @@ class GpuSummary:
         dram_active_percent: Mean share of the memory bandwidth in use (Hopper and later).
         errors: Errors that the GPU reported: Xid events.
         timelines: ``utilization_percent``, ``memory_used_bytes`` and ``power_watts`` over the run, in at most 2000
-            intervals. Nodes other than the first have only the first two, in at most 128 and 32 intervals.
+            intervals; empty for the GPUs of nodes other than rank 0's.
     """
 
     index: int
@@ -189,17 +187,6 @@ class GpuSummary:
     errors: tuple[str, ...] = ()
     timelines: Mapping[str, Series] = dataclasses.field(default_factory=dict)
 
-    def to_send(self, *, at_end: bool) -> GpuSummary:
-        """Return the summary to send to another node. It has timelines only at the end, with fewer points."""
-        sent = [name for name in _SENT if at_end and name in self.timelines]
-        short = {name: self.timelines[name].at_most(_SENT[name]) for name in sent}
-        timelines = {name: rounded(series, series.begin_s) for name, series in short.items()}
-        return dataclasses.replace(self, timelines=timelines)
-
-
-# Our default number of points in timelines, which take 1 MB of a report with 1,024 GPUs.
-_SENT = {"utilization_percent": 128, "memory_used_bytes": 32}
-
 
 def gpu_metrics(
     index: int, window: GpuWindow, sharing: Sharing, energy_joules: float | None, node: int = 0
@@ -209,29 +196,6 @@ def gpu_metrics(
     values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.logged}
     values |= {**sharing._asdict(), "energy_joules": energy_joules}
     return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
-
-
-# Our default: eight machines with eight GPUs, each with a dozen metrics.
-MAX_NAMED_GPUS = 64
-
-
-def count_gpus(by_node: Sequence[Mapping[str, float]], nodes: int) -> int:
-    """Estimate the number of GPUs of a job on ``nodes`` nodes from the nodes that sent metrics."""
-    gpus = [{name.partition("gpu/")[2].partition("/")[0] for name in metrics} for metrics in by_node if metrics]
-    return sum(map(len, gpus)) * nodes // max(1, len(gpus))
-
-
-def job_metrics(by_node: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return metrics over all GPUs of a job, instead of one set per GPU: ``gpu/all/<metric>/{min,mean,max}``."""
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for metrics in by_node:
-        for name, value in metrics.items():
-            values[name.partition("gpu/")[2].partition("/")[2]].append(value)
-    found: dict[str, float] = {}
-    for name, numbers in values.items():
-        prefix = f"gpu/all/{name}"
-        found |= {f"{prefix}/min": min(numbers), f"{prefix}/mean": fmean(numbers), f"{prefix}/max": max(numbers)}
-    return found
 
 
 def rounded(series: Series, begin_s: float) -> Series:

@@ -29,7 +29,6 @@ class GpuWatch(Sampler):
         gpm: bool,
         node: int,
     ) -> None:
-        self.metrics: dict[str, float] = {}  # last result of `take_metrics`
         self._gpus = {gpu.uuid: gpu for gpu in gpus if gpu.uuid is not None}
         self._trained_on = frozenset(not_none(gpu.uuid for gpu in trained_on))
         self._node = node
@@ -98,7 +97,6 @@ class GpuWatch(Sampler):
             node = f" of node {self._node}" if self._node else ""
             problems += [f"GPU {gpu.index}{node} reports an error: {error}." for error in window.errors]
             problems += window.problems
-        self.metrics = metrics
         return metrics, problems
 
     def _peak_of_others(self, uuid: str, sharing: Sharing) -> int | None:

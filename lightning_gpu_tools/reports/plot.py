@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-import math
+import io
 import os
+import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.files import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports import charts
+from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.reports.report import PLOT_NAME, Report
-from lightning_gpu_tools.reports.text import gpu_label, verdict_label
+from lightning_gpu_tools.reports.text import gpu_label, phase_groups, phase_label, verdict_label
+from lightning_gpu_tools.training.phases import PHASES
+from lightning_gpu_tools.training.timeline import Series
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Lines differ in dashes as well as in shade, so that they are distinguishable in print.
+# Lines differ in dashes as well as in shade, so that they are distinguishable in print. More lines hide each other.
 _LINE_STYLES = (("#000000", "-"), ("#000000", ":"), ("#777777", "-"), ("#777777", "--"))
-_MAX_POINTS = 600  # of a line; with more, four lines hide each other
+_MAX_POINTS = 300  # our default: of a line 1,000 pixels long
+_MIN_VISIBLE = 0.01  # of the time between two points: a pixel of the panel's height
+_UNKNOWN_COLOR = "#BBBBBB"  # of a phase; a file may have unknown ones
 _FAR = 3.0  # times the memory in use: a total beyond that is only in the legend, because it would flatten the lines
-# In inches: one row, at most all rows, a line of text.
-_ROW, _ROWS, _TEXT = 0.28, 7.0, 0.17
-# Distinguishable with every common color blindness, and equal steps look equal (Nunez, Anderton and Renslow, 2018).
-_COLORS = "cividis"
-# Without the user's own style. Dollar signs in texts are not mathematics.
-_STYLE: list[Any] = ["default", {"text.parse_math": False}]
+_LINE_OF_TEXT = 0.17  # height in inches
+# Memory of torch on the GPU of rank 0: field of ``MemoryPoint``, label, color (Okabe and Ito's).
+_MEMORY_BANDS = (
+    ("kept_bytes", "tensors kept between steps", "#0072B2"),
+    ("step_bytes", "activations and temporaries", "#009E73"),
+    ("reserved_bytes", "allocator cache", "#F0E442"),
+)
+# Without the user's own style. Dollar signs in texts are not mathematics. Browsers have their own fonts.
+_STYLE: list[Any] = ["default", {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "gpu_report"}]
 # Next to the data, never on it.
 _LEGEND: dict[str, Any] = {
     "loc": "upper left",
@@ -43,117 +53,182 @@ _LEGEND: dict[str, Any] = {
 }
 
 
+class _Panel(NamedTuple):
+    label: str
+    divisor: float
+    height: float  # in inches
+
+
+_PANELS: Mapping[str, _Panel] = {
+    "utilization_percent": _Panel("GPU busy (%)", 1.0, 2.6),
+    "memory_used_bytes": _Panel("GPU memory in use (GiB)", 2.0**30, 2.2),
+    "power_watts": _Panel("Power (W)", 1.0, 1.8),
+}
+
+
+class _TimeUnit(NamedTuple):
+    name: str
+    seconds: float
+
+
+class _Line(NamedTuple):
+    label: str
+    timelines: Mapping[str, Series]
+
+
 def save_plot(report: Report, folder: str | os.PathLike[str]) -> Path:
     """Draw the report into ``gpu_report.png`` completely or not at all, and return its path; an OSError propagates.
 
-    Its panels show, from top to bottom, the wall time by phase, GPU utilization, memory, and power. Up to four GPUs are
-    drawn as lines, more as rows of colors.
+    Its panels show, from top to bottom, the wall time by phase, GPU utilization, memory, and power. They have a line
+    for each of up to four GPUs; of more, for the three that were least busy, and for the mean of the others.
     """
     target = Path(folder) / PLOT_NAME
     with style.context(_STYLE), replacing(str(target)) as file:
-        _draw(report).savefig(file, format="png", dpi=120)
+        _draw(report, with_title=True).savefig(file, format="png", dpi=120)
     return target
 
 
-def _draw(report: Report) -> Figure:
-    panels = list(_panels(report))
-    heights = [height for height, *_ in panels]
+def svg_of(report: Report) -> str:
+    """Return the same picture as an SVG element, without the title."""
+    file = io.StringIO()
+    with style.context(_STYLE):
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        _draw(report, with_title=False).savefig(file, format="svg", dpi=120, metadata=metadata)
+    text = file.getvalue()
+    # Paths with at most two decimals, which halves the size.
+    return re.sub(r' d="[^"]+"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text[text.index("<svg") :])
+
+
+def _draw(report: Report, *, with_title: bool) -> Figure:
+    lines = _lines(report)
+    bands = [band for band in _phase_bands(report) if band.is_visible]
+    metrics = [metric for metric in _PANELS if any(metric in line.timelines for line in lines)]
+    heights = [max(1.4, _LINE_OF_TEXT * len(bands)), *(_PANELS[metric].height for metric in metrics)]
     figure = Figure(figsize=(12, 1.1 + sum(heights) + 0.25 * len(heights)), layout="constrained")
     axes: list[Axes] = list(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0])
-    title = textwrap.fill(f"{verdict_label(report.diagnosis)}: {printable(report.diagnosis.why, 1000)}", 120)
-    figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize="medium")
-    for axis, (_, draw, *arguments) in zip(axes, panels, strict=True):
-        draw(axis, report, *arguments)
+    if with_title:
+        title = textwrap.fill(f"{verdict_label(report.diagnosis)}: {printable(report.diagnosis.why, 1000)}", 120)
+        figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize="medium")
+    _draw_where_time_went(axes[0], report)
+    for axis, metric in zip(axes[1:], metrics, strict=True):
+        _draw_lines(axis, report, metric, [line for line in lines if metric in line.timelines])
+    for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    unit = charts.time_unit(report.wall_s)
+    unit = _time_unit(report.wall_s)
     axes[-1].set_xlabel(f"time since training started ({unit.name})")
     axes[-1].set_xlim(0, max(report.wall_s, 1e-9) / unit.seconds)
     return figure
 
 
-def _panels(report: Report) -> Iterator[tuple[Any, ...]]:
-    """Yield the panels from top to bottom: height in inches, drawing function, and its arguments."""
-    labels = sum(band.is_visible for band in charts.phase_bands(report))
-    yield max(1.4, _TEXT * labels), _draw_where_time_went
+def _time_unit(wall_s: float) -> _TimeUnit:
+    """Return the largest unit of which a run lasts at least three."""
+    units = (_TimeUnit("days", 86_400.0), _TimeUnit("hours", 3600.0), _TimeUnit("minutes", 60.0))
+    return next((unit for unit in units if wall_s >= 3 * unit.seconds), _TimeUnit("seconds", 1.0))
+
+
+def _lines(report: Report) -> list[_Line]:
+    """Return a line for each GPU with timelines, or for the three that are least busy and the mean of the others."""
     gpus = [gpu for gpu in report.gpus if gpu.timelines]
-    metrics = list(charts.LINES)
-    if len(gpus) > charts.MAX_LINES:
-        for metric in charts.ROW_METRICS:
-            if shown := charts.rows(report, metric):
-                yield min(_ROW * len(shown), _ROWS) + _TEXT, _draw_rows, metric, shown
-        account = charts.torch_account(report)
-        gpus = [gpu for gpu in gpus if account is not None and gpu.uuid == account.uuid]
-        metrics = ["memory_used_bytes"]
-    for metric in metrics:
-        if drawn := [gpu for gpu in gpus if metric in gpu.timelines]:
-            yield charts.LINES[metric].height / 100, _draw_lines, metric, drawn
+    if len(gpus) <= len(_LINE_STYLES):
+        return [_Line(gpu_label(gpu), gpu.timelines) for gpu in gpus]
+    by_busy = sorted(gpus, key=lambda gpu: gpu.utilization_percent_mean or 0.0)
+    alone, rest = by_busy[: len(_LINE_STYLES) - 1], by_busy[len(_LINE_STYLES) - 1 :]
+    means = {}
+    for metric in _PANELS:
+        mean = _mean([gpu.timelines[metric] for gpu in rest if metric in gpu.timelines], report.wall_s)
+        if mean.points():
+            means[metric] = mean
+    return [*(_Line(gpu_label(gpu), gpu.timelines) for gpu in alone), _Line(f"mean of {len(rest)} others", means)]
+
+
+def _mean(several: Sequence[Series], wall_s: float) -> Series:
+    edges_s = [wall_s * number / _MAX_POINTS for number in range(_MAX_POINTS + 1)]
+    columns = zip(*(series.means(edges_s) for series in several), strict=True)
+    means = [fmean(known) if (known := not_none(column)) else None for column in columns]
+    return Series(0.0, max(wall_s, 1e-9) / _MAX_POINTS, means)
+
+
+class _Band(NamedTuple):
+    label: str
+    color: str
+    top: list[float]  # in percent of each of the report's spans
+    is_visible: bool
+
+
+def _phase_bands(report: Report) -> list[_Band]:
+    """Return the groups of phases from bottom to top, in the order of the report's tree."""
+    bands = []
+    top = [0.0] * len(report.spans)
+    for group, parts in phase_groups(report.phase_s).items():
+        shares = [span.phase_s.get(group, 0.0) / max(span.end_s - span.begin_s, 1e-9) for span in report.spans]
+        top = [min(low + 100 * share, 100.0) for low, share in zip(top, shares, strict=True)]
+        whole = sum(parts.values()) / max(report.wall_s, 1e-9)
+        amount = f"{100 * whole:.0f} %" if whole >= 0.005 else "< 1 %"
+        color = PHASES[group].color if group in PHASES else _UNKNOWN_COLOR
+        label = f"{phase_label(group, report.activity)} {amount}"
+        bands.append(_Band(label, color, top, max([whole, *shares]) >= _MIN_VISIBLE))
+    return bands
 
 
 def _draw_where_time_went(axis: Axes, report: Report) -> None:
     _draw_phases(axis, report)
-    bands = [band for band in charts.phase_bands(report) if band.is_visible]
-    handles = [Patch(color=band.color, label=f"{band.label} {band.amount}") for band in reversed(bands)]
-    axis.legend(handles=handles, **_LEGEND)  # in the order of the stack
+    handles = [Patch(color=band.color, label=band.label) for band in _phase_bands(report) if band.is_visible]
+    axis.legend(handles=handles[::-1], **_LEGEND)  # in the order of the stack
     axis.set_ylabel("time (%)")
     axis.set_title(f"Where the {format_duration(report.wall_s)} went", loc="left", fontsize="medium")
 
 
 def _draw_phases(axis: Axes, report: Report, alpha: float = 1.0) -> None:
-    unit = charts.time_unit(report.wall_s)
-    edges = [edge_s / unit.seconds for edge_s in charts.span_edges_s(report)]
-    for band in charts.phase_bands(report):
-        bottom, top = ([*side, *side[-1:]] for side in (band.bottom, band.top))
-        axis.fill_between(edges, bottom, top, step="post", color=band.color, alpha=alpha, linewidth=0)
+    unit = _time_unit(report.wall_s)
+    edges = [span.begin_s / unit.seconds for span in report.spans]
+    edges += [span.end_s / unit.seconds for span in report.spans[-1:]]
+    bottom = [0.0] * len(edges)
+    for band in _phase_bands(report):
+        top = [*band.top, *band.top[-1:]]
+        # As an image in the SVG: hundreds of spans would be a megabyte of paths.
+        drawn: dict[str, Any] = {"color": band.color, "alpha": alpha, "linewidth": 0, "rasterized": True}
+        axis.fill_between(edges, bottom, top, step="post", **drawn)
+        bottom = top
     axis.set_ylim(0, 100)
 
 
-def _draw_lines(axis: Axes, report: Report, metric: str, gpus: Sequence[GpuSummary]) -> None:
-    unit = charts.time_unit(report.wall_s)
-    label, divisor, _ = charts.LINES[metric]
+def _draw_lines(axis: Axes, report: Report, metric: str, lines: Sequence[_Line]) -> None:
+    unit = _time_unit(report.wall_s)
+    label, divisor, _ = _PANELS[metric]
     if metric == "utilization_percent":
         _draw_phases(axis, report, alpha=0.2)
-    account = charts.torch_account(report)
+    account = next((account for account in report.memory if account.timeline), None)
     if metric == "memory_used_bytes" and account is not None:  # the driver's values are drawn over it
-        times = [point.time_s / unit.seconds for point in account.timeline]
-        for band in charts.torch_bands(account):
-            axis.fill_between(times, band.bottom, band.top, color=band.color, alpha=0.6, linewidth=0, label=band.label)
-        axis.set_title(f"Torch on GPU {account.index}", loc="left", fontsize="small")
-    for (color, dashes), gpu in zip(_LINE_STYLES, gpus, strict=False):
-        points = gpu.timelines[metric].at_most(_MAX_POINTS).points()
+        _draw_torch(axis, account, unit)
+    for (color, dashes), line in zip(_LINE_STYLES, lines, strict=False):
+        points = line.timelines[metric].at_most(_MAX_POINTS).points()
         x = [time_s / unit.seconds for time_s, _ in points]
         y = [value / divisor for _, value in points]
-        axis.plot(x, y, label=gpu_label(gpu), color=color, linestyle=dashes, linewidth=1.2)
+        axis.plot(x, y, label=line.label, color=color, linestyle=dashes, linewidth=1.2)
     if metric == "memory_used_bytes":
-        highest = axis.dataLim.ymax
-        for total in {gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes}:
-            whole = f"total, {format_bytes(total)}"
-            if total / divisor > _FAR * highest:
-                axis.plot([], [], " ", label=whole)
-            else:
-                axis.axhline(total / divisor, color="#D55E00", linewidth=1, linestyle="--", label=whole)
+        _draw_totals(axis, report.gpus, divisor)
     axis.set_ylim(0, 103 if metric == "utilization_percent" else None)
     axis.set_ylabel(label)
     axis.grid(alpha=0.25)
     axis.legend(**_LEGEND)
 
 
-def _draw_rows(axis: Axes, report: Report, metric: str, shown: Sequence[charts.Row]) -> None:
-    length = report.wall_s / charts.time_unit(report.wall_s).seconds
-    parts = [strip for row in shown for strip in row.strips]
-    columns = len(parts[0].percent)
-    colors = axis.pcolormesh(
-        [length * column / columns for column in range(columns + 1)],
-        [*(part.place for part in parts), len(shown)],
-        [[math.nan if value is None else value for value in part.percent] for part in parts],
-        cmap=_COLORS,
-        vmin=0,
-        vmax=100,
-    )
-    if len(shown) <= charts.MAX_ROWS:
-        axis.hlines(range(1, len(shown)), 0, length, color="white", linewidth=0.5)
-    axis.set_ylim(len(shown), 0)  # the first one at the top
-    every = charts.label_every(len(shown), _ROWS / _ROW)
-    axis.set_yticks([place + 0.5 for place in range(0, len(shown), every)], [row.label for row in shown[::every]])
-    axis.tick_params(axis="y", labelsize="small", length=0)
-    axis.set_title(charts.rows_title(shown, metric), loc="left", fontsize="medium")
-    axis.figure.colorbar(colors, cax=axis.inset_axes((1.01, 0.0, 0.012, 1.0)), label="%")
+def _draw_torch(axis: Axes, account: MemoryAccount, unit: _TimeUnit) -> None:
+    times = [point.time_s / unit.seconds for point in account.timeline]
+    bottom = [0.0] * len(times)
+    for field, label, color in _MEMORY_BANDS:
+        sizes = [getattr(point, field) / 2**30 for point in account.timeline]
+        top = [max(low, size) for low, size in zip(bottom, sizes, strict=True)]
+        axis.fill_between(times, bottom, top, color=color, alpha=0.6, linewidth=0, label=label)
+        bottom = top
+    axis.set_title(f"Torch on GPU {account.index}", loc="left", fontsize="small")
+
+
+def _draw_totals(axis: Axes, gpus: Sequence[GpuSummary], divisor: float) -> None:
+    highest = axis.dataLim.ymax
+    for total in {gpu.memory_total_bytes for gpu in gpus if gpu.timelines and gpu.memory_total_bytes}:
+        whole = f"total, {format_bytes(total)}"
+        if total / divisor > _FAR * highest:
+            axis.plot([], [], " ", label=whole)
+        else:
+            axis.axhline(total / divisor, color="#D55E00", linewidth=1, linestyle="--", label=whole)

@@ -16,7 +16,7 @@ from lightning_gpu_tools.advice.memory_account import OTHER_PROCESSES, PARTS, Me
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.reports.gpu_table import gpu_lines
+from lightning_gpu_tools.reports.gpu_table import gpu_lines, gpu_sentences
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
 from lightning_gpu_tools.training.memory_readings import MemoryLine
 from lightning_gpu_tools.training.phases import IN_WORKER, PHASES, RANK_WAIT, SLOW_STEP, TRAINING_STEP, UNEXPLAINED
@@ -42,9 +42,9 @@ _MARKUP = re.compile(r"[\\`*\[\]<&|~$]|(?<!\w)_|_(?!\w)|(?<=:)/(?=/)")
 
 def render_text(report: Report, *, full: bool = False) -> str:
     """Return the report in fewer than 80 lines, as wide as the terminal; ``full``: without a limit on the lines."""
-    paragraphs = {"Verdict": f"{verdict_line(report)} ({printable(report.outcome)})", **_paragraphs(report)}
-    head = [_wrapped(text, f"{f'{title}:':<9}") for title, text in paragraphs.items()]
-    return _joined([*head, ""], _details(report, full), [], full)
+    head = {"Verdict": f"{verdict_line(report)} ({printable(report.outcome)})", **paragraphs(report)}
+    lines = [_wrapped(text, f"{f'{title}:':<9}") for title, text in head.items()]
+    return _joined([*lines, ""], _details(report, full), [], full)
 
 
 def render_markdown(report: Report, *, full: bool = False) -> str:
@@ -54,7 +54,7 @@ def render_markdown(report: Report, *, full: bool = False) -> str:
     head = [
         f"**{verdict_line(report)}** ({escape_markdown(report.outcome)})",
         "",
-        *(f"- **{title}:** {escape_markdown(text)}" for title, text in _paragraphs(report).items()),
+        *(f"- **{title}:** {escape_markdown(text)}" for title, text in paragraphs(report).items()),
         "",
         "<details><summary>Where the time went</summary>",
         "",
@@ -63,7 +63,8 @@ def render_markdown(report: Report, *, full: bool = False) -> str:
     return _joined(head, details, [fence, "", "</details>"], full)
 
 
-def _paragraphs(report: Report) -> dict[str, str]:
+def paragraphs(report: Report) -> dict[str, str]:
+    """Return the reason, the advice, the result of earlier advice if there is one, and the run, by title."""
     result = {"Result": report.confirmation} if report.confirmation else {}
     return {"Why": report.diagnosis.why, "Next": report.diagnosis.next_step, **result, "Run": run_line(report)}
 
@@ -80,14 +81,16 @@ def _joined(head: Sequence[str], details: Sequence[str], foot: Sequence[str], fu
 
 def _details(report: Report, full: bool) -> list[str]:
     return [
-        *map(_wrapped, _sentences(report, full)),
+        *map(_wrapped, gpu_lines(report.gpus, full=full)),
+        *map(_wrapped, sentences(report, full=full)),
         *(_time_tree(report, full) if report.wall_s > 0 else []),
         *_memory_trees(report, full),
         *map(_wrapped, measuring_lines(report)),
     ]
 
 
-def _sentences(report: Report, full: bool) -> Iterator[str]:
+def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
+    """Yield what the tables of a report do not show; ``full``: without a limit on the number of stalls and errors."""
     diagnosis, failures = report.diagnosis, report.allocator_failures
     if not report.is_finished:
         state = "The process ended without a final report: it was killed, or it crashed."
@@ -99,7 +102,7 @@ def _sentences(report: Report, full: bool) -> Iterator[str]:
     yield from map(stall_line, shown)
     if len(shown) < len(stalls):
         yield f"{len(stalls) - len(shown)} shorter stalls are in {FILE_NAME}."
-    yield from gpu_lines(report.gpus, full=full)
+    yield from gpu_sentences(report.gpus, full=full)
     if report.gpu_note:
         yield report.gpu_note
     if diagnosis.verdict != "out_of_memory":  # its next step already includes this
@@ -356,15 +359,20 @@ def _time_tree(report: Report, full: bool) -> list[str]:
     return [head, *_tree(branches)]
 
 
+def _share_used(account: MemoryAccount) -> float:
+    return sum(account.parts_bytes.values()) / (account.total_bytes or math.inf)
+
+
+def fullest_first(accounts: Sequence[MemoryAccount]) -> list[MemoryAccount]:
+    """Return the GPUs by the share of their memory in use, largest first."""
+    return sorted(accounts, key=_share_used, reverse=True)
+
+
 def _memory_trees(report: Report, full: bool) -> list[str]:
     """Return the memory use of the fullest GPU, or of all GPUs if ``full``."""
-
-    def share_used(account: MemoryAccount) -> float:
-        return sum(account.parts_bytes.values()) / (account.total_bytes or math.inf)
-
-    ordered = sorted(report.memory, key=share_used, reverse=True)
+    ordered = fullest_first(report.memory)
     which = f" (the fullest of {len(report.memory):,})" if len(report.memory) > 1 else ""
-    if ordered and not full and share_used(ordered[0]) < _MIN_MEMORY and report.diagnosis.verdict != "out_of_memory":
+    if ordered and not full and _share_used(ordered[0]) < _MIN_MEMORY and report.diagnosis.verdict != "out_of_memory":
         used = format_bytes(sum(ordered[0].parts_bytes.values()))
         total = format_bytes(ordered[0].total_bytes or 0)
         return [_wrapped(f"Memory in use on {gpu_label(ordered[0])}{which} at the peak: {used} of {total}.")]

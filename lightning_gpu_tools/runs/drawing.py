@@ -23,17 +23,13 @@ from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.schema import to_json
 from lightning_gpu_tools.units import printable
 
-# The package that each file needs, and the message if it cannot be drawn.
-_DRAWN = {
-    PLOT_NAME: ("matplotlib", "The picture of the report could not be drawn"),
-    PAGE_NAME: ("bokeh", "The page of the report could not be drawn"),
-}
+_DRAWN = (PLOT_NAME, PAGE_NAME)
 # The process uses the program's modules, not those of another folder or installation.
 _CODE = """
 import sys
-scratch, parent, names, sys.path[:] = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","), sys.argv[4:]
+scratch, parent, sys.path[:] = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 from lightning_gpu_tools.runs.drawing import draw
-draw(scratch, parent, names)
+draw(scratch, parent)
 """
 _TIMEOUT_S = 120.0  # our default: at its first import on a machine, matplotlib reads all fonts
 _NICENESS = 10  # our default: the next run has priority
@@ -42,11 +38,11 @@ _MAX_DRAWINGS = 4  # our default: at the same time, after fits that take a secon
 _drawings: list[_Drawing] = []  # the oldest first
 
 
-def start(report: Report, folder: str, say: Callable[[str], object]) -> list[str]:
+def start(report: Report, folder: str, say: Callable[[str], object]) -> Sequence[str]:
     """Start to draw a report, and return the names of the files that will appear in its folder.
 
     They appear when they are complete, and the interpreter waits for them at exit. There are none without the ``plot``
-    extra, or if the run is too short to judge. ``say`` later prints a message for each file that could not be drawn.
+    extra, or if the run is too short to judge. ``say`` later prints a message if they could not be drawn.
 
     Raises:
         OSError: No process can be started.
@@ -57,13 +53,12 @@ def start(report: Report, folder: str, say: Callable[[str], object]) -> list[str
             drawing.cancel()  # its report has been replaced
     for name in _DRAWN:
         files.remove(os.path.join(folder, name))  # of the former report
-    names = [name for name, (package, _) in _DRAWN.items() if importlib.util.find_spec(package) is not None]
-    if report.diagnosis.verdict == "too_short" or not names:
-        return []
+    if report.diagnosis.verdict == "too_short" or importlib.util.find_spec("matplotlib") is None:
+        return ()
     if len(_drawings) >= _MAX_DRAWINGS:
         _drawings.pop(0).thread.join()
-    _drawings.append(_Drawing(report, folder, names, say))
-    return names
+    _drawings.append(_Drawing(report, folder, say))
+    return _DRAWN
 
 
 def wait() -> None:
@@ -75,15 +70,14 @@ def wait() -> None:
 class _Drawing:
     """A process that draws, and the thread that waits for it."""
 
-    def __init__(self, report: Report, folder: str, names: Sequence[str], say: Callable[[str], object]) -> None:
+    def __init__(self, report: Report, folder: str, say: Callable[[str], object]) -> None:
         self.folder = folder
-        self._names = names
         self._say = say
         self._is_canceled = False
         self._scratch = Path(tempfile.mkdtemp(prefix=files.SCRATCH))
         try:
             (self._scratch / FILE_NAME).write_text(to_json(report))
-            self._process = _start(self._scratch, names)
+            self._process = _start(self._scratch)
         except OSError:
             shutil.rmtree(self._scratch, ignore_errors=True)
             raise
@@ -103,21 +97,20 @@ class _Drawing:
                 self._process.wait(_TIMEOUT_S)
             self._process.kill()  # no-op if it has exited
             self._process.wait()
-            for name in () if self._is_canceled else self._names:
-                reason = _move(name, self._scratch, self.folder)
-                if reason is not None:
-                    self._say(f"{_DRAWN[name][1]}: {printable(reason, 300)}")
+            reason = None if self._is_canceled else _move(self._scratch, self.folder)
+            if reason is not None:
+                self._say(f"The picture of the report could not be drawn: {printable(reason, 300)}")
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def _start(scratch: Path, names: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(scratch: Path) -> subprocess.Popen[bytes]:
     if not sys.executable or getattr(sys, "frozen", False):  # a frozen executable would start the program again
         raise OSError("this program has no Python interpreter to draw with")
     # No pipes: workers forked at the same time would hold them open.
     with open(scratch / "errors", "wb") as errors:
         return subprocess.Popen(
-            [sys.executable, "-c", _CODE, str(scratch), str(os.getpid()), ",".join(names), *sys.path],
+            [sys.executable, "-c", _CODE, str(scratch), str(os.getpid()), *sys.path],
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -126,38 +119,29 @@ def _start(scratch: Path, names: Sequence[str]) -> subprocess.Popen[bytes]:
         )
 
 
-def _move(name: str, scratch: Path, folder: str) -> str | None:
-    """Move a drawn file to its folder; return the reason if there is no file."""
+def _move(scratch: Path, folder: str) -> str | None:
+    """Move the drawn files to their folder; return the reason if there are none."""
     try:
-        if (failed := scratch / f"{name}.failed").exists():
-            return failed.read_text("utf-8")
-        if not (scratch / name).exists():
+        if not (scratch / PAGE_NAME).exists():  # the last one
             return (scratch / "errors").read_text("utf-8", "replace").strip().rpartition("\n")[2] or "it was killed"
-        if files.exists(os.path.join(folder, FILE_NAME)):  # else the folder was removed, such as a temporary one
-            with files.writing(os.path.join(folder, name)) as target:
-                target.write((scratch / name).read_bytes())
+        for name in _DRAWN:
+            if files.exists(os.path.join(folder, FILE_NAME)):  # else the folder was removed, such as a temporary one
+                with files.writing(os.path.join(folder, name)) as target:
+                    target.write((scratch / name).read_bytes())
     except Exception as error:  # noqa: BLE001 - a disk or network error; the report itself is already written
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def draw(scratch: str, parent: int, names: Sequence[str]) -> None:
+def draw(scratch: str, parent: int) -> None:
     """Draw the report in ``scratch`` into that folder; runs in the separate process."""
+    from lightning_gpu_tools.reports.page import save_page
+    from lightning_gpu_tools.reports.plot import save_plot
+
     signal.alarm(round(_TIMEOUT_S))  # ends this process even if its parent was killed
     os.nice(_NICENESS)
     report = load_report(os.path.join(scratch, FILE_NAME))
-    for name in names:
-        _draw(report, scratch, name)
+    save_plot(report, scratch)
+    save_page(report, scratch)
     if os.getppid() != parent:  # the parent was killed, and nobody will collect the files
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _draw(report: Report, scratch: str, name: str) -> None:
-    try:
-        if name == PLOT_NAME:
-            from lightning_gpu_tools.reports.plot import save_plot as save
-        else:
-            from lightning_gpu_tools.reports.page import save_page as save
-        save(report, scratch)
-    except Exception as error:  # noqa: BLE001 - it affects only this file
-        Path(scratch, f"{name}.failed").write_text(f"{type(error).__name__}: {error}", "utf-8")

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from lightning_gpu_tools.advice.memory_account import DriverMemory, MemoryAccount, account_for
-from lightning_gpu_tools.gpus.metrics import MAX_NAMED_GPUS, GpuSummary, count_gpus, job_metrics
+from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.gpus.watch import GpuWatch
-from lightning_gpu_tools.reports.report import FILE_NAME
 from lightning_gpu_tools.runs.run import gpu_readings
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training.memory_readings import RankMemory
@@ -82,6 +81,7 @@ def accounts(shares: Iterable[MemoryShare]) -> tuple[MemoryAccount, ...]:
     return tuple(sorted(found, key=lambda account: (account.node, account.index)))
 
 
+_MAX_LOGGED_RANKS = 64  # our default: eight machines with eight GPUs, each with a dozen metrics
 _MAX_TROUBLES = 8  # of other nodes at a time: these fit on a screen
 
 
@@ -123,8 +123,10 @@ class Ranks:
         metrics: Mapping[str, float] | None = None
         if self._is_monitored and gpus is not None and self._place.rank != 0:
             metrics, facts["troubles"] = gpus.take_metrics()
+            if self._place.world_size > _MAX_LOGGED_RANKS:
+                metrics = {}
             summaries = gpus.summaries(at_end=at_end)
-            facts["gpus"] = [dataclasses.asdict(gpu.to_send(at_end=at_end)) for gpu in summaries]
+            facts["gpus"] = [dataclasses.asdict(dataclasses.replace(gpu, timelines={})) for gpu in summaries]
         share = own_share(recorder)
         if share is not None:  # without the long parts
             share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=(), recorded=None))
@@ -157,22 +159,9 @@ class Ranks:
         self._recorder.receive(entries)
         others = [entry for entry in entries if "metrics" in entry]
         news = [entry for entry in others if entry["turn"] > self._turns.get(entry["rank"], 0)]
-        if not news:
-            return
         self._turns |= {entry["rank"]: entry["turn"] for entry in news}
-        gpus = self._recorder.gpus
-        by_node = [{} if gpus is None else gpus.metrics, *(entry["metrics"] for entry in others)]
-        count = count_gpus(by_node, self._place.nodes)
-        if count > MAX_NAMED_GPUS:
-            self._metrics = job_metrics(by_node)
-            note = (
-                f"This job has {count:,} GPUs. Loggers get each GPU of node 0, and gpu/all/<metric>/min, mean and max "
-                f"over all GPUs. {FILE_NAME} has every GPU."
-            )
-            self._troubles = [*self._troubles, note]
-        else:
-            for entry in news:
-                self._metrics = {**self._metrics, **entry["metrics"]}
+        for entry in news:
+            self._metrics = {**self._metrics, **entry["metrics"]}
         troubles = [text for entry in news for text in entry["troubles"]]
         more = len(troubles) - _MAX_TROUBLES
         rest = [f"{more:,} more warnings about GPUs of other nodes were left out."] if more > 0 else []

@@ -240,9 +240,6 @@ class StallWatch:
     def _all_facts(self) -> list[RankFacts] | None:
         """Return the state of all ranks; ``None`` if a lower rank reports for all."""
         place, board = self._place, self._ranks
-        if place.local_rank == 0 and place.rank > 0:
-            board.read(place.mates)
-            board.post_node()
         for rank in range(place.rank):
             board.read([rank])
             one = self._facts_of(rank)

@@ -42,7 +42,6 @@ def place_of(trainer: Any) -> RankPlace:
         world_size=trainer.world_size,
         local_rank=trainer.local_rank,
         node=trainer.node_rank,
-        nodes=nodes,
         local_ranks=max(1, trainer.world_size // nodes),
     )
 
@@ -277,7 +276,6 @@ class LoopRun:
             world_size=world_size,
             local_rank=_number("LOCAL_RANK", rank % local_ranks),
             node=_number("GROUP_RANK", rank // local_ranks),
-            nodes=_number("GROUP_WORLD_SIZE", max(1, world_size // local_ranks)),
             local_ranks=local_ranks,
         )
 

@@ -26,8 +26,8 @@ class GPUUtilizationMonitor(MeasuringCallback):
     """A callback that samples the GPUs in the background, logs metrics, and reports at the end where the time went.
 
     Every logger gets the GPUs of rank 0's node at the Trainer's ``log_every_n_steps``, and those of other nodes about
-    once a minute. In a job with more than 64 GPUs, it gets ``gpu/all/<metric>/{min,mean,max}`` instead. Values that the
-    hardware does not report are absent, never 0. Validation is only in the report.
+    once a minute in jobs of at most 64 ranks. Values that the hardware does not report are absent, never 0. Validation
+    is only in the report.
 
     Metrics of GPU ``i`` (torch device index; with ``devices="all"``, that of ``nvidia-smi``) are ``gpu/<i>/...``, on
     node ``n`` > 0 ``node<n>/gpu/<i>/...``, over the time since the last point:

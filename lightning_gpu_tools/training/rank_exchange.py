@@ -1,7 +1,6 @@
 """Exchange of facts between the ranks of a job without a collective, through their rendezvous store.
 
-The first rank of each node combines the entries of its node. Rank 0 reads these with one request, so its cost grows
-with the number of nodes, not ranks.
+Rank 0 reads the entries of all ranks with one request, in a thread.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic  # by name: a program's tests may replace those of `time`
 from typing import Any, NamedTuple
@@ -22,10 +20,9 @@ from lightning_gpu_tools.training.background import BackgroundJobs
 
 # Our defaults.
 TIMEOUT_S = 5.0  # total wait for all ranks when training ends; they end almost at the same time
-MAX_ENTRY_BYTES = 64 << 10  # 128 of them fit in the 8 MiB limit of torch's store for one value; most have 1 to 20 KiB
+MAX_ENTRY_BYTES = 64 << 10  # most have 1 to 20 KiB
 _FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0  # publishing interval: the first, its growth factor, the longest
-_OF_NODE, _OF_ALL = 1 / 4, 1 / 2  # of that interval: when a node's first rank gathers its node, and when rank 0 does
-_FOR_NODE, _FOR_NODES = 1 / 2, 1 / 5  # of the time limit: the wait for a node, and the wait before direct reads
+_GATHER = 1 / 2  # of that interval: when entries are read after publishing
 _POLL_S = 0.005
 _ANSWER_S = 1.0  # wait for the store after a failure
 _FIRST_ENTRIES = 12  # posts in which a rank that started before rank 0 looks up the name of the run
@@ -40,7 +37,6 @@ class RankPlace(NamedTuple):
     world_size: int = 1
     local_rank: int = 0  # on its node
     node: int = 0
-    nodes: int = 1
     local_ranks: int = 1  # on its node
 
     @property
@@ -49,17 +45,12 @@ class RankPlace(NamedTuple):
         last = self.rank + self.local_ranks if self.local_rank == 0 else 0
         return range(self.rank + 1, min(last, self.world_size))
 
-    @property
-    def other_nodes(self) -> Sequence[int]:
-        """The numbers of the other nodes."""
-        return [node for node in range(self.nodes) if node != self.node]
-
 
 class Board:
     """A board on which each rank of a job has one entry that the others can read. No call waits for another rank.
 
-    An entry holds ``rank``, ``node``, ``local_ranks``, an increasing ``turn``, the posted facts, and the name of the
-    run. Rank 0 creates that name; entries that an earlier start of the job left in the store are ignored.
+    An entry holds ``rank``, ``node``, an increasing ``turn``, the posted facts, and the name of the run. Rank 0 creates
+    that name; entries that an earlier start of the job left in the store are ignored.
     """
 
     def __init__(self, name: str, place: RankPlace, store: Any) -> None:
@@ -85,36 +76,26 @@ class Board:
         self._turn += 1
         if self._turn <= _FIRST_ENTRIES:
             self._fetch(())
-        head = {"run": self.run, "rank": place.rank, "node": place.node, "local_ranks": place.local_ranks}
+        head = {"run": self.run, "rank": place.rank, "node": place.node}
         entry = {**head, "turn": self._turn, **facts}
         left_out = []
         while len(text := json.dumps(entry)) > MAX_ENTRY_BYTES and facts:
             left_out.append(facts.popitem()[0])
             entry = {**head, "turn": self._turn, **facts, "left_out": left_out}
         self.entries[place.rank] = entry
-        self._set(f"rank {place.rank}", f"[{text}]")
+        self._set(f"rank {place.rank}", text)
 
-    def post_node(self) -> None:
-        """Post the entries read from this rank's node as one value."""
-        ranks = (self._place.rank, *self._place.mates)
-        self._set(f"node {self._place.node}", json.dumps([self.entries[one] for one in ranks if one in self.entries]))
-
-    def read(self, ranks: Iterable[int] = (), nodes: Iterable[int] = ()) -> None:
-        """Read the entries of these ranks, and those that :meth:`post_node` posted for these nodes, in one request."""
-        for value in self._fetch([*(f"rank {rank}" for rank in ranks), *(f"node {node}" for node in nodes)]):
-            for entry in json.loads(value):
-                known = self.entries.get(entry["rank"])
-                if entry["run"] == self.run and (known is None or known["turn"] < entry["turn"]):
-                    self.entries[entry["rank"]] = entry
+    def read(self, ranks: Iterable[int]) -> None:
+        """Read the entries of these ranks in one request."""
+        for value in self._fetch([f"rank {rank}" for rank in ranks]):
+            entry = json.loads(value)
+            if entry["run"] == self.run:
+                self.entries[entry["rank"]] = entry
             time.sleep(0)  # releases the GIL to the training thread
 
     def read_all(self) -> None:
-        """Read the entries of all ranks through their nodes, or directly if a node has nothing new."""
-        place, before = self._place, self.entries.copy()
-        self.read(place.mates, place.other_nodes)
-        others = (rank for rank in range(place.world_size) if rank != place.rank)
-        if unchanged := [rank for rank in others if self.entries.get(rank) is before.get(rank)]:
-            self.read(unchanged)
+        """Read the entries of all other ranks."""
+        self.read(rank for rank in range(self._place.world_size) if rank != self._place.rank)
 
     def _key(self, name: str) -> str:
         return f"lightning_gpu_tools/{self._name}/{name}"
@@ -214,10 +195,10 @@ class RankExchange(BackgroundJobs):
             there.wait(_ANSWER_S)
 
     def finish(self, timeout_s: float) -> list[int]:
-        """Publish once more, wait for the ranks that this one gathers, and return those that are missing."""
+        """Publish once more, wait on rank 0 for the other ranks, and return those that are missing."""
         self._facts = {"is_last": True, **self._facts}
         self._is_new = True
-        self._ending = monotonic(), timeout_s if self._place.rank == 0 else _FOR_NODE * timeout_s
+        self._ending = monotonic(), timeout_s
         self.publish()
         if self._board.is_shared:
             self._ended.wait(max(timeout_s, _ANSWER_S))
@@ -231,9 +212,8 @@ class RankExchange(BackgroundJobs):
         super().close(0.0 if is_late else timeout_s)
 
     def _late(self) -> list[int]:
-        place, entries = self._place, self._board.entries
-        ranks = place.mates if place.rank else range(1, place.world_size)
-        return [rank for rank in ranks if not entries.get(rank, {}).get("is_last")]
+        ranks = () if self._place.rank else range(1, self._place.world_size)
+        return [rank for rank in ranks if not self._board.entries.get(rank, {}).get("is_last")]
 
     # In the thread
 
@@ -243,8 +223,7 @@ class RankExchange(BackgroundJobs):
             self._is_new = False
             self._board.post(**self._facts)
             self._is_new |= not self._board.run  # others ignore it, because rank 0 had not begun
-            share = _OF_NODE if self._place.rank else _OF_ALL
-            self._gather_s = min(self._gather_s, monotonic() + share * self._interval_s)
+            self._gather_s = min(self._gather_s, monotonic() + _GATHER * self._interval_s)
         if ending is not None:
             return self._end(*ending)
         now_s = monotonic()
@@ -264,29 +243,14 @@ class RankExchange(BackgroundJobs):
             self._receive(self.entries())
         elif place.local_rank == 0:
             self._board.read(place.mates)
-            self._board.post_node()
 
     def _end(self, since_s: float, limit_s: float) -> float:
         """Gather the last entries as they arrive."""
-        place, elapsed_s = self._place, monotonic() - since_s
-        if late := self._late():
-            mates = [rank for rank in late if rank in place.mates]
-            self._board.read(mates, self._late_nodes() if place.rank == 0 else ())
-            late = self._late()
-        if late and place.rank == 0 and elapsed_s >= _FOR_NODES * limit_s:
-            self._board.read(late)
-            late = self._late()
-        if place.rank and place.local_rank == 0:
-            self._board.post_node()
-        if not late or elapsed_s >= limit_s or not self._board.is_shared:
-            if place.rank == 0:
+        elapsed_s = monotonic() - since_s
+        self._board.read(self._late())
+        if not self._late() or elapsed_s >= limit_s or not self._board.is_shared:
+            if self._place.rank == 0:
                 self._receive(self.entries())
             self._ended.set()
             return math.inf
         return min(max(_POLL_S, elapsed_s / 4), since_s + limit_s - monotonic())
-
-    def _late_nodes(self) -> list[int]:
-        entries = self._board.entries.values()
-        ended = Counter(entry["node"] for entry in entries if entry.get("is_last"))
-        ranks = {entry["node"]: entry["local_ranks"] for entry in entries}
-        return [node for node in self._place.other_nodes if ended[node] < ranks.get(node, 1)]

@@ -156,13 +156,14 @@ def test_where_there_is_no_report_the_path_is_named(
         (["--full", "--against", "old"], "--full works only for one report, as text or markdown"),
         (["--lines", "--format", "markdown"], "--lines works only for one report, as text"),
         (["--lines", "--against", "old"], "--lines works only for one report, as text"),
+        (["--format", "html", "--against", "old"], "--format html works only for one report"),
         (["--format", "html"], "pip install 'lightning-gpu-tools[plot]'"),
     ],
 )
 def test_wrong_options_are_wrong_usage(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: list[str], says: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "bokeh", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="2"):
         main(["report", "new", *options])
     assert says in capfd.readouterr().err

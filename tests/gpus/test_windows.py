@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuSummary, count_gpus, job_metrics, over_run
+from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuSummary, over_run
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, mean_percent, weighted_mean, weights_s
 from lightning_gpu_tools.gpus.windows import GpuTimelines, PercentHistogram, Phases, WindowBuilder
 from lightning_gpu_tools.training.timeline import Timeline
@@ -274,27 +274,6 @@ def test_every_metric_is_made_of_what_a_sample_has_and_goes_where_the_report_has
         *("own_memory_bytes", "others_memory_bytes_max", "own_utilization_percent", "others_utilization_percent"),
         *("errors", "timelines", "rank_wait_percent"),
     }
-
-
-@pytest.mark.parametrize(
-    ("counts", "nodes", "total"),
-    [((32, 32), 2, 64), ((33, 32), 2, 65), ((8,) * 7, 8, 64), ((0, 9, 9), 4, 36)],  # of nodes that were heard
-)
-def test_gpus_of_a_job_are_counted_and_reduced(counts, nodes, total):
-    by_node = [named_metrics(node, count) for node, count in enumerate(counts)]
-    assert count_gpus(by_node, nodes) == total
-    heard = [node for node, count in enumerate(counts) for _ in range(count)]
-    assert job_metrics(by_node) == {
-        "gpu/all/utilization_percent/mean/min": min(heard),
-        "gpu/all/utilization_percent/mean/mean": pytest.approx(sum(heard) / len(heard)),
-        "gpu/all/utilization_percent/mean/max": max(heard),
-    }
-
-
-def named_metrics(node, count):
-    """The metrics of a node whose GPUs are as busy as its number says."""
-    prefix = f"node{node}/" if node else ""
-    return {f"{prefix}gpu/{i}/utilization_percent/mean": float(node) for i in range(count)}
 
 
 def test_peaks_and_counters_of_a_run_include_validation_and_means_do_not():

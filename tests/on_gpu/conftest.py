@@ -46,7 +46,6 @@ def two_gpus(_needs_a_gpu: None) -> None:
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave reports without a picture, which takes longer than most trainings here."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "bokeh", None)
 
 
 @pytest.fixture

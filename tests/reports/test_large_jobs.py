@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_report import GIB, REPORT, of_size
+from simulated_report import DAY_S, simulated_report
 
 from lightning_gpu_tools.advice.memory_account import PARTS, OtherProcess
 from lightning_gpu_tools.advice.stalls import Stall
@@ -17,6 +18,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.gpu_table import COLUMNS, gpu_lines
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.reports.schema import from_json, to_json
 from lightning_gpu_tools.reports.text import render_markdown, render_text
 from lightning_gpu_tools.training.phases import PHASES
 
@@ -74,33 +76,26 @@ def test_one_line_a_gpu_marks_what_differs() -> None:
     assert lines[head + 1] == "        %   %    %   GiB  GiB      W     C"
     rows = {int(line.split()[0]): line for line in lines[head + 2 : head + 10]}
     assert rows[4] == "  4    35   0   99  60.0  140    304    64"
-    assert rows[5] == "  5     5*  0   99  60.0  140    120*   60  ◀"
-    assert rows[6] == "  6    34   0   99  60.0  140    306    61  ◀ error"
+    assert rows[5] == "  5     5*  0   99  60.0  140    120*   60"
+    assert rows[6] == "  6    34   0   99  60.0  140    306    61  error"
     assert [number for number, row in rows.items() if "*" in row] == [5, 7]
     assert lines[head + 10 : head + 12] == ["* differs from the rest", "ERROR on GPU 6: Xid 31 (memory page fault)"]
 
 
-def test_nodes_have_a_line_and_odd_gpus_their_names() -> None:
-    lines = lines_of(with_odd(of_size(64), {33: SLOW}))
-    head = lines.index("64 GPUs on 8 nodes: min/median/max (each GPU: lightning-gpu-tools report FILE --full)")
-    assert lines[head + 1].split() == ["node", "GPUs", "busy", "peak", "power", "temp"]
-    rows = lines[head + 3 : head + 11]
-    assert rows[0].split() == ["0", "8", "34/35/36", "60.0", "300/302/306", "60/62/64"]
-    assert rows[4].split() == ["4", "8", "5/35/36*", "60.0", "120/302/306*", "60/62/64", "◀"]
-    assert [row for row in rows if "*" in row] == [rows[4]]
-    odd = "  node 4 GPU 1: busy 5 % (median 35), power 120 W (median 303)"
-    assert lines[head + 11 : head + 13] == ["* differs from the rest:", odd]
-
-
-def test_a_slow_node_of_many_is_one_line_and_one_name() -> None:
-    slow = {place: {"utilization_percent_mean": 10.0 + place % 8} for place in range(800, 808)}
-    lines = lines_of(with_odd(of_size(1024), slow))
-    head = next(place for place, line in enumerate(lines) if line.startswith("1,024 GPUs on 128 nodes: "))
-    assert [row.split()[:3] for row in lines[head + 3 : head + 5]] == [
-        ["100", "8", "10/14/17*"],
-        ["rest", "1,016", "34/35/36"],
-    ]
-    assert lines[head + 6] == "  node 100 GPUs 0 to 7: busy 10 to 17 % (median 35)"
+def test_of_many_gpus_those_that_differ_most_have_a_row() -> None:
+    odd = {800: BROKEN, 33: SLOW, 34: {"utilization_percent_mean": 20.0}}
+    lines = lines_of(with_odd(of_size(1024), odd))
+    start = "1,024 GPUs: those that differ most, min/median/max of the others ("
+    head = next(place for place, line in enumerate(lines) if line.startswith(start))
+    assert lines[head + 1].split() == ["node", "GPU", "busy", "peak", "power", "temp"]
+    rows = [line.split() for line in lines[head + 3 : head + 12]]
+    assert rows[0][:2] == ["100", "0"]
+    assert rows[0][-1] == "error"
+    assert rows[1][:3] == ["4", "1", "5*"]
+    assert rows[2][:3] == ["4", "2", "20*"]
+    assert rows[3][:1] == ["0"]
+    assert rows[8] == ["others", "1,016", "34/35/36", "60.0", "300/303/306", "60/62/64"]
+    assert lines[head + 12] == "* differs from the rest"
 
 
 def test_what_many_gpus_have_in_common_is_said_once() -> None:
@@ -125,6 +120,14 @@ def test_two_gpus_or_noise_mark_nothing() -> None:
     assert "*" not in render_text(with_odd(of_size(16), noisy))
 
 
+@pytest.mark.parametrize("nodes", [1, 128])
+def test_the_json_of_a_large_job_is_small(nodes: int) -> None:
+    report = simulated_report(nodes=nodes, gpus=8, seconds=30 * DAY_S, epochs=500)
+    text = to_json(report)
+    assert len(text) < (1e6 if nodes == 1 else 4e6)
+    assert from_json(text) == report
+
+
 # The most that a GPU of today reports, by the unit of a column.
 MOST = {"%": 100.0, "GiB": 282 * GIB, "W": 1200.0, "C": 99.0}
 
@@ -132,7 +135,7 @@ MOST = {"%": 100.0, "GiB": 282 * GIB, "W": 1200.0, "C": 99.0}
 @pytest.mark.parametrize(("count", "width"), [(8, 80), (16, 80), (16, 100), (64, 100), (1024, 100)])
 def test_all_columns_together_fit_a_screen(count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    most = {column.field: MOST[column.unit] for column in COLUMNS if column.title}
+    most = {column.field: MOST[column.unit] for column in COLUMNS}
     report = with_odd(of_size(count), dict.fromkeys(range(count), most))
     assert max(map(len, gpu_lines(report.gpus))) <= width
 

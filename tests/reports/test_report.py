@@ -142,7 +142,7 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
     )
     for words in (
         "node GPU busy p5 p95 peak of others power throttled % % % GiB GiB GiB W % "
-        "1 3 34 0 99 60.0 140 5.0 300 12 ◀ error",
+        "1 3 34 0 99 60.0 140 5.0 300 12 error",
         "ERROR on node 1 GPU 3: Xid 31 (memory page fault)",
         "GPU energy: 200.0 Wh.",
         "process grows steadily, by 60.0 MiB per minute; at this rate it is full in 2 h",

@@ -14,7 +14,7 @@ Answer = Callable[..., Any]
 PROGRAM = """
 import contextlib, json, os, sys, tempfile
 import lightning.pytorch, torch
-sys.modules["matplotlib"] = sys.modules["bokeh"] = None  # a report without a picture
+sys.modules["matplotlib"] = None  # a report without a picture
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, GPUUtilizationMonitor, list_gpus, load_report
 from lightning_gpu_tools.selection import claims, cuda, placement
 

@@ -17,7 +17,6 @@ def time() -> HandClock:
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no report, which takes longer than most trainings here."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "bokeh", None)
 
 
 @pytest.fixture

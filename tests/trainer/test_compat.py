@@ -154,7 +154,7 @@ def test_ranks_that_cannot_meet_are_deaf_and_not_stuck(store: Any, monkeypatch: 
 @pytest.mark.parametrize("gone", ["nothing", "clone"])
 def test_ranks_have_a_connection_of_their_own(store: Any, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
     hide(monkeypatch, torch_compat, gone)
-    first, second = (Board("stalls", RankPlace(rank, 2, rank, 0, 1, 2), torch_compat.own_store()) for rank in range(2))
+    first, second = (Board("stalls", RankPlace(rank, 2, rank, 0, 2), torch_compat.own_store()) for rank in range(2))
     second.post(step=7)
     first.read([1])
     assert first.entries[1]["step"] == 7
