@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from lightning_gpu_tools.cli import options
 from lightning_gpu_tools.errors import ReportError
-from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, confirm, render_comparison
+from lightning_gpu_tools.reports.comparison import compare, comparison_markdown, render_comparison
 from lightning_gpu_tools.reports.report import FILE_NAME, Report
 from lightning_gpu_tools.reports.report_file import find_report, load_report
 from lightning_gpu_tools.reports.schema import as_json, to_json
@@ -28,9 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "been killed. With --against, compare the run with another one, without the warm-up steps. Works without a GPU."
     )
     parser.epilog = (
-        "The two runs may differ in settings that OLD advised to change: the comparison then measures the gain. Runs "
-        "on different numbers of GPUs, with the same batch size per GPU or in total, show how the program scales. Exit "
-        "code: 0 printed, or within the limit; 1 slower than the limit and by more than the runs' noise; 2 wrong "
+        "The two runs may differ in settings that OLD advised to change: the comparison then measures the gain. "
+        "Exit code: 0 printed, or within the limit; 1 slower than the limit and by more than the runs' noise; 2 wrong "
         "usage; 3 the runs cannot be compared, or a file is not a report. Without --against: 1 FILE is not a report; 3 "
         "--lines found no lines. To explain a cause: lightning-gpu-tools explain CAUSE."
     )
@@ -148,11 +147,10 @@ def _print_lines(report: Report, *, full: bool) -> int:
 
 def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:
     comparison = compare(new, old, max_slowdown)
-    confirmation = confirm(new, old)
     if form == "json":
         print(as_json(asdict(comparison)))
     elif form == "markdown":
-        print(comparison_markdown(comparison, confirmation))
+        print(comparison_markdown(comparison))
     else:
-        print(render_comparison(comparison, confirmation))
+        print(render_comparison(comparison))
     return _EXIT_CODES[comparison.verdict]

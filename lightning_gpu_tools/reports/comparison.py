@@ -6,8 +6,8 @@ import contextlib
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
@@ -19,17 +19,8 @@ from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.files import last_modified, matching
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report
 from lightning_gpu_tools.reports.report_file import load_report, run_folder
-from lightning_gpu_tools.reports.scaling import (
-    SCALED,
-    Scaling,
-    efficiency_line,
-    kind_of_scaling,
-    loss_lines,
-    ranks_of,
-    scaling,
-)
-from lightning_gpu_tools.reports.text import cause_phase, escape_markdown, phase_label
-from lightning_gpu_tools.training.phases import PAUSES, PHASES, RANK_WAIT, TRAINING_STEP, base_phase
+from lightning_gpu_tools.reports.text import escape_markdown, phase_label
+from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.units import format_duration, printable, wrapped
 
 # Settings that must match so that a difference in speed is due to the program.
@@ -47,11 +38,7 @@ _UNTOUCHED: Mapping[str, frozenset[str]] = {
 
 # With five blocks or fewer, not even their full range is a 95 % interval of the median.
 _MIN_BLOCKS = 6
-_CHANGED = 0.5  # our default: a phase counts as changed if it takes less than half as long
 _MAX_ELSEWHERE = 0.5  # our default: if a larger part of the gain is in other phases, the change does not explain it
-# Of 15 runs on two cores, the one that most exceeded its prediction was 1.17 times as fast as predicted.
-_MAX_BEYOND = 1.25
-_PARTS = 16  # our default: parts of a run, for the mean or median time of a phase
 
 Verdict = Literal["faster", "same", "slower", "not_comparable"]
 
@@ -75,7 +62,7 @@ class Comparison:
     verdict: Verdict
     reasons: tuple[str, ...]  # the reasons why the runs cannot be compared
     of: str = "median"  # or "mean"
-    per: str = "step"  # or "sample", after an advised change of the batch size, or of the number of ranks
+    per: str = "step"  # or "sample", after an advised change of the batch size
     old_step_s: float | None = None
     new_step_s: float | None = None
     slowdown: float | None = None  # 0.07 = a step takes 7 % longer
@@ -85,17 +72,13 @@ class Comparison:
     changes: tuple[Change, ...]  # of all settings
     followed: tuple[Change, ...] = ()  # of the settings in the older run's advice, which the runs test
     doubt: str | None = None  # the reason why the gain is not due to them
-    scaling: Scaling | None = None  # if the runs differ in the number of ranks: the times are then of the whole job
 
 
 def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
     """Compare two runs by the time of their steady steps: ``slower`` means beyond the noise and the limit (0.05 = 5 %).
 
-    Settings in the older run's advice may differ: the comparison then shows the effect of following it. The number of
-    ranks may also differ if each rank or the job has the same batch: it then shows how the program scales.
+    Settings in the older run's advice may differ: the comparison then shows the effect of following it.
     """
-    kind = kind_of_scaling(new, old) if _is_same_program(new, old) else None
-    may_differ = SCALED if kind else ()
     names = sorted({*new.settings, *old.settings})
     changes = tuple(
         Change(setting=name, old=old.settings.get(name), new=new.settings.get(name))
@@ -104,11 +87,11 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
     )
     findings = old.diagnosis.findings if _is_same_program(new, old) else ()
     advised = {setting for finding in findings for setting in _advised(finding)}
-    followed = tuple(change for change in changes if change.setting in advised and change.setting not in may_differ)
+    followed = tuple(change for change in changes if change.setting in advised)
     reasons = [
         f"{change.setting} differs: {_show(change.old)} before, {_show(change.new)} now"
         for change in changes
-        if change.setting in _MUST_MATCH and change not in followed and change.setting not in may_differ
+        if change.setting in _MUST_MATCH and change not in followed
     ]
     for name, report in (("old", old), ("new", new)):
         if len(report.step_s_blocks) < _MIN_BLOCKS:
@@ -116,9 +99,8 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
                 f"the {name} run is too short: it has {len(report.step_s_blocks)} blocks of steady steps, but an "
                 f"estimate of its noise needs {_MIN_BLOCKS}"
             )
-    per_sample = bool(kind) or any(change.setting == "batch_size" for change in followed)
-    old_blocks, new_blocks = (_blocks(report, per_sample, ranks_of(report) if kind else 1) for report in (old, new))
-    speed = _change_of_speed(old_blocks, new_blocks)
+    per_sample = any(change.setting == "batch_size" for change in followed)
+    speed = _change_of_speed(_blocks(old, per_sample), _blocks(new, per_sample))
     verdict: Verdict = "same"
     if reasons:
         verdict = "not_comparable"
@@ -126,24 +108,16 @@ def compare(new: Report, old: Report, max_slowdown: float = 0.0) -> Comparison:
         verdict = "slower"
     elif speed["slowdown_high"] < 0:
         verdict = "faster"
-    comparison = Comparison(
+    return Comparison(
         verdict=verdict,
         reasons=tuple(reasons),
         per="sample" if per_sample else "step",
         max_slowdown=max_slowdown,
         changes=changes,
         followed=followed,
+        doubt=_doubt(new, old, followed) if followed and verdict == "faster" else None,
         **speed,
     )
-    if kind and not reasons:
-        phase_s = [steady_phase_s(report) for report in (new, old)]
-        return replace(comparison, scaling=scaling(kind, new, old, speed, phase_s))
-    if followed:
-        untouched = frozenset.intersection(*(_UNTOUCHED.get(one.setting, frozenset()) for one in followed))
-        settings = {change.setting for change in followed}
-        tested = [one for one in findings if settings & {*_advised(one)}]
-        comparison = replace(comparison, doubt=_doubt(comparison, new, old, untouched, tested))
-    return comparison
 
 
 def _is_same_program(new: Report, old: Report) -> bool:
@@ -156,10 +130,10 @@ def _advised(finding: Finding) -> Sequence[str]:
     return settings if any(name in finding.advice for name in settings) else ()
 
 
-def _blocks(report: Report, per_sample: bool, ranks: int) -> tuple[float, ...]:
-    size = report.settings.get("batch_size") if per_sample else 1
-    samples = ranks * (size if isinstance(size, int) and size > 0 else 1)
-    return tuple(step_s / samples for step_s in report.step_s_blocks)
+def _blocks(report: Report, per_sample: bool) -> list[float]:
+    batch_size = report.settings.get("batch_size")
+    samples = batch_size if per_sample and isinstance(batch_size, int) and batch_size > 0 else 1
+    return [step_s / samples for step_s in report.step_s_blocks]
 
 
 def _change_of_speed(old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
@@ -185,59 +159,38 @@ def _change_of_speed(old: Sequence[float], new: Sequence[float]) -> dict[str, An
     return found
 
 
-def _doubt(
-    comparison: Comparison, new: Report, old: Report, untouched: frozenset[str], findings: Sequence[Finding]
-) -> str | None:
-    """Return why a gain is not due to the change, if it is in other phases, or far beyond the prediction."""
-    if comparison.verdict != "faster":
-        return None
+def _doubt(new: Report, old: Report, followed: Sequence[Change]) -> str | None:
+    """Return why a gain is not due to the changes, if most of it is in phases that they cannot speed up."""
     if new.settings.get("world_size", 1) != 1:
-        untouched = frozenset()
-    before, now = (steady_phase_s(report, comparison.of) for report in (old, new))
+        return None
+    untouched = frozenset.intersection(*(_UNTOUCHED.get(change.setting, frozenset()) for change in followed))
+    before, now = _steady_phase_s(old), _steady_phase_s(new)
     gains = {phase: before.get(phase, 0.0) - now.get(phase, 0.0) for phase in {*before, *now} - {*PAUSES}}
     whole, elsewhere = sum(gains.values()), sum(gain for phase, gain in gains.items() if phase in untouched)
-    if whole > 0 and elsewhere > _MAX_ELSEWHERE * whole:
-        phase = max(untouched, key=lambda one: gains.get(one, 0.0))
-        share = min(elsewhere / whole, 1.0)
-        times = f"{format_duration(before.get(phase, 0.0))} -> {format_duration(now.get(phase, 0.0))} per step"
-        return (
-            f"the machine was not the same: {100 * share:.0f} % of the gain is in phases that this change cannot speed "
-            f'up, mostly in "{phase_label(phase)}" ({times})'
-        )
-    predicted = math.prod(finding.ceiling for finding in findings)
-    slowest = _speedups(comparison)[1]
-    if slowest > _MAX_BEYOND * predicted:
-        return f"the machine was not the same: the advice predicted at most {_times(predicted)}"
-    return None
+    if whole <= 0 or elsewhere <= _MAX_ELSEWHERE * whole:
+        return None
+    phase = max(untouched, key=lambda name: gains.get(name, 0.0))
+    times = f"{format_duration(before.get(phase, 0.0))} -> {format_duration(now.get(phase, 0.0))} per step"
+    return (
+        f"the machine was not the same: {100 * min(elsewhere / whole, 1.0):.0f} % of the gain is in phases that this "
+        f'change cannot speed up, mostly in "{phase_label(phase)}" ({times})'
+    )
 
 
-def steady_phase_s(report: Report, of: str = "mean") -> dict[str, float]:
-    """Return the mean or median time per step of each group of phases, without the warm-up, largest first."""
-    typical: Callable[[Sequence[float]], float] = median if of == "median" else fmean
-    parts = list(_parts(report))
-    names = dict.fromkeys(name for part in parts for name in part)
-    times = {name: typical([part.get(name, 0.0) for part in parts]) for name in names}
-    return dict(sorted(times.items(), key=lambda item: -item[1]))
-
-
-def _parts(report: Report) -> Iterator[Mapping[str, float]]:
-    """Yield the time per step by group of phases in parts of the run with about equal numbers of steps."""
-    done, steps, spent = 0, 0, defaultdict[str, float](float)
-    steady = sum(span.steps for span in report.spans) - report.warm_up_steps
-    for span in report.spans if steady > 0 else ():
+def _steady_phase_s(report: Report) -> dict[str, float]:
+    """Return the mean time per step of each group of phases, without the warm-up."""
+    done, steps, spent_s = 0, 0, defaultdict[str, float](float)
+    for span in report.spans:
         done += span.steps
-        if done <= report.warm_up_steps:
-            continue
-        steps += span.steps
-        for phase, seconds in span.phase_s.items():
-            spent[phase] += seconds
-        if steps and steps >= steady / _PARTS:
-            yield {phase: seconds / steps for phase, seconds in spent.items()}
-            steps, spent = 0, defaultdict(float)
-    if steady <= 0:  # too short, or a file of schema version 1
+        if done > report.warm_up_steps:
+            steps += span.steps
+            for phase, seconds in span.phase_s.items():
+                spent_s[phase] += seconds
+    if not steps:
+        steps = report.steps
         for phase, seconds in report.phase_s.items():
-            spent[base_phase(phase)] += seconds
-        yield {phase: seconds / max(1, report.steps) for phase, seconds in spent.items()}
+            spent_s[base_phase(phase)] += seconds
+    return {phase: seconds / max(1, steps) for phase, seconds in spent_s.items()}
 
 
 def _speedups(comparison: Comparison) -> tuple[float, float, float]:
@@ -258,17 +211,17 @@ def _show(value: Any) -> str:
     return printable(", ".join(map(printable, values)), 300) or "None"
 
 
-def render_comparison(comparison: Comparison, confirmation: str | None = None) -> str:
-    """Return the comparison as text, as wide as the terminal; ``confirmation`` is the result of :func:`confirm`."""
-    lines = [headline(comparison), *details(comparison, confirmation)]
+def render_comparison(comparison: Comparison) -> str:
+    """Return the comparison as text, as wide as the terminal."""
+    lines = [headline(comparison), *_details(comparison)]
     return "\n".join(map(wrapped, lines))
 
 
-def comparison_markdown(comparison: Comparison, confirmation: str | None = None) -> str:
+def comparison_markdown(comparison: Comparison) -> str:
     """Return the comparison as Markdown for a pull request."""
     verdict, separator, numbers = headline(comparison).partition(": ")
     lines = [f"**{escape_markdown(verdict)}{separator.strip()}** {escape_markdown(numbers)}", ""]
-    return "\n".join([*lines, *(f"- {escape_markdown(line)}" for line in details(comparison, confirmation))]).rstrip()
+    return "\n".join([*lines, *(f"- {escape_markdown(line)}" for line in _details(comparison))]).rstrip()
 
 
 def headline(comparison: Comparison) -> str:
@@ -283,8 +236,6 @@ def headline(comparison: Comparison) -> str:
         f"; the limit is {100 * comparison.max_slowdown:+.1f} % per {comparison.per}" if comparison.max_slowdown else ""
     )
     steps = f"{format_duration(old_s)} per {comparison.of} {comparison.per} before, {format_duration(new_s)} now"
-    if comparison.scaling is not None:
-        return efficiency_line(comparison.scaling)
     if comparison.followed and comparison.verdict != "not_comparable":
         doubt = f", but {comparison.doubt}." if comparison.doubt else ":"
         return f"{verdict}{doubt} {_speedup(comparison, f' after {_changed(comparison)}')}{noise}{limit}: {steps}."
@@ -301,17 +252,15 @@ def _speedup(comparison: Comparison, after: str = "") -> str:
     return f"{speedup}{after} (95 % interval {low} to {high})"
 
 
-def details(comparison: Comparison, confirmation: str | None = None) -> list[str]:
+def _details(comparison: Comparison) -> list[str]:
     """Return the lines below the headline."""
     is_test = comparison.verdict != "not_comparable"
     named = {change.setting for change in comparison.followed} if is_test else {*_MUST_MATCH}
     advised = () if is_test else comparison.followed
     return [
-        *([] if comparison.scaling is None else loss_lines(comparison.scaling)),
         *(f"Not comparable: {reason}." for reason in comparison.reasons),
         *(f"Changed as advised: {change}." for change in advised),
         *(f"Changed: {change}." for change in comparison.changes if change.setting not in named),
-        *([] if confirmation is None or comparison.followed else [f"Result of the change: {confirmation}"]),
     ]
 
 
@@ -337,43 +286,13 @@ def earlier_report(folder: str | os.PathLike[str]) -> Report | None:
 
 def confirm(new: Report, old: Report) -> str | None:
     """Return the result of following the older run's advice; ``None`` if it was not followed or cannot be measured."""
-    if not old.diagnosis.findings or not _is_same_program(new, old):
-        return None
     comparison = compare(new, old)
-    if comparison.verdict == "not_comparable":
+    if comparison.verdict == "not_comparable" or not comparison.followed:
         return None
-    if comparison.followed:
-        return _result(_changed(comparison), comparison)
-    phase = cause_phase(old)
-    if phase is None or not _phase_per_step(phase, new) < _CHANGED * _phase_per_step(phase, old):
-        return None
-    if phase in PAUSES:  # not part of a steady step, so only the whole run shows it
-        if not new.wall_s:
-            return None
-        speedup = (old.wall_s / max(1, old.steps)) / (new.wall_s / max(1, new.steps))
-        return f"{_phase_change(phase, new, old)}: {_times(speedup)}, measured over the whole run."
-    others = frozenset(PHASES) - {base_phase(phase)}
-    doubt = _doubt(comparison, new, old, others, old.diagnosis.findings[:1])
-    return _result(_phase_change(phase, new, old), replace(comparison, doubt=doubt))
-
-
-def _result(what: str, comparison: Comparison) -> str:
     _, low, high = _speedups(comparison)
     verdict = ", not confirmed: it is within the noise of the runs."
     if low > 1:
         verdict = ", confirmed." if comparison.doubt is None else f", but {comparison.doubt}."
     elif high < 1:
         verdict = ", slower. Undo the change."
-    return f"{what}: {_speedup(comparison)}{verdict}"
-
-
-def _phase_per_step(phase: str, report: Report) -> float:
-    # Waiting for other ranks is recorded only in parts, by the phase that waited.
-    parts = [name for name in report.phase_s if name == phase or base_phase(name) == phase == RANK_WAIT]
-    return sum(report.phase_s[name] for name in parts) / max(1, report.steps)
-
-
-def _phase_change(phase: str, new: Report, old: Report) -> str:
-    group, _, name = phase.partition("/")
-    before, now = (format_duration(_phase_per_step(phase, report)) for report in (old, new))
-    return f"{printable(name) or phase_label(group)} {before} -> {now} per step"
+    return f"{_changed(comparison)}: {_speedup(comparison)}{verdict}"

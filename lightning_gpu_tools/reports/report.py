@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, trial_of
@@ -25,6 +27,10 @@ FOLDER_NAME = "gpu_report"
 COMPLETED = "completed"
 # The first words of an outcome: of a run in progress, and of a run that ended without a final report.
 RUNNING, CUT_OFF = "running", "cut off"
+# Limits for a report that is read from a file.
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+StepSeconds = Annotated[float, Meta(ge=1e-9)]  # the resolution of time.perf_counter_ns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,18 +125,18 @@ class Report:
 
     outcome: str
     started_at: str
-    steps: int
-    wall_s: float
-    phase_s: Mapping[str, float]
-    step_s_median: float | None
+    steps: Count
+    wall_s: Seconds
+    phase_s: Mapping[str, Seconds]
+    step_s_median: Seconds | None
     diagnosis: Diagnosis
     gpus: tuple[GpuSummary, ...] = ()
     gpu_note: str | None = None
-    step_s_p95: float | None = None
-    step_s_max: float | None = None
+    step_s_p95: Seconds | None = None
+    step_s_max: Seconds | None = None
     samples_per_s: float | None = None
-    step_s_blocks: tuple[float, ...] = ()
-    warm_up_steps: int = 20  # in older files
+    step_s_blocks: tuple[StepSeconds, ...] = ()
+    warm_up_steps: Count = 20
     monitor_us_per_step: float | None = None
     monitor_thread_us_per_step: float | None = None
     confirmation: str | None = None

