@@ -21,6 +21,8 @@ NOT_IN_TABLES = {
     "own_utilization_percent": "on a shared GPU it is what others leave of busy",
     "sm_occupancy_percent": "a detail of sm_active_percent",
     "dram_active_percent": "a detail of sm_active_percent",
+    "validation_utilization_percent_mean": "a detail of utilization_percent_mean",
+    "energy_joules": "a sentence has the sum of all GPUs",
 }
 
 
