@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Sequence
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from itertools import groupby
-from typing import Any
+from importlib import import_module
+from typing import NamedTuple
 
-from lightning_gpu_tools.advice.explained import Explained, Threshold, explained
+from lightning_gpu_tools.advice.cause import AnyCause, Cause
+from lightning_gpu_tools.advice.causes import CAUSES
+from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.units import wrapped
 
-_VERIFIED_ON = {
-    "measurements": "only with synthetic measurements so far",
-    "cpu": "by training on a CPU",
-    "simulated GPU": "by training on a simulated GPU",
-    "hardware": "by training on a GPU",
-}
+SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools"
+
+
+class Group(NamedTuple):
+    """Causes of the same kind, in a folder of ``advice`` of their own."""
+
+    title: str
+    place: str  # in gpu_report.json
+    folder: str
+    causes: Mapping[str, AnyCause]
+    page: str  # of docs/
+    heading: str  # of the table in it
+
+
+_FINDINGS, _STALLS = "diagnosis.findings[].cause", "stalls[].cause"
+_FIXES, _SEEN = "causes-and-fixes", "what-it-looks-like-and-what-to-change"
+GROUPS = (
+    Group("slow training", _FINDINGS, "causes", CAUSES, "low_gpu_utilization.md", _FIXES),
+    Group("out of memory", _FINDINGS, "memory_causes", MEMORY_CAUSES, "out_of_memory.md", _FIXES),
+    Group("no progress", _STALLS, "stall_causes", STALL_CAUSES, "hanging_training.md", _SEEN),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Explain a cause in a report: what it means, how it is measured, what to change, its thresholds and their "
-        "sources, its rank among other causes, and how it was verified. Works without a GPU."
+        "Explain a cause in a report: what it means, how it is measured, what to change, and its thresholds, as its "
+        "source file has them. Works without a GPU."
     )
     parser.epilog = "Exit code: 0 explained; 2 wrong usage, or no cause has that name."
     parser.add_argument(
@@ -33,82 +52,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="cause or kind from gpu_report.json, such as data_loading or io_bound (default: list all causes)",
     )
-    parser.add_argument(
-        "--format", choices=["text", "json"], default="text", help="json prints a list of causes (default: %(default)s)"
-    )
     parser.set_defaults(run=run, usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the causes with the given name, or list all causes."""
-    every = list(explained())
-    found = [one for one in every if args.cause in (None, *_names(one))]
+    if args.cause is None:
+        print("\n".join(_list()))
+        return 0
+    found, known = [], set()
+    for group in GROUPS:
+        for name, cause in group.causes.items():
+            names = {name, *(shape.kind for shape in cause.shapes if shape.kind)}
+            known |= names
+            if args.cause in names:
+                found.append("\n".join(_lines(group, name)))
     if not found:
-        args.usage_error(_unknown(args.cause, [name for one in every for name in _names(one)]))
-    if args.format == "json":
-        print(json.dumps([_as_json(one) for one in found], indent=2))
-    elif args.cause is None:
-        print(_list(found))
-    else:
-        print("\n\n\n".join("\n".join(_lines(one)) for one in found))
+        near = get_close_matches(args.cause, sorted(known))
+        meant = f" Did you mean {' or '.join(near)}?" if near else ""
+        args.usage_error(
+            f'no cause is named "{args.cause}".{meant} Run explain without an argument to list all causes.'
+        )
+    print("\n\n\n".join(found))
     return 0
 
 
-def _names(one: Explained) -> set[str]:
-    return {one.name, *(shape.kind for shape in one.shapes if shape.kind)}
+def _list() -> Iterator[str]:
+    for group in GROUPS:
+        yield f"{group.title.capitalize()} ({group.place} in gpu_report.json)"
+        for name in sorted(group.causes):
+            meaning = _docstring(group, name).partition("\n\n")[0].partition(": ")[2]
+            yield wrapped(" ".join(meaning.split()), f"  {name:24}", " " * 26)
+        yield ""
+    yield "For details: lightning-gpu-tools explain CAUSE"
 
 
-def _unknown(name: str, known: Sequence[str]) -> str:
-    near = get_close_matches(name, sorted(set(known)))
-    meant = f" Did you mean {' or '.join(near)}?" if near else ""
-    return f'no cause is named "{name}".{meant} Run explain without an argument to list all causes.'
+def _lines(group: Group, name: str) -> Iterator[str]:
+    cause = group.causes[name]
+    yield _docstring(group, name)
+    yield f"\n{group.title.capitalize()} ({group.place} in gpu_report.json); found on: {cause.verified_on}"
+    if isinstance(cause, Cause) and cause.needs:
+        yield f"Requires: {', '.join(cause.needs)}"
+    yield "\nWhat you see, and what to change:"
+    for shape in cause.shapes:
+        yield wrapped(f"{shape.kind}: {shape.says}" if shape.kind else shape.says, "  ", "  ")
+        yield wrapped(shape.change, "    -> ", "       ")
+    constants = _constants(group, name)
+    if constants:
+        yield f"\nConstants in its file:\n{constants}"
+    yield f"\nMore: {SITE}/{group.page.removesuffix('.md')}/#{group.heading}"
 
 
-def _as_json(one: Explained) -> dict[str, Any]:
-    tables = ("shapes", "thresholds", "common_thresholds")
-    return {**vars(one), **{name: [row._asdict() for row in getattr(one, name)] for name in tables}}
+def _docstring(group: Group, name: str) -> str:
+    return inspect.getdoc(import_module(f"lightning_gpu_tools.advice.{group.folder}.{name}")) or ""
 
 
-def _list(causes: Sequence[Explained]) -> str:
-    parts = []
-    for (group, place), some in groupby(causes, key=lambda one: (one.group, one.place)):
-        lines = (_filled(one.meaning, f"  {one.name:24}", " " * 26) for one in some)
-        parts.append("\n".join([f"{group.capitalize()} ({place} in gpu_report.json)", *lines]))
-    return "\n\n".join([*parts, "For details: lightning-gpu-tools explain CAUSE"])
-
-
-def _lines(one: Explained) -> Iterator[str]:
-    yield _filled(f"{one.name}: {one.meaning}")
-    group = one.group.capitalize()
-    yield _filled(f"{group} ({one.place} in gpu_report.json). Verified {_VERIFIED_ON[one.verified_on]}.")
-    yield "\nHow it is measured"
-    yield _filled(one.measured, "  ")
-    if one.needs:
-        yield _filled(f"Requires: {', '.join(one.needs)}.", "  ")
-    yield "\nWhat you see, and what to change"
-    for shape in one.shapes:
-        yield _filled(f"{shape.kind}: {shape.says}" if shape.kind else shape.says, "  ")
-        yield _filled(shape.change, "    -> ", "       ")
-    yield "\nThresholds"
-    yield from _table(one.thresholds) if one.thresholds else ["  none of its own"]
-    if one.common_thresholds:
-        yield "\nThresholds of all causes of this group"
-        yield from _table(one.common_thresholds)
-    if one.order:
-        yield "\nAmong other causes"
-        yield _filled(one.order, "  ")
-    yield f"\nMore: {one.more}"
-
-
-def _table(thresholds: Sequence[Threshold]) -> Iterator[str]:
-    for about, some in groupby(thresholds, key=lambda one: one.about):
-        if about:
-            yield _filled(about, "  ")
-        for one in some:
-            value = ".".join(map(str, one.value)) if isinstance(one.value, tuple) else f"{one.value:,.6g}"
-            indent = "    " if about else "  "
-            yield _filled(f"{one.name} = {value}{one.meaning and f'  {one.meaning}'}", indent, f"{indent}  ")
-
-
-def _filled(text: str, first: str = "", others: str | None = None) -> str:
-    return wrapped(text, first, first if others is None else others)
+def _constants(group: Group, name: str) -> str:
+    """Return the lines of a cause's file between its imports and its first function, with their comments."""
+    source = inspect.getsource(import_module(f"lightning_gpu_tools.advice.{group.folder}.{name}"))
+    body = ast.parse(source).body
+    imports = [node.end_lineno or 0 for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    functions = [node.lineno for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return "\n".join(source.splitlines()[max(imports) : functions[0] - 1]).strip()

@@ -14,16 +14,12 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Checkpoint,
-    EarlyStopping,
     LearningRateFinder,
-    LearningRateMonitor,
     ModelCheckpoint,
     RichProgressBar,
-    StochasticWeightAveraging,
-    TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
-from trainings import Boom, Model, Raise, Samples, Stream, Tunable, burn, loader, quiet_trainer
+from trainings import Boom, Model, Raise, Samples, Tunable, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder
 from lightning_gpu_tools.runs import session
@@ -64,12 +60,6 @@ class Fetching(Model):
 class TwoLoaders(Model):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return super().training_step(torch.cat([*batch.values()]), batch_idx)
-
-
-class Scheduled(Model):
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
 
 
 class Skipping(Model):
@@ -147,43 +137,22 @@ def every_step(**options: Any) -> Callable[[], Callback]:
 
 BARE = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 KINDS = {
-    "plain": fit(),
-    "validation": fit(val=4),
     "validation in mid-epoch": fit(val=4, val_check_interval=10, num_sanity_val_steps=0),
     "barebones": fit(barebones=True, **dict.fromkeys(BARE)),
-    "fast_dev_run": fit(val=4, fast_dev_run=True),
-    "overfit_batches": fit(val=4, overfit_batches=2, max_epochs=10),
-    "max_time": fit(max_epochs=-1, max_time={"seconds": 0.3}),
-    "accumulated gradients": fit(accumulate_grad_batches=4),
-    "clipped gradients": fit(gradient_clip_val=0.5),
-    "detect_anomaly": fit(detect_anomaly=True),
-    "profiler": fit(profiler="simple"),
     "reloading": fit(Model, lambda: {"datamodule": Data()}, max_epochs=3, reload_dataloaders_every_n_epochs=1),
     "logger": fit(log=True, log_every_n_steps=1),
-    "progress bar": fit(enable_progress_bar=True, callbacks=[TQDMProgressBar]),
     "rich progress bar": fit(enable_progress_bar=True, callbacks=[RichProgressBar]),
-    "model summary": fit(enable_model_summary=True),
     "checkpoint at every step": fit(callbacks=[every_step()]),
-    "checkpoint each epoch": fit(val=4, max_epochs=3, callbacks=[lambda: ModelCheckpoint(monitor="val_loss")]),
-    "early stopping": fit(val=4, max_epochs=3, callbacks=[lambda: EarlyStopping("val_loss")]),
-    "weight averaging": fit(max_epochs=3, callbacks=[lambda: StochasticWeightAveraging(1e-3)]),
-    "learning rate monitor": fit(Scheduled, log=True, callbacks=[LearningRateMonitor]),
-    "scheduler": fit(Scheduled, max_epochs=3),
     "manual optimization": fit(Manual),
     "dataloader_iter": fit(Fetching),
     "skipped steps": fit(Skipping),
     "hooks": fit(Hooked, max_epochs=3),
-    "workers": fit(data=on(lambda: loader(Samples(STEPS), num_workers=2))),
     "persistent workers": fit(
         data=on(lambda: loader(Samples(STEPS), num_workers=1, persistent_workers=True)), max_epochs=3
     ),
-    "slow loader": fit(data=on(lambda: loader(Samples(STEPS, burn, 0.001)))),
-    "unknown length": fit(data=on(lambda: loader(Stream(Samples(STEPS)))), max_epochs=2),
     "a dict of loaders": fit(TwoLoaders, on(lambda: {"a": loader(Samples(STEPS)), "b": loader(Samples(8))})),
-    "no torch loader": fit(data=on(lambda: Stream(Samples(STEPS)))),
     "stopped": fit(callbacks=[Stop]),
     "exception": fit(max_epochs=3, callbacks=[lambda: Raise(at_step=AT_STEP)]),
-    "learning rate finder": fit(Tunable, dict, callbacks=[lambda: LearningRateFinder(num_training_steps=7)]),
     "learning rate finder in mid-fit": fit(
         Tunable, dict, callbacks=[lambda: FineTune(num_training_steps=4, update_attr=False)], max_epochs=3
     ),

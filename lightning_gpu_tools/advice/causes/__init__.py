@@ -1,7 +1,7 @@
 """Causes that slow training down. Each has one file with everything about it, and the folder is the registry.
 
 A new cause is a new file with a ``CAUSE``: the report, ``lightning-gpu-tools explain``, the tables of docs/ and the
-tests read it from there. ``explained.py`` lists what the docstring and the comments of that file must contain.
+tests read it from there.
 """
 
 from __future__ import annotations
