@@ -15,8 +15,8 @@ from lightning_gpu_tools.reports.comparison import compare, comparison_markdown,
 from lightning_gpu_tools.reports.report import FILE_NAME, Report
 from lightning_gpu_tools.reports.report_file import find_report, load_report
 from lightning_gpu_tools.reports.schema import as_json, to_json
-from lightning_gpu_tools.reports.text import LINE_COLUMNS, line_rows, render_markdown, render_text
-from lightning_gpu_tools.units import line_width, printable_path
+from lightning_gpu_tools.reports.text import render_markdown, render_text
+from lightning_gpu_tools.units import printable_path
 
 _EXIT_CODES = {"faster": 0, "same": 0, "slower": 1, "not_comparable": 3}
 
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "The two runs may differ in settings that OLD advised to change: the comparison then measures the gain. "
         "Exit code: 0 printed, or within the limit; 1 slower than the limit and by more than the runs' noise; 2 wrong "
-        "usage; 3 the runs cannot be compared, or a file is not a report. Without --against: 1 FILE is not a report; 3 "
-        "--lines found no lines. To explain a cause: lightning-gpu-tools explain CAUSE."
+        "usage; 3 the runs cannot be compared, or a file is not a report. Without --against: 1 FILE is not a report. "
+        "To explain a cause: lightning-gpu-tools explain CAUSE."
     )
     parser.add_argument(
         "file",
@@ -50,12 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="list every phase, GPU, stall and process",
-    )
-    parser.add_argument(
-        "--lines",
-        action="store_true",
-        help="print a table of the source lines sampled most often in each phase, or with --full of all lines",
+        help="list every phase, GPU, stall, process and sampled source line",
     )
     parser.add_argument(
         "--format",
@@ -70,8 +65,6 @@ def run(args: argparse.Namespace) -> int:
     """Print the report or the comparison."""
     if args.full and (args.against is not None or args.format not in ("text", "markdown")):
         args.usage_error("--full works only for one report, as text or markdown")
-    if args.lines and (args.against is not None or args.format != "text"):
-        args.usage_error("--lines works only for one report, as text; --format json also includes the lines")
     if args.max_slowdown is not None and args.against is None:
         args.usage_error("--max-slowdown needs --against OLD")
     max_slowdown = args.max_slowdown or 0.0
@@ -85,8 +78,6 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.against is None:
         report = load_report(_found(args.file))
-        if args.lines:
-            return _print_lines(report, full=args.full)
         if args.format == "text":
             print(render_text(report, full=args.full))
         elif args.format == "markdown":
@@ -118,31 +109,6 @@ def _found(path: str) -> str:
         shown = printable_path(file.removeprefix("./"))
         print(f"Newest report in {printable_path(path)}: {shown}", file=sys.stderr)
     return file
-
-
-def _print_lines(report: Report, *, full: bool) -> int:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = line_rows(report, full=full)
-    if not rows:
-        print(
-            f"lightning-gpu-tools: no source lines were sampled in {report.steps} steps. Sampling starts after at "
-            "least 20 warm-up steps and runs about 20 times per second. Train longer.",
-            file=sys.stderr,
-        )
-        return 3
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in LINE_COLUMNS:
-        is_text = name in ("phase", "line")
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
-    for row in rows:
-        table.add_row(*map(Text, row))  # Text, so that rich does not take a bracket in a name for markup
-    console = Console(file=sys.__stdout__, width=line_width())  # rich writes the escape sequences of colors itself
-    console.print(table)
-    return 0
 
 
 def _compare(new: Report, old: Report, max_slowdown: float, form: str) -> int:

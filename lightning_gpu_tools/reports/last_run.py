@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from lightning_gpu_tools.advice.memory_remedies import MARGIN
 from lightning_gpu_tools.advice.out_of_memory import CONTEXT_BYTES, CUDA_CONTEXT_BYTES
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.reports.report import COMPLETED, FILE_NAME, RUNNING, Report
-from lightning_gpu_tools.reports.report_file import find_reports, load_report, run_folder
+from lightning_gpu_tools.reports.report_file import find_reports, load_report
 from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 _MAX_REPORTS = 50  # our default
@@ -31,7 +30,7 @@ def last_need(folder: str, command: Sequence[str] = ()) -> Need:
     """Return the memory that the last run below a folder needed on one GPU, with a margin of 20 %.
 
     The last run is the newest finished run on a GPU of the script in ``command``, else the newest finished run of any
-    script, else the newest run in progress. At most 50 reports are read. A process that trains needs most in its fit.
+    script, else the newest run in progress. At most 50 reports are read.
 
     Raises:
         ReportError: There is no such run, or the newest report cannot be read.
@@ -46,8 +45,6 @@ def last_need(folder: str, command: Sequence[str] = ()) -> Need:
             if of_another or still_running:
                 break
             raise ReportError(f"min_free=last: {error} Or remove the file, or pass a size such as 8GiB.") from None
-        if _is_after_a_fit(report, file):
-            continue
         need = need_of(report, printable_path(file.removeprefix("./")))
         if need and report.outcome.startswith(RUNNING):
             still_running = still_running or need
@@ -57,26 +54,11 @@ def last_need(folder: str, command: Sequence[str] = ()) -> Need:
             of_another = of_another or need
     if found := of_another or still_running:
         return found
-    newest = ""
-    if files:
-        report = load_report(files[0])
-        device = printable(report.settings.get("device", "an unknown device"))
-        outcome = f"{report.steps} steps on {device!r}, {printable(report.outcome, 200)}"
-        newest = f" The newest, {printable_path(files[0].removeprefix('./'))}, is of {outcome}."
     raise ReportError(
         f"min_free=last: no {FILE_NAME} in {printable_path(os.path.abspath(folder))} or up to three folders below it "
-        f"includes the memory of a run on a GPU.{newest} Run your script once from this folder with "
+        f"includes the memory of a run on a GPU. Run your script once from this folder with "
         "GPUUtilizationMonitor, or under `lightning-gpu-tools run --advise`, or pass a size such as 8GiB."
     )
-
-
-def _is_after_a_fit(report: Report, file: str) -> bool:
-    """Return whether a report is of validate, test or predict in a process that also has the report of a fit."""
-    if "stage" in report.settings and report.process is not None:
-        with contextlib.suppress(ReportError):  # there is none, or it is from a newer version
-            fit = load_report(os.path.join(run_folder(os.path.dirname(file)), FILE_NAME))
-            return fit.process == report.process
-    return False
 
 
 def need_of(report: Report, name: str) -> Need | None:

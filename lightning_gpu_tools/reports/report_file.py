@@ -83,9 +83,13 @@ def _is_beside_a_fit(file: str) -> bool:
 
 
 def find_reports(folder: str) -> list[str]:
-    """Return all reports in a local folder and below it, newest first, each followed by the one that it replaced."""
+    """Return the reports of runs in a local folder and below it, newest first, each followed by the one before it.
+
+    Those of validate, test and predict are left out if their run has a fit.
+    """
     found = sorted(files.matching(folder, *(f"{below}{FILE_NAME}" for below in ("", *_BELOW))), key=_modified)
-    paths = (os.path.join(os.path.dirname(file), name) for file in found[::-1] for name in (FILE_NAME, PREVIOUS_NAME))
+    runs = [os.path.dirname(file) for file in found[::-1] if not _is_beside_a_fit(file)]
+    paths = (os.path.join(run, name) for run in runs for name in (FILE_NAME, PREVIOUS_NAME))
     return [*filter(files.exists, paths)]
 
 

@@ -85,6 +85,7 @@ def _details(report: Report, full: bool) -> list[str]:
         *map(_wrapped, sentences(report, full=full)),
         *(_time_tree(report, full) if report.wall_s > 0 else []),
         *_memory_trees(report, full),
+        *(_source_lines(report) if full else []),
         *map(_wrapped, measuring_lines(report)),
     ]
 
@@ -280,6 +281,14 @@ def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str
             if full or line.samples >= _MIN_PART * whole
         )
     return rows
+
+
+def _source_lines(report: Report) -> list[str]:
+    rows = [
+        f"{phase}: {share} at {line} ({samples} samples)"
+        for phase, share, line, samples in line_rows(report, full=True)
+    ]
+    return ["Source lines, by phase", *map(_wrapped, rows)] if rows else []
 
 
 def _label_of_lines(phase: str) -> str:

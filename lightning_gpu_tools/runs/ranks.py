@@ -20,9 +20,9 @@ from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.runs.run import gpu_readings
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training.memory_readings import RankMemory
-from lightning_gpu_tools.training.rank_exchange import MAX_ENTRY_BYTES, Entry, RankExchange
+from lightning_gpu_tools.training.rank_exchange import Entry, RankExchange
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.units import format_bytes, number_ranges, printable
+from lightning_gpu_tools.units import number_ranges
 
 _T = TypeVar("_T")
 
@@ -120,19 +120,15 @@ class Ranks:
             **recorder.own_entry(),
             "throttled": {} if gpus is None else fact("throttled clocks", gpus.throttled_percent, dict[int, float]()),
         }
-        metrics: Mapping[str, float] | None = None
         if self._is_monitored and gpus is not None and self._place.rank != 0:
             metrics, facts["troubles"] = gpus.take_metrics()
-            if self._place.world_size > _MAX_LOGGED_RANKS:
-                metrics = {}
+            facts["metrics"] = metrics if self._place.world_size <= _MAX_LOGGED_RANKS else {}
             summaries = gpus.summaries(at_end=at_end)
             facts["gpus"] = [dataclasses.asdict(dataclasses.replace(gpu, timelines={})) for gpu in summaries]
         share = own_share(recorder)
         if share is not None:  # without the long parts
             share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=(), recorded=None))
             facts["memory"] = dataclasses.asdict(share)
-        if metrics is not None:  # the last field is left out first if an entry is too long
-            facts["metrics"] = metrics
         self.exchange.publish(**facts)
 
     def finish(self, timeout_s: float) -> list[str]:
@@ -145,33 +141,22 @@ class Ranks:
                 f"{_ranks(late)} did not report within {timeout_s:.0f} s after the end. The report has only their "
                 "earlier data."
             )
-        left_out = {entry["rank"]: entry["left_out"] for entry in self.exchange.entries() if "left_out" in entry}
-        if left_out:
-            names = sorted({name for names in left_out.values() for name in names})
-            missing.append(
-                f"{_ranks([*left_out])} had to report more than {format_bytes(MAX_ENTRY_BYTES)}. Left out: "
-                f"{', '.join(map(printable, names))}."
-            )
         return missing
 
     def _receive(self, entries: Sequence[Entry]) -> None:
         """Process the entries of the ranks: on rank 0, in the thread of the exchange."""
         self._recorder.receive(entries)
-        others = [entry for entry in entries if "metrics" in entry]
-        news = [entry for entry in others if entry["turn"] > self._turns.get(entry["rank"], 0)]
-        self._turns |= {entry["rank"]: entry["turn"] for entry in news}
-        for entry in news:
-            self._metrics = {**self._metrics, **entry["metrics"]}
-        troubles = [text for entry in news for text in entry["troubles"]]
-        more = len(troubles) - _MAX_TROUBLES
-        rest = [f"{more:,} more warnings about GPUs of other nodes were left out."] if more > 0 else []
-        self._troubles = [*self._troubles, *troubles[:_MAX_TROUBLES], *rest]
+        for entry in entries:
+            if "metrics" in entry and entry["turn"] > self._turns.get(entry["rank"], 0):
+                self._turns[entry["rank"]] = entry["turn"]
+                self._metrics = {**self._metrics, **entry["metrics"]}
+                self._troubles = [*self._troubles, *entry["troubles"]]
 
     def take_metrics(self) -> tuple[Mapping[str, float], list[str]]:
         """Return the metrics of other nodes' GPUs received since the last call, and warnings about them."""
         metrics, self._metrics = self._metrics, {}
         troubles, self._troubles = self._troubles, []
-        return metrics, troubles
+        return metrics, troubles[:_MAX_TROUBLES]
 
     def gpus_of_other_nodes(self) -> tuple[GpuSummary, ...]:
         """Return the GPUs in the latest entries of other nodes."""

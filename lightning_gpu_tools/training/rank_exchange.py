@@ -20,7 +20,6 @@ from lightning_gpu_tools.training.background import BackgroundJobs
 
 # Our defaults.
 TIMEOUT_S = 5.0  # total wait for all ranks when training ends; they end almost at the same time
-MAX_ENTRY_BYTES = 64 << 10  # most have 1 to 20 KiB
 _FIRST_S, _LONGER, _EVERY_S = 0.25, 1.5, 60.0  # publishing interval: the first, its growth factor, the longest
 _GATHER = 1 / 2  # of that interval: when entries are read after publishing
 _POLL_S = 0.005
@@ -71,19 +70,14 @@ class Board:
         return self._store is not None
 
     def post(self, **facts: Any) -> None:
-        """Replace this rank's entry with facts for JSON; if too long, list the last ones in ``left_out`` instead."""
+        """Replace this rank's entry with facts for JSON."""
         place = self._place
         self._turn += 1
         if self._turn <= _FIRST_ENTRIES:
             self._fetch(())
-        head = {"run": self.run, "rank": place.rank, "node": place.node}
-        entry = {**head, "turn": self._turn, **facts}
-        left_out = []
-        while len(text := json.dumps(entry)) > MAX_ENTRY_BYTES and facts:
-            left_out.append(facts.popitem()[0])
-            entry = {**head, "turn": self._turn, **facts, "left_out": left_out}
+        entry = {"run": self.run, "rank": place.rank, "node": place.node, "turn": self._turn, **facts}
         self.entries[place.rank] = entry
-        self._set(f"rank {place.rank}", text)
+        self._set(f"rank {place.rank}", json.dumps(entry))
 
     def read(self, ranks: Iterable[int]) -> None:
         """Read the entries of these ranks in one request."""

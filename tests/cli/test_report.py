@@ -154,8 +154,6 @@ def test_where_there_is_no_report_the_path_is_named(
         (["--format", "xml"], "invalid choice"),
         (["--full", "--format", "json"], "--full works only for one report, as text or markdown"),
         (["--full", "--against", "old"], "--full works only for one report, as text or markdown"),
-        (["--lines", "--format", "markdown"], "--lines works only for one report, as text"),
-        (["--lines", "--against", "old"], "--lines works only for one report, as text"),
         (["--format", "html", "--against", "old"], "--format html works only for one report"),
         (["--format", "html"], "pip install 'lightning-gpu-tools[plot]'"),
     ],
@@ -219,12 +217,10 @@ def test_lines_come_by_phase_and_share_and_rare_ones_only_in_full() -> None:
     ]
 
 
-def test_lines_are_printed_as_a_table_that_fits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_report_lists_all_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     far = line("data_loading", 1, 10**6, file="/very/" * 40 + "\x1b[2J[red]data.py")
     ReportFile(tmp_path).save(replace(SEEN, lines=(far, *SEEN.lines)))
-    assert main(["report", str(tmp_path), "--lines"]) == 0
-    shown = capfd.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 100
+    assert main(["report", str(tmp_path), "--full"]) == 0
+    shown = capsys.readouterr().out
     assert "\x1b" not in shown
-    assert "[red]data.py" in shown.replace("\n", "").replace(" ", "")
-    assert [text.split()[-1] for text in shown.splitlines() if "data.py:41" in text] == ["620"]
+    assert "\n  loading in a worker: 62 % at data.py:41 in decode (620 samples)\n" in shown

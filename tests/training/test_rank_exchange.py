@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import FileStore, PrefixStore, TCPStore
 from trainings import background_threads
 
-from lightning_gpu_tools.training.rank_exchange import MAX_ENTRY_BYTES, Board, RankExchange, RankPlace
+from lightning_gpu_tools.training.rank_exchange import Board, RankExchange, RankPlace
 
 LIMIT_S = 20.0  # of what takes milliseconds, on a machine that is busy
 
@@ -175,17 +175,6 @@ def test_the_store_has_as_many_keys_after_many_trainings() -> None:
             assert one.finish(LIMIT_S) == []
         counts.add(store.num_keys())
     assert len(counts) == 1
-
-
-def test_too_large_an_entry_loses_its_last_facts() -> None:
-    store = server()
-    first, second = (Board("measured", place, store) for place in places(1, 1))
-    second.post(step=7, gpus="x" * 1000, memory="y" * MAX_ENTRY_BYTES, metrics="z" * MAX_ENTRY_BYTES)
-    first.read([1])
-    entry = first.entries[1]
-    assert (entry["step"], entry["gpus"]) == (7, "x" * 1000)
-    assert entry["left_out"] == ["metrics", "memory"]
-    assert not {"memory", "metrics"} & entry.keys()
 
 
 def test_whoever_publishes_does_not_wait_for_a_connection_in_use() -> None:
