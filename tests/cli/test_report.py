@@ -223,4 +223,4 @@ def test_a_full_report_lists_all_lines(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["report", str(tmp_path), "--full"]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
-    assert "\n  loading in a worker: 62 % at data.py:41 in decode (620 samples)\n" in shown
+    assert "\nloading in a worker: 62 % at data.py:41 in decode (620 samples)\n" in shown
