@@ -142,22 +142,13 @@ def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
 
 
 def gpu_sentences(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
-    """Return what the table does not show: different products, errors, and the energy of all GPUs."""
-    lines = [*_products(gpus), *_errors(gpus, full)]
+    """Return what the table does not show: errors, and the energy of all GPUs."""
+    lines = _errors(gpus, full)
     watt_hours = sum(gpu.energy_joules or 0.0 for gpu in gpus) / 3600
     if watt_hours:
         amount = f"{watt_hours:,.1f} Wh" if watt_hours < 1000 else f"{watt_hours / 1000:,.1f} kWh"
         lines.append(f"GPU energy: {amount}.")
     return lines
-
-
-def _products(gpus: Sequence[GpuSummary]) -> list[str]:
-    """Return the product of each GPU if there are several products; a single one is in *Run*."""
-    by_name: defaultdict[str, list[GpuSummary]] = defaultdict(list)
-    for gpu in gpus:
-        by_name[printable(gpu.name or "unknown")].append(gpu)
-    listed = [f"{_names(some, gpus)}: {name}" for name, some in by_name.items()]
-    return [f"Products: {'; '.join(listed)}."] if len(listed) > 1 else []
 
 
 def _errors(gpus: Sequence[GpuSummary], full: bool) -> list[str]:

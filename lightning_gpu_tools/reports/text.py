@@ -155,11 +155,9 @@ def _rank_line(report: Report) -> Iterator[str]:
     rank, behind_s = slowest
     wait_s = mean_wait_s(report.ranks)
     waits = "" if wait_s is None else f" On average a rank waits {format_duration(wait_s)} per step for others."
-    apart = [part for part in ("forward", "backward", "optimizer") if part not in rank.phase_s]
-    outside = f" outside {' and '.join(apart)}" if apart else ""  # ranks wait for each other there as well
     yield (
-        f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per step"
-        f"{outside}, {format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
+        f"Slowest rank: {rank.rank} (node {rank.node}), {format_duration(rank.own_step_s)} of its own work per "
+        f"step, {format_duration(behind_s)} more than the median of {len(report.ranks)} ranks.{waits}"
     )
 
 
@@ -415,13 +413,12 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
         branches.append((line(group, sum(parts.values())), shown))
     whole = format_bytes(whole_bytes)
     if account.used_bytes is None:
-        why = "reports no total" if account.total_bytes is None else "was read before torch reserved it"
-        head = f"Memory of {gpu}: {whole} reserved by torch (the driver {why})"
+        head = f"Memory of {gpu}: {whole} reserved by torch (the driver reports no total)"
     else:
         free = "" if account.free_bytes is None else f", {format_bytes(account.free_bytes)} free"
         explained = 100 * (account.explained_share or 0.0)
         head = f"Memory of {gpu}: {whole} used{free} ({explained:.0f} % explained)"
-    return [_wrapped(head), *_tree(branches), *_in_tensors(account), *_memory_lines(account, full)]
+    return [_wrapped(head), *_tree(branches), *_memory_lines(account, full)]
 
 
 def _memory_lines(account: MemoryAccount, full: bool) -> list[str]:
@@ -451,13 +448,3 @@ def _limited(parts: list[tuple[str, float]], count: int, full: bool) -> list[tup
         return parts
     rest = parts[count - 1 :]
     return [*parts[: count - 1], (f"{len(rest)} others", sum(size for _, size in rest))]
-
-
-def _in_tensors(account: MemoryAccount) -> list[str]:
-    """Return the bytes in tensors at the moments of a step, and the phase of the peak."""
-    moments = {"step_start": "when a step begins", "after_forward": "after forward", "after_backward": "after backward"}
-    sizes = account.moments_bytes
-    parts = [f"{format_bytes(sizes[name])} {label}" for name, label in moments.items() if name in sizes]
-    for phase, size in _largest_first(account.peaks_bytes)[:1]:
-        parts.append(f"at the peak {format_bytes(size)} ({printable(phase).replace('_', ' ')})")
-    return [_wrapped(f"In tensors: {', '.join(parts)}.")] if parts else []

@@ -99,10 +99,8 @@ def test_of_many_gpus_those_that_differ_most_have_a_row() -> None:
 
 
 def test_what_many_gpus_have_in_common_is_said_once() -> None:
-    everyone = {place: {"name": "NVIDIA A" if place < 512 else "NVIDIA B", **BROKEN} for place in range(1024)}
-    text = " ".join(render_text(with_odd(of_size(1024), everyone)).split())
+    text = " ".join(render_text(with_odd(of_size(1024), dict.fromkeys(range(1024), BROKEN))).split())
     assert "ERROR on 1,024 GPUs on nodes 0 to 127: Xid 31 (memory page fault)" in text
-    assert "512 GPUs on nodes 0 to 63: NVIDIA A; 512 GPUs on nodes 64 to 127: NVIDIA B." in text
 
 
 def test_full_lists_every_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ from sample_report import GIB, REPORT, TRAINED, with_finding
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import gpu_run
 from lightning_gpu_tools.advice.memory_examples import an_error
-from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.last_run import Need, last_need, need_of
@@ -54,11 +53,6 @@ def test_it_counts_all_that_is_this_jobs_and_nothing_else(changed: dict[str, Any
     assert needed(with_memory(**changed)).min_free_bytes == pytest.approx(1.2 * peak * GIB, rel=1e-9, abs=2)
 
 
-def test_the_gpu_that_needs_most_counts() -> None:
-    least = replace(ACCOUNT, index=0, parts_bytes={"parameters": GIB})
-    assert needed(replace(TRAINED, memory=(least, ACCOUNT, least))).min_free_bytes == 48 * GIB
-
-
 @pytest.mark.parametrize(("total", "asked", "margin"), [(48, 45.6, 14), (40, 38, 0), (None, 48, 20)])
 def test_an_idle_gpu_of_the_same_size_is_enough(total: int | None, asked: float, margin: int) -> None:
     need = needed(with_memory(total_bytes=total and total * GIB))
@@ -77,13 +71,6 @@ def test_a_run_out_of_memory_needed_at_least_what_it_asked_for() -> None:
     diagnosis = diagnose(A_RUN, out_of_memory=an_error(allocated=23 * GIB))  # an idle one of 24 does not have that
     need = needed(replace(REPORT, diagnosis=diagnosis, memory=()))
     assert 23 * GIB < need.min_free_bytes == diagnosis.findings[0].evidence["needed_bytes"]
-
-
-def test_a_host_out_of_memory_says_nothing_of_the_gpu() -> None:
-    message = OutOfMemoryMessage(source="host", name="the program", requested_bytes=2**50)
-    diagnosis = diagnose(A_RUN, out_of_memory=OutOfMemory(message=message, phase="data_loading", step=3))
-    assert diagnosis.verdict == "out_of_memory"
-    assert needed(replace(TRAINED, diagnosis=diagnosis)) == needed(TRAINED)
 
 
 @pytest.mark.parametrize("forged", [-5.0, 0, "8GiB", None, [1]])

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_report import REPORT
 
-from lightning_gpu_tools.processes import ProcessId, is_running, process_id
+from lightning_gpu_tools.processes import ProcessId, process_id
 from lightning_gpu_tools.reports.comparison import earlier_report
-from lightning_gpu_tools.reports.report import PREVIOUS_NAME, Report
+from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.report_file import ReportFile, load_report
 from lightning_gpu_tools.reports.text import render_text
 
@@ -50,16 +50,6 @@ def test_it_is_known_whether_the_run_goes_on(
     assert f"({outcome})\n" in render_text(report)
 
 
-def test_a_process_whose_parent_never_asks_has_ended(tmp_path: Path) -> None:
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-    zombie = process_id(child)
-    assert is_running(zombie) is False
-    os.waitpid(child, 0)
-
-
 runs = st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=6)
 
 
@@ -83,16 +73,6 @@ def test_the_last_run_and_the_last_finished_one_are_kept(runs: list[tuple[int, b
         kept = {load_report(file).steps for file in Path(folder).iterdir()}
         assert kept >= {number for number in (last, last_finished) if number}
         assert len(kept) == min(2, len([1 for writes, ends in runs if writes or ends]))
-
-
-def test_two_runs_in_one_folder_keep_both_reports(tmp_path: Path) -> None:
-    one, two = ReportFile(tmp_path), ReportFile(tmp_path)
-    for file, report in ((one, running(OWN, 1)), (two, running(OWN, 2)), (one, running(OWN, 1))):
-        file.save(report)
-    one.save(replace(REPORT, steps=1))
-    two.save(running(OWN, 2))
-    two.save(replace(REPORT, steps=2))
-    assert [load_report(tmp_path / name).steps for name in ("gpu_report.json", PREVIOUS_NAME)] == [2, 1]
 
 
 def test_a_run_that_goes_on_is_no_earlier_run(tmp_path: Path) -> None:

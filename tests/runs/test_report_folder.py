@@ -101,16 +101,6 @@ def test_a_report_is_written_to_a_url(
     assert not [path for path in bucket.find("/") if path.endswith(".part")]
 
 
-def test_a_url_of_a_local_folder_is_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    train(f"file://{tmp_path}/trainer")
-    with watch(folder=f"file://{tmp_path}/loop") as run:
-        list(run.batches(range(4)))
-    assert sorted(os.listdir(tmp_path)) == ["loop", "trainer"]
-    assert load_report(tmp_path / "trainer" / "gpu_report").steps == 3
-    assert load_report(f"file://{tmp_path}/loop").steps == 4
-
-
 def test_a_url_that_cannot_be_reached_is_named_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with (

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
-import shutil
 import sys
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from sample_report import REPORT
 from torch.utils.data import DataLoader
 from trainings import Model, Samples, loader, logged, quiet_trainer
 
-from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
+from lightning_gpu_tools import GPUUtilizationMonitor, load_report
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs import run_recorder, run_report, session
@@ -151,17 +149,6 @@ def test_every_logger_gets_the_summary_as_far_as_it_can_show_it(
     assert "The summary could not be sent to Broken: ConnectionError: the server is away" in capsys.readouterr().out
 
 
-def test_a_callback_that_fails_at_the_start_leaves_a_report(tmp_path: Path) -> None:
-    class Fail(Callback):
-        def on_train_start(self, *args: Any) -> None:
-            raise ZeroDivisionError
-
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationAdvisor(), Fail(), GPUUtilizationMonitor()])
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(Model(), loader(Samples(3)))
-    assert load_report(tmp_path).outcome == "stopped by ZeroDivisionError at step 0"
-
-
 @pytest.mark.parametrize("action", ["ignore", "error"])
 def test_no_filter_hides_that_there_is_no_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: Literal["ignore", "error"]
@@ -171,25 +158,6 @@ def test_no_filter_hides_that_there_is_no_report(
         warnings.filterwarnings(action, message=".*without a report")
         train(tmp_path)
     assert "because of an internal error: ZeroDivisionError: of ours" in str([str(one.message) for one in shown])
-
-
-def test_a_folder_that_goes_away_costs_the_report_and_not_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run_report, "FIRST_WRITE_S", 3600.0)  # written at the start, and not again
-    folder = tmp_path / "gpu_report"
-
-    class Remove(Callback):
-        def on_train_end(self, *args: Any) -> None:
-            while not (folder / "gpu_report.json").exists():
-                time.sleep(0.01)
-            shutil.rmtree(folder)
-            folder.write_text("in the way")
-
-    train(tmp_path, Remove())
-    printed = capsys.readouterr().out
-    assert f"The report could not be written to {folder}: " in printed
-    assert "Verdict: " in printed
 
 
 @pytest.mark.parametrize("folders", [("my runs", "my runs"), ("version_0", "version_1")])

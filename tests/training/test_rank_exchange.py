@@ -166,17 +166,6 @@ def test_what_an_earlier_start_has_left_in_the_store_does_not_count(ranks_before
     assert {rank: entry["step"] for rank, entry in first.entries.items()} == {1: "new"}
 
 
-def test_the_store_has_as_many_keys_after_many_trainings() -> None:
-    store = server()
-    counts = set()
-    for _ in range(20):
-        exchanges = exchange_all(places(2, 2), store)
-        for one in reversed(exchanges):
-            assert one.finish(LIMIT_S) == []
-        counts.add(store.num_keys())
-    assert len(counts) == 1
-
-
 def test_whoever_publishes_does_not_wait_for_a_connection_in_use() -> None:
     store = server()
     shared = client(store)
