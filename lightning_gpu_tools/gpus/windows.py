@@ -16,9 +16,6 @@ _TIMELINES = ("memory_used_bytes", "power_watts")  # besides utilization
 _OF_STATE = [metric for metric in METRICS if metric.reduction in ("mean", "max") and metric.source != "utilization"]
 _COUNTERS = sorted({m.source for m in METRICS if m.reduction in ("difference", "rate", "percent_of_time")})
 
-# The driver's buffer holds about 20 s, so part of a longer time between two samples is unknown.
-_MAX_GAP_S = 20.0
-
 # Limits for one window:
 _MAX_TEXTS = 100
 _MAX_SUMS = 256

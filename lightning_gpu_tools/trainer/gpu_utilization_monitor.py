@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_gpu_tools.arguments import check_seconds, checked
+from lightning_gpu_tools.arguments import check_seconds
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import FOLDER_NAME
@@ -75,7 +75,6 @@ class GPUUtilizationMonitor(MeasuringCallback):
         trainer = Trainer(callbacks=[GPUUtilizationMonitor()])
     """
 
-    @checked
     def __init__(
         self,
         *,

@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     check_contents,
@@ -190,7 +189,6 @@ def _trusting_files() -> Iterator[None]:
             wrappers.undo()
 
 
-@checked
 def load_from_checkpoint(
     model_class: type[Module],
     path: str | os.PathLike[str],
