@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -118,17 +117,6 @@ def test_idle_time_is_that_of_this_processs_cores(
     monkeypatch.setattr(host, "TICKS_PER_S", 100)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5})
     assert idle_cpu_s() == idle_s
-
-
-def test_idle_time_does_not_outrun_the_clock() -> None:
-    burn = "import time\nwhile time.process_time() < 0.5: pass"
-    began_s, idle_s = time.perf_counter(), idle_cpu_s()
-    subprocess.run([sys.executable, "-c", burn], check=True)
-    elapsed_s = time.perf_counter() - began_s
-    cores = len(os.sched_getaffinity(0))
-    # The kernel counts in hundredths of a second, for each core.
-    assert idle_s is not None
-    assert 0 <= (idle_cpu_s() or 0.0) - idle_s <= cores * elapsed_s - 0.5 + 0.03 * cores
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,17 @@
-"""The DataLoaders inside of what a loop iterates: dictionaries, progress bars, ``zip``, generators, other loaders."""
+"""The DataLoaders inside of what a loop iterates: dictionaries, lists, progress bars, loaders around other loaders."""
 
 from __future__ import annotations
 
-import gc
 import types
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.loaders.held import attributes
-from lightning_gpu_tools.training import compat
 
 # Our defaults.
-_MAX_DEPTH = 5  # tqdm around enumerate around zip around a dictionary
+_MAX_DEPTH = 5  # tqdm around a loader of the program's own around a dictionary
 _MAX_ITEMS = 64  # a longer list has batches
 
 
@@ -24,7 +21,6 @@ class Inside(NamedTuple):
     name: str  # its key in quotes, or its number; empty if it is the only one
     loader: object  # a DataLoader, or whatever has none inside
     within: str = ""  # class of the object that it was found in, unless that is a dictionary, list or tuple
-    iterator: object = None  # if only that was found, of which the loader is a copy that nobody iterates
 
 
 def loaders_in(given: object) -> list[Inside]:
@@ -41,8 +37,6 @@ def _inside(thing: Any, name: str, within: str, seen: set[int], depth: int) -> I
     seen.add(id(thing))
     if isinstance(thing, DataLoader):
         yield Inside(name, thing, within)
-    elif (parts := compat.parts_of_loader(thing)) is not None:
-        yield Inside(name, _loader_of(parts), within, thing)
     elif depth and isinstance(thing, (dict, list, tuple)):
         keyed = [*thing.items()] if isinstance(thing, dict) else [(None, one) for one in thing[:_MAX_ITEMS]]
         named = [(name if key is None else f'"{key}"', one) for key, one in keyed[:_MAX_ITEMS]]
@@ -61,23 +55,9 @@ def _is_iterated(thing: object) -> bool:
 
 
 def _parts(thing: object) -> Iterator[Any]:
-    """Yield what an iterator of C or a generator refers to, or the attributes of an object and items in them."""
-    kind = type(thing)
-    if kind.__module__ in ("builtins", "itertools"):
-        parts = gc.get_referents(thing) if isinstance(thing, Iterator) else []
-    else:
-        parts = list(attributes(thing).values())
-    for part in parts:
+    """Yield the attributes of an object, and items in them."""
+    for part in attributes(thing).values():
         if isinstance(part, (list, tuple)):
             yield from part[:_MAX_ITEMS]
         elif not isinstance(part, (str, bytes, dict, types.ModuleType)):
             yield part
-
-
-def _loader_of(parts: dict[str, Any]) -> DataLoader[Any]:
-    """Return a DataLoader with the attributes of the one that an iterator came from."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of the original
-        made: DataLoader[Any] = DataLoader(parts["dataset"])
-    vars(made).update(parts)
-    return made

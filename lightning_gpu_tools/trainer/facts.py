@@ -321,9 +321,7 @@ class LoopRun:
         known = {id(one.loader) for one in self.loaders}
         for one in loaders_in(getattr(loader, _GIVEN_LOADER, loader)):
             if id(one.loader) not in known and len(self.loaders) < _MAX_LOADERS:
-                # Of an iterator, only the loop may keep it alive, and with it the workers.
-                self.loaders.append(one._replace(iterator=None))
-                self.note_iterator(len(self.loaders) - 1, one.iterator)
+                self.loaders.append(one)
         if len(self.loaders) > 1:
             self.loaders = [one._replace(name=one.name or f"number {i}") for i, one in enumerate(self.loaders, 1)]
 

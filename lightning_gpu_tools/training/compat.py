@@ -131,16 +131,7 @@ def worker_pids(iterator: object) -> list[int]:
     return [worker.pid for worker in workers(iterator) if worker.pid]
 
 
-# Attributes of an iterator by those of its DataLoader.
-_PARTS = {
-    "dataset": "_dataset",
-    "num_workers": "_num_workers",
-    "persistent_workers": "_persistent_workers",
-    "pin_memory": "_pin_memory",
-    "drop_last": "_drop_last",
-    "collate_fn": "_collate_fn",
-}
-_INDICES, _HAS_BATCHES = "_index_sampler", "_auto_collation"
+_INDICES = "_index_sampler"  # of a DataLoader and of its iterator
 
 
 def _attributes(thing: object) -> dict[str, Any]:
@@ -149,21 +140,6 @@ def _attributes(thing: object) -> dict[str, Any]:
     except AttributeError:
         return {}
     return found
-
-
-def parts_of_loader(iterator: object) -> dict[str, Any] | None:
-    """Return the attributes of the DataLoader of an iterator. Without them, ``enumerate(loader)`` hides the loader."""
-    known = _attributes(iterator)
-    if not {*_PARTS.values(), _INDICES, _HAS_BATCHES} <= known.keys():
-        return None
-    indices, batches = known[_INDICES], known[_HAS_BATCHES]
-    return {
-        **{name: known[own] for name, own in _PARTS.items()},
-        "prefetch_factor": known.get("_prefetch_factor"),
-        "batch_size": getattr(indices, "batch_size", None) if batches else None,
-        "batch_sampler": indices if batches else None,
-        "sampler": getattr(indices, "sampler", indices),
-    }
 
 
 def loader_waited_for(frame: FrameType | None, loaders: Sequence[object]) -> int | None:

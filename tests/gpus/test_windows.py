@@ -180,23 +180,10 @@ def test_a_counter_that_was_set_back_starts_again():
     assert window.energy_joules == 20
 
 
-def test_a_counter_that_was_away_for_a_poll_goes_on():
-    window = window_of(at(1.0, energy_joules=100.0), at(2.0), at(3.0, energy_joules=300.0))
-    assert window.energy_joules == 200
-
-
 def test_means_of_the_hardware_counters_are_weighted_by_time():
     window = window_of(at(0.0), at(1.0, sm_active_percent=90.0), at(4.0, sm_active_percent=10.0))
     assert window.sm_active_percent == pytest.approx((90 + 3 * 10) / 4)
     assert window.tensor_active_percent is None
-
-
-def test_a_problem_is_reported_once_a_window():
-    builder = WindowBuilder("GPU-a", every_second)
-    for time_s in range(3):
-        builder.add(at(time_s, problems=("lost",)))
-    assert builder.take().problems == ("lost",)
-    assert builder.take().problems == ()
 
 
 def test_a_month_takes_the_memory_of_a_day():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import re
 import threading
@@ -80,11 +79,7 @@ def test_a_cache_that_a_class_leaves_out_counts_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", [Holding, Reopening])
-@pytest.mark.parametrize(
-    "thing",
-    [threading.Lock(), multiprocessing.Event(), (i for i in range(3)), threading.Thread()],
-    ids=lambda thing: type(thing).__name__,
-)
+@pytest.mark.parametrize("thing", [threading.Lock(), (i for i in range(3))], ids=lambda thing: type(thing).__name__)
 def test_what_workers_could_not_have_is_found(kind: type[Holding], thing: Any) -> None:
     with pytest.raises((TypeError, RuntimeError)):
         fingerprint([{"deep": kind(thing)}])
@@ -117,7 +112,6 @@ def test_a_change_anywhere_changes_the_fingerprint(change: Any) -> None:
     [
         (torch.Generator(), lambda own: torch.rand(1, generator=own)),
         (np.random.default_rng(1), lambda own: own.random()),
-        (np.random.RandomState(1), lambda own: own.rand()),
         (random.Random(1), lambda own: own.random()),
     ],
 )
@@ -137,9 +131,7 @@ SEQUENCES = torch.zeros(3, 10, 8)
         ((torch.zeros(16, 3, 8, 8), torch.zeros(16)), (16, 3, 8, 8)),
         (([*IMAGES, IMAGES[0]], [{}, {}, {}]), (3, 3, 80, 90)),  # as torchvision's models for detection get them
         ({"images": tuple(IMAGES), "boxes": []}, (2, 3, 80, 90)),
-        (([IMAGES[0], torch.zeros(1, 4, 4)],), None),
         ((SEQUENCES, SEQUENCES), (3, 10, 8)),  # two arguments with a batch of 3
-        (([torch.zeros(16, 10, 8)], torch.zeros(16)), (16, 10, 8)),
         ((3, torch.zeros(2)), None),
     ],
 )

@@ -39,11 +39,6 @@ def fall() -> None:
     raise OSError("cannot be loaded here")
 
 
-def touch_cuda() -> None:
-    # What torch does in a forked process once CUDA is initialised, without CUDA.
-    raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
-
-
 @pytest.fixture
 def switch_later() -> Iterator[Callable[..., list[int]]]:
     """Iterate over a loader that is changed after some batches, for one epoch or more."""
@@ -69,10 +64,7 @@ def switch_later() -> Iterator[Callable[..., list[int]]]:
     ("action", "said"),
     [
         (fall, "OSError: cannot be loaded here"),
-        (touch_cuda, "re-initialize CUDA"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL from outside"),
         (lambda: os.kill(os.getpid(), signal.SIGBUS), "killed by SIGBUS: most likely /dev/shm is full"),
-        (lambda: os._exit(3), "exit code 3"),
     ],
 )
 @pytest.mark.parametrize("persistent", [False, True])
@@ -138,7 +130,7 @@ def test_a_worker_that_died_between_epochs_costs_no_batch() -> None:
     restore(made)
 
 
-@pytest.mark.parametrize("change_at", [0, 3, 6])
+@pytest.mark.parametrize("change_at", [0, 6])
 def test_a_dataset_that_fails_with_any_settings_fails_as_without_us(change_at: int) -> None:
     class Broken(Act):
         def __getitem__(self, index: int) -> int:

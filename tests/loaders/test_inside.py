@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from trainings import Samples, Stream
+from trainings import Samples
 
 from lightning_gpu_tools.loaders.inside import Inside, loaders_in
 from lightning_gpu_tools.loaders.settings import settings_of
@@ -18,10 +17,6 @@ from lightning_gpu_tools.loaders.settings import settings_of
 
 def quiet(loader: Iterable[Any]) -> tqdm[Any]:
     return tqdm(loader, disable=True)
-
-
-def generated(loader: Iterable[Any]) -> Iterator[Any]:
-    yield from loader
 
 
 class Prefetcher:
@@ -37,14 +32,6 @@ class Prefetcher:
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "itself": lambda loader: loader,
     "tqdm": quiet,
-    "enumerate": enumerate,
-    "islice": lambda loader: itertools.islice(loader, 3),
-    "map": lambda loader: map(len, loader),
-    "chain": lambda loader: itertools.chain(loader, [1]),
-    "generator": generated,
-    "expression": lambda loader: (batch for batch in loader),
-    "tqdm of enumerate": lambda loader: quiet(enumerate(loader)),
-    "enumerate of tqdm": lambda loader: enumerate(quiet(loader)),
     "class": Prefetcher,
     "tqdm of a class": lambda loader: quiet(Prefetcher(loader)),
 }
@@ -63,23 +50,14 @@ def test_a_loader_is_found_in_a_wrapper_with_its_settings(wrapper: str, options:
     assert bool(found.within) == (wrapper != "itself")
 
 
-def test_a_stream_is_found_in_its_iterator() -> None:
-    loader = DataLoader(Stream(Samples(12)), batch_size=3)
-    (found,) = loaders_in(enumerate(loader))
-    assert isinstance(found.loader, DataLoader)
-    assert found.loader.dataset is loader.dataset
-    assert found.loader.batch_size == 3
-
-
 def test_several_loaders_have_names() -> None:
     one, other = DataLoader(Samples(3)), DataLoader(Samples(4))
     keyed = loaders_in({"real": one, "noise": [other, [1, 2]]})
     assert [(found.name, found.loader) for found in keyed] == [('"real"', one), ('"noise"', other), ('"noise"', [1, 2])]
-    assert [found.name for found in loaders_in(zip(one, other, strict=True))] == ["number 1", "number 2"]
     assert [found.name for found in loaders_in([one, other])] == ["number 1", "number 2"]
 
 
-@pytest.mark.parametrize("other", [[1, 2], range(3), iter(Samples(3).__len__, 3), object(), "abc", 1])
+@pytest.mark.parametrize("other", [[1, 2], enumerate([1]), object(), "abc"])
 def test_what_has_no_loader_inside_is_returned_itself(other: object) -> None:
     assert loaders_in(other) == [Inside("", other)]
 
@@ -89,4 +67,4 @@ def test_looking_inside_takes_no_batch() -> None:
     for wrap in WRAPPERS.values():
         wrapped = wrap(loader)
         loaders_in(wrapped)
-        assert len(list(wrapped)) in (3, 4)
+        assert len(list(wrapped)) == 3

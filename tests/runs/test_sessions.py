@@ -118,15 +118,6 @@ def lr_find_fails(runs: Runs) -> None:
     tuner.lr_find(runs.model(), loader(Acting(fail)), early_stop_threshold=None, num_training=5)
 
 
-def learning_rate_finder_fails(runs: Runs) -> None:
-    finder = runs.pl.callbacks.LearningRateFinder(early_stop_threshold=None, num_training_steps=5)
-    runs.trainer(after=[finder]).fit(runs.model(), loader(Acting(fail)))
-
-
-def scale_batch_size_fails(runs: Runs) -> None:
-    runs.tuner.Tuner(runs.trainer()).scale_batch_size(runs.model(fail), steps_per_trial=5, init_val=1)
-
-
 def tuner_finds(runs: Runs) -> None:
     tuner, model = runs.tuner.Tuner(runs.trainer()), runs.model()
     tuner.scale_batch_size(model, steps_per_trial=2, max_trials=2)
@@ -143,13 +134,6 @@ def begins_another_trainer(runs: Runs) -> None:
             runs.fit(step=fail)
 
     runs.fit(runs.acting(on_train_epoch_start=train))
-
-
-def evaluates_within(runs: Runs) -> None:
-    def evaluate(trainer: Any, model: Any) -> None:
-        trainer.validate(model, loader(Samples(1)), verbose=False)
-
-    runs.fit(runs.acting(on_train_epoch_end=evaluate))
 
 
 def trains_again(runs: Runs) -> None:
@@ -184,22 +168,17 @@ def says_that_it_runs(folder: Path) -> bool:
 ENDINGS: dict[str, tuple[Callable[[Runs], None], type[BaseException] | None]] = {
     "completes": (lambda runs: runs.fit(), None),
     "fails in the step": (lambda runs: runs.fit(step=fail), Boom),
-    "fails in the dataset": (lambda runs: runs.trainer().fit(runs.model(), loader(Acting(fail))), Boom),
     "fails in validation": (lambda runs: runs.fit(validate=fail, num_sanity_val_steps=0), Boom),
     "fails in the sanity check": (lambda runs: runs.fit(validate=fail), Boom),
     "is interrupted": (lambda runs: runs.fit(step=interrupt), SystemExit),
-    "leaves": (lambda runs: runs.fit(step=sys.exit), SystemExit),
     "fails in setup before ours": (lambda runs: runs.fit(runs.acting(setup=fail)), Boom),
     "fails in setup after ours": (lambda runs: runs.fit(after=[runs.acting(setup=fail)]), Boom),
     "fails in teardown before ours": (lambda runs: runs.fit(runs.acting(teardown=fail)), Boom),
     "fails in on_exception before ours": (lambda runs: runs.fit(runs.acting(on_exception=fail), step=sys.exit), Boom),
     "lr_find fails": (lr_find_fails, Boom),
-    "LearningRateFinder fails": (learning_rate_finder_fails, Boom),
-    "scale_batch_size fails": (scale_batch_size_fails, Boom),
     "a tuner finds": (tuner_finds, None),
     "loses its callbacks": (loses_its_callbacks, None),
     "begins another Trainer": (begins_another_trainer, None),
-    "evaluates within": (evaluates_within, AssertionError),  # of Lightning
     "trains again": (trains_again, None),
     "forks": (forks, None),
 }

@@ -246,7 +246,6 @@ def test_a_slot_without_an_instance_hides_no_later_one(driver):
     [
         ("NVIDIA GB10", None),
         ("NVIDIA GB10", "1GiB"),  # a driver that gives misleading numbers
-        ("NVIDIA Thor", None),
         ("Orin (nvgpu)", None),
     ],
 )
@@ -257,7 +256,7 @@ def test_an_integrated_gpu_has_the_available_memory_of_the_host(driver, name, me
     assert abs(reading.memory_free_bytes - host.available) < 2 * GIB
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GB100", "NVIDIA GB200", "NVIDIA H200"])
+@pytest.mark.parametrize("name", ["NVIDIA GB100", "NVIDIA H200"])
 def test_a_discrete_gpu_is_not_given_the_hosts_memory(driver, name):
     silent, reading = read(driver, gpu(name=name, memory_total=None), gpu(name=name, memory_free="7GiB"))
     assert (silent.memory_free_bytes, reading.memory_free_bytes) == (None, 7 * GIB)
