@@ -128,11 +128,11 @@ MEASURED = {
         gpu_run({"checkpoint": 30, "training_step": 70}, 60.0, gpu_idle=sampled_idle(training_step=(0.0, 0.0))), 0.3,
     ),
     "a stream that does not split": Measured(
-        "data_loading not_ready_for_workers", cpu_run(WAITS, **_facts(is_iterable=True, splits=False)), 0.75,
+        "data_loading too_few_workers", cpu_run(WAITS, **_facts(is_iterable=True, splits=False)), 0.75,
         "Split what `__iter__` reads by torch.utils.data.get_worker_info()",
     ),
     "a dataset with an open file": Measured(
-        "data_loading not_ready_for_workers", cpu_run(WAITS, **_facts(open_files=("Photos.file",))), 0.75,
+        "data_loading too_few_workers", cpu_run(WAITS, **_facts(open_files=("Photos.file",))), 0.75,
         "`Photos.file` is open, and forked workers would share it. Open it in the worker",
     ),
     "fewer shards than workers": Measured(
@@ -140,7 +140,7 @@ MEASURED = {
         "at most as many workers as shards, and `Photos` has 2",
     ),
     "rows of tensors, one by one": Measured(
-        "data_loading single_samples",
+        "data_loading cpu_bound",
         cpu_run(
             WAITS, load_cpu_ms=29, loader=dataclasses.replace(NO_WORKERS, batch_size=4096),
             **_facts(is_table=True, sampler="RandomSampler"),
@@ -148,7 +148,7 @@ MEASURED = {
         0.75, "sampler=BatchSampler(RandomSampler(dataset), 4096, drop_last=False)",
     ),
     "samples that take no longer than to call for them": Measured(
-        "data_loading single_samples",
+        "data_loading cpu_bound",
         cpu_run(
             WAITS, load_cpu_ms=29, loader=dataclasses.replace(NO_WORKERS, batch_size=4096), lines=_IN_GETITEM,
             **_facts(),

@@ -289,13 +289,6 @@ class SlowShard(Slow):
         return super().__getitem__(index) if index % 40 == 0 else torch.ones(4)
 
 
-class ColdCache(Slow):
-    """Samples of which the first 50 are slow."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(index) if index < 50 else torch.ones(4)
-
-
 class CollectingModel(ToyModel):
     """A model that collects garbage every 25th step; torch and Lightning alone keep 400,000 objects."""
 
@@ -472,33 +465,26 @@ TOYS = {
     "logs now and then": Toy(
         "healthy", model=lambda: ToyModel(0.01), options={"log_every_n_steps": 50, "logger": SlowLogger}
     ),
-    "every 20th step": Toy("slow_steps periodic", model=NowAndThenModel),
-    "longer batches": Toy("slow_steps longer_batches", model=LengthModel, loader=lambda: DataLoader(Lengths())),
+    "every 20th step": Toy("slow_steps training_step/forward", model=NowAndThenModel),
+    "longer batches": Toy("slow_steps training_step/forward", model=LengthModel, loader=lambda: DataLoader(Lengths())),
     "slow batches": Toy(
-        "data_loading slow_batches", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(SlowShard(0.5))
+        "slow_steps data_loading", model=lambda: ToyModel(0.01), loader=lambda: DataLoader(SlowShard(0.5))
     ),
     "others on its core": Toy("cpu_contention other_programs", model=ComputingModel, others=2),
     "alone on its core": Toy("healthy", model=ComputingModel, others=0),
-    "slow beginning": Toy(
-        "data_loading cold_cache", model=lambda: ToyModel(0.005), loader=lambda: DataLoader(ColdCache(0.03))
-    ),
     "garbage collection": Toy("garbage_collection", model=lambda: CollectingModel(0.005)),
     "new lengths, compiled": Toy(
         "recompilation", model=RecompilingModel, loader=lambda: DataLoader(NewLengths(), shuffle=False)
     ),
-    "a list that grows": Toy("slowing_down kept_objects", model=lambda: ToyModel(0.002), callbacks=[MedianCallback]),
+    "a list that grows": Toy("slowing_down kept_memory", model=lambda: ToyModel(0.002), callbacks=[MedianCallback]),
     "a list of the latest": Toy(
         "healthy", model=lambda: ToyModel(0.004), callbacks=[partial(MedianCallback, latest=1000)]
     ),
     "a log with new names": Toy(
-        "slowing_down rewritten_file", model=lambda: NewNamesModel(0.002),
+        "slowing_down unknown", model=lambda: NewNamesModel(0.002),
         options={"log_every_n_steps": 1, "logger": partial(CSVLogger, flush_logs_every_n_steps=10)},
     ),
-    "a log with the same names": Toy(
-        "healthy", model=lambda: ToyModel(0.004),
-        options={"log_every_n_steps": 1, "logger": partial(CSVLogger, flush_logs_every_n_steps=10)},
-    ),
-    "a graph that is kept": Toy("slowing_down kept_graph", model=lambda: SumModel(0.002)),
+    "a graph that is kept": Toy("slowing_down kept_memory", model=lambda: SumModel(0.002)),
     "10 steps of slow data": Toy("too_short", loader=workers(0, 0.05), options={"max_steps": 10}),
 }  # fmt: skip
 

@@ -16,7 +16,6 @@ from lightning_gpu_tools.advice.causes import (
     recompilation,
     shared_gpu,
     slow_steps,
-    slowing_down,
     unexplained,
 )
 from lightning_gpu_tools.advice.causes.unexplained import MAX_UNNAMED
@@ -35,7 +34,9 @@ from lightning_gpu_tools.advice.findings import (
     Verdict,
     ceiling,
     gain,
+    label_of,
     mean_interval,
+    with_share,
 )
 from lightning_gpu_tools.advice.idle_in_step import few_active_sms, is_tiny
 from lightning_gpu_tools.advice.lines import sentence, where
@@ -44,8 +45,6 @@ from lightning_gpu_tools.advice.memory_causes import judge
 from lightning_gpu_tools.advice.memory_causes.memory_growth import growing_memory
 from lightning_gpu_tools.advice.memory_causes.stray_contexts import stray_contexts
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
-from lightning_gpu_tools.advice.single_samples import with_garbage
-from lightning_gpu_tools.advice.uneven_steps import details
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import (
     PAUSES,
@@ -55,7 +54,7 @@ from lightning_gpu_tools.training.phases import (
     base_phase,
 )
 from lightning_gpu_tools.training.run_measurements import COPY, DATA_LOADING, TRAINING_STEP, RunMeasurements
-from lightning_gpu_tools.units import format_duration, printable
+from lightning_gpu_tools.units import format_duration
 
 _MAX_FINDINGS = 4  # our default: users with more to change start with these
 # The line of the time tree that a cause is about, if it has one.
@@ -190,8 +189,6 @@ def _judge_alone(run: RunMeasurements, min_utilization_percent: float, searched:
     if not run.on_gpu or run.utilization_percent is None:
         return ("low" if found else "unknown" if run.on_gpu else "healthy"), found, left_out
     remarks = [one for cause in CAUSES.values() if cause.is_remark for one in _found_by(cause, run)]
-    for slower in (one for one in found if one.cause == "slowing_down"):
-        remarks = slowing_down.without_slowdown(run, remarks, slower, _phases)
     remarks = _worth_reporting(run, remarks)
     busy_percent = run.busy_percent or 0.0
     is_busy = busy_percent >= min_utilization_percent and few_active_sms(run) is None
@@ -217,18 +214,30 @@ def _causes(run: RunMeasurements, searched: LoaderResult | None) -> tuple[list[F
             candidates = _candidates(cause, run)
             found += [one for one in candidates if not cause.why_not(run, one)]
             all_found += candidates
-    found = with_garbage(run, slow_steps.revised(run, found))
     if searched is not None:
         found = [as_searched(one, searched) if one.cause == "data_loading" else one for one in found]
     named = _worth_reporting(run, found)
+    named = [one for one in named if one.cause != "slow_steps" or not slow_steps.is_explained(one, named)]
     slow_in = {finding.evidence["phase"] for finding in named if finding.cause == "slow_steps"}
     lines = [finding for finding in unexplained.long_lines(run) if finding.evidence["phase"] not in slow_in]
     named += [finding for finding in lines if not unexplained.why_not(run, finding)]
     judged = [_LeftOut(one, _why_not(run, one)) for one in _surer(run, [*all_found, *found, *lines])]
     left_out = [one for one in judged if one.why]
-    for slower in _worth_reporting(run, [slowing_down.slowing_down(run)]):
-        named = [slower, *_worth_reporting(run, slowing_down.without_slowdown(run, named, slower, _phases))]
+    for slower in [one for one in named if one.cause == "slowing_down"]:
+        rest = [_without_slowdown(one, slower) for one in named if one is not slower]
+        named = [slower, *_worth_reporting(run, rest)]
     return named, left_out
+
+
+def _without_slowdown(finding: Finding, slower: Finding) -> Finding:
+    """Return a finding without the time that was added to steps, if both are about the same phase."""
+    phase = str(slower.evidence["phase"])
+    about = [finding.evidence.get("phase"), *_phases(finding)]
+    if "name" not in finding.evidence:  # else it is about one callback or logger of several
+        about.append(finding.cause)
+    if phase not in about and base_phase(phase) not in about:
+        return finding
+    return with_share(finding, max(0.0, finding.share - slower.share))
 
 
 def _found_by(cause: Cause, run: RunMeasurements) -> list[Finding]:
@@ -314,14 +323,10 @@ def _why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding], le
     gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
     gpu = "" if run.busy_percent is None else f"The {gpus} busy {run.busy_percent:.0f} % of the time. "
     if verdict == "healthy" or not findings:
-        but, longest = slow_steps.not_in_findings(run, ()), _harmless(run, left_out)
-        if longest:
-            return f"{gpu}{longest}{but and f' In addition, {but}.'}"
-        return f"{gpu}Nothing on the host slows {run.activity} down{but and f', but {but}'}."
+        return gpu + (_harmless(run, left_out) or f"Nothing on the host slows {run.activity} down.")
     first = findings[0]
-    numbers = "; ".join(filter(None, (_numbers(first.evidence), details(first.evidence))))
-    also = slow_steps.not_in_findings(run, findings)
-    return f"{gpu}{_costs(run, first)}{numbers and f' ({numbers})'}.{also and f' In addition, {also}.'}"
+    numbers = _numbers(first.evidence)
+    return f"{gpu}{_costs(run, first)}{numbers and f' ({numbers})'}."
 
 
 def _so_far(run: RunMeasurements) -> str:
@@ -334,7 +339,7 @@ def _so_far(run: RunMeasurements) -> str:
     group, longest_s = max(seconds.items(), key=lambda item: item[1], default=("", 0.0))
     if not longest_s or longest_s < MAX_UNNAMED * run.wall_s:
         return ""
-    label = PHASES[group].label if group in PHASES else printable(group)
+    label = label_of(group)
     return f"So far: {label}, {100 * longest_s / run.wall_s:.0f} % of the wall time; too short for a verdict. "
 
 
@@ -360,7 +365,7 @@ def _harmless(run: RunMeasurements, left_out: Sequence[_LeftOut]) -> str:
     if share < MAX_UNNAMED:
         return ""
     about = [one for one in left_out if group in (_GROUPS.get(one.finding.cause), one.finding.evidence.get("phase"))]
-    label = PHASES[group].label if group in PHASES else printable(group)
+    label = label_of(group)
     reason = max(about, key=lambda one: one.finding.share).why if about else "no rule judges it"
     return f"{label[0].upper()}{label[1:]} takes {100 * share:.0f} % of the wall time, but {reason}."
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
+from lightning_gpu_tools.training.phases import PHASES
+from lightning_gpu_tools.units import printable
+
 Verdict = Literal["healthy", "low", "too_short", "shared_gpu", "unknown", "out_of_memory"]
 Basis = Literal["measured", "heuristic"]
 Evidence = dict[str, float | str | None]  # None = unknown
@@ -40,11 +43,10 @@ class Finding:
             upper end of the range predicted for them.
         ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it if the share was counted, not sampled.
         evidence: Numbers with the unit in the name, and text. ``"kind"`` is the subtype of ``data_loading``,
-            ``slow_steps``, ``slowing_down`` and ``cpu_contention``. ``"source_lines"`` are the program's lines that
-            take most of the time: ``"data.py:41 in decode (62 %)"``. ``"storage_path"`` is where the data or the
-            checkpoints are, and ``"file_system"`` its type: ``"nfs4"``. For a torch DataLoader, ``"speedup"`` is the
-            estimate for ``"predicted_num_workers"`` workers, with a range from ``"speedup_lower"`` to
-            ``"speedup_upper"``.
+            ``slowing_down`` and ``cpu_contention``. ``"source_lines"`` are the program's lines that take most of the
+            time: ``"data.py:41 in decode (62 %)"``. ``"storage_path"`` is where the data or the checkpoints are, and
+            ``"file_system"`` its type: ``"nfs4"``. For a torch DataLoader, ``"speedup"`` is the estimate for
+            ``"predicted_num_workers"`` workers, with a range from ``"speedup_lower"`` to ``"speedup_upper"``.
         advice: Exact change to make.
         basis: ``measured``, or ``heuristic`` if it relies on a rule of thumb.
     """
@@ -102,6 +104,12 @@ class Diagnosis:
             "step_p50_s": self.step_p50_s,
             "step_p95_s": self.step_p95_s,
         }
+
+
+def label_of(phase: str) -> str:
+    """Return the label of the phase's line in the time tree, without its group."""
+    group, _, name = phase.partition("/")
+    return printable(name) or (PHASES[group].label if group in PHASES else printable(group))
 
 
 def ceiling(share: float) -> float:

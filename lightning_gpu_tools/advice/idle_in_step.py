@@ -12,7 +12,6 @@ from lightning_gpu_tools.training.phases import (
     IN_WORKER,
     PAUSES,
     RANK_WAIT,
-    SLOW_STEP,
     TRAINING_STEP,
     VALIDATION,
     base_phase,
@@ -63,7 +62,7 @@ def idle_in_step(run: RunMeasurements) -> IdleInStep | None:
 
 def _share_of_lines(run: RunMeasurements, lines: Sequence[SourceLine]) -> float:
     """Return the share of samples of the training thread at these lines; 1 if there are too few samples."""
-    sampled = [one for one in run.lines if base_phase(one.phase) not in (IN_WORKER, SLOW_STEP)]
+    sampled = [one for one in run.lines if one.phase != IN_WORKER]
     count = sum(one.samples for one in sampled)
     places = {(one.file, one.line) for one in lines}
     at_lines = sum(one.samples for one in sampled if (one.file, one.line) in places)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
-from lightning_gpu_tools.advice.findings import Finding, ceiling, with_share
 from lightning_gpu_tools.advice.lines import MIN_SAMPLES, is_of_program, seen_in
-from lightning_gpu_tools.training.phases import GARBAGE_COLLECTION, IN_WORKER
+from lightning_gpu_tools.training.phases import IN_WORKER
 from lightning_gpu_tools.training.run_measurements import DATA_LOADING, LoaderSettings, RunMeasurements
 from lightning_gpu_tools.units import format_duration
 
-KIND = "single_samples"
 # Our defaults, unless a source is named.
 # Indexing a few tensors and putting the rows together takes 5 to 20 us per sample (measured), decoding an image 100 us
 # or more.
@@ -46,22 +41,3 @@ def fetched_at_once(run: RunMeasurements, loader: LoaderSettings, cpu_s: float, 
         f"{begin}, which are in memory. Fetch each batch by one index: DataLoader(dataset, batch_size=None, "
         f"sampler=BatchSampler({sampler}, {size}, drop_last={facts.drop_last})). {end}"
     )
-
-
-def with_garbage(run: RunMeasurements, found: Sequence[Finding]) -> list[Finding]:
-    """Count garbage collections while single samples are fetched as part of that: their objects are the garbage."""
-    lines = seen_in(run.lines, GARBAGE_COLLECTION)
-    of_fetching = (
-        one.share for one in lines if one.file.startswith("torch/utils/data/") or one.function == "__getitem__"
-    )
-    part = sum(of_fetching) if sum(one.samples for one in lines) >= MIN_SAMPLES else 0.0
-    fetching = next((one for one in found if one.evidence.get("kind") == KIND), None)
-    garbage = next((one for one in found if one.cause == GARBAGE_COLLECTION), None)
-    if fetching is None or garbage is None or not part:
-        return list(found)
-    share = fetching.share + part * garbage.share
-    lower = max(fetching.ceiling_lower, ceiling(part * garbage.share))
-    advice = f"{fetching.advice} Their objects also cause the garbage collections."
-    both = replace(fetching, share=share, ceiling=ceiling(share), ceiling_lower=lower, advice=advice)
-    rest = with_share(garbage, (1 - part) * garbage.share)
-    return [both if one is fetching else rest if one is garbage else one for one in found]

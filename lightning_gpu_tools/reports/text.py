@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightning_gpu_tools.advice.findings import Diagnosis
+from lightning_gpu_tools.advice.findings import Diagnosis, label_of
 from lightning_gpu_tools.advice.lines import in_words, seen_in
 from lightning_gpu_tools.advice.memory_account import OTHER_PROCESSES, PARTS, MemoryAccount, MemoryPart
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
@@ -19,7 +19,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.gpu_table import gpu_lines, gpu_sentences
 from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
 from lightning_gpu_tools.training.memory_readings import MemoryLine
-from lightning_gpu_tools.training.phases import IN_WORKER, PHASES, RANK_WAIT, SLOW_STEP, TRAINING_STEP, UNEXPLAINED
+from lightning_gpu_tools.training.phases import IN_WORKER, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable, wrapped
 
 _MAX_PARAGRAPH = 1000  # ten lines; our longest advice has five
@@ -258,10 +258,7 @@ def phase_label(group: str, activity: str = "training") -> str:
     """Return the label of a group of phases; a file may have unknown ones."""
     if group == TRAINING_STEP:
         return f"{activity} step"
-    return PHASES[group].label if group in PHASES else printable(group)
-
-
-_LABELS = {IN_WORKER: "loading in a worker", SLOW_STEP: "slow steps"}  # of phases that only source lines have
+    return label_of(group)
 
 
 def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str, str]]:
@@ -290,11 +287,10 @@ def _source_lines(report: Report) -> list[str]:
 
 
 def _label_of_lines(phase: str) -> str:
+    if phase == IN_WORKER:
+        return "loading in a worker"
     group, _, name = phase.partition("/")
-    label = _LABELS.get(group) or phase_label(group)
-    if not name:
-        return label
-    return f"{label}: {_label_of_lines(name) if group == SLOW_STEP else printable(name)}"
+    return f"{phase_label(group)}: {printable(name)}" if name else phase_label(group)
 
 
 def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -16,7 +16,6 @@ from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.loaders.inside import Inside
 from lightning_gpu_tools.selection.visibility import shown_uuid
-from lightning_gpu_tools.training.drift import GraphSizes
 from lightning_gpu_tools.training.line_sampler import WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_holdings import Training
@@ -102,7 +101,6 @@ class Timer(Protocol):
 
     rank_waits: RankWaits  # moves waiting for other ranks out of the clock's phases
     worker_lines: WorkerLines
-    graph: GraphSizes
     memory: MemoryCounters | None  # of this rank's GPU; None on another device
     fault: Exception | None  # the error that ended the timing
 

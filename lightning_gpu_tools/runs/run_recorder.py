@@ -9,7 +9,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
-from lightning_gpu_tools.files import local_path
 from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.gpus.readings import not_none, weighted_mean
 from lightning_gpu_tools.gpus.sampler import Phase
@@ -32,9 +30,9 @@ from lightning_gpu_tools.host import (
     cores_in_reach,
     idle_cpu_s,
     read_host_budget,
+    resident_memory_bytes,
 )
 from lightning_gpu_tools.loaders.settings import batch_bytes, batch_shape, first_tensor
-from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.runs.contexts import Contexts
 from lightning_gpu_tools.runs.rank_entries import Received, own_step, own_waits, received
 from lightning_gpu_tools.runs.run import Run, Timer, gpu_readings
@@ -43,14 +41,14 @@ from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
 from lightning_gpu_tools.training.cores import CoreUsers
 from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu
-from lightning_gpu_tools.training.drift import Drift
 from lightning_gpu_tools.training.line_sampler import LineSampler
-from lightning_gpu_tools.training.phases import RANK_WAIT, SLOW_STEP, base_phase
+from lightning_gpu_tools.training.phases import RANK_WAIT, base_phase
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
     GpuFacts,
     HeldContext,
     LoaderSettings,
+    Quantity,
     RunMeasurements,
     SourceLine,
     StepBlock,
@@ -58,11 +56,13 @@ from lightning_gpu_tools.training.run_measurements import (
 from lightning_gpu_tools.training.stacks import ThreadTimes, added_times, thread_times
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.storage import Storage, path_of_data, storage_of
+from lightning_gpu_tools.training.timeline import Timeline
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 from lightning_gpu_tools.units import printable
 
 _POLL_EVERY_STEPS, _POLL_EVERY_S = 10, 0.05  # our defaults: of the workers and the loader's settings, which takes 40 us
 _SEARCH_EVERY_S = 1.0  # our default: until the steps for the largest batch are recorded
+_READ_EVERY_S, _MAX_READINGS = 0.25, 120  # our defaults: of what may change along with the step time
 _MAX_LINES = 8  # our default: that a rank sends to rank 0
 _MAX_BATCHES = 101  # our default: whose median is the usual size of a batch
 # Fields of GpuFacts that are means over windows of the GPUs.
@@ -124,8 +124,7 @@ class RunRecorder:
         self.lines = LineSampler(clock, timer.worker_lines, lambda: [one.loader for one in run.loaders])
         self.compilations = Compilations(lambda: clock.steps)
         self.facts = Facts()
-        lost_clock_percent = (lambda: None) if gpus is None else gpus.lost_clock_percent
-        self.drift = Drift(clock, timer.graph, _log_folders(run.loggers), FOLDER_NAME, lost_clock_percent)
+        self._readings: dict[Quantity, Timeline] = {}
         self._clock = clock
         self._rank_waits = timer.rank_waits
         self._received = Received()
@@ -201,6 +200,19 @@ class RunRecorder:
         self._checkpoint_storage = read("the storage of checkpoints", lambda: storage_of(run.checkpoint_folder), None)
         return math.inf
 
+    def poll_readings(self) -> float:
+        """Read what may change along with the step time, and return the seconds until the next poll."""
+        if self._clock.steps > self._clock.warm_up_steps:
+            now: dict[Quantity, float | None] = {
+                "batch_items": self._clock.times.batch_items,
+                "lost_clock_percent": None if self.gpus is None else self.gpus.lost_clock_percent(),
+                "resident_bytes": resident_memory_bytes(),
+            }
+            for name, value in now.items():
+                if value is not None:
+                    self._readings.setdefault(name, Timeline(_MAX_READINGS, 1.0)).add(self._clock.steps, value)
+        return _READ_EVERY_S
+
     @property
     def loader(self) -> LoaderSettings | None:
         """The settings of the training loader, or of the slowest one of several, if it is torch's."""
@@ -221,11 +233,11 @@ class RunRecorder:
         """Return the facts about this rank that others need, in the training thread."""
         clock, waits, workers, nothing = self._clock, self._rank_waits, self._workers, tuple[SourceLine, ...]()
         seen = self.facts.read("source lines", partial(self.lines.seen, workers.pids), nothing)
-        steady = (one for one in seen if base_phase(one.phase) not in (SLOW_STEP, RANK_WAIT))
+        own = (one for one in seen if base_phase(one.phase) != RANK_WAIT)
         return {
             "own_step": own_step(self.run, clock, waits, workers.facts().storage_wait_share),
             "waits": own_waits(self.run, clock, waits),
-            "lines": [asdict(one) for one in islice(steady, _MAX_LINES)],
+            "lines": [asdict(one) for one in islice(own, _MAX_LINES)],
             "largest_batch_size": self.largest_batch_size,
             "contexts": [*map(asdict, self.own_contexts())],
         }
@@ -325,8 +337,7 @@ class RunRecorder:
             precision=read("the precision", lambda: run.precision, None),
             matmul_precision=read("the precision of matrix products", compat.matmul_precision, None),
             spans=clock.timeline.spans(),
-            readings=read("quantities that may grow", lambda: self.drift.facts(self._workers.storage_points), {}),
-            log_files=dict(self.drift.log_files),
+            readings={name: [value for _, value in one.points()] for name, one in self._readings.items()},
             log_every_n_steps=run.log_every_n_steps,
             accumulate_grad_batches=run.accumulate_grad_batches,
             epoch_steps=read("the length of an epoch", lambda: run.epoch_steps, None),
@@ -415,16 +426,6 @@ class RunRecorder:
             others_memory_bytes=_largest(one.others_memory_bytes for one in sharing),
             others_utilization_percent=_largest(one.others_utilization_percent for one in sharing),
         )
-
-
-def _log_folders(loggers: Iterable[Any]) -> dict[str, str]:
-    """Return the local folders of loggers by class."""
-    found = {}
-    for logger in loggers:
-        with suppress(Exception):  # it has no folder, or a user's logger raises
-            if local := local_path(logger.log_dir):
-                found[type(logger).__name__] = local
-    return found
 
 
 def _per(now_s: float | None, before_s: float | None, amount: float) -> float | None:

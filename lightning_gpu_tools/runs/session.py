@@ -166,7 +166,7 @@ class Session:
                 self.background.add("Sampling the threads of the loader's workers", recorder.poll_worker_threads)
                 self.background.add("Reading the compilations of torch.compile", recorder.compilations.poll)
                 self.background.add("Reading the storage", recorder.read_storage)
-                self.background.add("Sampling quantities that may grow", recorder.drift.poll)
+                self.background.add("Sampling quantities that may grow", recorder.poll_readings)
             recorder.lines.start()
             self._threads += recorder.lines, self.ranks.exchange
             if memory is not None and self.ending.allocator is not None:

@@ -23,7 +23,6 @@ from lightning_gpu_tools.trainer.families import Callback, Trainer, base_of, ove
 from lightning_gpu_tools.trainer.wrappers import Wrappers, after, before
 from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.compat import keep_from_compiler
-from lightning_gpu_tools.training.drift import GraphSizes
 from lightning_gpu_tools.training.gpu_timeline import GpuTimeline
 from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
@@ -115,7 +114,6 @@ class FitTimer(Timer):
         self._wrappers = Wrappers()
         self._wrap = partial(self._wrappers.put, trainer)
         self.worker_lines = WorkerLines()
-        self.graph = GraphSizes(clock)
         self._wrappers.put(torch.utils.data, FETCH, noting_index)  # before workers are forked
         self._wrappers.put(torch.utils.data, WORKER_LOOP, self.worker_lines.sampled)
         self._time_run()
@@ -173,7 +171,6 @@ class FitTimer(Timer):
         if trainer.world_size > 1:
             self._book_rank_waits()
         self._time_step()
-        self._wrap("strategy.backward", self.graph.around)
         self._time("fit_loop.epoch_loop.val_loop.run", phases.VALIDATION)
         self._wrap("fit_loop.epoch_loop.val_loop.run", partial(before, partial(self._enter, "validation")))
         self._wrap("fit_loop.epoch_loop.val_loop.run", partial(after, partial(self._enter, "training")))

@@ -23,7 +23,6 @@ from lightning_gpu_tools.trainer.facts import MOVE_BATCH, LoopRun
 from lightning_gpu_tools.trainer.families import family_of
 from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training import compat, phases
-from lightning_gpu_tools.training.drift import GraphSizes
 from lightning_gpu_tools.training.line_sampler import WORKER_LOOP, WorkerLines
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.rank_waits import RankWaits
@@ -74,7 +73,6 @@ class LoopTimer(Timer):
         self.fault: Exception | None = None
         self.rank_waits = RankWaits(clock, lambda: run.weights() if run.is_plain_ddp else ())
         self.worker_lines = WorkerLines()
-        self.graph = GraphSizes(clock)
         self._run = run
         self._fabric = fabric
         self._clock = clock
@@ -358,8 +356,6 @@ class LoopTimer(Timer):
     def _timed_backward(self, backward: _Function) -> _Function:
         def timed(*args: Any, **kwargs: Any) -> Any:
             after = self._safely(self._backward_begins)
-            if after is not None and self._clock.steps >= self.graph.next_step:
-                self.graph.record(args[0] if args else kwargs.get("tensors"))
             try:
                 return backward(*args, **kwargs)
             finally:

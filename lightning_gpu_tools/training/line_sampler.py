@@ -31,15 +31,7 @@ from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.files import SCRATCH
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
-from lightning_gpu_tools.training.phases import (
-    DATA_LOADING,
-    IN_WORKER,
-    MONITORING,
-    PAUSES,
-    SLOW_STEP,
-    base_phase,
-    is_backward,
-)
+from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, MONITORING, PAUSES, base_phase, is_backward
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import LineCounts, line_of
 from lightning_gpu_tools.training.step_clock import StepClock
@@ -80,8 +72,8 @@ class _Sampler(BackgroundJobs):
         """Return the seconds until the next check; 0: sample now."""
         raise NotImplementedError
 
-    def _look(self) -> tuple[Sequence[str], FrameType | None]:
-        """Return the phases that a sample counts for now, and the innermost frame of the thread."""
+    def _look(self) -> tuple[str, FrameType | None]:
+        """Return the phase that a sample counts for now, and the innermost frame of the thread."""
         raise NotImplementedError
 
     def _sample(self) -> float:
@@ -92,12 +84,11 @@ class _Sampler(BackgroundJobs):
                 return wait_s
             self._switch_quickly()
             with frames_kept():
-                phases, frame = self._look()
-                seen = line_of(frame) if phases else None
+                phase, frame = self._look()
+                seen = None if base_phase(phase) == MONITORING else line_of(frame)
                 del frame  # with the batch in it
             if seen is not None and (seen.is_loading or not self.only_loading):
-                for phase in phases:
-                    self._counts.add(phase, seen.file, seen.line, seen.function)
+                self._counts.add(phase, seen.file, seen.line, seen.function)
         except BaseException:  # in any case, because the interval applies to the whole program
             self._switch_as_before()
             raise
@@ -176,7 +167,7 @@ class LineSampler(_Sampler):
         return True
 
     @override
-    def _look(self) -> tuple[Sequence[str], FrameType | None]:
+    def _look(self) -> tuple[str, FrameType | None]:
         # In one expression, within which Python does not switch threads. Afterwards the thread may be elsewhere.
         phase, frames = self._clock.current.phase, sys._current_frames()
         frame = self._frame(frames, phase)
@@ -184,7 +175,7 @@ class LineSampler(_Sampler):
         frames.clear()
         if phase == DATA_LOADING and len(loaders := self._loaders()) > 1:
             self.waits[compat.loader_waited_for(frame, loaders)] += 1
-        return self._phases(phase), frame
+        return phase, frame
 
     def _frame(self, frames: Mapping[int, FrameType], phase: str) -> FrameType | None:
         """Return the frame of autograd's thread for a GPU, if this thread waits for it and it runs Python."""
@@ -193,14 +184,6 @@ class LineSampler(_Sampler):
             return frames.get(self._thread_id)
         autograds = (frame for thread, frame in frames.items() if thread not in self._others and _is_of_c(frame))
         return next(autograds, None) or frames.get(self._thread_id)
-
-    def _phases(self, phase: str) -> Sequence[str]:
-        clock = self._clock
-        group = base_phase(phase)
-        if group == MONITORING:
-            return ()
-        is_late = group not in PAUSES and clock.now_s - clock.step_began_s > clock.times.slow_from_s
-        return (phase, f"{SLOW_STEP}/{phase}") if is_late else (phase,)
 
     def seen(self, worker_pids: Collection[int]) -> tuple[SourceLine, ...]:
         """Return the sampled lines of the training thread and of these workers, most frequent first."""
@@ -227,8 +210,8 @@ class _WorkerSampler(_Sampler):
         return _WORKER_START_S if not self._taken else float("inf") if self._taken > WINDOW_SAMPLES else 0.0
 
     @override
-    def _look(self) -> tuple[Sequence[str], FrameType | None]:
-        return (IN_WORKER,), sys._current_frames().get(self._thread_id)
+    def _look(self) -> tuple[str, FrameType | None]:
+        return IN_WORKER, sys._current_frames().get(self._thread_id)
 
     def _save(self) -> None:
         if lines := self._counts.lines():

@@ -28,9 +28,7 @@ MONITORING = "monitoring"
 RANK_WAIT = "rank_wait"
 TRAINER = "trainer"
 UNEXPLAINED = "unexplained"
-# For source lines, not the clock. The first marks samples of a loader's worker. The second, before a slash and the
-# phase, marks samples of a step that has already taken twice as long as most.
-IN_WORKER, SLOW_STEP = "worker", "slow_step"
+IN_WORKER = "worker"  # for source lines of a loader's worker, not for the clock
 
 
 class Phase(NamedTuple):

@@ -194,8 +194,7 @@ class SourceLine:
     """A source line at which the training thread, or a worker of its loader, was sampled at random moments.
 
     Attributes:
-        phase: The phase at that moment, as in ``phase_s``; ``"worker"`` for a worker that was loading. A step that has
-            already taken twice as long as most counts a second time, as ``"slow_step/<phase>"``.
+        phase: The phase at that moment, as in ``phase_s``; ``"worker"`` for a worker that was loading.
         file: Path of the file, relative to the current folder if inside it, or to the package installation folder.
         line: Line number in the file.
         function: Function that contains the line.
@@ -382,26 +381,9 @@ class StepTimes:
     batch_items: float | None = None  # as in SlowSteps, for the other steps
 
 
-# Quantities that may grow with the step time; lost_clock_percent is the part of the highest SM clock lost to heat or
-# the power limit.
-Quantity = Literal[
-    "python_objects",
-    "resident_bytes",
-    "written_bytes_per_step",  # by the training thread
-    "storage_bytes_per_step",  # read by the loader's workers, or without them by this process
-    "batch_items",
-    "graph_nodes",
-    "lost_clock_percent",
-]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogFile:
-    """The file in a logger's folder that has grown most, apart from this package's own."""
-
-    name: str
-    size_bytes: int
-    rows: int | None = None  # of a text file that is not too large to count them
+# What may change along with the step time: elements in the first tensor of a batch, the part of the highest SM clock
+# that heat or the power limit takes, and the memory of the training process.
+Quantity = Literal["batch_items", "lost_clock_percent", "resident_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -449,9 +431,7 @@ class RunMeasurements:
     ranks: tuple[RankStep, ...] = ()  # empty with one rank
     contexts: tuple[HeldContext, ...] = ()  # of all ranks that see several GPUs
     spans: Sequence[PhaseSpan] = ()
-    # Pairs of a step and the value at that step, since the warm-up; unknown quantities are missing.
-    readings: Mapping[Quantity, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    log_files: Mapping[str, LogFile] = field(default_factory=dict)  # by the logger's class
+    readings: Mapping[Quantity, Sequence[float]] = field(default_factory=dict)  # since the warm-up, at even intervals
     precision: str | None = None  # the Trainer's, as "32-true"
     matmul_precision: str | None = None
     log_every_n_steps: int = 50

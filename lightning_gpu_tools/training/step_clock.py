@@ -66,7 +66,6 @@ class StepClock(Stopwatch):
         self.steps = self.epochs = 0  # number started
         self.epoch_steps = self._steps_before = 0  # number of the last complete epoch; those before the current one
         self.last_fetch_s = 0.0
-        self.step_began_s = 0.0
         self.timeline = PhaseTimeline()
         self.validations = 0  # number started
         self.validation_waits = LoaderWaits(clock)
@@ -277,7 +276,6 @@ class StepClock(Stopwatch):
         if around is self._epoch_start:
             return  # length unknown: Lightning fetches the first batch while it creates the epoch's iterator
         self.steps += 1
-        self.step_began_s = now_s
         self.current = self._data_loading
         if self.steps > self.warm_up_steps:
             self.times.begin_step(self.steps, now_s)

@@ -41,7 +41,7 @@ class StepTimeRecord:
         self._first: list[float] = []
         self._before: list[float] = []
         self._paused_s = 0.0
-        self.slow_from_s = math.inf  # longer steps count as slow
+        self._slow_from_s = math.inf  # longer steps count as slow
         self._next_median = _FIRST_MEDIAN
         self._slow: defaultdict[str, _SlowSteps] = defaultdict(_SlowSteps)
         self._in_slow_s: defaultdict[str, float] = defaultdict(float)
@@ -79,13 +79,13 @@ class StepTimeRecord:
         steps, seconds = self._bins.get(number, (0, 0.0))
         self._bins[number] = steps + 1, seconds + step_s
         self._count += 1
-        if whole_s > self.slow_from_s:
+        if whole_s > self._slow_from_s:
             self._add_slow(step - 1, whole_s, before, items)
         elif step % _SEE_BATCH_EVERY == 0 and items is not None:
             self._items.append(items)
         if self._count == self._next_median:
             self._next_median += 1 + self._count // 4
-            self.slow_from_s = _SLOW_TIMES_MEDIAN * _percentile(self._bins, 0.5)
+            self._slow_from_s = _SLOW_TIMES_MEDIAN * _percentile(self._bins, 0.5)
 
     def _add_slow(self, step: int, whole_s: float, before: list[float], items: int | None) -> None:
         phase, most_s, in_phase_s = "", -math.inf, 0.0

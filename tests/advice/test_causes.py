@@ -38,7 +38,6 @@ from lightning_gpu_tools.training.run_measurements import (
     CompiledCode,
     GpuFacts,
     GpuIdle,
-    LoaderFacts,
     LoadingFacts,
     Recompiled,
     RunMeasurements,
@@ -440,21 +439,3 @@ def test_the_folder_of_slow_checkpoints_is_named(storage: Storage | None, words:
     finding = first(cpu_run({"checkpoint": 30, "training_step": 70}, checkpoint_storage=storage))
     assert finding.advice.endswith(words)
     assert finding.evidence.get("file_system") == (storage and storage.file_system)
-
-
-def test_garbage_of_single_samples_counts_as_fetching_them() -> None:
-    facts = LoaderFacts(kind="torch.utils.data.dataloader.DataLoader", is_table=True, sampler="RandomSampler")
-    file = "torch/utils/data/dataset.py"
-    fetching = SourceLine(phase="garbage_collection", file=file, line=2, function="fetch", samples=30)
-    elsewhere = dataclasses.replace(fetching, file="train.py", samples=10)
-    run = cpu_run(
-        {"data_loading": 10, "garbage_collection": 40, "training_step": 50},
-        load_cpu_ms=10,
-        loader=dataclasses.replace(LOADER, num_workers=0, batch_size=4096),
-        loader_began=facts,
-        loader_now=facts,
-        lines=(fetching, elsewhere),
-    )
-    shares = {one.cause: one.share for one in diagnose(run).findings}
-    assert shares == {"data_loading": pytest.approx(0.1 + 0.3), "garbage_collection": pytest.approx(0.1)}
-    assert "also cause the garbage collections" in first(run).advice

@@ -123,14 +123,6 @@ def test_a_finding_on_the_host_names_its_line(
     assert first.advice in diagnosis.next_step
 
 
-def test_slow_steps_name_what_the_others_do_not_do() -> None:
-    lines = (seen("training_step", 1000, line=3), seen("slow_step/training_step", 30))
-    finding = diagnose(replace(CAUSES["slow_steps"].sick, lines=lines)).findings[0]
-    assert finding.cause == "slow_steps"
-    assert finding.evidence["source_lines"] == "data.py:41 in decode (100 %)"
-    assert finding.advice.endswith(" 100 % of the extra time is at data.py:41 in decode.")
-
-
 @pytest.mark.parametrize(
     ("cause", "evidence", "phases"),
     [

@@ -22,7 +22,7 @@ from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, lo
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.examples import NO_WORKERS
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.training import drift
+from lightning_gpu_tools.runs import run_recorder
 from lightning_gpu_tools.training.phases import FORWARD
 
 STEPS = 130
@@ -162,7 +162,7 @@ class LongerAndLonger(Model):
 def test_a_gpu_that_is_busy_for_longer_and_longer_is_not_healthy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drift, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(run_recorder, "_READ_EVERY_S", 0.01)
     report = train(tmp_path, LongerAndLonger(), steps=300)
     (found,) = [one for one in report.diagnosis.findings if one.cause == "slowing_down"]
     assert report.diagnosis.verdict == "low"

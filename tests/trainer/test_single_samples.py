@@ -57,7 +57,7 @@ def a_table() -> TensorDataset:
 def test_a_table_is_read_batch_by_batch_as_advised(tmp_path: Path, shuffle: bool) -> None:
     loader = DataLoader(a_table(), batch_size=BATCH, shuffle=shuffle, drop_last=True)
     found = diagnosed(tmp_path, Counting(), loader, max_epochs=2)
-    assert found.evidence["kind"] == "single_samples"
+    assert found.evidence["kind"] == "cpu_bound"
     assert "advised_num_workers" not in found.evidence
     assert not any(words in found.advice for words in ("num_workers=", "decoding", "NumWorkersFinder"))
     dataset = Called(*a_table().tensors)
@@ -87,7 +87,7 @@ class AtOnce(Pairs):
 @pytest.mark.follows("Give the dataset a method `__getitems__(self, indices)`")
 def test_other_cheap_samples_are_fetched_at_once_as_advised(tmp_path: Path) -> None:
     found = diagnosed(tmp_path, Counting(), DataLoader(Pairs(*a_table().tensors), batch_size=BATCH), max_epochs=4)
-    assert found.evidence["kind"] == "single_samples"
+    assert found.evidence["kind"] == "cpu_bound"
     assert hasattr(AtOnce, code_in(found.advice, r"`(\w+)\(self, indices\)`"))
     option = code_in(found.advice, r"the loader a (\w+) that returns it unchanged")
     model = Counting()

@@ -171,7 +171,7 @@ class Stream(IterableDataset[torch.Tensor]):
 )
 def test_a_stream_split_as_advised_yields_each_sample_once(tmp_path: Path) -> None:
     finding = diagnosed(tmp_path, Counting(), DataLoader(Stream()))
-    assert finding.evidence["kind"] == "not_ready_for_workers"
+    assert finding.evidence["kind"] == "too_few_workers"
     assert "NumWorkersFinder" not in finding.advice
     settings = settings_in(finding.advice)
     twice = trained(tmp_path, DataLoader(Stream(), **{**settings, "num_workers": 2}), max_epochs=1)

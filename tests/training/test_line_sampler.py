@@ -25,7 +25,6 @@ from lightning_gpu_tools.training.phases import (
     CALLBACK,
     IN_WORKER,
     MONITORING,
-    SLOW_STEP,
     TRAINING_STEP,
     VALIDATION,
 )
@@ -161,16 +160,6 @@ def test_pauses_are_sampled_whenever_they_come(steady: Sampled) -> None:
 def test_this_packages_own_work_is_not_counted(steady: Sampled) -> None:
     steady.sample(MONITORING, 5)
     assert steady.seen() == {}
-
-
-def test_what_a_step_does_when_most_are_done_counts_once_more(steady: Sampled) -> None:
-    steady.step(40)  # then it is known how long most take
-    steady.time.spend(0.005)
-    steady.sample(TRAINING_STEP, 2)
-    steady.time.spend(0.010)
-    steady.sample(TRAINING_STEP, 3)
-    steady.sample(VALIDATION, 4)
-    assert steady.seen() == {TRAINING_STEP: 5, f"{SLOW_STEP}/{TRAINING_STEP}": 3, VALIDATION: 4}
 
 
 @pytest.mark.parametrize(("seconds", "windows"), [(0.01, 1), (0.011, 1), (0.02, 2), (0.005, 2)])

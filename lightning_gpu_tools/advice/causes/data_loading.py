@@ -34,7 +34,6 @@ from lightning_gpu_tools.advice.loader_plan import (
     settings_line,
     with_range,
 )
-from lightning_gpu_tools.advice.single_samples import KIND as SINGLE_SAMPLES
 from lightning_gpu_tools.advice.single_samples import fetched_at_once
 from lightning_gpu_tools.advice.storage import described, evidence_of, may_be_remote
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
@@ -108,8 +107,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
 
 def why_not(run: RunMeasurements, finding: Finding) -> str:
     """Return why a steady wait needs no change; empty if it does."""
-    if "wait_ms_per_step" not in finding.evidence:  # slow_steps has found long waits
-        return ""
     wait_s = float(finding.evidence["wait_ms_per_step"]) / 1e3
     is_ready = run.loading is not None and (run.loading.ready_share or 0.0) >= _READY
     if wait_s < _MIN_UNPACKING_S and (is_ready or finding.evidence.get("kind") == "main_process"):
@@ -171,7 +168,7 @@ def _of_torch_loader(
     cpu_times = _cpu_times(run, cpu_s or 0.0, step_cpu_s)
     at_once = fetched_at_once(run, loader, min(cpu_s or 0.0, wall_s), computes=computing >= _COMPUTING)
     if at_once is not None:
-        kind, advice = SINGLE_SAMPLES, at_once
+        kind, advice = "cpu_bound", at_once
     else:
         kind, advice = _shortage(run, loader, seen, plan, computing, tried, speedup, cpu_times)
     evidence: Evidence = {
@@ -193,7 +190,8 @@ def _of_torch_loader(
         return found
     found = with_range(found, tried, *speedup)
     # Other advice may end the whole wait.
-    return advised(found) if kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers else found
+    has_advice = kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers
+    return advised(found) if has_advice and not workers_allowed(run.loader_began).obstacles else found
 
 
 def _shortage(
@@ -270,7 +268,7 @@ def _shortage(
             "each time (decoding, tokenizing), store smaller samples, or get more cores."
         )
     elif not is_unpacking and (plan.settings.num_workers > now.num_workers or plan.limited_by in ("shm", "shards")):
-        kind = "not_ready_for_workers" if allowed.obstacles else "too_few_workers"
+        kind = "too_few_workers"
         needs = f"{run.activity.capitalize()} needs {plan.workers_needed} workers (now {now.num_workers}), but"
         limits = {
             "cores": f"Beyond that, the CPU is the limit: {cpu_times}.",
@@ -357,13 +355,13 @@ CAUSE = Cause(
             "process may not start workers",
             "first what the advice says: open the file in the worker, split the stream by `get_worker_info()`, start "
             "the process by `multiprocessing.Process(daemon=False)`; then `num_workers`",
-            "not_ready_for_workers",
+            "too_few_workers",
         ),
         Shape(
             "Fetching takes ... for each of the ... samples of a batch",
             "fetch a batch by one index: `sampler=BatchSampler(...)` with `batch_size=None`, or `__getitems__` in the "
             "dataset",
-            SINGLE_SAMPLES,
+            "cpu_bound",
         ),
         Shape(
             "The CPU is the limit: a batch takes ... of CPU time, a step ..., and this job has ... cores",
@@ -387,14 +385,9 @@ CAUSE = Cause(
             "slow_worker",
         ),
         Shape(
-            "Early batches read ... each from storage; or ... % of the waiting was in the first ... steps",
+            "Early batches read ... each from storage, later ones from the page cache",
             "no change: it ends after the first epoch",
             "cold_cache",
-        ),
-        Shape(
-            "Some batches take as long to load as ... steps",
-            "find out what the dataset does for them; prefetch more batches",
-            "slow_batches",
         ),
         Shape(
             "The limit is unpacking what the workers send",

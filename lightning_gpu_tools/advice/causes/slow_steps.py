@@ -1,151 +1,114 @@
-"""slow_steps: a few steps take much longer than the rest, or the first steps do.
+"""slow_steps: a few steps take much longer than the rest.
 
-Finds steps that take twice the median, and first steps that are as slow, with the line of the report in which they lose
-that time. On a GPU, only time during which the GPU was idle counts. Slow steps due to another cause become evidence of
-that cause.
+Finds steps that take twice the median, the line of the report in which they lose most of that time, the interval at
+which they come, and whether their batches are longer. On a GPU, only time during which the GPU was idle counts. Lines
+that have a cause of their own, such as callbacks and logging, do not count here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
-from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import cpu_run
-from lightning_gpu_tools.advice.findings import Basis, Finding, counted
-from lightning_gpu_tools.advice.storage import described, evidence_of, may_be_remote
-from lightning_gpu_tools.advice.uneven_steps import ACCUMULATION, Uneven, details, lost, quoted, rounded, uneven
-from lightning_gpu_tools.advice.workers_allowed import workers_allowed
-from lightning_gpu_tools.training.phases import (
-    DATA_LOADING,
-    PAUSES,
-    RANK_WAIT,
-    SLOW_STEP,
-    TRAINER,
-    TRAINING_STEP,
-    UNEXPLAINED,
-    base_phase,
-)
+from lightning_gpu_tools.advice.findings import Evidence, Finding, counted, label_of
+from lightning_gpu_tools.training.phases import DATA_LOADING, TRAINER, TRAINING_STEP, UNEXPLAINED, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps, StepTimes
 
 # Our defaults.
-_NEARLY_ALL = 0.90  # of the waiting
-# If four workers are too few, every fourth step waits for the time of four steps. Waits twice as long have another
-# reason. They replace the steady wait if they are at least half of all waiting.
-_LONGER_THAN_BURSTS = 2.0
-_MOST = 0.5
-# Slow steps in these phases have no other finding.
-_OWN = (TRAINING_STEP, TRAINER, UNEXPLAINED)
+_MIN_SHARE = 0.10  # of the wall time
+_TIMES = 2.0  # as long as the median
+_MIN_SLOW_STEPS = 3  # fewer are chance, which no change would prevent
+# 75 % of the intervals are multiples of the period. At least two, and 50 % of all, equal it.
+_REGULAR = 0.75
+_MIN_INTERVALS = 2
+_LONGER = 1.5  # times as many elements as in other batches
+
+_PHASES = (TRAINING_STEP, DATA_LOADING, TRAINER, UNEXPLAINED)
 
 
-def revised(run: RunMeasurements, found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings with uneven steps added, each to the finding of its cause or as one of its own."""
-    findings = list(found)
-    for one in uneven(run):
-        if not one.lasting or one.evidence.get("period") in ACCUMULATION.values():
-            continue  # the optimizer's step is due then
-        place = next((i for i, finding in enumerate(findings) if _is_about(finding, one)), None)
-        before = None if place is None else findings.pop(place)
-        group = base_phase(one.phase)
-        if group == DATA_LOADING:
-            after = _waits(run, one, before)
-        elif before is not None:
-            after = replace(before, evidence={**one.evidence, **before.evidence})
-        else:
-            after = _slow_work(one) if group in _OWN else None
-        findings += [] if after is None else [after]
-    return findings
-
-
-def not_in_findings(run: RunMeasurements, findings: Sequence[Finding]) -> str:
-    """Return a phrase about the most uneven phase that no finding covers; empty if there is none."""
-    for one in uneven(run):
-        if one.phase not in PAUSES and not any(_is_about(finding, one) for finding in findings):
-            return f"{details({**one.evidence, 'phase': one.phase})}: {100 * one.share:.0f} % of the wall time"
-    return ""
-
-
-def _is_about(finding: Finding, one: Uneven) -> bool:
-    if finding.cause == "slow_steps":
-        return finding.evidence["phase"] == one.phase
-    group, _, name = one.phase.partition("/")
-    if finding.cause == "slowing_down":
-        return base_phase(str(finding.evidence["phase"])) == group
-    if finding.cause == "recompilation":
-        return group == TRAINING_STEP and finding.share >= _MOST * one.share
-    if finding.cause in ("straggler", "communication"):
-        return group in (RANK_WAIT, *_OWN)  # where ranks wait for one another
-    if group == TRAINING_STEP:
-        return finding.cause == name  # backward, optimizer
-    return finding.cause == group and (not name or finding.evidence.get("name", name) == name)
-
-
-def _slow_work(one: Uneven) -> Finding:
-    evidence, where = one.evidence, quoted(one.phase)
-    basis: Basis = "measured"
-    if "first_steps" in evidence:
-        kind = "beginning"
-        basis = "heuristic"
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    times = run.step_times
+    if times is None:
+        return
+    # A step that was slow by the median at that time may not be slow by the median of the run.
+    found = [
+        one
+        for one in times.slow
+        if base_phase(one.phase) in _PHASES
+        and one.count >= _MIN_SLOW_STEPS
+        and one.seconds >= _TIMES * one.count * times.p50_s
+    ]
+    if not found:
+        return
+    slow = max(found, key=lambda one: one.excess_s)
+    label, every = label_of(slow.phase), _period(slow.steps)
+    share = _lost(run, slow)
+    if share < _MIN_SHARE or every == run.accumulate_grad_batches:  # the optimizer's step is due then
+        return
+    longer = slow.batch_items / times.batch_items if slow.batch_items and times.batch_items else 1.0
+    latest = ", ".join(map(str, slow.steps[-5:]))
+    evidence: Evidence = {
+        "phase": slow.phase,
+        "slow_steps": slow.count,
+        "of_steps": times.count,
+        "times_median": slow.seconds / slow.count / max(times.p50_s, 1e-9),
+        "latest_steps": latest,
+        "every_steps": every,
+        "batch_items_times": longer if longer >= _LONGER else None,
+    }
+    if longer >= _LONGER:
         advice = (
-            "Longer runs lose less. Pad batches to a few lengths: torch.compile and cuDNN start over for each length."
+            f"Slow steps have {longer:.1f} times as many elements per batch. Put samples of similar length into one "
+            "batch, or limit its tokens."
         )
-    elif "batch_items_times" in evidence:
-        kind = "longer_batches"
-        basis = "heuristic"
-        advice = (
-            f"Slow steps have {rounded(evidence['batch_items_times'])} times as many elements per batch. Put samples "
-            "of similar length into one batch, or limit its tokens."
-        )
-    elif "every_steps" in evidence:
-        kind = "periodic"
-        advice = (
-            f"Find what runs every {evidence['every_steps']} steps in {where}. Run it less often, or make it faster."
-        )
+    elif every is not None:
+        advice = f'Find what runs every {every} steps in "{label}". Run it less often, or make it faster.'
     else:
-        kind = "irregular"
         advice = (
-            f"Find what the slow steps have in common in {where}; the latest are {evidence['latest_steps']}. Possible "
-            "reasons: unusual samples, a full disk, other programs, or a slow rank."
+            f'Find what the slow steps have in common in "{label}"; the latest are {latest}. Possible reasons: unusual '
+            "samples, a full disk, or other programs."
         )
-    return counted("slow_steps", one.share, {"kind": kind, "phase": one.phase, **evidence}, advice, basis)
+    yield counted("slow_steps", share, evidence, advice, "heuristic" if longer >= _LONGER else "measured")
 
 
-def _waits(run: RunMeasurements, one: Uneven, steady: Finding | None) -> Finding | None:
-    """Return the finding on waiting for data; of another kind if most waits are few long ones or at the beginning."""
-    evidence, workers, times = one.evidence, 0 if run.loader is None else run.loader.num_workers, run.step_times
-    begins = "first_steps" in evidence
-    if begins:
-        is_all = float(evidence["first_percent"]) >= 100 * _NEARLY_ALL
-    else:
-        assert times is not None
-        burst = _LONGER_THAN_BURSTS * max(1, workers) * times.seconds / times.count / max(times.p50_s, 1e-9)
-        if float(evidence["times_median"]) <= burst:
-            return steady
-        is_all = one.share >= _MOST * lost(run, DATA_LOADING, run.phase_s[DATA_LOADING] / run.wall_s)
-    if steady is not None and (not is_all or steady.evidence.get("kind") in ("slow_worker", "cold_cache")):
-        return replace(steady, evidence={**evidence, **steady.evidence})
-    if begins:
-        kind = "cold_cache"
-        is_memory = run.storage is not None and run.storage.is_memory
-        cached = "" if is_memory else ": by then the data is cached"
-        advice = f"Later steps need no change{cached}.{described(run.storage)}"
-        if may_be_remote(run.storage):
-            advice += " To speed up the beginning, copy the data to a local disk before training."
-    else:
-        kind = "slow_batches"
-        advice = (
-            f"Some batches take as long to load as {rounded(evidence['times_median'])} steps, the latest at steps "
-            f"{evidence['latest_steps']}. Find out what the dataset does for them"
-        )
-        can_prefetch = workers or not workers_allowed(run.loader_began).obstacles
-        advice += ", or prefetch more batches than that (num_workers times prefetch_factor)." if can_prefetch else "."
-    shown = {"kind": kind, "num_workers": workers, **evidence, **evidence_of(run.storage)}
-    return counted("data_loading", one.share, shown, advice, "heuristic" if begins else "measured")
+def is_explained(finding: Finding, others: Sequence[Finding]) -> bool:
+    """Return whether slow steps are due to another cause that was found."""
+    causes, group = {one.cause for one in others}, base_phase(str(finding.evidence["phase"]))
+    return group in causes or (group == TRAINING_STEP and not causes.isdisjoint(("recompilation", "straggler")))
 
 
-def _phases(evidence: Mapping[str, float | str]) -> Sequence[str]:
-    # In a slow beginning, and with longer batches, slow steps spend their time in the same line as other steps.
-    return [f"{SLOW_STEP}/{evidence['phase']}"] if evidence["kind"] in ("periodic", "irregular") else []
+def _lost(run: RunMeasurements, slow: SlowSteps) -> float:
+    share = min(slow.excess_s / run.wall_s, 1.0)
+    if base_phase(slow.phase) != TRAINING_STEP:
+        return min(share * run.exposed(slow.phase), run.idle_share)
+    # While the GPU is busy, the host may only be waiting for it.
+    in_step = run.idle_in_step_share
+    return share if in_step is None else min(share, in_step)
+
+
+def _period(steps: Sequence[int]) -> int | None:
+    """Return the interval at which these steps come, if it is regular. Neighbors count as one."""
+    firsts = [step for before, step in pairwise((0, *steps)) if step - before > 1]
+    apart = Counter(after - before for before, after in pairwise(firsts))
+    if not apart:
+        return None
+    every, often = min(apart.items(), key=lambda item: (-item[1], item[0]))
+    regular = sum(count for interval, count in apart.items() if interval % every == 0)
+    intervals = apart.total()
+    return every if often >= max(_MIN_INTERVALS, intervals / 2) and regular >= _REGULAR * intervals else None
+
+
+def _begins(evidence: Mapping[str, float | str], has_trainer: bool) -> str:
+    every = f", every {evidence['every_steps']} steps" if "every_steps" in evidence else ""
+    label = label_of(str(evidence["phase"]))
+    return (
+        f"{evidence['slow_steps']:,} of {evidence['of_steps']:,} steps took {evidence['times_median']:.1f} times the "
+        f'median{every}, in "{label}". The extra time is'
+    )
 
 
 def _with_slow_steps(times: float) -> RunMeasurements:
@@ -162,32 +125,13 @@ def _with_slow_steps(times: float) -> RunMeasurements:
 
 
 CAUSE = Cause(
-    begins="Slow steps take",
-    rows=[
-        Shape(
-            "Slow steps take ...: how many, how often, and in which line of the tree",
-            "find what runs at that period",
-            "periodic",
-        ),
-        Shape(
-            "Slow steps take ...: how many, and in which line of the tree",
-            "find what these steps have in common",
-            "irregular",
-        ),
-        Shape(
-            "Slow steps have ... times as many elements per batch",
-            "group samples of similar length, or limit the tokens of a batch",
-            "longer_batches",
-        ),
-        Shape(
-            "In the first ... steps, ... took ... times as long",
-            "no change if torch is compiling; otherwise use only a few batch shapes",
-            "beginning",
-        ),
-    ],
-    phases=_phases,
-    time="the extra time",
-    is_in_step=True,
+    begins=_begins,
+    says="... of ... steps took ... times the median: in which line of the tree, and how often",
+    change="what the advice says: group samples of similar length, or find what runs at that period",
+    find=find,
+    phases=lambda evidence: [str(evidence["phase"])],
+    time="the time in this line",
+    is_in_step=lambda evidence: base_phase(str(evidence["phase"])) == TRAINING_STEP,
     verified_on="cpu",
     sick=_with_slow_steps(15.0),
     healthy=_with_slow_steps(3.0),

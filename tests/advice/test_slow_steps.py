@@ -1,0 +1,117 @@
+"""Trainings with a few slow steps, on a clock that moves by hand: their phase, period, batches, and words."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from measured_runs import run_of
+
+from lightning_gpu_tools.advice.causes.slow_steps import _period
+from lightning_gpu_tools.advice.diagnosis import diagnose
+
+WARM_UP = 20
+NOW_AND_THEN = set(random.Random(3).sample(range(WARM_UP + 10, 400), 12))
+
+
+def steps(count: int = 400, **seconds: Callable[[int], float]) -> list[dict[str, float]]:
+    """Return steps of 20 ms, with more seconds in the phases that are given by a function of the step's number."""
+    found = []
+    for number in range(1, count + 1):
+        step = {"training_step": 0.02}
+        for phase, more_s in seconds.items():
+            step[phase.replace("__", "/")] = step.get(phase, 0.0) + more_s(number)
+        found.append(step)
+    return found
+
+
+def every(count: int, seconds: float) -> Callable[[int], float]:
+    return lambda number: seconds if number % count == 0 and number > WARM_UP else 0.0
+
+
+def at(numbers: set[int], seconds: float) -> Callable[[int], float]:
+    return lambda number: seconds if number in numbers else 0.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "phase", "period", "why", "advice"),
+    [
+        (
+            {"training_step": every(20, 0.4)},
+            "training_step",
+            20,
+            '18 of 379 steps took 21.0 times the median, every 20 steps, in "training step". The extra time is 46 % of',
+            'Find what runs every 20 steps in "training step".',
+        ),
+        (
+            {"training_step": at(NOW_AND_THEN, 0.4)},
+            "training_step",
+            None,
+            '12 of 379 steps took 21.0 times the median, in "training step".',
+            "Find what the slow steps have in common",
+        ),
+        ({"trainer": every(50, 1.0)}, "trainer", 50, 'in "Trainer overhead"', "every 50 steps"),
+        ({"data_loading": every(40, 2.0)}, "data_loading", 40, 'in "waiting for data"', "every 40 steps"),
+    ],
+)
+def test_slow_steps_are_named_with_their_phase_and_period(
+    seconds: dict[str, Callable[[int], float]], phase: str, period: int | None, why: str, advice: str
+) -> None:
+    diagnosis = diagnose(run_of(steps(**seconds)))
+    (first,) = diagnosis.findings
+    assert (first.cause, first.evidence["phase"], first.evidence.get("every_steps")) == ("slow_steps", phase, period)
+    assert why in diagnosis.why
+    assert advice in first.advice
+
+
+@pytest.mark.parametrize(
+    ("seconds", "options", "causes"),
+    [
+        ({"training_step": at({200}, 3.0)}, {}, []),
+        ({"training_step": every(4, 0.05)}, {"accumulate_grad_batches": 4}, []),
+        ({"training_step": every(20, 0.03)}, {}, []),
+        ({"callback__Slow": every(20, 0.4)}, {}, ["callback"]),
+        ({"data_loading": every(4, 0.1)}, {}, ["data_loading"]),
+        ({"training_step": every(50, 1.0)}, {"on_gpu": True, "utilization_percent": 97.0}, []),
+        ({"training_step": every(50, 1.0)}, {"on_gpu": True, "utilization_percent": 60.0}, ["slow_steps"]),
+    ],
+    ids=["one step", "accumulation", "small", "callback", "bursts", "busy GPU", "idle GPU"],
+)
+def test_what_is_chance_or_has_another_cause_is_no_finding(
+    seconds: dict[str, Callable[[int], float]], options: dict[str, Any], causes: list[str]
+) -> None:
+    """A host that is ahead of a busy GPU waits for it at once, in the step that logs."""
+    assert [one.cause for one in diagnose(run_of(steps(**seconds), **options)).findings] == causes
+
+
+def test_longer_batches_explain_slow_steps() -> None:
+    long = NOW_AND_THEN | set(range(60, 400, 7))
+    varying = [
+        {"training_step": 0.02 * length, "items": 1000 * length}
+        for number in range(1, 401)
+        for length in (5 if number in long else 1,)
+    ]
+    first = diagnose(run_of(varying)).findings[0]
+    assert (first.cause, first.basis, first.evidence["batch_items_times"]) == ("slow_steps", "heuristic", 5)
+    assert "Put samples of similar length into one batch" in first.advice
+
+
+@given(
+    st.integers(2, 500), st.integers(0, 500), st.integers(5, 64), st.randoms(use_true_random=False), st.floats(0, 0.15)
+)
+def test_a_period_that_is_found_is_the_true_one(
+    every_steps: int, first: int, count: int, chance: random.Random, missed: float
+) -> None:
+    due = [first + i * every_steps for i in range(count)]
+    seen = [number for i, number in enumerate(due) if i < 4 or chance.random() >= missed]
+    assert _period(seen) == every_steps
+
+
+@given(st.integers(4, 64), st.integers(0, 10**6))
+def test_steps_at_random_hardly_ever_have_a_period(count: int, seed: int) -> None:
+    found = _period(sorted(random.Random(seed).sample(range(10_000), count)))
+    assert found is None or count < 10
