@@ -159,16 +159,13 @@ def facts_of(place: RankPlace, chance: random.Random) -> dict[str, Any]:
             "steps_over_time": 1280,
             "wait_s": None,
             "gpu": place.local_rank,
-            "storage_wait_percent": 0.0,
         },
-        "throttled": {},
         "largest_batch_size": 496,
     }
     if place.local_rank == 0:
         gpus = range(place.local_ranks)
         names = [metric.logged for metric in METRICS if metric.logged]
         numbers = {name: chance.random() * 100 for name in GpuSummary.__dataclass_fields__ if name.endswith("percent")}
-        facts["throttled"] = dict.fromkeys(gpus, 0.25)
         facts["troubles"] = []
         facts["gpus"] = [
             asdict(

@@ -127,7 +127,6 @@ def simulated_report(*, nodes: int = 1, gpus: int = 8, seconds: float = DAY_S, e
             steps_over_time=1280,
             wait_s=0.01,
             gpu=number % gpus,
-            throttled_percent=0.2,
         )
 
     every = range(nodes * gpus)

@@ -51,11 +51,6 @@ class GpuWatch(Sampler):
         """Return the whole run so far for the GPUs that train the model."""
         return [window for uuid, window in self.whole(phase).items() if uuid in self._trained_on]
 
-    def throttled_percent(self) -> dict[int, float]:
-        """Return the share of the run so far with throttled clocks, by index, for the GPUs that train the model."""
-        shares = {window.uuid: window.throttled_percent for window in self.trained_on()}
-        return {gpu.index: share for uuid, gpu in self._gpus.items() if (share := shares.get(uuid)) is not None}
-
     def lost_clock_percent(self) -> float | None:
         """Return the largest loss of clock rate to heat and power, in percent of the highest; ``None`` if unknown."""
         samples = [one for uuid, one in self.latest_listed().items() if uuid in self._trained_on]

@@ -18,9 +18,7 @@ _MIN_GPU_SAMPLES = 5  # our default: sampled steps of a GPU, to compare ranks
 _MAX_PARTS = 16  # our default: of a run, to show when a rank was slow
 
 
-def own_step(
-    run: Run, clock: StepClock, rank_waits: RankWaits, storage_wait_share: float | None
-) -> dict[str, Any] | None:
+def own_step(run: Run, clock: StepClock, rank_waits: RankWaits) -> dict[str, Any] | None:
     """Return the fields of ``RankStep`` except rank and node; ``None`` before steady steps."""
     if not clock.blocks:
         return None
@@ -53,7 +51,6 @@ def own_step(
         "steps_over_time": blocks[0].steps,
         "wait_s": None if run.gpus else total.rank_wait_s / total.steps,
         "gpu": None if run.gpu is None else run.gpu.index,
-        "storage_wait_percent": None if storage_wait_share is None else round(100 * storage_wait_share, 1),
     }
 
 
@@ -106,14 +103,10 @@ def received(entries: Sequence[Mapping[str, Any]], own_rank: int) -> Received:
 
 
 def _steps(entries: Sequence[Mapping[str, Any]]) -> tuple[RankStep, ...]:
-    throttled = {
-        (entry["node"], int(gpu)): percent for entry in entries for gpu, percent in entry.get("throttled", {}).items()
-    }
     ranks = tuple(
         RankStep(
             rank=entry["rank"],
             node=entry["node"],
-            throttled_percent=throttled.get((entry["node"], own["gpu"])),
             **{**own, "own_s_over_time": tuple(own["own_s_over_time"])},
         )
         for entry in entries

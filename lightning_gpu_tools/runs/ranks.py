@@ -115,11 +115,8 @@ class Ranks:
         """Publish this rank's speed; the first rank of every other node also publishes its GPUs."""
         if self._place.world_size == 1:
             return
-        recorder, gpus, fact = self._recorder, self._recorder.gpus, self._recorder.facts.read
-        facts: dict[str, Any] = {
-            **recorder.own_entry(),
-            "throttled": {} if gpus is None else fact("throttled clocks", gpus.throttled_percent, dict[int, float]()),
-        }
+        recorder, gpus = self._recorder, self._recorder.gpus
+        facts = recorder.own_entry()
         if self._is_monitored and gpus is not None and self._place.rank != 0:
             metrics, facts["troubles"] = gpus.take_metrics()
             facts["metrics"] = metrics if self._place.world_size <= _MAX_LOGGED_RANKS else {}

@@ -235,7 +235,7 @@ class RunRecorder:
         seen = self.facts.read("source lines", partial(self.lines.seen, workers.pids), nothing)
         own = (one for one in seen if base_phase(one.phase) != RANK_WAIT)
         return {
-            "own_step": own_step(self.run, clock, waits, workers.facts().storage_wait_share),
+            "own_step": own_step(self.run, clock, waits),
             "waits": own_waits(self.run, clock, waits),
             "lines": [asdict(one) for one in islice(own, _MAX_LINES)],
             "largest_batch_size": self.largest_batch_size,

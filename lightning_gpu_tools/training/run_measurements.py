@@ -311,8 +311,6 @@ class RankStep:
             the shortest time in the same step. ``None`` on the CPU, or if unknown.
         lines: Its source lines, if it is the slowest rank.
         gpu: Device index of its GPU on the node; ``None`` without a GPU.
-        throttled_percent: Share of time in which power or heat throttled its clocks; ``None`` if unknown.
-        storage_wait_percent: Share of time in which a worker of its loader waited for a disk; ``None`` if unknown.
     """
 
     rank: int
@@ -325,8 +323,6 @@ class RankStep:
     others_late_s: float | None = None
     lines: tuple[SourceLine, ...] = ()
     gpu: int | None = None
-    throttled_percent: float | None = None
-    storage_wait_percent: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,6 @@ def entry(rank: int, own_step_s: float = 0.1, **facts: Any) -> dict[str, Any]:
         "steps_over_time": 20,
         "wait_s": None,
         "gpu": rank % 2,
-        "storage_wait_percent": None,
     }
     published = {"rank": rank, "node": rank // 2, "own_step": own, "lines": [LINE], **facts}
     return json.loads(json.dumps(published))  # type: ignore[no-any-return]
@@ -46,12 +45,6 @@ def test_of_any_ranks_at_most_the_slowest_has_its_lines(own_steps_s: list[float]
 def test_a_rank_that_is_clearly_slower_has_its_lines() -> None:
     ranks = received([entry(0), entry(1, 0.2), entry(2)], 0).ranks
     assert [[line.line for line in one.lines] for one in ranks] == [[], [7], []]
-
-
-def test_each_gpu_of_a_node_has_its_own_throttling() -> None:
-    """The rank that polls the driver reads it for all GPUs of its node."""
-    entries = [entry(0, throttled={"0": 5.0, "1": 40.0}), entry(1), entry(2, throttled={"1": 70.0}), entry(3)]
-    assert [one.throttled_percent for one in received(entries, 0).ranks] == [5.0, 40.0, None, 70.0]
 
 
 def test_contexts_of_others_and_known_batch_sizes() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median, median_low
 
 from lightning_gpu_tools.advice.cause import Cause
@@ -17,7 +17,7 @@ from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.advice.lines import sentence, where
 from lightning_gpu_tools.advice.ranks import PARTS_OF_STEP, own_work_s, slowest_rank, unknown_parts, waited_s
 from lightning_gpu_tools.gpus.readings import not_none
-from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, IN_WORKER, PHASES, TRAINING_STEP, base_phase
+from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, PHASES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.training.run_measurements import RankStep, RunMeasurements
 from lightning_gpu_tools.units import format_duration, number_ranges, printable
 
@@ -31,9 +31,6 @@ _MOST = 2 / 3  # of the excess: the least for a phase to be reported
 _ALWAYS = 0.90  # of the parts of a run
 _ALIKE = 0.50  # of the slowest rank's excess: from here on, the ranks of a node are slow for the same reason
 _MIN_LATE_PARTS = 3  # fewer are chance, unless there are few parts
-# At these values or more, and at least twice the median rank's, slow storage or throttled clocks explain a slow rank.
-_MIN_STORAGE_PERCENT = 30.0
-_MIN_THROTTLED_PERCENT = 20.0
 
 _GPU_ADVICE = "compare its clocks, its temperature and other jobs on that machine with those of the other ranks"
 _ADVICE = {
@@ -101,7 +98,6 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         when,
         others,
         loss,
-        _hardware_behind(ranks, slow, phase, evidence),
         _line_behind(slow, phase, evidence),
     )
     yield counted("straggler", share, evidence, " ".join(filter(None, sentences)))
@@ -169,21 +165,6 @@ def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
         parts = [(first + second) / 2 for first, second in zip(parts[::2], parts[1::2], strict=False)]
         length *= 2
     return parts
-
-
-def _hardware_behind(ranks: Iterable[RankStep], slow: RankStep, phase: str | None, evidence: Evidence) -> str:
-    if phase in (DATA_LOADING, EPOCH_START):
-        name, least, what = "storage_wait_percent", _MIN_STORAGE_PERCENT, "workers wait for storage"
-    elif phase is None or phase in PARTS_OF_STEP:
-        name, least, what = "throttled_percent", _MIN_THROTTLED_PERCENT, "GPU is throttled"
-    else:
-        return ""
-    known = [percent for rank in ranks if (percent := getattr(rank, name)) is not None]
-    own_percent = getattr(slow, name)
-    if own_percent is None or own_percent < max(least, 2 * median_low(known)):
-        return ""
-    evidence[name] = own_percent
-    return f"Its {what} {own_percent:.0f} % of the time (median rank: {median_low(known):.0f} %)."
 
 
 def _line_behind(slow: RankStep, phase: str | None, evidence: Evidence) -> str:
