@@ -45,12 +45,6 @@ def test_shares_add_up_and_come_most_frequent_first(lines: list[SourceLine], pha
     assert not shares or math.isclose(sum(shares), 1.0)
 
 
-@given(LINES, st.permutations(range(4)))
-def test_the_order_of_samples_does_not_matter(lines: list[SourceLine], order: list[int]) -> None:
-    shuffled = [lines[i] for i in order if i < len(lines)] + lines[4:]
-    assert seen_in(shuffled, "data_loading", "callback") == seen_in(lines, "data_loading", "callback")
-
-
 @given(LINES)
 def test_few_lines_are_named_and_none_that_takes_little(lines: list[SourceLine]) -> None:
     found = seen_in(lines, "callback")
@@ -70,11 +64,6 @@ def test_lines_are_named_with_file_line_function_and_share() -> None:
         seen(BACKWARD, 1000),
     ]
     assert where(lines, DATA_LOADING) == "data.py:41 in decode (62 %), data.py:57 in __getitem__ (20 %)"
-
-
-def test_nothing_is_named_by_few_samples() -> None:
-    assert where([seen(DATA_LOADING, MIN_SAMPLES - 1)], DATA_LOADING) is None
-    assert where([seen(DATA_LOADING, MIN_SAMPLES)], DATA_LOADING) == "data.py:41 in decode (100 %)"
 
 
 def test_a_group_has_the_lines_of_its_phases() -> None:

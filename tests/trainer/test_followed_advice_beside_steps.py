@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch import Callback, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from own_loops import Network
 from torch.utils.data import DataLoader
 from trainings import HandClock, Model, Samples, SpendingLogger, Stream, loader, quiet_trainer
 
@@ -24,7 +23,6 @@ from lightning_gpu_tools import (
     GPUUtilizationMonitor,
     PortableCheckpointIO,
     load_report,
-    watch,
 )
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
@@ -118,29 +116,6 @@ def test_workers_of_validation_are_kept_or_left_out(tmp_path: Path, hand_clock: 
     assert kept == {**now, "persistent_workers": True}
     for changed in (kept, options_in(r"(num_workers=0)", advice)):
         assert not advice_on(course.report(train, slowly_starting(hand_clock, 4, **changed)), "validation")
-
-
-def test_workers_that_start_until_the_first_batch_are_told_to_be_kept(tmp_path: Path) -> None:
-    """Spawned workers import torch while the iterator exists already."""
-    course = Course(tmp_path, val_check_interval=30)
-    validation = loader(Samples(4), num_workers=1, multiprocessing_context="spawn")
-    advice = advice_on(course.report(loader(Samples(60)), validation), "validation")
-    assert "Each validation starts 1 worker anew" in advice
-
-
-def test_workers_of_a_loops_validation_are_kept_as_well(tmp_path: Path, hand_clock: HandClock) -> None:
-    def advice(**options: Any) -> str:
-        network, validation = Network(hand_clock.spend, 0.1), slowly_starting(hand_clock, 4, **options)
-        with watch(folder=str(tmp_path), min_steps=20, min_seconds=0) as run:
-            for number, batch in enumerate(run.batches(loader(Samples(400)))):
-                network.step(batch)
-                if number % 40 == 0:
-                    with torch.no_grad():
-                        list(run.batches(validation))
-        return advice_on(load_report(tmp_path), "validation")
-
-    kept = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice(num_workers=1))
-    assert not advice(**kept)
 
 
 class OpensItsFile(Samples):

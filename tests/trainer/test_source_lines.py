@@ -22,7 +22,7 @@ from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training import line_sampler
 from lightning_gpu_tools.training.line_sampler import WorkerLines
-from lightning_gpu_tools.training.phases import CALLBACK, DATA_LOADING, IN_WORKER, VALIDATION
+from lightning_gpu_tools.training.phases import CALLBACK, DATA_LOADING, IN_WORKER
 
 ENOUGH = 40  # samples, so that a busy machine's few at other lines do not matter
 MAX_STEPS = 5_000
@@ -132,14 +132,6 @@ def test_workers_of_validation_are_not_mixed_in(tmp_path: Path) -> None:
     )
     assert functions(report, IN_WORKER)[0] == "decode"
     assert "burn" not in functions(report, IN_WORKER)
-
-
-def test_validation_has_lines_of_its_own(tmp_path: Path) -> None:
-    report = train(
-        tmp_path, VALIDATION, loader(Samples(MAX_STEPS)), loader(Decoded(5)), val_check_interval=10, limit_val_batches=5
-    )
-    assert functions(report, VALIDATION)[0] == "decode"
-    assert "decode" not in functions(report, DATA_LOADING)
 
 
 def test_a_loop_of_ones_own_names_its_lines(tmp_path: Path) -> None:

@@ -81,12 +81,6 @@ def test_pauses_make_a_step_slow_but_not_long() -> None:
     assert {slow.phase: slow.count for slow in times.slow} == {VALIDATION: 9, CHECKPOINT: 1}
 
 
-@given(st.randoms(use_true_random=False), st.lists(st.floats(0.9, 1.1), min_size=50, max_size=200))
-def test_steps_that_are_alike_are_never_slow_in_any_order(order: random.Random, seconds: list[float]) -> None:
-    order.shuffle(seconds)
-    assert timed([{TRAINING_STEP: one} for one in seconds]).slow == ()
-
-
 def test_a_long_training_takes_as_much_memory_as_a_short_one() -> None:
     noise = random.Random(1)
     clock = StepClock(time := HandClock())
