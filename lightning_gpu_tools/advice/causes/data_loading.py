@@ -23,6 +23,7 @@ from lightning_gpu_tools.advice.findings import (
     counted,
     median_interval,
 )
+from lightning_gpu_tools.advice.lines import MIN_SAMPLES, is_of_program, seen_in
 from lightning_gpu_tools.advice.loader_plan import (
     BETWEEN_RUNS,
     BY_THE_FINDER,
@@ -34,7 +35,6 @@ from lightning_gpu_tools.advice.loader_plan import (
     settings_line,
     with_range,
 )
-from lightning_gpu_tools.advice.single_samples import fetched_at_once
 from lightning_gpu_tools.advice.storage import described, evidence_of, may_be_remote
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
 from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
@@ -74,6 +74,12 @@ _MIN_STORAGE_BYTES = 64 * 2**10  # per batch
 _UNPACKING = 0.5  # of its wait: a training process that computes for this part is unpacking batches
 # Receiving a batch of one tensor took 0.5 to 2.3 ms, which no setting changes.
 _MIN_UNPACKING_S = 0.005  # twice the longest
+# Indexing a few tensors and putting the rows together takes 5 to 20 us per sample (measured), decoding an image 100 us
+# or more.
+_MAX_SAMPLE_S = 50e-6
+_MIN_BATCH = 32  # samples
+_MAX_OWN = 0.20  # of the sampled lines: those of functions that the dataset calls
+_SAMPLERS = ("RandomSampler", "SequentialSampler")
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
@@ -166,7 +172,7 @@ def _of_torch_loader(
     speedup = (lower, expected, upper)
     computing = 1.0 if cpu_s is None or cpu_s >= wall_s else cpu_s / wall_s
     cpu_times = _cpu_times(run, cpu_s or 0.0, step_cpu_s)
-    at_once = fetched_at_once(run, loader, min(cpu_s or 0.0, wall_s), computes=computing >= _COMPUTING)
+    at_once = _fetched_at_once(run, loader, min(cpu_s or 0.0, wall_s), computes=computing >= _COMPUTING)
     if at_once is not None:
         kind, advice = "cpu_bound", at_once
     else:
@@ -290,6 +296,33 @@ def _shortage(
             "few large tensors, not many small ones or Python objects, and collate in the workers."
         )
     return kind, advice
+
+
+def _fetched_at_once(run: RunMeasurements, loader: LoaderSettings, cpu_s: float, *, computes: bool) -> str | None:
+    """Return how to fetch whole batches, which take this CPU time; ``None`` if that is not what takes the time.
+
+    ``computes`` is whether loading computes for most of its time. What is in memory always does, if it has a core.
+    """
+    facts, size = run.loader_now, loader.batch_size or 0
+    if facts is None or facts.is_iterable or size < _MIN_BATCH or cpu_s > _MAX_SAMPLE_S * size:
+        return None
+    lines = seen_in(run.lines, IN_WORKER if loader.num_workers else DATA_LOADING)
+    own = sum(one.share for one in lines if is_of_program(one.file) and one.function != "__getitem__")
+    is_known = computes and sum(one.samples for one in lines) >= MIN_SAMPLES
+    if not facts.is_table and not (is_known and own <= _MAX_OWN):
+        return None
+    begin = f"Fetching takes {format_duration(cpu_s / size)} for each of the {size} samples of a batch"
+    end = "More workers would help less."
+    if not facts.is_table or not facts.collates or not facts.sampler:
+        return (
+            f"{begin}. Give the dataset a method `__getitems__(self, indices)` that returns a whole batch, fetched in "
+            f"one operation, and the loader a collate_fn that returns it unchanged. {end}"
+        )
+    sampler = f"{facts.sampler}(dataset)" if facts.sampler in _SAMPLERS else "sampler"
+    return (
+        f"{begin}, which are in memory. Fetch each batch by one index: DataLoader(dataset, batch_size=None, "
+        f"sampler=BatchSampler({sampler}, {size}, drop_last={facts.drop_last})). {end}"
+    )
 
 
 def _search(run: RunMeasurements) -> str:
