@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights, verify_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure
-from lightning_gpu_tools.errors import BrokenCheckpointError
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
 TENSORS = st.builds(
     lambda shape, dtype, seed: (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 9).to(dtype),
@@ -114,6 +114,17 @@ def refuse_everywhere(path: Path, match: str) -> None:
     ):
         with pytest.raises(BrokenCheckpointError, match=match):
             act()
+
+
+def open_in_every_way(path: Path) -> None:
+    """Open a file, or see it refused in words; nothing else may come out, and never torch's dangerous advice."""
+    for read in (read_checkpoint, read_weights, read_structure, verify_checkpoint):
+        message = ""
+        try:
+            read(path)  # type: ignore[operator]
+        except CheckpointError as error:
+            message = str(error)
+        assert not message or (str(path) in message and "weights_only" not in message)
 
 
 class Exploit:

@@ -39,7 +39,7 @@ PURE = [
     "selection/ranking",
     "selection/visibility",
     "checkpoints/key_*",
-    "checkpoints/pickle_structure",
+    "checkpoints/inert_pickle",
     "dry_run/peak",
     "dry_run/result",
     "dry_run/text",

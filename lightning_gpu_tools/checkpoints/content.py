@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.faults import Fault, faults_of
-from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, listed
+from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.checkpoints.structure import MAX_DEPTH, Opaque, StandIn, TensorInfo
 from lightning_gpu_tools.errors import BrokenCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
@@ -203,29 +202,6 @@ def describe_content(content: Any) -> str:
     if content is None or isinstance(content, (bool, int, float)):
         return f"the value {printable(content)}"
     return f"an object of {printable(type(content).__name__)}"
-
-
-def hidden_tensors(content: Any) -> tuple[str, bool] | None:
-    """Return the place of tensors that :func:`all_state_dicts` does not find, and whether they have names.
-
-    The place is in Python: ``["a"][0]``, or ``""`` for the whole content.
-    """
-    seen = set[int]()
-    queue = deque([("", content)])
-    while queue:
-        place, value = queue.popleft()
-        is_list = isinstance(value, (list, tuple))
-        mapping = _as_mapping(value)
-        if is_list and value and all(isinstance(item, _tensor_classes()) for item in value):
-            return place, False
-        if is_state_dict(mapping) and _has_more_than_numbers(mapping):
-            return place, True
-        if id(value) not in seen and len(seen) < _MAX_PARTS and len(place) < MAX_NAME and "param_groups" not in mapping:
-            seen.add(id(value))
-            for key, item in enumerate(value) if is_list else mapping.items():
-                if isinstance(key, (str, int)) and isinstance(item, (Mapping, list, tuple)) and key not in _ARGUMENTS:
-                    queue.append((f"{place}[{key!r}]", item))
-    return None
 
 
 def unopened_objects(content: Any) -> set[str]:

@@ -23,19 +23,17 @@ from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
 from lightning_gpu_tools.checkpoints.state_dicts import check_numbers, weights_in, whole_weights
 from lightning_gpu_tools.checkpoints.structure import (
     Opaque,
-    Progress,
     Structure,
     TensorInfo,
     compare_with_checksums,
-    no_progress,
 )
 from lightning_gpu_tools.checkpoints.torch_loading import (
     described_weights,
     holds_tensors,
-    is_loaded_alone,
+    is_plain,
     refusal,
 )
-from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, builds_arrays
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.units import printable_path
 
@@ -64,7 +62,7 @@ def read_checkpoint(
             entries = check_contents(structure.content, structure.path)
             values = [value for weights in entries.values() for value in weights.values()]
             is_shard = structure.path != checkpoint_at(path)  # the weights are elsewhere
-            if is_shard or (values and all(is_loaded_alone(value) or not holds_tensors(value) for value in values)):
+            if is_shard or (values and all(is_plain(value) or not holds_tensors(value) for value in values)):
                 shown = printable_path(path)
                 error.args = (
                     f"{error}\n  To load only the weights, without opening the rest, use "
@@ -95,14 +93,9 @@ def read_weights(
     values: defaultdict[str, dict[str, str]] = defaultdict(dict)
 
     def load(structure: Structure) -> Any:
-        if structure.form.HOLDS_ONLY_WEIGHTS:
-            classes.update(structure.globals)
-            return structure.form.load(structure, "cpu", weights_only)
         entries = check_contents(structure.content, structure.path)
-        if not weights_only:
-            content = structure.form.load(structure, "cpu", weights_only)
-            is_of_arrays = entries and not all_state_dicts(content)  # which are not tensors
-            return described_weights(structure, entries)[0] if is_of_arrays else content
+        if structure.form.HOLDS_ONLY_WEIGHTS or not weights_only:
+            return structure.form.load(structure, "cpu", weights_only)
         content, left_out = described_weights(structure, entries)
         refused = refusal(structure)
         if left_out and refused is None:
@@ -122,9 +115,7 @@ def read_weights(
                 f"{refused}\n  Some of its weights are not plain tensors, so they cannot be loaded without opening it "
                 f"({shown}): {list_groups(weights)}."
             )
-        not_built = {kind for kinds in left_out.values() for kind in kinds.values()}
-        foreign = beyond_plain_data(structure.globals)
-        classes.update(name for name in foreign if name in not_built or not builds_arrays(name))
+        classes.update(beyond_plain_data(structure.globals))
         for entry, unopened in left_out.items():
             values[entry].update(unopened)
         return content
@@ -139,16 +130,15 @@ def read_weights(
     return content, Unread(tuple(sorted(classes)), values)
 
 
-def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = no_progress) -> tuple[Structure, Unread]:
+def verify_checkpoint(path: str | os.PathLike[str]) -> tuple[Structure, Unread]:
     """Compare each whole file with its checksums, then load everything, or only the weights next to foreign classes.
 
     Returns the description, and what was not read. A checkpoint without an error here can be loaded, except a single
     shard, of which only the checksums are compared: ``Structure.part``.
     """
     with opened_source(path) as structure:
-        advance = progress(structure.size_bytes)
         for file in structure.files:
-            compare_with_checksums(file, advance)
+            compare_with_checksums(file)
         unread = Unread((), {})
         if structure.part is None:
             try:

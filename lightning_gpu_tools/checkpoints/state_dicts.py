@@ -19,14 +19,13 @@ from lightning_gpu_tools.checkpoints.content import (
     all_state_dicts,
     check_contents,
     describe_content,
-    hidden_tensors,
     is_state_dict,
     likely,
     unopened_objects,
 )
 from lightning_gpu_tools.checkpoints.file_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, is_average, preferred, quoted
-from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, Shape, list_groups, shortened, without_wrappers
+from lightning_gpu_tools.checkpoints.key_tree import Shape, list_groups, shortened, without_wrappers
 from lightning_gpu_tools.checkpoints.unsafe_globals import explain_blocked
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
@@ -104,7 +103,7 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
         return entries
     kinds = unopened_objects(content)
     if not kinds:
-        raise BrokenCheckpointError(f"{printable_path(path)} holds {_other_content(content, path)}")
+        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights, only {describe_content(content)}.")
     objects = describe_content(content)
     if isinstance(content, (Mapping, list, tuple)):  # somewhere in it
         objects = shortened([f"an object of {printable(kind)}" for kind in sorted(kinds)])
@@ -112,20 +111,6 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
         f"{explain_blocked(str(path), kinds)}\n  It holds no weights that can be loaded without opening it, only "
         f"{objects}. Ask its author for the model's state_dict(). If you trust the author, open it with "
         f"lightning_gpu_tools.load_weights(model, {printable_path(path)!r}, weights_only=False), which runs its code."
-    )
-
-
-def _other_content(content: Any, path: object) -> str:
-    """Return what a file holds instead of weights, and what to do."""
-    place, have_names = hidden_tensors(content) or (None, False)
-    if place is None:
-        return f"no weights, only {describe_content(content)}."
-    loaded = f"torch.load({printable_path(path)!r}){printable(place, 2 * MAX_NAME)}"
-    if have_names:
-        return f"weights, but deeper than it is searched. Save them alone: torch.save({loaded}, 'weights.pt')"
-    return (
-        "tensors without names, perhaps those of model.parameters() or an average of them. To copy them in this order: "
-        f"for parameter, value in zip(model.parameters(), {loaded}, strict=True): parameter.data.copy_(value)"
     )
 
 

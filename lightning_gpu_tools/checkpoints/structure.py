@@ -52,13 +52,6 @@ class StorageInfo:
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class ArrayNumbers(StorageInfo):
-    """The numbers of a NumPy array, which are a part of the pickle."""
-
-    data: bytes | bytearray = field(default=b"", repr=False, compare=False)
-
-
-@dataclass(slots=True, unsafe_hash=True)
 class TensorInfo:
     """A tensor as described in the file."""
 
@@ -100,6 +93,12 @@ class Opaque:
     items: dict[Any, Any] | None = None  # items that it would get
 
 
+class Elements(tuple[Any, ...]):
+    """The elements of a set or a shape, not hashed."""
+
+    __slots__ = ()
+
+
 class StandIn:
     """A placeholder for a class, a function or a constant; ``str()`` returns the name."""
 
@@ -133,12 +132,12 @@ class Structure:
     size_bytes: int
     format: str  # NAME of its format
     content: Any  # as returned by torch.load, but with descriptions instead of tensors and other objects
-    globals: set[str]  # as in StructureReader
+    globals: set[str]  # as in InertUnpickler
     devices: set[str]  # that it was saved from
     metadata: Mapping[str, str] = field(default_factory=dict)  # of a safetensors file
     records: Mapping[str, Record] = field(default_factory=dict)  # of a zip file
     places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages
-    filled: set[str] = field(default_factory=set)  # as in StructureReader
+    filled: set[str] = field(default_factory=set)  # as in InertUnpickler
     part: Fault | None = None  # set if it is one shard of a checkpoint
     assembly: Assembly | None = None  # of a folder
     form: Any = None  # the module of ``formats`` that has described it, and loads it
@@ -176,18 +175,9 @@ class Assembly:
 LoadFile = Callable[[Structure], Any]
 
 
-# Takes the total number of bytes, and returns a function that takes the number done since its last call.
-Progress = Callable[[int], Callable[[int], object]]
-
-
-def no_progress(_: int) -> Callable[[int], object]:
-    """Show no progress."""
-    return lambda _: None
-
-
-def compare_with_checksums(structure: Structure, advance: Callable[[int], object] = lambda _: None) -> None:
+def compare_with_checksums(structure: Structure) -> None:
     """Read a whole file, and compare it with its checksums, if it has any."""
     with faults_of(structure.path):
         for record in structure.records.values():
-            for chunk in record.chunks():
-                advance(len(chunk))
+            for _ in record.chunks():
+                pass

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.arrays import ARRAY
 from lightning_gpu_tools.checkpoints.content import Entries, check_depth, put_weights
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, path_of
-from lightning_gpu_tools.checkpoints.structure import ArrayNumbers, Opaque, StorageInfo, Structure, TensorInfo
+from lightning_gpu_tools.checkpoints.structure import Opaque, StorageInfo, Structure, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable
@@ -31,16 +30,14 @@ def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *
         UnsafeCheckpointError: The file holds more than plain data, and ``weights_only`` is true.
         BrokenCheckpointError: Torch cannot rebuild the contents.
     """
-    refused = refusal(structure) if weights_only else None
-    if refused is not None and any(name.endswith("(...)") for name in structure.globals):  # torch would allow it
-        raise refused
     if weights_only:
+        if refused := refusal(structure):
+            raise refused
         _warn_of_old_torch()
-        if refused is None and map_location == "cpu":
+        if map_location == "cpu":
             with contextlib.suppress(NotPlainError):
-                return _Builder(structure).build(structure.content)
-        if refused is None:
-            check_depth(structure.content)
+                return build_plain(structure)
+        check_depth(structure.content)
     file = structure.file
     mapped = can_be_mapped and not isinstance(file, io.BytesIO)
     file.seek(0)
@@ -49,7 +46,7 @@ def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *
             source = path_of(file) if mapped else file
             return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped)
     except Exception as error:  # damaged or hostile bytes can cause any error in torch
-        explained = refused or _explained(structure, error, weights_only, map_location)
+        explained = _explained(structure, error, weights_only, map_location)
         if explained is None:
             raise
         with faults_of(structure.path):
@@ -83,16 +80,15 @@ def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict
     return put_weights(structure.content, sets), left_out
 
 
-def content_with_arrays(structure: Structure) -> Any:
-    """Return plain content with tensors instead of NumPy's arrays; raise :class:`NotPlainError` for anything else."""
-    return _Builder(structure, weights_alone=True).build(structure.content)
+def build_plain(structure: Structure) -> Any:
+    """Return content of plain data and tensors; the tensors are mapped."""
+    return _Builder(structure).build(structure.content)
 
 
 class _Builder:
     """A builder of content from its description, with mapped tensors, in half of torch's time.
 
-    Raises :class:`NotPlainError` for anything but plain data and tensors. ``weights_alone``: make parameters and arrays
-    tensors.
+    Raises :class:`NotPlainError` for anything but plain data and tensors. ``weights_alone``: make parameters tensors.
     """
 
     def __init__(self, structure: Structure, *, weights_alone: bool = False) -> None:
@@ -110,8 +106,7 @@ class _Builder:
             return self._made[id(value)]
         built: Any
         if isinstance(value, TensorInfo):
-            is_fit = is_loaded_alone(value) if self._weights_alone else is_plain(value) and not value.is_parameter
-            if not is_fit:
+            if not is_plain(value) or (value.is_parameter and not self._weights_alone):
                 raise NotPlainError(value.kind or value.dtype)
             empty: Any = torch.empty(0, dtype=dtype_of(value.dtype), device="cpu")
             built = empty.set_(self._storage(value.storage), value.offset, value.shape, value.strides)
@@ -129,11 +124,7 @@ class _Builder:
         return built
 
     def _storage(self, described: Any) -> Any:
-        """Return the numbers of a storage as a part of the mapped file. Those of an array are in memory."""
-        if isinstance(described, ArrayNumbers):
-            numbers = bytearray(described.data)  # a copy, which may be changed
-            made = torch.frombuffer(numbers, dtype=torch.uint8) if numbers else torch.empty(0, dtype=torch.uint8)
-            return made.untyped_storage()
+        """Return the numbers of a storage as a part of the mapped file."""
         key = described.key
         if key not in self._storages:
             start = self._places[key]
@@ -169,11 +160,6 @@ def is_plain(tensor: Any) -> bool:
     if not isinstance(tensor, TensorInfo) or tensor.kind or tensor.strides is None or tensor.dtype.startswith("q"):
         return False
     return isinstance(getattr(torch, tensor.dtype, None), torch.dtype)
-
-
-def is_loaded_alone(tensor: Any) -> bool:
-    """Return whether a described weight can be loaded without the rest of the file: plain numbers, or an array."""
-    return is_plain(tensor) or (isinstance(tensor, TensorInfo) and tensor.kind == ARRAY)
 
 
 # torch treats these as plain data only after the module on the right is imported.

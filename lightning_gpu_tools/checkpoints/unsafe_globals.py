@@ -25,29 +25,20 @@ _PLAIN = re.compile(
     r"|_codecs\.encode"
     r"|builtins\.(bytearray|set|complex)"
 )
-# Described without calling them: checkpoints.arrays.
-_ARRAYS = re.compile(r"numpy\.(ndarray|dtype)|numpy\.(_core|core)\.(multiarray\._reconstruct|numeric\._frombuffer)")
 # These only store values. Not collections.deque, which torch refuses to fill even if it is allowed.
 _HARMLESS = re.compile(
     r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
     r"|datetime\.\w+|decimal\.Decimal|fractions\.Fraction|uuid\.UUID|zoneinfo\.ZoneInfo"
     r"|argparse\.Namespace|types\.SimpleNamespace|collections\.defaultdict|functools\.partial"
     r"|builtins\.(list|dict|tuple|int|float|str|bytes|bool|slice|range|frozenset)"
-    rf"|{_ARRAYS.pattern}|numpy\.(_core|core)\.multiarray\.scalar|numpy\.dtypes\.\w+"
+    r"|numpy\.(ndarray|dtype|dtypes\.\w+)"
+    r"|numpy\.(_core|core)\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer)"
     r"|torch\.nn\.modules\.\w+\.\w+"
     r"|torch\.optim\.(\w+\.)?\w+"
     r"|torch\.torch_version\.TorchVersion|_io\.BytesIO"
     r"|(lightning\.|lightning_)fabric\.utilities\.data\.AttributeDict"
     r"|(lightning(\.pytorch)?|pytorch_lightning)\.utilities\.parsing\.AttributeDict"
     r"|omegaconf\.\w+\.\w+|typing\.Any"
-)
-# Where this Python finds the names in a file: torch.optim deletes submodules, Python 3.13 and NumPy 2 moved some names,
-# and Linux cannot create the paths of Windows.
-_FOUND_AT = (
-    (re.compile(r"^builtins\.|(?<=^torch\.optim\.)(?!lr_scheduler|swa_utils)\w+\."), ""),
-    (re.compile(r"^pathlib\._local\."), "pathlib."),
-    (re.compile(r"^numpy\.core\."), "numpy._core."),
-    (re.compile(r"^pathlib\.(WindowsPath)"), r"pathlib.Pure\1"),
 )
 # Modules that can run code: TorchScript's, and those of the standard library except these, which only hold values.
 _CODE_MODULES = {"__torch__", *sys.stdlib_module_names} - {
@@ -64,15 +55,11 @@ def beyond_plain_data(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not _PLAIN.fullmatch(name))
 
 
-def builds_arrays(name: str) -> bool:
-    """Return whether this only builds NumPy arrays."""
-    return _ARRAYS.fullmatch(name) is not None
-
-
 def explain_blocked(path: str, names: Iterable[str], filled: Iterable[str] = (), reason: str = "") -> str:
     """Return a message with the names that block a file, and with a line that allows them if none of them runs code.
 
-    ``filled`` are classes of objects that get elements. ``reason`` is why torch refuses a file whose names are allowed.
+    ``filled`` are classes of objects that get elements, which torch never fills. ``reason`` is why torch refuses a file
+    whose names are allowed.
     """
     blocked = sorted({*names})
     risky = [name for name in blocked if _can_run_code(name)]
@@ -100,16 +87,15 @@ def _can_run_code(name: str) -> bool:
 
 
 def _allowing(names: Iterable[str]) -> str:
-    modules, items = {"torch"}, []
+    imports, items = ["import torch"], []
     for name in names:
-        place = name
-        for moved, where in _FOUND_AT:
-            place = moved.sub(where, place)
-        modules.update(filter(None, [place.rpartition(".")[0]]))
-        items.append(place if place == name else f'({place}, "{name}")')
-    if "numpy.dtype" in items:  # torch also needs the class of an array's dtype, which is not in the file
+        module, _, kind = name.rpartition(".")
+        imports.append(f"from {module} import {kind}")
+        items.append(f'({kind}, "{name}")')
+    if "numpy.dtype" in names:  # torch also needs the class of an array's dtype, which is not in the file
+        imports.append("import numpy")
         items.append('*{type(numpy.dtype(code)) for code in numpy.typecodes["All"]}')
-    return f"import {', '.join(sorted(modules))}; torch.serialization.add_safe_globals([{', '.join(items)}])"
+    return f"{'; '.join(imports)}; torch.serialization.add_safe_globals([{', '.join(items)}])"
 
 
 def describe_unread(names: Sequence[str]) -> str:

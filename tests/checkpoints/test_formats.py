@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,14 +13,11 @@ from safetensors.torch import save_file
 from lightning_gpu_tools.checkpoints import formats
 
 WEIGHTS = {"weight": torch.ones(2)}
-ARRAYS = {"weight": np.ones(2)}
 # By module: a file of its format, or a name that only a folder of its format has.
 FILES: dict[str, Any] = {
     "torch_zip": lambda path: torch.save(WEIGHTS, path),
     "torch_legacy": lambda path: torch.save(WEIGHTS, path, _use_new_zipfile_serialization=False),
     "safetensors": lambda path: save_file(WEIGHTS, path),
-    "numpy_pickle": lambda path: path.write_bytes(pickle.dumps(ARRAYS)),
-    "numpy_zip": lambda path: np.savez(path.open("wb"), **ARRAYS),
 }
 FOLDERS = {
     "torch_distributed": "__0_0.distcp",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
 
 # No two formats recognize the same file.
-_FILES = ("torch_zip", "torch_legacy", "safetensors", "numpy_pickle", "numpy_zip")
+_FILES = ("torch_zip", "torch_legacy", "safetensors")
 _FOLDERS = ("torch_distributed", "deepspeed", "shard_index")
 
 

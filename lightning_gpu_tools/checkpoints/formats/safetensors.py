@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ from lightning_gpu_tools.checkpoints.structure import (
     are_sizes,
     is_shape,
 )
-from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.units import printable
 
 NAME = "safetensors"
@@ -74,7 +74,8 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         if numel * BYTES_OF_DTYPE[dtype] != last - first:
             raise ValueError("another shape than its numbers")
         storage = StorageInfo(name, dtype, "cpu", numel)
-        content[name] = TensorInfo(dtype, shape, storage)
+        strides = (1, *itertools.accumulate(reversed(shape), operator.mul))[: len(shape)]
+        content[name] = TensorInfo(dtype, shape, storage, 0, strides[::-1])
         places[name] = start + first
     if start + end != size_bytes:
         raise ValueError("bytes that belong to nothing")
@@ -91,25 +92,12 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def load(structure: Structure, map_location: Any, weights_only: bool) -> OrderedDict[str, Any]:
     """Return the weights, mapped to the file."""
-    import torch
+    from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, moved
+    from lightning_gpu_tools.checkpoints.torch_loading import build_plain
 
-    from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, moved
-
-    numbers = mapped_bytes(structure.file)
-    weights: OrderedDict[str, Any] = OrderedDict()
-    with collector_paused():
-        for dtype_name, run in itertools.groupby(structure.content.items(), key=lambda item: item[1].dtype):
-            dtype, named = dtype_of(dtype_name), list(run)
-            start = structure.places[named[0][0]]
-            sizes = [info.storage.numel for _, info in named]
-            part = numbers[start : start + sum(sizes) * dtype.itemsize]
-            if start % dtype.itemsize:  # torch reads aligned numbers only
-                part = part.clone()
-            parts = torch.unsafe_split_with_sizes(part.view(dtype), sizes)
-            for (name, info), value in zip(named, parts, strict=True):
-                weights[name] = value if len(info.shape) == 1 else value.view(info.shape)
-        if map_location != "cpu":
-            weights.update((name, moved(value, map_location)) for name, value in weights.items())
+    for info in structure.content.values():
+        dtype_of(info.dtype)  # which an older torch may lack
+    weights = OrderedDict((name, moved(value, map_location)) for name, value in build_plain(structure).items())
     restore_metadata(weights, structure.metadata)
     return weights
 

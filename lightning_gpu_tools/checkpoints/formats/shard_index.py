@@ -18,9 +18,7 @@ from lightning_gpu_tools.units import printable
 # Names by Hugging Face's tools: model.safetensors.index.json or .index.fp16.json, and model-00001-of-00002.safetensors.
 INDEX = re.compile(r".+\.index(\.\w+)?\.json")
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.\w+")
-# torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)
-_PART_BY_DCP = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
-PART = re.compile(rf".+-\d{{5}}-of-(?!00001\.)\d{{5}}\.\w+|{_PART_BY_DCP.pattern}")
+PART = re.compile(r".+-\d{5}-of-(?!00001\.)\d{5}\.\w+")
 FILES = re.compile(rf"{INDEX.pattern}|{PART.pattern}")
 _MAX_INDEX_BYTES = 128 << 20  # a million weights
 
@@ -32,9 +30,6 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         raise Fault("is a folder", f"It holds {len(indexes)} checkpoints. Use one of them: {listed(indexes)}")
     if indexes:
         return describe_index(folder, indexes[0])
-    if any(map(_PART_BY_DCP.fullmatch, names)):
-        advice = "Load them with torch.distributed.checkpoint.HuggingFaceStorageReader."
-        raise Fault("holds the parts of all ranks, without a list that shows whether one is missing", advice)
     raise Fault("holds shards of a checkpoint without their index", "Copy or download all files.")
 
 

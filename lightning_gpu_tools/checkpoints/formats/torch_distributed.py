@@ -11,9 +11,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is, damaged
+from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
 from lightning_gpu_tools.checkpoints.opening import Folder
 from lightning_gpu_tools.checkpoints.opening import describe as describe_file
-from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
 from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
     MAX_DEPTH,
@@ -116,9 +116,8 @@ _Objects = dict[str, tuple[SplitTensorInfo | None, list[_Block]]]
 
 def _read_metadata(file: BinaryIO) -> tuple[_Objects, Mapping[str, Any]]:
     """Return every tensor (``None`` for another object) with its blocks, and the path of each in the content."""
-    size_bytes = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    metadata = _state(StructureReader(file, size_bytes).load(), "Metadata")
+    data = file.read()
+    metadata = _state(InertUnpickler(io.BytesIO(data), len(data)).load(), "Metadata")
     place_of: dict[tuple[str, tuple[int, ...] | None], Place] = {}
     for index, info in metadata["storage_data"].items():
         where = _state(info, "_StorageInfo")

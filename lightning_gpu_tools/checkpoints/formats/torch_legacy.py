@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import struct
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
+from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
 from lightning_gpu_tools.checkpoints.structure import Structure
 
 NAME = "legacy"
@@ -25,25 +26,24 @@ def recognizes(head: bytes) -> bool:
 
 def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     """Describe the pickles, and check that all numbers are present."""
-    file.seek(0)
-    # The magic number, the version, the machine that wrote it, the contents, and the keys of the storages.
-    readers = [StructureReader(file, size_bytes, legacy=number == 3) for number in range(5)]
-    *_, content, keys = [reader.load() for reader in readers]
-    named = set().union(*(reader.globals for reader in readers))
-    storages = readers[3].storages
-    # To rebuild nested tensors, torch needs the numbers, which come later.
-    if sorted(keys) != sorted(storages) or "torch._utils._rebuild_nested_tensor" in named:
-        raise ValueError("other numbers than those that it describes")
-    place = file.tell()
-    places = {}
-    for key in keys:  # each storage comes after its length in 8 bytes
-        storage = storages[key]
-        file.seek(place)
-        length = file.read(8)
-        places[key] = place + 8
-        place += 8 + storage.size_bytes
-        if place > size_bytes or struct.unpack("<q", length)[0] != storage.numel:
-            raise ValueError("cut short, or a storage of another length")
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        # The magic number, the version, the machine that wrote it, the contents, and the keys of the storages.
+        readers = [InertUnpickler(data, size_bytes) for _ in range(5)]
+        *_, content, keys = [reader.load() for reader in readers]
+        named = set().union(*(reader.globals for reader in readers))
+        storages = readers[3].storages
+        if sorted(keys) != sorted(storages):
+            raise ValueError("other numbers than those that it describes")
+        place = data.tell()
+        places = {}
+        for key in keys:  # each storage comes after its length in 8 bytes
+            storage = storages[key]
+            places[key] = place + 8
+            if struct.unpack_from("<q", data, place)[0] != storage.numel:
+                raise ValueError("a storage of another length")
+            place += 8 + storage.size_bytes
+    if place > size_bytes:
+        raise ValueError("cut short")
     devices = {storage.location for storage in storages.values()}
     return Structure(file, path, size_bytes, NAME, content, named, devices, places=places, filled=readers[3].filled)
 

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Mapping
 from io import BytesIO
 from typing import Any, BinaryIO
+from zipfile import ZIP_STORED
 
 from lightning_gpu_tools.checkpoints.content import all_state_dicts
 from lightning_gpu_tools.checkpoints.faults import Fault
-from lightning_gpu_tools.checkpoints.file_kinds import compressed, in_other_byte_order, is_torchs, other_file
-from lightning_gpu_tools.checkpoints.formats import numpy_zip
-from lightning_gpu_tools.checkpoints.pickle_structure import StructureReader
+from lightning_gpu_tools.checkpoints.file_kinds import compressed, is_torchs, other_zip
+from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, StorageInfo, Structure
 from lightning_gpu_tools.checkpoints.zip_records import Record, read_index, read_records
 
@@ -23,23 +23,23 @@ _CODE = re.compile(r"[^/]+/code/")  # of TorchScript, which compresses it
 
 
 def recognizes(head: bytes) -> bool:
-    """Return whether a file begins like a zip archive, but not like NumPy's."""
-    return head.startswith(b"PK\x03\x04") and not numpy_zip.recognizes(head)
+    """Return whether a file begins like a zip archive."""
+    return head.startswith(b"PK\x03\x04")
 
 
 def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     """Describe the pickle in the archive, and check it against the records."""
-    index = read_index(file, size_bytes)
-    names = [entry.name for entry in index.entries]
+    entries = read_index(file, size_bytes)
+    names = [entry.filename for entry in entries]
     if not is_torchs(names):
-        raise other_file(path, size_bytes, b"PK", names)
-    if any(entry.is_compressed and not _CODE.match(entry.name) for entry in index.entries):
+        raise other_zip(names)
+    if any(entry.compress_type != ZIP_STORED and not _CODE.match(entry.filename) for entry in entries):
         raise compressed(path, names)
-    _, records = read_records(index)
+    records = read_records(file, size_bytes, entries)
     if "byteorder" in records and records["byteorder"].read() != sys.byteorder.encode():
-        raise in_other_byte_order(path)
+        raise Fault("was written on a machine with another byte order", "Convert it there to safetensors.")
     record = records["data.pkl"]
-    reader = StructureReader(BytesIO(record.read()), record.size_bytes)
+    reader = InertUnpickler(BytesIO(record.read()), record.size_bytes)
     content = reader.load()
     is_script = "constants.pkl" in records
     if is_script and not all_state_dicts(content):

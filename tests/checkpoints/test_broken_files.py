@@ -1,0 +1,295 @@
+"""Broken files: each gets an error in words that says what to do, and damage never changes what is loaded."""
+
+import io
+import json
+import os
+import random
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import (
+    EDITS,
+    lightning_checkpoint,
+    open_in_every_way,
+    overwritten,
+    records_of,
+    refuse_everywhere,
+    safetensors,
+    saved,
+    zipped,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.formats.safetensors import restore_metadata
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint, verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure
+from lightning_gpu_tools.checkpoints.writing import write_checkpoint
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
+
+CONTENT = OrderedDict(weight=torch.arange(600.0).view(20, 30), bias=torch.linspace(-1, 1, 20))
+GOOD = saved(CONTENT)
+PLAIN = zipped(records_of(GOOD))
+OTHER = saved(OrderedDict(weight=torch.zeros(20, 30), bias=torch.zeros(20)))
+LEGACY = saved(CONTENT, _use_new_zipfile_serialization=False)
+CONTRADICTION = "its description and its contents do not match"
+FAULTS = {
+    "empty": (b"", "is empty.*disk was full"),
+    "cut in the middle": (GOOD[: len(GOOD) // 2], "is cut short: .*index.*is missing.*interrupted"),
+    "damaged zip index": (GOOD.replace(b"PK\x01\x02", b"pk\x01\x02", 1), "is damaged"),
+    "missing record": (zipped([record for record in records_of(GOOD) if "data/1" not in record[0]]), CONTRADICTION),
+    "cut legacy file": (LEGACY[: len(LEGACY) // 2], CONTRADICTION),
+    "safetensors cut in its header": (struct.pack("<Q", 5000) + b'{"a":', CONTRADICTION),
+    "safetensors of another type": (
+        safetensors({"a": {"dtype": "F6_E2M3", "shape": [1], "data_offsets": [0, 1]}}),
+        "has a of type F6_E2M3, which",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_error_about_a_broken_file_says_what_to_do(fault: str, tmp_path: Path) -> None:
+    content, message = FAULTS[fault]
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(content)
+    write_checkpoint(lightning_checkpoint({"a": torch.ones(5)}), tmp_path / "epoch=2.ckpt")
+    for read in (read_checkpoint, read_structure):  # the second one works without torch
+        with pytest.raises(BrokenCheckpointError, match=message) as caught:
+            read(path)
+        text = str(caught.value)
+        assert text.startswith(str(path))
+        assert text.endswith(f" The newest complete checkpoint in that folder: {tmp_path / 'epoch=2.ckpt'}")
+        assert "weights_only" not in text
+
+
+@pytest.mark.follows("The newest complete checkpoint in that folder: ")
+def test_the_newest_checkpoint_that_can_take_its_place_is_named(tmp_path: Path) -> None:
+    good = saved(lightning_checkpoint(CONTENT))
+    files = {"old.ckpt": good, "newer.ckpt": good, "broken.ckpt": good[:-50], "other.ckpt": saved({}), "a.pt": good}
+    for age, (name, data) in enumerate(files.items()):
+        (tmp_path / name).write_bytes(data)
+        os.utime(tmp_path / name, (1000 + age, 1000 + age))
+    for name in ("broken.ckpt", "gone.ckpt"):
+        with pytest.raises(CheckpointError, match=r"newest complete .* in that folder: .*/newer\.ckpt$") as broken:
+            read_checkpoint(tmp_path / name)
+        named = str(broken.value).rpartition("in that folder: ")[2]
+        assert torch.equal(read_checkpoint(named)["state_dict"]["bias"], CONTENT["bias"])
+
+
+def test_a_missing_file_is_also_a_file_not_found_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="Its folder does not exist either"):
+        read_checkpoint(tmp_path / "no" / "last.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("inside", "message"),
+    [
+        (".metadata", "is damaged: its .metadata does not describe a checkpoint"),
+        ("__0_0.distcp", "without .metadata, which is written last.*save was interrupted"),
+        ("latest", "is a folder without shards of a checkpoint"),
+        ("epoch=1.ckpt", r"last\.ckpt/epoch=1\.ckpt is empty"),
+    ],
+)
+def test_a_folder_without_shards_says_what_it_holds(inside: str, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "last.ckpt"
+    folder.mkdir()
+    (folder / inside).touch()
+    with pytest.raises(BrokenCheckpointError, match=message):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("location", ["cuda:7", "mps", "hpu:0"])
+def test_files_from_any_device_come_to_the_cpu(location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gpu.ckpt"
+    for new_format in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.serialization, "location_tag", lambda storage: location)
+            torch.save({"w": torch.arange(3.0)}, path, _use_new_zipfile_serialization=new_format)
+        with pytest.raises((RuntimeError, AttributeError, AssertionError)):
+            torch.load(path)  # the file really is one that torch alone cannot open here
+        weights = read_checkpoint(path)["w"]
+        assert (weights.device.type, weights.tolist()) == ("cpu", [0, 1, 2])
+        assert read_structure(path).devices == {location}
+
+
+# -- zip files -----------------------------------------------------------------------------------------------------
+
+
+def with_folders() -> bytes:
+    """Zip like ``zip -0 -r``."""
+    return zipped([("archive/", b""), ("archive/data/", b""), *sorted(records_of(GOOD))])
+
+
+def large_sizes() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in records_of(GOOD):
+            with archive.open(name, "w", force_zip64=True) as file:
+                file.write(data)
+    return buffer.getvalue()
+
+
+def without_checksums() -> bytes:
+    torch.serialization.set_crc32_options(False)
+    try:
+        return saved(CONTENT)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+SOUND: dict[str, bytes] = {
+    "torch.save": GOOD,
+    "zip -0": PLAIN,
+    "zip -0 -r": with_folders(),
+    "zip64": large_sizes(),
+    "padding": GOOD + bytes(300),
+    "no checksums": without_checksums(),
+}
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_whatever_wrote_the_zip_its_weights_load_to_the_bit(case: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(SOUND[case])
+    for weights_only in (True, False):
+        loaded = read_checkpoint(path, weights_only=weights_only, verify=True)
+        assert str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")  # mapped
+        assert [*loaded] == [*CONTENT]
+        assert all(torch.equal(loaded[name], CONTENT[name]) for name in CONTENT)
+        del loaded
+    assert verify_checkpoint(str(path))[0].has_checksums is (case != "no checksums")
+    model = torch.nn.Linear(30, 20)
+    load_weights(model, path)
+    assert torch.equal(model.weight, CONTENT["weight"])
+
+
+def test_no_flipped_bit_changes_what_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    places = random.Random(0)
+    loaded = 0
+    for _ in range(150):
+        damaged = bytearray(GOOD)
+        damaged[places.randrange(len(GOOD))] ^= 1 << places.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            content = read_checkpoint(path, verify=True)
+        except CheckpointError:
+            continue
+        loaded += 1
+        assert all(torch.equal(content[name], CONTENT[name]) for name in CONTENT)
+    assert loaded, "no bit was without meaning, so nothing was loaded"
+
+
+def resized(change: Callable[[bytes], bytes]) -> bytes:
+    """Change the record of the first block of numbers."""
+    return zipped([(name, change(data) if name.endswith("data/0") else data) for name, data in records_of(GOOD)])
+
+
+AMBIGUOUS = {
+    "two descriptions": zipped([*records_of(GOOD), records_of(OTHER)[0]]),
+    "names that differ in case": zipped([*records_of(GOOD), ("archive/DATA.pkl", records_of(OTHER)[0][1])]),
+    "another program has compressed": zipped(records_of(GOOD), zipfile.ZIP_DEFLATED),
+    "a record too short": resized(lambda data: data[:-4]),
+    "a record too long": resized(lambda data: data + bytes(4)),
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+def test_a_zip_that_says_two_things_is_refused(case: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(AMBIGUOUS[case])
+    refuse_everywhere(path, f"there twice|{CONTRADICTION}|another program has compressed.*zip -0 -r")
+
+
+def test_a_file_replaced_after_the_check_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
+    path.write_bytes(GOOD)
+    other.write_bytes(OTHER)
+    from_file = torch.from_file
+
+    def replace_and_map(*args: Any, **kwargs: Any) -> Any:
+        os.replace(other, path)
+        return from_file(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "from_file", replace_and_map)
+    assert torch.equal(read_checkpoint(path, verify=True)["weight"], CONTENT["weight"])
+    assert not other.exists()
+
+
+def test_a_pipe_is_no_checkpoint_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "last.ckpt")
+    with pytest.raises(BrokenCheckpointError, match="is a pipe or a device"):
+        read_checkpoint(tmp_path / "last.ckpt")
+
+
+@given(
+    source=st.sampled_from([GOOD, LEGACY]),
+    edits=EDITS,
+    kept=st.just(1.0) | st.floats(0, 1),
+    tail=st.binary(max_size=20),
+)
+def test_no_damage_surprises(
+    tmp_path_factory: pytest.TempPathFactory, source: bytes, edits: list[tuple[float, bytes]], kept: float, tail: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed.ckpt"
+    path.write_bytes(overwritten(source, edits)[: int(kept * len(source))] + tail)
+    open_in_every_way(path)
+
+
+# -- safetensors -------------------------------------------------------------------------------------------------------
+
+
+def entry(start: int, end: int, shape: object, dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+ONE = json.dumps(entry(0, 4, [1])).encode()
+HEADERS = {
+    "an overlap": safetensors({"a": entry(0, 4, [1]), "b": entry(0, 4, [1])}, bytes(4)),
+    "bytes that belong to nothing": safetensors({"a": entry(0, 4, [1])}, bytes(8)),
+    "a shape that does not fit": safetensors({"a": entry(0, 4, [2])}, bytes(4)),
+    "a negative size": safetensors({"a": entry(0, 4, [-1, -1])}, bytes(4)),
+    "a broken size": safetensors({"a": entry(0, 4, [1.0])}, bytes(4)),
+    "a name twice": safetensors(b'{"a":%s,"a":%s}' % (ONE, ONE), bytes(4)),
+    "a header nested deep": safetensors(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "no elements, but sizes beyond 64 bits": safetensors({"a": entry(0, 0, [2**62, 2**62, 0])}),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_safetensors_header_that_contradicts_the_file_is_refused(case: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.safetensors"
+    path.write_bytes(HEADERS[case])
+    refuse_everywhere(path, CONTRADICTION)
+
+
+def test_safetensors_files_load_wherever_their_numbers_begin(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = {f"{i}.{dtype}": torch.arange(i).to(dtype) for i in range(4) for dtype in (torch.float32, torch.bool)}
+    path = tmp_path / "a.safetensors"
+    save_file(weights, path)
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    for shift in (0, 1, 7):
+        path.write_bytes(struct.pack("<Q", length + shift) + data[8 : 8 + length] + b" " * shift + data[8 + length :])
+        loaded = read_checkpoint(path)
+        assert loaded.keys() == weights.keys()
+        assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    "texts", [{"tied": '{"a": "c", "b": 1, "d": ["a"]}', "module_versions": "7"}, {"module_versions": '{"": 2}'}]
+)
+def test_texts_of_another_program_do_not_change_the_weights(texts: dict[str, str]) -> None:
+    weights = OrderedDict(a=torch.ones(1), c=torch.zeros(1))
+    restore_metadata(weights, texts)
+    assert weights == {"a": torch.ones(1), "c": torch.zeros(1)}
+    assert not hasattr(weights, "_metadata")

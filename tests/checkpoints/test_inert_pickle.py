@@ -1,0 +1,422 @@
+"""Pickles of any origin: nothing of them runs, memory fits the file, and what is described is what is loaded."""
+
+import collections
+import contextlib
+import enum
+import os
+import pickle
+import re
+import struct
+import subprocess
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_files import (
+    EXPLOIT,
+    Exploit,
+    call,
+    described_by,
+    number,
+    open_in_every_way,
+    refuse_everywhere,
+    saved,
+    sizes,
+    storage,
+    tensor,
+    text,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights, verify_checkpoint
+from lightning_gpu_tools.checkpoints.sources import read_structure
+from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, TensorInfo
+from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
+from lightning_gpu_tools.cli import main
+from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
+
+# -- sound files -----------------------------------------------------------------------------------------------------
+
+BASE = torch.arange(24.0).reshape(4, 6)
+
+
+def parameter_with_state() -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.note = "mine"  # type: ignore[attr-defined]
+    return parameter
+
+
+DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint16, torch.bool]
+KINDS: dict[str, Callable[[], Any]] = {
+    "views": lambda: [BASE, BASE[1:3, ::2], BASE.t(), BASE[0]],
+    "expanded": lambda: torch.ones(1).expand(1000, 1000),
+    "empty": lambda: [torch.empty(0), torch.empty(0, 3, dtype=torch.int64), torch.empty(3, 0)],
+    "conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "meta": lambda: torch.empty(7, device="meta"),
+    "parameter": parameter_with_state,
+    "requires gradients": lambda: torch.ones(2, requires_grad=True),
+    "scheduler": lambda: torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([BASE]), [1, 1, 2]).state_dict(),
+    "state_dict": lambda: torch.nn.Linear(3, 4).state_dict(),
+    "plain data": lambda: [b"a", bytearray(b"a"), {1, "a"}, 1j, torch.Size([1]), torch.float32, torch.device("cpu")],
+    "more plain data": lambda: [Counter("aab"), torch.sparse_coo, 2**100, None, {(1, 2): 3, None: 4}, ((), [[]])],
+    "every type": lambda: {str(dtype): torch.zeros(3, 2, dtype=dtype) for dtype in DTYPES},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_content_loads_as_torch_loads_it(kind: str, tmp_path: Path) -> None:
+    content = {"it": KINDS[kind]()}
+    for new_format in (True,) if kind == "every type" else (True, False):  # torch cannot read these back itself
+        path = tmp_path / "a.ckpt"
+        torch.save(content, path, _use_new_zipfile_serialization=new_format)
+        expected = torch.load(path)
+        described = read_structure(path)
+        assert not beyond_plain_data(described.globals)
+        if isinstance(info := described.content["it"], TensorInfo):
+            assert info.shape in (None, tuple(expected["it"].shape))
+            assert info.dtype in ("?", str(expected["it"].dtype).removeprefix("torch."))
+        for weights_only in (True, False):
+            assert repr(read_checkpoint(path, weights_only=weights_only)) == repr(expected)
+
+
+def test_plain_content_shares_what_it_shared(tmp_path: Path) -> None:
+    row, weights = [1], torch.nn.Linear(2, 2).state_dict()
+    torch.save({"rows": [row, row], "base": [BASE, BASE[1:]], "same": (BASE, BASE), "net": weights}, tmp_path / "a.pt")
+    loaded = read_checkpoint(tmp_path / "a.pt")
+    assert loaded["rows"][0] is loaded["rows"][1]
+    assert loaded["same"][0] is loaded["base"][0]
+    loaded["base"][0][1:] = 7  # the pages are the process's own
+    assert (loaded["base"][1] == 7).all()
+    assert loaded["net"]._metadata == weights._metadata  # type: ignore[attr-defined]
+    gone = weakref.ref(loaded["base"][0])
+    del loaded
+    assert gone() is None, "a cycle keeps what was loaded"
+
+
+def test_the_size_of_every_dtype_is_known() -> None:
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    known = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in dtypes}
+    assert {name: BYTES_OF_DTYPE.get(name) for name in known} == known
+
+
+def test_our_list_of_plain_data_is_torchs() -> None:
+    from torch._weights_only_unpickler import _get_allowed_globals
+
+    assert beyond_plain_data(_get_allowed_globals()) == []
+    tempting = ["builtins.eval", "os.system", "torch.load", "torch.hub.load", "torch.nn.Linear", "collections.deque"]
+    assert beyond_plain_data(tempting) == sorted(tempting)
+
+
+class Custom(dict):  # type: ignore[type-arg]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.inner = [self]
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_objects_of_any_class_load_from_trusted_files(protocol: int, new_format: bool, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    shared = {1, 2, 3}
+    plain = [
+        *(shared, shared, frozenset(shared), [{number} for number in range(1000)]),
+        *(Pair(1, 2), Mode.FAST, collections.defaultdict(list, a=[1]), collections.deque([1], 3), Custom.get),
+    ]
+    content = {"custom": Custom(), "plain": plain, "numpy": [np.ones(3), np.float32(1), np.random.default_rng(0)]}
+    if protocol:  # torch writes no tensors in protocol 0
+        content |= {"model": torch.nn.Linear(2, 2), "keys": {torch.ones(1): 1}}
+    torch.save(content, path, pickle_protocol=protocol, _use_new_zipfile_serialization=new_format)
+    read_structure(str(path))
+    loaded = read_checkpoint(path, weights_only=False)
+    assert loaded["custom"].inner[0] is loaded["custom"]
+    assert repr(loaded["plain"]) == repr(plain)
+    with pytest.raises(UnsafeCheckpointError):
+        read_checkpoint(path)
+
+
+def test_a_newer_pickle_protocol_is_read_or_not_called_damage(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "last.ckpt", pickle_protocol=4)
+    assert read_checkpoint(tmp_path / "last.ckpt")["w"].tolist() == [1, 1]
+    torch.save({"w": torch.ones(2), "names": {"a"}}, tmp_path / "last.ckpt", pickle_protocol=4)
+    with pytest.raises(UnsafeCheckpointError, match=r"Unsupported operand(.|\n)*default pickle_protocol"):
+        read_checkpoint(tmp_path / "last.ckpt")
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_a_malicious_file_is_refused_and_has_not_run(new_format: bool, tmp_path: Path) -> None:
+    path, witness = tmp_path / "gift.ckpt", tmp_path / "it ran"
+    content = {"state_dict": {"w": torch.ones(2)}, "x": Exploit(witness)}
+    torch.save(content, path, _use_new_zipfile_serialization=new_format)
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        read_checkpoint(path)
+    words = str(caught.value)
+    assert "No code in it has run" in words
+    assert f"can run code when opened, so open it only if you trust its author: {EXPLOIT}." in words
+    assert "weights_only" not in words
+    assert "add_safe_globals" not in words
+    structure = read_structure(str(path))
+    assert EXPLOIT in structure.globals
+    assert structure.content["state_dict"]["w"].shape == (2,)
+    assert not witness.exists()
+    read_checkpoint(path, weights_only=False)
+    assert witness.exists(), "the file is harmless, so the test proves nothing"
+
+
+MKDIR = f"c{os.mkdir.__module__}\nmkdir\n".encode()
+# Every opcode that calls, builds or imports.
+CALLING = {
+    "REDUCE": MKDIR + b"(%(name)stR",
+    "INST": b"(%(name)s" + MKDIR.replace(b"c", b"i", 1),
+    "OBJ": b"(" + MKDIR + b"%(name)so",
+    "NEWOBJ": MKDIR + b"(%(name)st\x81",
+    "NEWOBJ_EX": MKDIR + b"(%(name)st}\x92",
+    "STACK_GLOBAL": text(os.mkdir.__module__) + text("mkdir") + b"\x93(%(name)stR",
+    "EXT1": b"\x82\x01(%(name)stR",
+    "BUILD": MKDIR + b"(%(name)stR}" + text("__setstate__") + MKDIR + b"sb",
+    "PERSID": b"Pmkdir\n",
+    "a state for a class": MKDIR + b"}b",
+    "a call of a call": MKDIR + b"(%(name)stR(%(name)stR",
+}
+
+
+@pytest.mark.parametrize("opcode", CALLING)
+def test_no_opcode_runs_anything(opcode: str, tmp_path: Path) -> None:
+    witness = tmp_path / "it ran"
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(described_by(CALLING[opcode].replace(b"%(name)s", text(str(witness)))))
+    for act in (read_structure, read_checkpoint, read_weights, verify_checkpoint):
+        with contextlib.suppress(CheckpointError):
+            act(path)
+    assert main(["checkpoint", "verify", str(path)]) == 1
+    assert not witness.exists()
+
+
+def test_weights_that_are_objects_are_named_and_not_opened(tmp_path: Path) -> None:
+    path, witness = tmp_path / "a.pt", tmp_path / "it ran"
+    for content in ({"model": {"weights": Exploit(witness)}}, Exploit(witness), {Exploit(witness): torch.ones(2)}):
+        torch.save(content, path)
+        with pytest.raises(UnsafeCheckpointError) as refused:
+            load_weights(torch.nn.Linear(2, 2), path)
+        words = str(refused.value)
+        assert f"only an object of {EXPLOIT}. Ask its author for" in words
+        assert f"load_weights(model, {str(path)!r}, weights_only=False), which runs its code." in words
+        assert [main(["checkpoint", action, str(path)]) for action in ("inspect", "verify")] == [0, 1]
+        assert not witness.exists()
+
+
+def write(path: Path, program: bytes) -> Path:
+    path.write_bytes(described_by(program))
+    return path
+
+
+# A call that torch would follow to memory that is not the file's, or to much more than the file is long.
+TERABYTE = number(1 << 40)
+CALLS = {
+    "torch.FloatTensor": call("torch.FloatTensor", TERABYTE),
+    "torch.storage.UntypedStorage": call("torch.storage.UntypedStorage", TERABYTE),
+    "torch.sparse.FloatTensor": call("torch.sparse.FloatTensor"),
+    "builtins.bytearray": call("builtins.bytearray", TERABYTE),
+    "_codecs.encode": call("_codecs.encode", text("a" * 9), text("hex")),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": call(
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+        tensor(storage(), 0, sizes(1 << 40), sizes(0)),
+        b"ctorch\nfloat64\n" + text("cpu") + b"\x89",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_plain_data_never_needs_are_refused(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "last.ckpt", CALLS[name])
+    with pytest.raises(UnsafeCheckpointError, match=rf"can run code when opened.*: {name}\(\.\.\.\)") as caught:
+        read_checkpoint(path)
+    assert "add_safe_globals" not in str(caught.value)
+
+
+# -- pickles that declare something else -------------------------------------------------------------------------------
+
+
+def test_a_crafted_description_that_is_sound_loads(tmp_path: Path) -> None:
+    path = write(tmp_path / "last.ckpt", tensor(storage(), 1, sizes(3)))
+    assert read_checkpoint(path).tolist() == [2, 3, 4]
+    assert read_checkpoint(write(path, tensor(storage(), 2**40, sizes(0, 9), sizes(9, 1)))).shape == (0, 9)
+
+
+DEEP = 100_000
+ITEM = number(0) + number(9)
+ENDLESS_KEY = b")" + b"2\x86" * 60
+# Descriptions that contradict the file, and those that torch.save does not write.
+CONTRADICTIONS = {
+    "more numbers than the record has": tensor(storage(5)),
+    "another dtype": tensor(storage(4, kind="DoubleStorage")),
+    "fewer numbers than the record has": tensor(storage(3), 0, sizes(3)),
+    "an unknown dtype": tensor(storage(4, kind="FancyStorage")),
+    "a huge number of elements": storage(2**63),
+    "a storage with a part": storage(4, view=text("part")),
+    "a shape beyond the storage": tensor(storage(), 0, sizes(5)),
+    "strides beyond the storage": tensor(storage(), 0, sizes(2, 2), sizes(3, 1)),
+    "more elements than 64 bits": tensor(storage(), 0, sizes(2**40, 2**40), sizes(0, 0)),
+    "a negative offset": tensor(storage(), -1),
+    "a negative size": tensor(storage(), 0, sizes(-1)),
+    "fewer strides than sizes": tensor(storage(), 0, sizes(2, 2), sizes(1)),
+    "an item put into a tensor": tensor(storage()) + ITEM + b"s",
+    "items put into a tensor": tensor(storage()) + b"(" + ITEM + b"u",
+    "a state for a tensor": tensor(storage()) + b"(" + tensor(storage()) + number(0) + sizes(9) + sizes(1) + b"tb",
+    "a key nested so deep that hashing ends the process": b"})" + b"\x85" * DEEP + number(1) + b"s",
+    "a key that takes for ever to hash": b"}" + ENDLESS_KEY + number(1) + b"s",
+    "copies of copies": b"](" + number(7) * 5000 + b"eq\0(c__builtin__\nset\nq\1" + b"h\1h\0\x85R" * 1000 + b"t",
+    "a tensor in the place of a storage": tensor(tensor(storage()), 0, sizes(0)),
+    "a call of a number": number(1) + b")R",
+    "a string beyond the file": b"\x8e" + struct.pack("<Q", 1 << 50) + b"abc",
+    "a number beyond the file": b"\x8b" + struct.pack("<L", (1 << 31) - 1) + b"abc",
+    "a memo that nobody filled": b"j\xff\xff\xff\xff",
+    "an empty stack": b"R",
+    "no mark": b"t",
+    "an unknown opcode": b"\xff",
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_description_that_contradicts_the_file_is_refused(case: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "last.ckpt", CONTRADICTIONS[case])
+    refuse_everywhere(path, "its description and its contents do not match")
+
+
+PEAK = """
+import io, resource, sys
+from pathlib import Path
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in sys.argv[1:]:
+    data = Path(path).read_bytes()
+    try:
+        InertUnpickler(io.BytesIO(data), len(data)).load()
+    except Exception:
+        pass
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+WASTEFUL = {
+    "lists": b"]" * 200_000,
+    "sets": b"\x8f" * 200_000,
+    "dictionaries": b"}K\x01Ns" * 40_000,
+    "remembered": b"}\x94" * 100_000,
+    "far in the memo": b"}r\xff\xff\xff\xff",
+    "objects": b"cbuiltins\nobject\nq\0" + b"h\0)\x81" * 50_000,
+    "copied arguments": b"cbuiltins\nobject\nq\0(" + b"N" * 50_000 + b"tq\1" + b"h\0h\1\x81" * 30_000,
+    "bytes that are not there": b"\x96" + struct.pack("<Q", 2 << 30),
+    "classes": b"".join(b"ca\n%d\n" % i for i in range(25_000)),
+}
+
+
+def test_memory_is_in_proportion_to_the_pickle(tmp_path: Path) -> None:
+    for case, program in WASTEFUL.items():
+        (tmp_path / case).write_bytes(program + b".")
+    paths = [str(tmp_path / case) for case in WASTEFUL]
+    done = subprocess.run([sys.executable, "-c", PEAK, *paths], capture_output=True, text=True, check=True)
+    peaks = dict(zip(WASTEFUL, map(int, done.stdout.split()), strict=True))
+    assert max(peaks.values()) * 1024 < 200 * 200_000, peaks
+
+
+PROGRAMS = st.lists(
+    st.sampled_from(
+        [
+            *(b"}", b"]", b")", b"(", b"N", b"K\x01", b"X\x01\x00\x00\x00a", b"G" + bytes(8), b"\x8a\x01\x05", b"\x8f"),
+            *(b"cos\nsystem\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n"),
+            *(b"R", b"b", b"s", b"u", b"a", b"e", b"t", b"\x85", b"\x86", b"\x87", b"\x81", b"Q", b"0", b"2", b"\x90"),
+            *(b"q\x00", b"h\x00", b"r\xff\xff\xff\xff", b"\x94", b"\x93", b"X\xff\xff\xff\x7f", b"\x82\x01", b"o"),
+            *(b"\x96\xff\xff\xff\xff\xff\x00\x00\x00", b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x91", b"\x92"),
+        ]
+    ),
+    max_size=25,
+).map(b"".join)
+
+
+@given(program=PROGRAMS)
+def test_no_pickle_program_surprises(tmp_path_factory: pytest.TempPathFactory, program: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "program.ckpt"
+    path.write_bytes(described_by(program))
+    open_in_every_way(path)
+
+
+# -- torch's legacy format ---------------------------------------------------------------------------------------------
+
+
+def test_an_old_file_holds_the_storages_that_it_describes(tmp_path: Path) -> None:
+    path, words = tmp_path / "last.ckpt", "its description and its contents do not match"
+    data = saved({"w": torch.ones(4)}, _use_new_zipfile_serialization=False)
+    keys = data.index(b"]q", data.index(b"OrderedDict"))
+    path.write_bytes(data[:keys] + b"]." + data[data.rindex(b"\x04" + bytes(7)) :])
+    refuse_everywhere(path, words)  # torch leaves the memory as it is
+    path.write_bytes(data.replace(struct.pack("<q4f", 4, 1, 1, 1, 1), struct.pack("<q4f", 3, 1, 1, 1, 1)))
+    refuse_everywhere(path, words)
+    version = pickle.dumps(1001, 2)
+    start = data.index(version) + len(version)
+    path.write_bytes(data[:start] + b"\x80\x02" + CALLS["torch.FloatTensor"] + b"." + data[data.index(b"}q\0") - 2 :])
+    with pytest.raises((UnsafeCheckpointError, BrokenCheckpointError)):
+        read_checkpoint(path)
+
+
+# -- what a user can allow ---------------------------------------------------------------------------------------------
+
+# A file, and what is read from it.
+HARMLESS = {
+    "enum": (saved(Mode.FAST), repr(Mode.FAST)),
+    "module": (saved(torch.nn.Sequential(torch.nn.ReLU())), repr(torch.nn.Sequential(torch.nn.ReLU()))),
+    "path and loss": (saved([Path("a"), torch.nn.MSELoss()]), repr([Path("a"), torch.nn.MSELoss()])),
+    "number": (saved(np.float64(0.1)), repr(np.float64(0.1))),
+    "array": (saved(np.ones(3, dtype=np.int16)), repr(np.ones(3, dtype=np.int16))),
+    "builtins": (saved([frozenset([1]), slice(1, 2), str]), repr([frozenset([1]), slice(1, 2), str])),
+    "scheduler": (saved(torch.optim.lr_scheduler.StepLR), repr(torch.optim.lr_scheduler.StepLR)),
+}
+
+
+@pytest.mark.follows("To allow these classes, if you trust them: ")
+@pytest.mark.parametrize("name", HARMLESS)
+def test_the_suggested_line_allows_what_only_holds_values(name: str, tmp_path: Path) -> None:
+    data, value = HARMLESS[name]
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        read_checkpoint(tmp_path / "a.pt")
+    line = re.search(r"To allow these classes, if you trust them: (.*)", str(caught.value))[1]  # type: ignore[index]
+    before = torch.serialization.get_safe_globals()
+    try:
+        exec(line, {})  # as a user would paste it
+        assert repr(read_checkpoint(tmp_path / "a.pt")) == value
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def test_no_line_is_suggested_for_what_torch_never_fills(tmp_path: Path) -> None:
+    torch.save({"hyper_parameters": collections.deque([1])}, tmp_path / "a.pt")
+    words = r"fills only plain lists and dictionaries: collections\.deque"
+    with pytest.raises(UnsafeCheckpointError, match=words) as caught:
+        read_checkpoint(tmp_path / "a.pt")
+    assert "add_safe_globals" not in str(caught.value)
+    with (
+        torch.serialization.safe_globals([collections.deque]),
+        pytest.raises(UnsafeCheckpointError, match=r"torch refuses it") as refused,
+    ):
+        read_checkpoint(tmp_path / "a.pt")
+    assert "weights_only" not in str(refused.value)
