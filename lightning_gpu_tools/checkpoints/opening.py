@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
 import stat
-import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged, faults_of
-from lightning_gpu_tools.checkpoints.file_kinds import HEAD_BYTES, is_tar, other_file, other_folder
+from lightning_gpu_tools.checkpoints.file_kinds import HEAD_BYTES, other_file, unpacked
 from lightning_gpu_tools.checkpoints.formats import file_formats
 from lightning_gpu_tools.checkpoints.key_tree import listed
 from lightning_gpu_tools.checkpoints.structure import Structure
@@ -22,8 +20,6 @@ from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import CheckpointNotFoundError
 from lightning_gpu_tools.files import local_copy
 from lightning_gpu_tools.units import printable, printable_path
-
-_MAX_NAMES = 100  # our default: of the files in an archive, to say what it is
 
 
 @contextlib.contextmanager
@@ -34,29 +30,17 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             with faults_of(path):
                 file = _open(local)
         except FileNotFoundError:
-            with faults_of(path):
-                _refuse_tensorflows(local)
             no_folder = "" if Path(local).parent.is_dir() else " Its folder does not exist either."
             raise CheckpointNotFoundError(f"Checkpoint file not found: {printable_path(path)}.{no_folder}") from None
         with file:
             yield file
 
 
-def _refuse_tensorflows(path: str) -> None:
-    """Raise a fault if this is the name of a TensorFlow checkpoint, which has files with longer names only."""
-    folder, name = os.path.split(path)
-    with contextlib.suppress(OSError):
-        beside = [other for other in os.listdir(folder or ".") if other.startswith(f"{name}.")]
-        if fault := other_folder(path, beside, ()):
-            raise fault
-
-
 def _open(path: str) -> BinaryIO:
     if os.path.isdir(path):
-        names = sorted(os.listdir(path))
-        unpacked = [name for name in names if os.path.isfile(os.path.join(path, name, "data.pkl"))]
-        if fault := other_folder(path, names, unpacked):
-            raise fault
+        for folder in (path, *(os.path.join(path, name) for name in sorted(os.listdir(path)))):
+            if os.path.isfile(os.path.join(folder, "data.pkl")):
+                raise unpacked(os.path.abspath(folder))
         raise Fault("is a folder without shards of a checkpoint", "Use a file, or the folder with all shards.")
     # Without O_NONBLOCK, opening a pipe blocks until something writes to it.
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
@@ -76,16 +60,7 @@ def describe(file: BinaryIO, path: str) -> Structure:
             if form.recognizes(head):
                 with collector_paused(), any_error_is(damaged("its description and its contents do not match")):
                     return dataclasses.replace(form.describe(file, path, size_bytes), form=form)
-        raise other_file(path, size_bytes, head, _names_in_tar(file) if is_tar(head) else ())
-
-
-def _names_in_tar(file: BinaryIO) -> list[str]:
-    file.seek(0)
-    with (
-        any_error_is(damaged("its tar headers contradict each other")),
-        tarfile.open(fileobj=file, mode="r:") as archive,
-    ):
-        return [member.name for member in itertools.islice(archive, _MAX_NAMES)]
+        raise other_file(path, size_bytes, head)
 
 
 class Folder:
