@@ -19,8 +19,7 @@ from lightning_gpu_tools.checkpoints.content import (
     put_weights,
 )
 from lightning_gpu_tools.checkpoints.copying import changed_number
-from lightning_gpu_tools.checkpoints.file_tensors import LazyTensor
-from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, RenamePlan, clean_names, plan_renaming, quoted
+from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, quoted
 from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, build_tree, counted, is_wrapper, list_groups
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
@@ -32,19 +31,14 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     others_of_this_model,
     rename_optimizers,
     same_tensors,
-    shapes_of,
     weights_in,
     whole_weights,
 )
-from lightning_gpu_tools.checkpoints.structure import Progress, no_progress
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
-from lightning_gpu_tools.checkpoints.writing import write_content, write_safetensors
+from lightning_gpu_tools.checkpoints.writing import write_checkpoint, write_safetensors
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 from lightning_gpu_tools.files import behind_links
 from lightning_gpu_tools.units import printable, printable_path
-
-# Our default, one page. Lazy casts of smaller tensors save no significant memory and are ten times slower.
-_SMALL_BYTES = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +48,13 @@ class Changes:
     entry: str | None = None  # None: the only one
     wrappers: tuple[str, ...] = ()  # private segments such as _orig_mod are always removed
     keep_prefix: bool = False
-    like: str | None = None
     drop_root: str = ""
     add_root: str = ""
     dtype: torch.dtype | None = None  # None: as in the file
     weights_only: bool = False
 
 
-def convert(source: str, target: str, changes: Changes, progress: Progress = no_progress) -> str:
+def convert(source: str, target: str, changes: Changes) -> str:
     """Convert ``source`` to ``target``, as safetensors if it ends in ``.safetensors``, and return a summary.
 
     If ``target`` is a symbolic link, the file that it points to is replaced or created, and the link stays.
@@ -81,14 +74,14 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = no_
         converted[name] = _converted(source, weights, plans[name], changes, as_safetensors)
     plan = plans[entry]
     if as_safetensors:
-        write_safetensors(converted[entry], file, _texts(content), progress)
+        write_safetensors(converted[entry], file, _texts(content))
     elif only_weights:
-        write_content(converted[entry], file, progress)
+        write_checkpoint(converted[entry], file)
     else:
         whole = put_weights(content, converted)
         if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
             whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
-        write_content(whole, file, progress)
+        write_checkpoint(whole, file)
     done = [counted(len(converted[entry]), "weight") + (f" of {quoted(entry)}" if others else ""), plan.describe()]
     if plan.unused:
         done.append(f"dropped: {list_groups(plan.unused)}")
@@ -103,10 +96,6 @@ def convert(source: str, target: str, changes: Changes, progress: Progress = no_
 
 def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
     source = printable_path(path)
-    if changes.like is not None:
-        _, wanted = choose_weights(changes.like, weights_in(read_weights(changes.like)[0], changes.like), None)
-        with errors_about(source, printable_path(changes.like)):
-            return plan_renaming(shapes_of(weights), ModelKeys(shapes=shapes_of(wanted)))
     # Lightning removes its own wrappers, so a `module` in its files is an attribute of the model.
     is_lightnings = is_lightning_checkpoint(content) and entry in MODEL_STATES
     around_all = not (changes.keep_prefix or is_lightnings or changes.drop_root.startswith(f"{WRAPPER_SEGMENT}."))
@@ -135,15 +124,11 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
 def _converted(
     path: str, weights: Mapping[str, Any], plan: RenamePlan, changes: Changes, as_safetensors: bool
 ) -> OrderedDict[str, Any]:
-    """Return the weights with new names and precision, still tied. Refuse weights that take too much memory."""
+    """Return the weights with new names and precision, still tied, without the rest of their storages."""
     converted = plan.apply(weights)
     check_numbers(path, converted)
-    # Non-contiguous tensors go to torch.save, which writes each storage once.
-    whole = as_safetensors or changes.dtype is not None
-    written = {key: value for key, value in converted.items() if is_dense(value) and (whole or value.is_contiguous())}
-    check_repetition(path, written)
-    if changes.dtype is None:
-        return converted
+    if changes.dtype is not None or as_safetensors:
+        check_repetition(path, {key: value for key, value in converted.items() if is_dense(value)})
     identity = same_tensors(converted)
     made: dict[Hashable, Any] = {}
     beyond_range = []
@@ -151,10 +136,13 @@ def _converted(
         same = identity.get(key, key)
         if same not in made:
             made[same] = value
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not changes.dtype:
+            is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if changes.dtype is not None and is_number and value.dtype is not changes.dtype:
                 made[same] = _to_dtype(key, value, changes.dtype)
                 if changed_number(value, changes.dtype):
                     beyond_range.append(key)
+            elif type(value) is torch.Tensor and is_dense(value) and value.untyped_storage().nbytes() > value.nbytes:
+                made[same] = value.detach().clone()
         converted[key] = made[same]
     if beyond_range:
         raise CheckpointError(
@@ -166,14 +154,11 @@ def _converted(
 
 def _to_dtype(key: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     try:
-        if value.numel() * dtype.itemsize <= _SMALL_BYTES or not is_dense(value):
-            return value.detach().to(dtype)
-        value.new_empty(1).to(dtype)  # fails now, not in the middle of writing
+        return value.detach().to(dtype)
     except NotImplementedError:
         raise CheckpointError(
             f"Torch cannot convert {printable(key)} from {value.dtype} to {dtype}. Omit --dtype to keep {value.dtype}."
         ) from None
-    return LazyTensor(tuple(value.shape), dtype, lambda: value.detach().to(dtype).contiguous())
 
 
 def _texts(content: Any) -> dict[str, str]:

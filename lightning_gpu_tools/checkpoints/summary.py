@@ -17,16 +17,7 @@ from lightning_gpu_tools.checkpoints.content import (
     manifest_of,
     shown_shape,
 )
-from lightning_gpu_tools.checkpoints.key_tree import (
-    MAX_NAME,
-    PRIVATE_SEGMENTS,
-    WRAPPER_SEGMENT,
-    build_tree,
-    child_modules,
-    group_keys,
-    is_wrapper,
-    keys_below,
-)
+from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, group_keys, is_wrapper_name
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, Opaque, Structure, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import format_bytes, line_width, printable, printable_path, wrapped
@@ -175,17 +166,10 @@ def _describe(key: str, info: Any) -> dict[str, Any]:
 
 
 def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
-    """Count the keys below each kind of wrapper. ``module`` counts only if it has no siblings."""
+    """Count the keys with each name that a wrapper may have added."""
     counts: Counter[str] = Counter()
     for key in weights:
-        counts.update(set(key.split(".")[:-1]) & PRIVATE_SEGMENTS)
-    stack = [build_tree(weights).root]
-    while stack:
-        node = stack.pop()
-        if is_wrapper(node):
-            counts[WRAPPER_SEGMENT] += sum(1 for _ in keys_below(node))
-        else:
-            stack += [child for _, child in child_modules(node)]
+        counts.update({segment for segment in key.split(".")[:-1] if is_wrapper_name(segment)})
     return dict(sorted(counts.items()))
 
 

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
-import pickle
 import struct
-import sys
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
-from lightning_gpu_tools.checkpoints.file_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.formats.safetensors import DTYPE_OF_SAFETENSORS, TWO_IN_A_BYTE
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.state_dicts import is_dense, same_tensors
-from lightning_gpu_tools.checkpoints.structure import DTYPE_OF_STORAGE, Progress, no_progress
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.files import writing
 from lightning_gpu_tools.units import printable_path
 
-_STORAGE_OF_DTYPE = {
-    getattr(torch, dtype): getattr(torch, storage)
-    for storage, dtype in DTYPE_OF_STORAGE.items()
-    if not storage.startswith(("Q", "Untyped"))
-}
 _SAFETENSORS_DTYPES = {
     getattr(torch, dtype): name
     for name, dtype in DTYPE_OF_SAFETENSORS.items()
@@ -45,80 +34,7 @@ def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
         torch.save(content, watched)
 
 
-def write_content(content: Any, path: str, progress: Progress = no_progress) -> None:
-    """Write content for ``torch.load``, with plain tensors one by one and without the rest of their storages."""
-    description = io.BytesIO()
-    pickler = _Pickler(description, protocol=2)
-    try:
-        pickler.dump(content)
-    except _NotPlainError:
-        write_checkpoint(content, path)
-        return
-    advance = progress(sum(block.nbytes for block in pickler.blocks))
-    with writing(path) as file, _Watched(file) as watched:
-        archive: Any = torch._C.PyTorchFileWriter(watched)  # as in torch.save
-        try:
-            archive.write_record("data.pkl", description.getvalue(), description.tell())
-            archive.write_record("byteorder", sys.byteorder, len(sys.byteorder))
-            for number, numbers in enumerate(_numbers(pickler.blocks)):
-                is_small = len(numbers) <= _COPIED_BYTES
-                block = bytes(numbers) if is_small else torch.frombuffer(numbers, dtype=torch.uint8).untyped_storage()
-                archive.write_record(f"data/{number}", block, len(numbers))
-                advance(len(numbers))
-        finally:
-            archive.write_end_of_file()
-
-
-class _NotPlainError(Exception):
-    """The error for tensors that only ``torch.save`` can write."""
-
-
-class _Pickler(pickle.Pickler):
-    """A pickler that writes the same as ``torch.save``, but faster, with references to the numbers of tensors.
-
-    The pickler of ``torch.save`` checks nineteen parts of each tensor in Python for storages.
-    """
-
-    def __init__(self, file: IO[bytes], protocol: int) -> None:
-        super().__init__(file, protocol)
-        self.blocks: list[torch.Tensor] = []  # in the order of their storages
-        self._storages: dict[Any, _Storage] = {}
-
-    def reducer_override(self, value: Any) -> Any:
-        """Describe a tensor by its storage, shape and strides."""
-        if not isinstance(value, torch.Tensor):
-            if torch.is_storage(value) or isinstance(value, torch.TypedStorage):
-                raise _NotPlainError
-            return NotImplemented
-        if not _is_plain(value):
-            raise _NotPlainError
-        # Tensors at the same address are the same tensor, or another shape of it.
-        block = value.data_ptr(), value.numel(), value.dtype
-        storage = self._storages.get(block)
-        if storage is None:
-            kind = _STORAGE_OF_DTYPE.get(value.dtype, torch.UntypedStorage)
-            size = value.nbytes if kind is torch.UntypedStorage else value.numel()
-            storage = self._storages[block] = _Storage(("storage", kind, str(len(self.blocks)), "cpu", size))
-            self.blocks.append(value)
-        parts: Any = (storage, 0, tuple(value.shape), value.stride(), False, OrderedDict())
-        if value.dtype in _STORAGE_OF_DTYPE:
-            return torch._utils._rebuild_tensor_v2, parts
-        return torch._utils._rebuild_tensor_v3, (*parts, value.dtype)
-
-    def persistent_id(self, value: Any) -> Any:
-        """Return a reference to a storage."""
-        return tuple(value) if type(value) is _Storage else None
-
-
-class _Storage(tuple[Any, ...]):
-    """A placeholder for the storage of a tensor, whose numbers are written later."""
-
-    __slots__ = ()
-
-
-def write_safetensors(
-    weights: Mapping[str, Any], path: str, texts: Mapping[str, str], progress: Progress = no_progress
-) -> None:
+def write_safetensors(weights: Mapping[str, Any], path: str, texts: Mapping[str, str]) -> None:
     """Write weights as safetensors. Does not use the library safetensors, which writes in place.
 
     For the format, see https://huggingface.co/docs/safetensors#format.
@@ -149,21 +65,8 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)
     with writing(path) as file, torch.no_grad():
         file.write(struct.pack("<Q", len(text)) + text)
-        advance = progress(end)
         for numbers in _numbers(value for _, value in order):
-            advance(file.write(numbers))
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a tensor is only contiguous numbers with a dtype and a shape."""
-    return (
-        type(value) in (torch.Tensor, LazyTensor)
-        and value.layout is torch.strided
-        and value.is_cpu
-        and not (value.is_nested or value.is_quantized or value.requires_grad or value.is_conj() or value.is_neg())
-        and (type(value) is LazyTensor or not value.__dict__)
-        and value.is_contiguous()
-    )
+            file.write(numbers)
 
 
 def _numbers(values: Iterable[torch.Tensor]) -> Iterator[memoryview]:

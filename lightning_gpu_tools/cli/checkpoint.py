@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from lightning_gpu_tools.checkpoints import sources, summary
-from lightning_gpu_tools.checkpoints.structure import WRITTEN_SUFFIXES, Progress, no_progress
+from lightning_gpu_tools.checkpoints.structure import WRITTEN_SUFFIXES
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import CheckpointError
@@ -18,7 +17,6 @@ from lightning_gpu_tools.files import exists
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
 _SUFFIXES = ", ".join(WRITTEN_SUFFIXES)
-_MIN_PROGRESS_BYTES = 256 << 20  # our default: smaller files take no noticeable time
 _ANY = "a file, a folder with a checkpoint or its shards, their index file, or the URL of a file"
 _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong usage."
 
@@ -26,7 +24,7 @@ _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong u
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and the help."""
     parser.description = (
-        "Inspect, verify and convert checkpoints: files of torch.save, Lightning, TorchScript, safetensors and NumPy, "
+        "Inspect, verify and convert checkpoints: files of torch.save, Lightning, TorchScript and safetensors, "
         "and folders of shards (Hugging Face, torch.distributed.checkpoint, FSDP, DeepSpeed ZeRO). Never runs code in "
         "a file."
     )
@@ -79,7 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="remove the `module.` of the DataParallel, DDP or AveragedModel at this path; can be repeated",
     )
     names.add_argument("--keep-prefix", action="store_true", help="keep a `module.` that all keys begin with")
-    names.add_argument("--like", metavar="FILE", help="rename the keys to those of this checkpoint")
     convert.add_argument(
         "--drop-root", metavar="NAME.", default="", help="remove this prefix; keys without it are dropped"
     )
@@ -109,8 +106,8 @@ def _verify(args: argparse.Namespace) -> int:
     from lightning_gpu_tools.checkpoints.reading import verify_checkpoint
 
     start = time.monotonic()
-    with _errors_reported(), _progress("verifying") as progress:
-        structure, unread = verify_checkpoint(args.file, progress)
+    with _errors_reported():
+        structure, unread = verify_checkpoint(args.file)
     if args.json:
         found = {"path": args.file, "sound": True, "checksums": structure.has_checksums, "bytes": structure.size_bytes}
         _print({**found, "unread": unread.classes})
@@ -139,14 +136,13 @@ def _convert(args: argparse.Namespace) -> int:
         entry=args.entry,
         wrappers=tuple(args.wrapper),
         keep_prefix=args.keep_prefix,
-        like=args.like,
         drop_root=as_root(args.drop_root),
         add_root=as_root(args.add_root),
         dtype=getattr(torch, args.dtype) if args.dtype else None,
         weights_only=args.weights,
     )
-    with _errors_reported(), _progress("converting") as progress:
-        result = convert(args.source, args.target, changes, progress)
+    with _errors_reported():
+        result = convert(args.source, args.target, changes)
     _print(result)
     return 0
 
@@ -170,21 +166,3 @@ def _errors_reported() -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointError(f"{printable_path(error.filename or 'the file')}: {error.strerror or error}") from None
-
-
-@contextlib.contextmanager
-def _progress(label: str) -> Iterator[Progress]:
-    """Show a progress bar on a terminal if the file is large."""
-    with contextlib.ExitStack() as shown:
-
-        def begin(size_bytes: int) -> Callable[[int], object]:
-            if size_bytes < _MIN_PROGRESS_BYTES or not sys.stderr.isatty():
-                return no_progress(size_bytes)
-            from rich import progress
-            from rich.console import Console
-
-            bar = progress.Progress(console=Console(file=sys.__stderr__), transient=True)
-            task = shown.enter_context(bar).add_task(label, total=size_bytes)
-            return lambda count: bar.advance(task, count)
-
-        yield begin

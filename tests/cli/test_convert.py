@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import TENSORS, Tied, lightning_checkpoint, wrapped
+from checkpoint_files import Tied, lightning_checkpoint, wrapped
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,11 +18,9 @@ from torch.optim.swa_utils import AveragedModel
 from wrapped_models import compiled
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.convert import Changes, convert
 from lightning_gpu_tools.checkpoints.key_renaming import clean_names
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
-from lightning_gpu_tools.checkpoints.sources import read_structure
-from lightning_gpu_tools.checkpoints.writing import write_checkpoint, write_content
+from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
@@ -76,18 +74,6 @@ def test_tensors_of_any_size_and_type_go_through_safetensors(tmp_path: Path, run
             assert (loaded[key].shape, loaded[key].dtype) == (value.shape, value.dtype), key
             mine, theirs = (tensor.reshape(-1).view(torch.uint8) for tensor in (loaded[key], value))
             assert torch.equal(mine, theirs), key
-
-
-def test_convert_gives_the_names_of_another_file(net: Tied, last: str, tmp_path: Path, run: Run) -> None:
-    torch.save(net.state_dict(), tmp_path / "plain.pt")
-    target = str(tmp_path / "a.pt")
-    assert run("convert", last, target, "--like", str(tmp_path / "plain.pt"), "--weights")[0] == 0
-    assert list(torch.load(target)) == list(net.state_dict())
-    torch.save({"other": torch.ones(1)}, tmp_path / "other.pt")
-    code, _, err = run("convert", last, target, "--like", str(tmp_path / "other.pt"), "--force")
-    assert code == 1
-    assert "does not fit" in err
-    assert list(torch.load(target)) == list(net.state_dict())
 
 
 @pytest.mark.follows("Use --force to replace it")
@@ -260,60 +246,3 @@ def test_only_what_all_keys_begin_with_is_taken_off(keys: list[str]) -> None:
     assert len(taken) == 1
     assert {*taken.pop().split(".")} <= {"module", ""}
     assert not all(name.startswith("module.") for name in names.values())
-
-
-def described(value: torch.Tensor) -> Any:
-    return type(value), value.dtype, value.shape, value.requires_grad, value.tolist()
-
-
-@given(
-    weights=st.dictionaries(st.text(max_size=5), TENSORS, max_size=6),
-    also=st.sets(st.sampled_from(["part", "column", "parameter", "view"])),
-    versions=st.sampled_from([None, {}, {"": {"version": 1}, "a.b": {"version": 300}}, {"": {"note": torch.ones(1)}}]),
-)
-def test_torch_loads_the_weights_that_were_written(
-    weights: dict[str, torch.Tensor],
-    also: set[str],
-    versions: dict[str, Any] | None,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    content: OrderedDict[str, Any] = OrderedDict(weights)
-    for key, value in weights.items():
-        kinds = {
-            "part": value[1:] if value.ndim else value,
-            "column": value[..., :1] if value.ndim else value,
-            "view": value.reshape(1, -1),
-            "parameter": torch.nn.Parameter(value, value.is_floating_point()),
-        }
-        content.update({f"{key} {kind}": kinds[kind] for kind in also})
-        content[f"{key} again"] = value
-    if versions is not None:
-        content._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    path = tmp_path_factory.getbasetemp() / "weights.pt"
-    write_content(content, str(path))
-    assert read_structure(str(path)).has_checksums
-    for mapped in (True, False):
-        loaded = torch.load(path, mmap=mapped, weights_only=True)
-        assert type(loaded) is OrderedDict
-        assert getattr(loaded, "_metadata", None) == versions
-        assert [*map(described, loaded.values())] == [*map(described, content.values())]
-        assert [*loaded] == [*content]
-        if not also & {"column", "parameter"}:  # torch.save writes whole storages
-            assert all(value.untyped_storage().nbytes() == value.nbytes for value in loaded.values())
-        assert all(loaded[f"{key} again"].data_ptr() == loaded[key].data_ptr() for key in weights)
-
-
-def test_progress_counts_the_bytes_of_the_weights(tmp_path: Path) -> None:
-    weights = OrderedDict((str(i), torch.full((i,), float(i))) for i in range(2000))
-    seen: list[int] = []
-
-    def begin(size_bytes: int) -> Callable[[int], object]:
-        seen.append(-size_bytes)
-        return seen.append
-
-    torch.save(weights, tmp_path / "weights.pt")
-    for target in ("a.pt", "a.safetensors"):
-        convert(str(tmp_path / "weights.pt"), str(tmp_path / target), Changes(), begin)
-        assert seen[0] == -sum(value.nbytes for value in weights.values())
-        assert sum(seen) == 0
-        seen.clear()
