@@ -84,10 +84,9 @@ def load_weights(
     """Load a checkpoint into a model, regardless of the wrappers (DataParallel, DDP, FSDP, torch.compile) in its keys.
 
     The file may be a Lightning checkpoint, a plain ``state_dict``, a dictionary or a list with one, a pickled module, a
-    TorchScript program, safetensors, or NumPy arrays (``.npz``, Detectron2's ``.pkl``). Shards are loaded as one
-    checkpoint: safetensors or ``.bin`` files with an ``index.json``, and the folders of
-    ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights are read on the CPU and copied to
-    the model's devices. Other objects (hyperparameters, arguments) are not read.
+    TorchScript program, or safetensors. Shards are loaded as one checkpoint: safetensors or ``.bin`` files with an
+    ``index.json``, and the folders of ``torch.distributed.checkpoint``, FSDP, ModelParallel and DeepSpeed ZeRO. Weights
+    are read on the CPU and copied to the model's devices. Other objects (hyperparameters, arguments) are not read.
 
     Loading is all-or-nothing: every error below is raised before anything is copied. A model with load hooks or its own
     ``load_state_dict`` is loaded twice, the first time as a check. A model can be partly loaded only after an
@@ -121,7 +120,8 @@ def load_weights(
         >>> print(report)  # doctest: +SKIP
         last.ckpt: loaded 161 weights; removed "module." from 161 keys
     """
-    _check_arguments(model, path)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"load_weights(model, path) needs a torch.nn.Module, got {printable(type(model).__name__)}.")
     path = checkpoint_at(path)
     content, unread = read_weights(path, weights_only=weights_only)
     entries = weights_in(content, path)
@@ -134,26 +134,6 @@ def load_weights(
         plan, loaded = copy_weights(model, fit)
     warn_of_what_is_left(path, model, fit)
     return _report(str(path), fit, plan, loaded, unread.classes)
-
-
-def _check_arguments(model: object, path: object) -> None:
-    if isinstance(model, nn.Module) and isinstance(path, (str, os.PathLike)):
-        return
-    shown = printable(repr(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else "path", 300)
-    if isinstance(path, nn.Module) and isinstance(model, (str, os.PathLike)):
-        problem = f"the path first. The model comes first: load_weights(model, {os.fspath(model)!r})"
-    elif isinstance(model, type) and issubclass(model, nn.Module):
-        name = printable(model.__name__)
-        problem = f"the class {name} instead of a model. Create one: load_weights({name}(...), {shown})"
-        if hasattr(model, "load_from_checkpoint"):
-            problem += f". Or use the hyperparameters in the file: load_from_checkpoint({name}, {shown})"
-    elif isinstance(model, nn.Module):
-        problem = f"{printable(type(path).__name__)} as the path. It takes the path or URL of a checkpoint"
-        if isinstance(path, Mapping):
-            problem += ". For weights in memory: model.load_state_dict(state_dict)"
-    else:
-        problem = f"{printable(type(model).__name__)} as the model. It takes a torch.nn.Module"
-    raise TypeError(f"load_weights got {problem}.")
 
 
 def naming_file(path: object, model_class: type, note: str = "") -> contextlib.AbstractContextManager[None]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import functools
 import inspect
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,13 +22,12 @@ from lightning_gpu_tools.checkpoints.content import (
 )
 from lightning_gpu_tools.checkpoints.copying import copy_weights
 from lightning_gpu_tools.checkpoints.key_renaming import Root
-from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
+from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, weights_in
 from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, warn_of_what_is_left
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
-from lightning_gpu_tools.trainer.families import LightningModule, is_lightnings, lookup, version_of
-from lightning_gpu_tools.trainer.wrappers import Wrappers
+from lightning_gpu_tools.trainer.families import LightningModule, lookup, version_of
 from lightning_gpu_tools.units import printable, printable_path
 
 Module = TypeVar("Module", bound="LightningModule")
@@ -144,51 +141,6 @@ def _read_hparams(path: str | os.PathLike[str], model_class: type[LightningModul
     return read(os.fspath(path))
 
 
-def _built_by_its_class(
-    build: Callable[..., Module], path: str | os.PathLike[str], root: Root, strict: bool | None
-) -> Module:
-    """Call a class's own ``load_from_checkpoint`` on a trusted file, and rename keys if they do not match."""
-    if "weights_only" in inspect.signature(build).parameters:
-        build = functools.partial(build, weights_only=False)
-    with _trusting_files():
-        if root is None:
-            with contextlib.suppress(RuntimeError):  # from load_state_dict; any other is raised again
-                return build(path, strict=strict)
-        model = build(path, strict=False)
-    content, _ = read_weights(path, weights_only=False)
-    with naming_file(path, type(model)):
-        fit = fit_weights(model, weights_in(content, path), root, model.strict_loading if strict is None else strict)
-        copy_weights(model, fit)
-    warn_of_what_is_left(path, model, fit)
-    return model
-
-
-_replacing = threading.Lock()  # of torch.load, which several threads may do
-
-
-@contextlib.contextmanager
-def _trusting_files() -> Iterator[None]:
-    """Make ``torch.load`` open any file by default, as before torch 2.6, in this thread alone."""
-    mine, wrappers = threading.get_ident(), Wrappers()
-
-    def trusting(load: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == mine and kwargs.get("weights_only") is None:
-                kwargs["weights_only"] = False
-            return load(*args, **kwargs)
-
-        return wrapped
-
-    with _replacing:
-        wrappers.put(torch, "load", trusting)
-        wrappers.put(torch.serialization, "load", trusting)
-    try:
-        yield
-    finally:
-        with _replacing:
-            wrappers.undo()
-
-
 def load_from_checkpoint(
     model_class: type[Module],
     path: str | os.PathLike[str],
@@ -204,8 +156,7 @@ def load_from_checkpoint(
 
     It differs from ``model_class.load_from_checkpoint`` in three ways: keys are fitted to the model as in
     :func:`load_weights`, the model is on the CPU by default, and files that hold more than plain data are refused, even
-    those from a URL. A class's own ``load_from_checkpoint``, which opens files itself, is used only with
-    ``weights_only=False``.
+    those from a URL. A class's own ``load_from_checkpoint`` is not used.
 
     Args:
         model_class: The LightningModule's class.
@@ -226,21 +177,9 @@ def load_from_checkpoint(
         TypeError: ``model_class`` is not the class of a LightningModule.
     """
     if not isinstance(model_class, type) or not hasattr(model_class, "load_from_checkpoint"):
-        shown: Any = path
-        if isinstance(path, type):
-            advice = f"It comes first: load_from_checkpoint({shown.__name__}, {model_class!r})."
-        else:
-            advice = f"load_weights(model, {str(path)!r}) loads weights into any module."
-        raise TypeError(
-            f"model_class must be the class of a LightningModule, got {printable(repr(model_class), 100)}. {advice}"
-        )
+        raise TypeError(f"model_class must be the class of a LightningModule, got {printable(repr(model_class), 100)}.")
     path = checkpoint_at(path)
     device = "cpu" if map_location is None else map_location
-    owner = next(base for base in model_class.__mro__ if "load_from_checkpoint" in vars(base))
-    if not weights_only and not is_lightnings(owner):
-        own: Callable[..., Module] = model_class.load_from_checkpoint
-        build = functools.partial(own, map_location=device, hparams_file=hparams_file, **kwargs)
-        return _built_by_its_class(build, path, root, strict)
     try:
         content = read_checkpoint(path, map_location=device, weights_only=weights_only)
     except UnsafeCheckpointError as error:
