@@ -1,25 +1,24 @@
 """Keys that show which tool has changed a model: the error names it, and its advice makes the weights fit."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.optim.swa_utils import AveragedModel
 from wrapped_models import contents, fill
 
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.errors import CheckpointMismatchError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the older functions of torch.nn.utils are deprecated
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def net(divide: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> nn.Module:
-    return nn.ModuleDict({"first": divide(nn.Linear(3, 3)), "last": nn.Linear(3, 2)})
+def net() -> nn.Module:
+    return nn.ModuleDict({"first": nn.Linear(3, 3), "last": nn.Linear(3, 2)})
 
 
 def refusal(model: nn.Module, path: Path) -> str:
@@ -28,52 +27,10 @@ def refusal(model: nn.Module, path: Path) -> str:
     return str(refused.value)
 
 
-def output(model: Any) -> torch.Tensor:
-    model.eval()
-    return model["last"](model["first"](torch.ones(1, 3)))  # type: ignore[no-any-return]
-
-
-DIVIDING = [weight_norm, spectral_norm, parametrizations.weight_norm, parametrizations.spectral_norm]
-
-
 def saved(model: nn.Module, path: Path) -> nn.Module:
     fill(model, 1)
     torch.save(nn.DataParallel(model).state_dict(), path)
     return model
-
-
-@pytest.mark.follows("on these layers", "Before loading, call", "Create the model with")
-@pytest.mark.parametrize("own", [None, *DIVIDING])
-@pytest.mark.parametrize("divide", DIVIDING)
-def test_weights_that_a_norm_divided_load_after_the_advice(divide: Any, own: Any, tmp_path: Path) -> None:
-    source = saved(net(divide), tmp_path / "a.pt")
-    model = net(own) if own else net()
-    if own is divide or (divide, own) == (weight_norm, parametrizations.weight_norm):  # torch translates these
-        load_weights(model, tmp_path / "a.pt")
-    else:
-        message = refusal(model, tmp_path / "a.pt")
-        advice = re.search(
-            rf"saved with {divide.__name__} on (\w+)\. (.*) (torch\.nn\.utils\.[\w.]+) on these layers", message
-        )
-        assert advice is not None
-        layer, do, function = advice.groups()
-        assert (do == "Create the model with") == bool(own)
-        model = net() if own else model
-        eval(function)(model.get_submodule(layer))
-        load_weights(model, tmp_path / "a.pt")
-    assert torch.allclose(output(model), output(source), atol=1e-5)
-
-
-@pytest.mark.follows(". Load the weights before ")
-@pytest.mark.parametrize("divide", DIVIDING)
-def test_plain_weights_load_before_a_norm_divides_them(divide: Any, tmp_path: Path) -> None:
-    source = saved(net(), tmp_path / "a.pt")
-    message = refusal(net(divide), tmp_path / "a.pt")
-    assert f"The model has {divide.__name__} on first. Load the weights before {divide.__name__} is called." in message
-    model = net()
-    load_weights(model, tmp_path / "a.pt")
-    divide(model["first"])
-    assert torch.equal(model["last"].weight, source["last"].weight)
 
 
 @pytest.mark.follows("Merge them first (peft: ", "Load the weights before get_peft_model")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
-import re
 import shutil
 import weakref
 from collections import OrderedDict
@@ -14,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from checkpoint_files import TENSORS
 from hypothesis import given
 from hypothesis import strategies as st
@@ -240,29 +236,6 @@ def test_each_index_in_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), WEIGHTS.values(), strict=True))
 
 
-@pytest.mark.follows("Load them with torch.distributed.checkpoint.HuggingFaceStorageReader")
-@pytest.mark.skipif(not hasattr(dcp, "HuggingFaceStorageWriter"), reason="this torch does not write them")
-def test_parts_by_dcp_are_left_to_the_tool_that_wrote_them(tmp_path: Path) -> None:
-    for distributed in (True, False):
-        folder = tmp_path / str(distributed)
-        is_new = "save_distributed" in inspect.signature(dcp.HuggingFaceStorageWriter).parameters
-        options = {"save_distributed" if is_new else "save_sharded": distributed}  # since torch 2.9, in 2.8
-        writer = dcp.HuggingFaceStorageWriter(str(folder), **options)
-        dcp.save(dict(WEIGHTS), storage_writer=writer)
-    file = next(folder.glob("*.safetensors"))  # its index says that this is all
-    assert [load_weights(Net(), path).missing for path in (folder, file)] == [(), ()]
-    folder = tmp_path / "True"
-    file = next(folder.glob("*.safetensors"))
-    for path, words in ((folder, "holds the parts of all ranks"), (file, "is one of several files")):
-        with pytest.raises(BrokenCheckpointError, match=words) as refused:
-            read_checkpoint(path)
-        if path == folder:
-            advised = re.search(r"Load them with (\S+)\.$", str(refused.value))
-            weights = {key: torch.zeros_like(value) for key, value in WEIGHTS.items()}
-            dcp.load(weights, storage_reader=pkgutil.resolve_name(advised[1])(str(folder)))  # type: ignore[index]
-            assert all(torch.equal(value, WEIGHTS[key]) for key, value in weights.items())
-
-
 @pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind != "DeepSpeed without ZeRO"])
 def test_a_missing_or_cut_file_is_refused(kind: str, tmp_path: Path) -> None:
     source = SOURCES[kind](tmp_path / "folder")
@@ -291,9 +264,3 @@ def test_tensors_in_parts_take_no_memory_in_between(tmp_path: Path) -> None:
     gone = weakref.ref(made)
     del made
     assert gone() is None
-
-
-@pytest.mark.parametrize("name", ["model-00001-of-00001.bin", "my_model_states.pt", "mp_rank_00_model_states.pt"])
-def test_a_whole_file_of_any_name_loads(name: str, tmp_path: Path) -> None:
-    torch.save(WEIGHTS, tmp_path / name)
-    load_weights(Net(), tmp_path / name)

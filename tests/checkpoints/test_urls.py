@@ -76,7 +76,7 @@ def refused(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str
 
 @pytest.mark.parametrize(
     ("status", "reason"),
-    [(401, "401 Unauthorized"), (403, "403 Forbidden"), (500, "500 Internal Server Error"), (503, "503 Service Un")],
+    [(403, "403 Forbidden"), (500, "500 Internal Server Error")],
 )
 def test_a_servers_refusal_is_the_reason(
     status: int, reason: str, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -109,8 +109,6 @@ def test_an_unknown_protocol_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     ("url", "package"),
     [
         ("s3://bucket/a.ckpt", "s3fs"),
-        ("gs://bucket/a.ckpt", "gcsfs"),
-        ("az://container/a.ckpt", "adlfs"),
         ("hf://user/repo/a.bin", "huggingface_hub"),
         ("smb://host/share/a.ckpt", "smbprotocol"),
     ],

@@ -15,7 +15,6 @@ import pytest
 import torch
 from checkpoint_files import Exploit
 from lightning.pytorch import LightningModule
-from sharded_checkpoints import write_distributed
 from torch import nn
 from wrapped_models import TiedTransformer, compiled, contents, fill
 
@@ -229,20 +228,6 @@ def test_a_meta_model_gets_tensors_of_its_own(tmp_path: Path) -> None:
     assert contents(target) == contents(source)
 
 
-@pytest.mark.parametrize("suffix", ["pt", "safetensors", "dcp"])
-def test_the_default_device_is_not_that_of_a_file(suffix: str, tmp_path: Path) -> None:
-    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
-    path = tmp_path / f"a.{suffix}"
-    torch.save(source.state_dict(), tmp_path / "a.pt")
-    if suffix == "dcp":
-        write_distributed(path, dict(source.state_dict()))
-    elif suffix == "safetensors":
-        assert main(["checkpoint", "convert", str(tmp_path / "a.pt"), str(path)]) == 0
-    with torch.device("meta"):
-        load_weights(target, path)
-    assert contents(target) == contents(source)
-
-
 def test_only_what_is_on_the_meta_device_is_replaced(tmp_path: Path) -> None:
     source = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     torch.save(source.state_dict(), tmp_path / "a.pt")
@@ -252,14 +237,6 @@ def test_only_what_is_on_the_meta_device_is_replaced(tmp_path: Path) -> None:
     assert target[1].weight is kept
     assert [parameter.dtype for parameter in target.parameters()] == [torch.bfloat16] * 2 + [torch.float64] * 2
     assert torch.equal(target[0].weight, source[0].weight.bfloat16())
-
-
-def test_lazy_modules_get_their_shape_from_the_file(tmp_path: Path) -> None:
-    source = nn.DataParallel(nn.Sequential(nn.Linear(3, 2)))
-    torch.save(source.state_dict(), tmp_path / "a.pt")
-    target = nn.Sequential(nn.LazyLinear(2))
-    load_weights(target, tmp_path / "a.pt")
-    assert torch.equal(target[0].weight, source.module[0].weight)
 
 
 def test_files_from_before_batch_norm_counted_its_batches(tmp_path: Path) -> None:
@@ -309,17 +286,6 @@ def test_statistics_that_a_norm_does_not_keep_are_left_out(
     assert torch.equal(target[1].running_var, source[1].running_var)
 
 
-def test_the_advice_of_torch_is_shown_in_full(tmp_path: Path) -> None:
-    class Refuses(nn.Linear):
-        def _load_from_state_dict(self, *arguments: Any) -> None:
-            arguments[-1].append(f"{'Very long advice. ' * 50}Now do this.")
-
-    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
-    with pytest.raises(CheckpointMismatchError) as refusal:
-        load_weights(Refuses(2, 2), tmp_path / "a.pt")
-    assert "Very long advice. " * 50 + "Now do this." in str(refusal.value)
-
-
 def test_extra_state_and_metrics_keep_nothing_of_the_file(tmp_path: Path) -> None:
     from torchmetrics import CatMetric
 
@@ -356,14 +322,6 @@ def test_safetensors_load_also_without_a_list_of_tied_names(tmp_path: Path) -> N
     save_model(source, str(tmp_path / "a.safetensors"))  # it stores only one of the two tied names
     load_weights(compiled(target), tmp_path / "a.safetensors")
     assert contents(target) == contents(source)
-
-
-def test_a_safetensors_name_on_a_torch_file_does_not_mislead(tmp_path: Path) -> None:
-    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
-    torch.save(source.state_dict(), tmp_path / "a.pt")
-    (tmp_path / "a.pt").rename(tmp_path / "a.safetensors")
-    load_weights(target, tmp_path / "a.safetensors")
-    assert torch.equal(source.weight, target.weight)
 
 
 # -- URLs ----------------------------------------------------------------------------------------------------------
