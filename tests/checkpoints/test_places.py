@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from plugin_trainings import Lit, trainer
 from torch import nn
-from wrapped_models import contents, fill
+from wrapped_models import contents
 
 from lightning_gpu_tools import load_from_checkpoint, load_weights
 from lightning_gpu_tools.cli import main
@@ -83,22 +83,6 @@ def test_a_folder_by_hugging_face_leads_to_its_weights(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"older")
     assert has_loaded(tmp_path)
-
-
-def test_transformers_saves_what_load_weights_loads(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=16
-    )
-    source, target = transformers.BertModel(config), transformers.BertModel(config)
-    fill(source, 1)
-    source.save_pretrained(tmp_path)
-    load_weights(target, tmp_path)
-    assert contents(target) == contents(source)
-    # Older versions also saved the positions, which are not in the state_dict any more.
-    old = {**source.state_dict(), "embeddings.position_ids": torch.arange(512)[None]}
-    torch.save(old, tmp_path / "old.pt")
-    assert load_weights(target, tmp_path / "old.pt").buffers == ("embeddings.position_ids",)
 
 
 def test_links_to_nothing_and_to_themselves_are_no_checkpoints(tmp_path: Path) -> None:

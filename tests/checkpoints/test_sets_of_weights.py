@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_gpu_tools import load_from_checkpoint, load_weights
+from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average, plan_renaming
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
@@ -138,21 +138,6 @@ def test_the_trainers_average_is_taken_and_the_raw_weights_named(tmp_path: Path)
         report = load_weights(target, tmp_path / "a.ckpt")
     assert values(target) == {1}
     assert report.others == ("current_model_state",)
-
-
-def test_a_class_says_that_there_is_an_average(tmp_path: Path) -> None:
-    from lightning.pytorch import LightningModule
-
-    class Lit(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net(0)
-
-    raw = {f"net.{key}": value for key, value in net(1).state_dict().items()}
-    torch.save(in_lightning("ema", AVERAGE)(raw), tmp_path / "a.ckpt")
-    with pytest.warns(UserWarning, match='to load the average, call load_weights with root="ema"'):
-        assert values(load_from_checkpoint(Lit, tmp_path / "a.ckpt")) == {1}
-    assert values(load_from_checkpoint(Lit, tmp_path / "a.ckpt", root="ema")) == {2}
 
 
 trees = st.recursive(

@@ -3,7 +3,6 @@
 import copy
 import functools
 import http.server
-import importlib.util
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -157,60 +156,6 @@ def test_each_process_loads_its_own_part_and_no_other(
     assert main(["checkpoint", "convert", str(tmp_path / "0.pt"), converted]) == 1
     assert "0.pt: It holds one part of a sharded checkpoint" in capsys.readouterr().err
     assert main(["checkpoint", "convert", str(tmp_path / "copies.pt"), converted]) == 0
-
-
-DEEPSPEED = """
-import os, sys
-import torch
-from torch import nn
-import deepspeed, deepspeed.ops
-from lightning_gpu_tools import load_weights
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for minutes
-folder = sys.argv[2]
-torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(sys.argv[1]), world_size=2)
-deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-
-def numbers(module):
-    parameters = list(module.parameters())
-    with deepspeed.zero.GatheredParameters(parameters):
-        return {float(number) for parameter in parameters for number in parameter.flatten()}
-
-for stage in (0, 1, 2, 3):
-    for name in ("engine", "model", "layer"):
-        net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))  # of sizes that two ranks cannot halve
-        config = {
-            "train_batch_size": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage},
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True}},
-        }
-        engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
-
-        def step():
-            engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
-            engine.step()
-
-        step()
-        target = {"engine": engine, "model": net, "layer": net[0]}[name]
-        report = load_weights(target, f"{folder}/half.pt", root="0." if name == "layer" else None)
-        assert len(report.loaded) == len(list(target.parameters())), report
-        step()
-        assert numbers(target) == {0.5}, (stage, name, numbers(target))
-torch.distributed.barrier()
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_deepspeed_trains_on_with_the_loaded_weights(run_python: Callable[..., Any], tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    torch.save({key: torch.full_like(value, 0.5) for key, value in net.state_dict().items()}, tmp_path / "half.pt")
-
-    def train(rank: int) -> Any:
-        environment = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-        return run_python("-c", DEEPSPEED, str(rank), str(tmp_path), env=environment)
-
-    with ThreadPoolExecutor() as pool:
-        answers = list(pool.map(train, range(2)))
-    assert [answer.returncode for answer in answers] == [0, 0], [answer.stderr for answer in answers]
 
 
 def test_a_meta_model_gets_tensors_of_its_own(tmp_path: Path) -> None:
