@@ -10,13 +10,9 @@ from lightning_gpu_tools.units import printable
 
 _MAX_NAMED = 3  # our default
 _BY_INFO = "torch.utils.data.get_worker_info(): files[info.id::info.num_workers], or all if info is None."
-# How a stream gets a part for each worker, by whose stream it is.
-_SPLIT = {
-    "webdataset": "Add webdataset.split_by_worker to its pipeline, after the list of shards.",
-    "datapipe": "Add .sharding_filter() to the pipe, before its costly steps.",
-    "tfrecord": "Give it an index_path, made by python -m tfrecord.tools.tfrecord2idx FILE INDEX.",
-    None: f"Split what `__iter__` reads by {_BY_INFO}",
-}
+# How a stream gets a part for each worker.
+_SPLIT = f"Split what `__iter__` reads by {_BY_INFO}"
+_SPLIT_WEBDATASET = "Add webdataset.split_by_worker to its pipeline, after the list of shards."
 OPEN_IN_WORKER = "Open it in the worker: when it loads its first sample. Load none before the workers start."
 CHANGES = (
     "its dataset changes while it is used (a cache, or its own random generator), and the copies in the workers would "
@@ -78,7 +74,7 @@ def _obstacles(facts: LoaderFacts) -> Iterator[tuple[str, str]]:
         else:
             yield (
                 f"{stream} is iterable and does not split by worker, so each worker would yield all samples",
-                _SPLIT[facts.stream],
+                _SPLIT_WEBDATASET if facts.is_webdataset else _SPLIT,
             )
 
 

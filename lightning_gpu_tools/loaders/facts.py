@@ -11,7 +11,7 @@ import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -19,7 +19,6 @@ from torch.utils.data import (
     ChainDataset,
     DataLoader,
     IterableDataset,
-    IterDataPipe,
     Subset,
     TensorDataset,
     default_collate,
@@ -53,8 +52,6 @@ _CONVERSIONS = ("as_tensor", "from_numpy", "tensor")  # of torch, that also take
 _MAX_CALLS = 3  # functions that call one another, from a method of the dataset on
 _MAX_CODES = 1000
 
-_Stream = Literal["webdataset", "datapipe", "tfrecord"]
-
 
 def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks: int = 1) -> LoaderFacts:
     """Return the facts about a training loader. Takes some milliseconds."""
@@ -65,8 +62,6 @@ def read_loader_facts(loader: object, *, name: str = "", within: str = "", ranks
     if not isinstance(loader, DataLoader):
         return LoaderFacts(kind=shown, name=name, is_torch=False, is_iterator=hasattr(kind, "__next__"))
     dataset: Any = loader.dataset
-    if isinstance(dataset, IterDataPipe):  # torch wraps it
-        dataset = attributes(dataset).get("_datapipe", dataset)
     held, batch_sampler = held_by(dataset), loader.batch_sampler
     of_collate = [] if loader.collate_fn is default_collate else held_by(loader.collate_fn)
     is_forked = _start_method(loader) == "fork"
@@ -136,28 +131,25 @@ def _pickles_itself(held: Held) -> bool:
 
 def _of_stream(facts: LoaderFacts, dataset: Any, held: Sequence[Held], worker_init: Any) -> LoaderFacts:
     things = [one.thing for one in held]
-    splits, stream = _splits(dataset, things, worker_init)
-    return replace(facts, is_iterable=True, splits=splits, stream=stream, shards=_shards(things))
+    is_webdataset = any(map(_is_of_webdataset, things))
+    splits = _splits(dataset, things, worker_init)
+    return replace(facts, is_iterable=True, splits=splits, is_webdataset=is_webdataset, shards=_shards(things))
 
 
-def _splits(dataset: Any, things: Sequence[Any], worker_init: Any) -> tuple[bool | None, _Stream | None]:
-    """Return whether each worker reads only its own part, as far as the code shows, and whose stream it is."""
+def _splits(dataset: Any, things: Sequence[Any], worker_init: Any) -> bool | None:
+    """Return whether each worker reads only its own part, as far as the code shows."""
     if type(dataset) is ChainDataset:
         each = [_splits(one, [held.thing for held in held_by(one)], worker_init) for one in dataset.datasets]
-        return min(each, key=lambda one: (False, None, True).index(one[0]), default=(None, None))
-    stream: _Stream | None = "datapipe" if isinstance(dataset, IterDataPipe) else None
-    for one in things:
-        package = type(one).__module__.partition(".")[0]
-        if package == "tfrecord" and getattr(one, "index_path", "") is None:  # it has this option, and does not use it
-            return False, "tfrecord"
-        if package == "webdataset":
-            stream = "webdataset"
+        return min(each, key=(False, None, True).index, default=None)
     names = _names(filter(_shows_split, [getattr(worker_init, "func", worker_init), *things]))
-    is_stage = any(name_of(one) in _SPLITTERS or hasattr(type(one), "apply_sharding") for one in things)
-    if is_stage or {_GET_WORKER, _COUNT_WORKERS} <= names:
-        return True, stream
-    is_unknown = not names.isdisjoint({_GET_WORKER, *_DRAWS}) or (stream is None and is_of_library(type(dataset)))
-    return None if is_unknown else False, stream
+    if any(name_of(one) in _SPLITTERS for one in things) or {_GET_WORKER, _COUNT_WORKERS} <= names:
+        return True
+    is_unknown_library = is_of_library(type(dataset)) and not any(map(_is_of_webdataset, things))
+    return None if is_unknown_library or not names.isdisjoint({_GET_WORKER, *_DRAWS}) else False
+
+
+def _is_of_webdataset(thing: object) -> bool:
+    return type(thing).__module__.partition(".")[0] == "webdataset"
 
 
 def _shows_split(thing: Any) -> bool:

@@ -109,7 +109,7 @@ class LoaderFacts:
         dataset: Class of the dataset.
         is_iterable: Whether the dataset is a stream, of which each worker gets a copy.
         splits: Whether the copies of a stream split its samples among them; ``None`` if its code does not show it.
-        stream: Whose stream it is, if that decides how to split it.
+        is_webdataset: Whether the stream is webdataset's.
         shards: Number of shards of a stream, for all ranks; ``None`` if unknown.
         ranks: Number of ranks.
         is_daemonic: Whether this process may not start others.
@@ -135,7 +135,7 @@ class LoaderFacts:
     dataset: str = ""
     is_iterable: bool = False
     splits: bool | None = None
-    stream: Literal["webdataset", "datapipe", "tfrecord"] | None = None
+    is_webdataset: bool = False
     shards: int | None = None
     ranks: int = 1
     is_daemonic: bool = False

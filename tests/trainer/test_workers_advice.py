@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import re
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +16,6 @@ import torch
 from advised import code_in, diagnosed, settings_in
 from loader_switching import shorten_trials
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torch.utils.data.datapipes.iter import IterableWrapper
 from trainings import Model, Samples, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationMonitor, NumWorkersFinder, find_loader_settings, watch
@@ -182,14 +179,15 @@ def test_a_stream_split_as_advised_yields_each_sample_once(tmp_path: Path) -> No
     assert trained(tmp_path, DataLoader(Stream(part, info), **settings), max_epochs=1) == ALL
 
 
-def test_a_stream_that_splits_gets_settings_but_no_search(tmp_path: Path) -> None:
-    class Split(IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            info = get_worker_info()
-            numbers = range(BATCHES)
-            for number in numbers if info is None else numbers[info.id :: info.num_workers]:
-                yield a_row(number)
+class Split(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        numbers = range(BATCHES)
+        for number in numbers if info is None else numbers[info.id :: info.num_workers]:
+            yield a_row(number)
 
+
+def test_a_stream_that_splits_gets_settings_but_no_search(tmp_path: Path) -> None:
     finding = diagnosed(tmp_path, Counting(), DataLoader(Split()))
     assert finding.evidence["kind"] == "too_few_workers"
     assert "NumWorkersFinder" not in finding.advice
@@ -198,18 +196,10 @@ def test_a_stream_that_splits_gets_settings_but_no_search(tmp_path: Path) -> Non
 
 @pytest.mark.follows("Set num_workers yourself")
 def test_a_finder_that_leaves_a_stream_alone_says_what_to_set(tmp_path: Path) -> None:
-    pipe = IterableWrapper(range(BATCHES)).sharding_filter().map(a_row)
-    result = found_by_finder(tmp_path, DataLoader(pipe))
+    result = found_by_finder(tmp_path, DataLoader(Split()))
     assert "could repeat or lose samples. Set num_workers yourself" in result.reason
     name = code_in(result.reason, r"Set (\w+) yourself")
-    assert trained(tmp_path, DataLoader(pipe, **{name: 2}), max_epochs=1) == ALL
-
-
-@pytest.mark.follows("Add .sharding_filter() to the pipe")
-def test_a_pipe_with_a_sharding_filter_yields_each_sample_once(tmp_path: Path) -> None:
-    advice = diagnosed(tmp_path, Counting(), DataLoader(IterableWrapper(range(BATCHES)).map(a_row))).advice
-    pipe = getattr(IterableWrapper(range(BATCHES)), code_in(advice, r"Add \.(\w+)\(\)"))().map(a_row)
-    assert trained(tmp_path, DataLoader(pipe, **settings_in(advice)), max_epochs=1) == ALL
+    assert trained(tmp_path, DataLoader(Split(), **{name: 2}), max_epochs=1) == ALL
 
 
 def webdataset_of(folder: Path, shards: int, *stages: Callable[[Any], Any]) -> Any:
@@ -245,29 +235,6 @@ def test_as_many_workers_as_shards_are_advised_until_there_are_more(tmp_path: Pa
         followed = DataLoader(dataset, batch_size=None, **settings_in(advice))
         assert trained(tmp_path, followed, max_epochs=1) == ALL
     assert needed[1] == 1 < needed[16]
-
-
-@pytest.mark.follows("Give it an index_path, made by python -m tfrecord.tools.tfrecord2idx FILE INDEX.")
-def test_tfrecords_with_an_index_are_split(tmp_path: Path) -> None:
-    tfrecord = pytest.importorskip("tfrecord")
-    from tfrecord.torch.dataset import TFRecordDataset
-
-    file, index = str(tmp_path / "file"), str(tmp_path / "index")
-    writer = tfrecord.TFRecordWriter(file)
-    for number in range(BATCHES):
-        writer.write({"number": (number, "int")})
-    writer.close()
-
-    def loader_of(options: dict[str, Any], **settings: Any) -> DataLoader[Any]:
-        dataset = TFRecordDataset(
-            file, **{"index_path": None, **options}, transform=lambda one: a_row(int(one["number"][0]))
-        )
-        return DataLoader(dataset, batch_size=None, **settings)
-
-    advice = diagnosed(tmp_path, Counting(), loader_of({})).advice
-    option, module = re.search(r"Give it an (\w+), made by python -m ([\w.]+) FILE INDEX", advice).groups()  # type: ignore[union-attr]
-    subprocess.run([sys.executable, "-m", module, file, index], check=True)
-    assert trained(tmp_path, loader_of({option: index}, **settings_in(advice)), max_epochs=1) == ALL
 
 
 # Processes
