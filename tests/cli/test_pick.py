@@ -156,14 +156,6 @@ def test_it_respects_claims_and_takes_none(driver: Driver, pick: Pick) -> None:
     assert pick().out == f"{driver.gpus[0].uuid}\n"
 
 
-def test_waiting_says_for_what_on_stderr_only(driver: Driver, run_cli: RunCli) -> None:
-    driver.gpus = [gpu(utilization=90)]
-    answer = run_cli("pick", "--max-utilization", "5", "--wait", "0.5s")
-    assert (answer.returncode, answer.stdout) == (3, "")
-    assert "Waiting for up to" in answer.stderr
-    assert "Waited" in answer.stderr
-
-
 def test_a_pick_asks_little_of_the_driver(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu() for _ in range(8)]
     pick()

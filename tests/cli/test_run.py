@@ -150,15 +150,6 @@ def test_the_command_ignores_no_more_signals_than_without(driver: Driver, run_cl
     assert run_cli("run", "--", *command).stdout == plain.stdout
 
 
-def test_nobody_has_to_read_what_was_picked(driver: Driver, run_cli: RunCli) -> None:
-    driver.gpus = [gpu()]
-    reader, writer = os.pipe()
-    os.close(reader)
-    answer = run_cli("run", "--", "echo", "started", capture_output=False, stdout=subprocess.PIPE, stderr=writer)
-    os.close(writer)
-    assert (answer.returncode, answer.stdout) == (0, "started\n")
-
-
 def test_a_closed_stream_does_not_become_the_claim(driver: Driver, claims_dir: Path) -> None:
     driver.gpus = [gpu()]
     job = f"echo words >&2; cat {claims_dir}/*.json"

@@ -255,12 +255,6 @@ def test_a_program_that_forgets_to_close_still_ends(driver, run_python):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_importing_the_sampler_loads_no_driver(run_python):
-    code = "import sys, lightning_gpu_tools.gpus.sampler\nassert not {'pynvml', 'torch'} & set(sys.modules)"
-    result = run_python("-c", code)
-    assert result.returncode == 0, result.stderr
-
-
 def test_metrics_are_made_once_for_each_poll(clock):
     """A Trainer that logs at every step asks a thousand times a second."""
     clock.gpus = [gpu(utilization=50)]

@@ -118,18 +118,6 @@ def kill_the_workers() -> None:
     signal.raise_signal(signal.SIGCHLD)  # the kernel may have given it to another thread
 
 
-def test_a_worker_that_died_between_epochs_costs_no_batch() -> None:
-    made = switchable(DataLoader(range(len(IN_ORDER)), batch_size=None))  # type: ignore[arg-type]
-    made.switch.use(settings(2, persistent=True))  # type: ignore[attr-defined]
-    assert [int(batch) for batch in made] == IN_ORDER
-    (worker, _) = multiprocessing.active_children()
-    worker.kill()
-    worker.join()
-    with pytest.warns(UserWarning, match="The original settings were restored"):
-        assert [int(batch) for batch in made] == IN_ORDER
-    restore(made)
-
-
 @pytest.mark.parametrize("change_at", [0, 6])
 def test_a_dataset_that_fails_with_any_settings_fails_as_without_us(change_at: int) -> None:
     class Broken(Act):

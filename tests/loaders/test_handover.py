@@ -17,7 +17,6 @@ from loader_switching import (
     Drawing,
     Items,
     SwitchAt,
-    Wrapping,
     arguments,
     assert_equal,
     settings,
@@ -80,22 +79,6 @@ def test_what_a_trainer_does_with_its_loader_makes_no_difference(
     plain = train(LOADERS["shuffled"](**arguments(before)), *peeks, folder=tmp_path, **options)
     ours = train(LOADERS["shuffled"](**arguments(before)), *peeks, SwitchAt(0, 4, after), folder=tmp_path, **options)
     assert_equal(ours, plain)
-
-
-def test_several_loaders_are_changed_at_once(tmp_path: Path) -> None:
-    def both() -> dict[str, Any]:
-        return {"a": LOADERS["shuffled"](num_workers=1), "b": Wrapping(ITEMS, 2, shuffle=True)}
-
-    ours = train(both(), SwitchAt(0, 4, settings(2)), folder=tmp_path)
-    assert_equal(ours, train(both(), folder=tmp_path))
-
-
-def test_spawned_workers_deliver_the_same(tmp_path: Path) -> None:
-    def loader(way: str) -> DataLoader[Any]:
-        return DataLoader(range(40), 4, shuffle=True, num_workers=1, multiprocessing_context=way)
-
-    ours = train(loader("spawn"), SwitchAt(0, 4, settings(1, True)), folder=tmp_path, max_epochs=1)
-    assert_equal(ours, train(loader("fork"), folder=tmp_path, max_epochs=1))
 
 
 def test_living_workers_learn_what_changes_between_epochs(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -231,23 +230,3 @@ def test_settings_are_slower_only_beyond_the_noise(tried: list[Step], original: 
 def test_many_workers_are_compared_over_as_many_rounds() -> None:
     assert confirm_steps(NO_WORKERS, workers(4)) == 100
     assert confirm_steps(NO_WORKERS, workers(32)) == 320
-
-
-def search_when_busy(seed: int) -> int:
-    """Search for a loader that computes on two cores, where other programs slow every fifth trial by 4 to 25 %."""
-    speeds, draw = {1: 46, 2: 83, 3: 92, 4: 91, 6: 90, 8: 89}, random.Random(seed)
-
-    def trial_s(settings: LoaderSettings) -> float:
-        disturbed = draw.uniform(1.04, 1.25) if draw.random() < 0.2 else 1.0
-        return draw.uniform(0.97, 1.03) * disturbed / speeds[settings.num_workers]
-
-    cost = LoadCost(wall_s=0.021 * draw.uniform(1.0, 1.3), cpu_s=0.021)
-    of = case(cost=cost, host=replace(HOST, cores=2.0))
-    return choose(of, tried(of, trial_s))[0].num_workers
-
-
-def test_a_busy_machine_does_not_change_the_choice() -> None:
-    """Expect three workers: two make 83 batches a second, three 92, and four 91."""
-    chosen = [search_when_busy(seed) for seed in range(100)]
-    assert chosen.count(3) >= 90
-    assert set(chosen) <= {2, 3, 4}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing.reduction
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,14 +48,6 @@ def fail() -> None:
 def fill_shared_memory() -> None:
     """Raise what torch does where ``/dev/shm`` is full, since 2.13."""
     raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
-
-
-def receive_from_the_dead() -> None:
-    """Fail as receiving a tensor from a worker does if the worker has died meanwhile."""
-    ours, theirs = socket.socketpair()
-    theirs.close()
-    with ours:
-        multiprocessing.reduction.recvfds(ours, 1)
 
 
 def fit(folder: Path, act: Callable[[], Any], model: Model | None = None, **options: Any) -> None:
@@ -146,12 +136,6 @@ def test_a_dataset_that_cannot_be_pickled_for_a_worker_is_told(tmp_path: Path) -
     assert "the DataLoader's workers could not be started: " in report.outcome
     if HAS_NOTES:
         assert report.failure in (raised.value.__context__ or raised.value).__notes__
-
-
-def test_a_lost_connection_is_not_taken_for_a_failed_pickle(tmp_path: Path) -> None:
-    with pytest.raises(EOFError):
-        fit(tmp_path, receive_from_the_dead, batch_size=2)
-    assert load_report(tmp_path).failure == OF_SAMPLE
 
 
 def test_errors_of_other_kinds_are_left_alone(tmp_path: Path) -> None:

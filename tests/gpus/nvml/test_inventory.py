@@ -182,12 +182,6 @@ def test_drawing_and_computing_processes_are_told_apart(driver):
     assert [(one.pid, one.graphics_only) for one in reading.processes] == [(2, False), (3, True)]
 
 
-def test_an_old_driver_that_cannot_list_drawing_processes_lists_the_others(driver):
-    driver.missing_functions = ["nvmlDeviceGetGraphicsRunningProcesses_v3"]
-    (reading,) = read(driver, gpu(processes=[process(2)]))
-    assert [one.pid for one in reading.processes] == [2]
-
-
 # MIG
 
 
@@ -260,9 +254,3 @@ def test_an_integrated_gpu_has_the_available_memory_of_the_host(driver, name, me
 def test_a_discrete_gpu_is_not_given_the_hosts_memory(driver, name):
     silent, reading = read(driver, gpu(name=name, memory_total=None), gpu(name=name, memory_free="7GiB"))
     assert (silent.memory_free_bytes, reading.memory_free_bytes) == (None, 7 * GIB)
-
-
-def test_nothing_is_opened_by_importing(driver, run_python):
-    result = run_python("-c", "import lightning_gpu_tools.gpus.nvml")
-    assert result.returncode == 0, result.stderr
-    assert driver.calls() == []

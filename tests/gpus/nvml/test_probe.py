@@ -218,13 +218,6 @@ def test_what_the_driver_refuses_is_named_and_takes_nothing_else_along(driver, p
     assert probe.after(2).pcie_tx_bytes > sample.pcie_tx_bytes > 0
 
 
-def test_a_mig_instance_without_its_only_source_of_utilization_says_so(driver, probe_of):
-    driver.gpus = [gpu(mig=[mig(gpm={1: 70})], gpm=None)]
-    xid, gpm = sorted(probe_of(driver.gpus[0].mig[0].uuid).read().refused)
-    assert xid.startswith("Xid events of MIG-")
-    assert gpm.startswith("the GPU performance monitors (GPM) of MIG-")
-
-
 def test_the_power_limit_and_how_far_it_can_be_raised(driver, probe_of):
     driver.gpus = [gpu(power_limit_watts=500.0), gpu(power_limit_max_watts=None)]
     limits = []

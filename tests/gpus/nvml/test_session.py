@@ -51,17 +51,6 @@ def test_a_driver_that_fails_later_is_unavailable_too(driver):
 
 
 @pytest.mark.parametrize(
-    "state", [{"library_missing": True}, {"errors": {"nvmlDeviceGetCount_v2": "DRIVER_NOT_LOADED"}}], ids=str
-)
-def test_without_a_driver_there_is_one_traceback(driver, run_python, state):
-    with driver.change():
-        vars(driver).update(state)
-    said = run_python("-c", "import lightning_gpu_tools as l; l.select_gpus(claim=False)").stderr
-    assert said.count("Traceback") == 1
-    assert "\nlightning_gpu_tools.errors.NvmlUnavailableError: " in said
-
-
-@pytest.mark.parametrize(
     ("file", "says"),
     [
         ("pynvml/__init__.py", "Run `pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py`."),
