@@ -29,7 +29,6 @@ import torch
 from harness import TESTS, be_quiet, exit_code, make_parser, print_answer, quiet_trainer, write_result
 from largest_batch import mean_error, predictions
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -266,18 +265,6 @@ class FillsGpu0(Layers):
         return super().training_step(batch, batch_idx)
 
 
-class OnOneGpu(DDPStrategy):
-    """A DDP strategy with all ranks on one GPU, as if ``CUDA_VISIBLE_DEVICES`` were the same for each."""
-
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        return [torch.device("cuda", 0)] * 2
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        self._parallel_devices = devices
-
-
 class AtEpochEnd(Layers):
     """A model that evaluates 800 samples at the end of the epoch, in some parts, with or without gradients."""
 
@@ -486,10 +473,6 @@ CASES = {
     "a batch too large, accumulated": Case(
         "batch_too_large", "backward", "accumulate_grad_batches=16 (now 4)", batches=partial(Batches, 256),
         options={"accumulate_grad_batches": 4},
-    ),
-    "ranks on one GPU": Case(
-        "shared_by_ranks", "forward", "Give each rank its own GPU", model=partial(FillsGpu0, [0.4, 0.4], 0.3), ranks=2,
-        options={"strategy": OnOneGpu(process_group_backend="gloo")},  # NCCL refuses ranks on one GPU
     ),
     "a hook that takes too much": Case(
         "spike", "AtEpochEnd.on_train_epoch_end", "Do it in parts", model=AtEpochEnd

@@ -119,7 +119,7 @@ def needed_bytes(oom: OutOfMemory) -> float:
         tensors, to_come = max(tensors, oom.memory.peak_bytes), 0
     own = 0  # of this process, outside torch's allocator
     if oom.total_bytes is not None and oom.free_bytes is not None and oom.reserved_bytes is not None:
-        own = max(0, oom.total_bytes - oom.free_bytes - oom.reserved_bytes - oom.others_bytes - oom.siblings_bytes)
+        own = max(0, oom.total_bytes - oom.free_bytes - oom.reserved_bytes - oom.others_bytes)
     return tensors + to_come + own
 
 
@@ -135,7 +135,7 @@ def raised_limit(oom: OutOfMemory) -> str:
     allowed, total, free = oom.message.allowed_bytes, oom.total_bytes, oom.free_bytes
     if allowed is None or total is None or free is None or free < oom.requested_bytes:
         return ""
-    if needed_bytes(oom) + oom.others_bytes + oom.siblings_bytes > total:
+    if needed_bytes(oom) + oom.others_bytes > total:
         return ""
     return (
         f"A limit allows torch {format_bytes(allowed)}, but {format_bytes(free)} of {format_bytes(total)} are free. "

@@ -192,8 +192,7 @@ class OutOfMemory:
     allocator: str = ""  # torch's settings, as the environment sets them: "PYTORCH_ALLOC_CONF=..."; empty if unknown
     uuid: str | None = None  # of the GPU
     gpus: tuple[GpuReading, ...] = ()  # of the machine, read after the error
-    own_pids: frozenset[int] | None = None  # this job's processes, with the driver's PIDs
-    pid: int | None = None  # this process, likewise
+    pid: int | None = None  # this process, with the driver's PID
     orphans: tuple[int, ...] = ()  # processes on this GPU whose parent has ended
     is_sharded: bool = False  # over the ranks
     growth: tuple[MemoryGrowth, ...] = ()
@@ -261,25 +260,13 @@ class OutOfMemory:
 
     @property
     def others(self) -> tuple[GpuProcess, ...]:
-        """Other jobs' processes on the GPU, the largest first."""
+        """Other processes on the GPU, the largest first."""
         foreign = {one.pid for one in self._listed if one.is_foreign}
         sizes = self.message.others_bytes.items()
         found = [GpuProcess(pid=pid, memory_used_bytes=size, is_foreign=pid in foreign) for pid, size in sizes]
-        if self._listed and self.own_pids is not None:
-            found = [one for one in self._listed if one.pid not in self.own_pids]
+        if self._listed and self.pid is not None:
+            found = [one for one in self._listed if one.pid != self.pid]
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
-
-    @property
-    def siblings(self) -> tuple[GpuProcess, ...]:
-        """This job's other processes on the GPU, the largest first; none if they are unknown."""
-        pids = set() if self.pid is None else (self.own_pids or frozenset()) - {self.pid}
-        found = [one for one in self._listed if one.pid in pids]
-        return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
-
-    @property
-    def siblings_bytes(self) -> int:
-        """The known memory of this job's other processes."""
-        return sum(one.memory_used_bytes or 0 for one in self.siblings)
 
     @property
     def unlisted_bytes(self) -> int:
@@ -289,7 +276,7 @@ class OutOfMemory:
             return 0
         now = sum(one.memory_used_bytes or 0 for one in self._listed if one.pid == self.pid)
         own = self.message.own_bytes or max(reserved + CONTEXT_BYTES, now)
-        left = total - free - own - self.siblings_bytes - sum(one.memory_used_bytes or 0 for one in self.others)
+        left = total - free - own - sum(one.memory_used_bytes or 0 for one in self.others)
         return left if left >= _MIN_UNLISTED * total else 0
 
     @property

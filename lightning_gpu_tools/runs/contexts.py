@@ -14,17 +14,17 @@ from lightning_gpu_tools.training.run_measurements import HeldContext
 
 
 class Contexts:
-    """A reader of this process's contexts, with the step at which each was first seen. It never creates one."""
+    """A reader of this process's contexts. It never creates one."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._since: dict[torch.device, int] = {}
+        self._seen: set[torch.device] = set()
         self._held_bytes: dict[str | None, int | None] = {}
 
-    def read(self, step: int, *, at_end: bool = False) -> tuple[HeldContext, ...]:
+    def read(self) -> tuple[HeldContext, ...]:
         """Return the contexts; empty if this process sees fewer than two GPUs, or has not started CUDA.
 
-        Their memory is read from the driver when a new one appears on another GPU, and again ``at_end``.
+        Their memory is read from the driver when a new one appears on another GPU.
         """
         gpu, place, has_context = self._run.gpu, self._run.place, compat.has_context()
         if gpu is None or has_context is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -33,10 +33,9 @@ class Contexts:
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         there = [device for device in devices if has_context(device.index)] if len(devices) > 1 else []
         others = {*there} - {own}
-        if others and (at_end or not others <= self._since.keys()):
+        if not others <= self._seen:
             self._held_bytes = _held_bytes()
-        for device in there:
-            self._since.setdefault(device, step)
+        self._seen |= others
         return tuple(
             HeldContext(
                 rank=place.rank,
@@ -45,7 +44,6 @@ class Contexts:
                 gpu=reading.index,
                 uuid=str(reading.uuid),
                 is_own=device == own,
-                since_step=self._since[device],
                 held_bytes=self._held_bytes.get(reading.uuid),
                 reserved_bytes=torch.cuda.memory_reserved(device),
             )

@@ -165,7 +165,7 @@ def _with_gpus(found: OutOfMemory, watch: GpuWatch | None, job_pids: frozenset[i
     listed = (found.gpu.processes if found.gpu is not None else None) or ()
     if job_pids is None or not nvml.pids_are_ours() or any(one.is_foreign for one in listed):
         return found
-    found = replace(found, pid=os.getpid(), own_pids=job_pids)
+    found = replace(found, pid=os.getpid())
     if watch is None:
         return found
     windows = watch.trained_on()

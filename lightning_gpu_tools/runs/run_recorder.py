@@ -242,9 +242,9 @@ class RunRecorder:
             "contexts": [*map(asdict, self.own_contexts())],
         }
 
-    def own_contexts(self, *, at_end: bool = False) -> tuple[HeldContext, ...]:
-        """Return this rank's CUDA contexts, in the training thread; ``at_end`` measures their memory again."""
-        return self.facts.read("CUDA contexts", partial(self._contexts.read, self._clock.steps, at_end=at_end), ())
+    def own_contexts(self) -> tuple[HeldContext, ...]:
+        """Return this rank's CUDA contexts, in the training thread."""
+        return self.facts.read("CUDA contexts", self._contexts.read, ())
 
     def contexts(self) -> tuple[HeldContext, ...]:
         """Return the CUDA contexts of all ranks, as far as received."""

@@ -365,7 +365,6 @@ class Session:
         self.warn(*self._faults)
         self.timer.stop()
         if self.recorder is not None and self.clock.ran:
-            self.recorder.own_contexts(at_end=True)
             self.warn(*self.ranks.finish(timeout_s))
             self._log_gpus(self.ranks, self.run.logged_step - 1)
 

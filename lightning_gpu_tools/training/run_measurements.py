@@ -336,7 +336,6 @@ class HeldContext:
         gpu: Device index of the GPU on the node.
         uuid: UUID of the GPU.
         is_own: Whether the rank trains on this GPU.
-        since_step: Number of steps completed when it was first seen; 0: before training began.
         held_bytes: Memory of the process there; ``None`` if unknown, as in a container.
         reserved_bytes: The part of it that torch's allocator has reserved.
     """
@@ -347,7 +346,6 @@ class HeldContext:
     gpu: int
     uuid: str
     is_own: bool
-    since_step: int = 0
     held_bytes: int | None = None
     reserved_bytes: int = 0
 

@@ -151,7 +151,7 @@ ERRORS = {
     "others that came later": (larger_batch(23 * GIB), "other_processes", "11.0 GiB belong to processes that are not"),
     "others that were there before": (larger_batch(12.1 * GIB), "batch_too_large", "takes more than 4.20 GiB"),
     "others from the beginning": (
-        {"others": {9: 6 * GIB}, "gpus": (this_gpu(ANN),), "own_pids": frozenset({1})},
+        {"others": {9: 6 * GIB}, "gpus": (this_gpu(ANN),), "pid": 1},
         "other_processes",
         "process 9 (train.py) of ann holds 6.00 GiB",
     ),
@@ -194,22 +194,6 @@ def test_the_batch_itself_depends_on_its_size() -> None:
     # 84 % of what 22 GiB have beside 7 of the model, of which the batch took 20.2.
     fits = int(64 * 0.84 * (22 + 10 / 1024 - 7) / (22 + 200 / 1024 - 2))
     assert f"At most {fits} fit" in text
-
-
-def test_other_ranks_on_the_gpu_are_no_part_of_what_is_needed() -> None:
-    own, other = (GpuProcess(pid=pid, memory_used_bytes=12 * GIB) for pid in (1, 2))
-    oom = an_error(begins=FLAT, allocated=11 * GIB, gpus=(this_gpu(own, other), FREE_GPU), pid=1)
-    oom = dataclasses.replace(oom, own_pids=frozenset({1, 2}))
-    cause, text = said(oom)
-    assert cause == "shared_by_ranks"
-    assert "2 ranks of this job share this GPU: process 2 holds 12.0 GiB. Without the others, 12.0 GiB would be" in text
-    assert "Give each rank its own GPU" in text
-    needed = diagnose(RUN, out_of_memory=oom).findings[0].evidence["needed_bytes"]
-    assert 11 * GIB < needed < 13 * GIB  # type: ignore[operator]
-    _, text = said(dataclasses.replace(oom, gpus=(this_gpu(own, other),)))
-    assert "This machine has one GPU: start one rank, and accumulate gradients over 2 times as many batches." in text
-    large = an_error(begins=FLAT, allocated=11 * GIB, requested=14 * GIB, gpus=oom.gpus, pid=1, own_pids=oom.own_pids)
-    assert said(large)[0] == "batch_too_large"  # it would not fit on a GPU of its own, either
 
 
 def test_a_first_step_that_fitted_is_no_proof() -> None:

@@ -67,21 +67,13 @@ def test_a_rank_on_the_gpu_of_another_is_named(tmp_path: Path) -> None:
         assert (size is not None) == nvml.pids_are_ours()
         assert size is None or 50 * MIB < float(size) < 4096 * MIB
         text = " ".join(render_text(report).split())
-        assert f"Rank 1 (PID {finding.evidence['pids']}) holds " in text
-        assert "on GPU 0, which is not its GPU, " in text
-    (seen_late,), (seen_early,) = strays(late), strays(early)
-    assert 20 < float(seen_late.evidence["since_step"]) <= late.steps
-    assert seen_early.evidence["since_step"] == 0
+        assert "Rank 1 holds " in text
+        assert "on GPU 0, which is not its GPU." in text
 
 
-def train_on_the_second(folder: Path, rank: int, *, uses_both: bool) -> None:
+def train_on_the_second(folder: Path, rank: int) -> None:
     """Train a loop on GPU 1 without making it the current one, then with a Trainer; write where contexts were made."""
-    has_context, kept = compat.has_context(), []
-    if uses_both:
-        for _ in DataLoader(Samples(4), batch_size=2, num_workers=1, pin_memory=True):
-            pass
-        assert has_context(0)
-        kept.append(torch.zeros(1, device="cuda:0"))
+    has_context = compat.has_context()
     layer = torch.nn.Linear(4, 1).to("cuda:1")
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
     with watch(folder=str(folder / "loop"), min_seconds=0.01) as run:
@@ -95,7 +87,7 @@ def train_on_the_second(folder: Path, rank: int, *, uses_both: bool) -> None:
 
 
 def test_we_make_no_context_on_another_gpu(tmp_path: Path) -> None:
-    (result,) = run_ranks(tmp_path, train_on_the_second, ranks=1, options={"uses_both": False})
+    (result,) = run_ranks(tmp_path, train_on_the_second, ranks=1)
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "contexts.json").read_text()) == [False, True]
     for name in ("loop", "fit"):
@@ -104,19 +96,3 @@ def test_we_make_no_context_on_another_gpu(tmp_path: Path) -> None:
         assert [gpu.index for gpu in report.gpus] == [1]
         assert report.gpu_step_s["training_step/forward"] > 0  # by events on that GPU
         assert not report.unseen
-
-
-def test_a_loader_that_pins_before_the_process_has_a_gpu_is_seen(tmp_path: Path) -> None:
-    """torch then makes the context on the current GPU, which is the first one; later it takes any that is there.
-
-    A small tensor on that GPU does not make it the one on which the loop trains.
-    """
-    (result,) = run_ranks(tmp_path, train_on_the_second, ranks=1, options={"uses_both": True})
-    assert result.returncode == 0, result.stderr
-    assert json.loads((tmp_path / "contexts.json").read_text()) == [True, True]
-    assert "This process (PID " in result.stderr  # warned while it runs
-    for name in ("loop", "fit"):
-        (finding,) = strays(load_report(tmp_path / name))
-        assert finding.advice.startswith("This process (PID ")
-        assert "on GPU 0, which is not its GPU, since before training began. " in finding.advice
-        assert "torch.cuda.set_device(1)" in finding.advice

@@ -1,4 +1,4 @@
-"""other_processes: other jobs hold so much of the GPU that this job does not fit.
+"""other_processes: other processes hold so much of the GPU that this one does not fit.
 
 Without the processes that the driver lists, and the used memory that it lists for no process, this job would fit. If
 this job needs more than it could have had after its first step, others are not the cause.

@@ -56,9 +56,7 @@ def _usual_batch(oom: OutOfMemory) -> Iterator[Ruling]:
     if not usual_bytes or oom.begin_bytes is None or oom.allocated_bytes is None:
         return
     taken = oom.wanted_bytes - oom.begin_bytes
-    # Other ranks that hold as much of this GPU are the cause.
-    least = max(_MIN_TIMES * usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes, oom.siblings_bytes)
-    if taken < least:
+    if taken < max(_MIN_TIMES * usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
         return
     yield Ruling(
         f"Step {oom.step} takes more than {format_bytes(taken)}, {taken / usual_bytes:.3g} times as much as earlier "

@@ -20,16 +20,15 @@ from lightning_gpu_tools.units import format_bytes, number_ranges
 
 # Our default: on a GPU where no rank trains, a process with more than this in torch's allocator uses it on purpose.
 _MAX_RESERVED = 32 * 2**20
-_MAX_PIDS = 8  # our default: PIDs in the report
 
 
 def strays(contexts: Sequence[HeldContext]) -> list[list[HeldContext]]:
     """Return the contexts on GPUs that are not their rank's, by GPU: those with most memory first."""
-    trained_on = {(one.node, one.uuid) for one in contexts if one.is_own}
-    of_gpus: defaultdict[tuple[int, str], list[HeldContext]] = defaultdict(list)
+    trained_on = {one.uuid for one in contexts if one.is_own}
+    of_gpus: defaultdict[str, list[HeldContext]] = defaultdict(list)
     for one in contexts:
-        if not one.is_own and ((one.node, one.uuid) in trained_on or one.reserved_bytes <= _MAX_RESERVED):
-            of_gpus[one.node, one.uuid].append(one)
+        if not one.is_own and (one.uuid in trained_on or one.reserved_bytes <= _MAX_RESERVED):
+            of_gpus[one.uuid].append(one)
     return sorted(of_gpus.values(), key=lambda those: (-_size(those), those[0].node, those[0].gpu))
 
 
@@ -37,15 +36,10 @@ def stray_contexts(contexts: Sequence[HeldContext]) -> Iterator[Finding]:
     """Return a finding on the GPU with most of this memory, if there is any. It costs no time."""
     found = strays(contexts)
     if found:
-        first, others = found[0], len(found) - 1
         is_alone, own = len({one.rank for one in contexts}) == 1, [str(one.gpu) for one in contexts if one.is_own]
-        advice = [
-            _description(first, "This process" if is_alone else ""),
-            _advice(first, own[0] if is_alone and own else "local_rank"),
-        ]
-        if others:
-            advice.append(f"{others:,} more GPU{'s have' if others > 1 else ' has'} contexts of other ranks.")
-        yield counted("stray_contexts", 0.0, {**_evidence(first), "gpus": len(found)}, " ".join(advice))
+        description = _description(found[0], "This process" if is_alone else "")
+        advice = _advice(found[0], own[0] if is_alone and own else "local_rank")
+        yield counted("stray_contexts", 0.0, _evidence(found[0]), f"{description} {advice}")
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
@@ -53,10 +47,10 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     if not here or oom.total_bytes is None or oom.message.allowed_bytes is not None:
         return
     # If a size was known, PIDs are the driver's, which may have a newer size, read after the error.
-    listed = {} if oom.gpu is None else {one.pid: one.memory_used_bytes for one in oom.gpu.processes or ()}
+    listed = {one.pid: one.memory_used_bytes for one in oom.others}
     here = [replace(one, held_bytes=one.held_bytes and listed.get(one.pid, one.held_bytes)) for one in here]
     size, free = _size(here), oom.free_bytes or 0
-    needed = needed_bytes(oom) + oom.siblings_bytes - size
+    needed = needed_bytes(oom) - _size(one for one in here if one.pid not in listed)
     if size and oom.requested_bytes <= free + size and needed <= oom.total_bytes:
         without = "them" if len(here) > 1 else "it"
         why = f"{_description(here)} Without {without}, {format_bytes(free + size)} would be free."
@@ -72,37 +66,21 @@ def _evidence(those: Sequence[HeldContext]) -> dict[str, float | str | None]:
         "gpu": those[0].gpu,
         "node": those[0].node,
         "ranks": number_ranges(one.rank for one in those),
-        "pids": _pids(those, " "),
         "held_bytes": _size(those) or None,
-        "since_step": min(one.since_step for one in those),
     }
 
 
-def _pids(those: Sequence[HeldContext], between: str) -> str:
-    shown = [str(one.pid) for one in those[:_MAX_PIDS]]
-    return between.join([*shown, *(["..."] if len(those) > _MAX_PIDS else [])])
-
-
 def _description(those: Sequence[HeldContext], who: str = "") -> str:
-    """Return a sentence with the rank, the size, the GPU, and since when."""
+    """Return a sentence with the rank, the size, and the GPU."""
     many, size = len(those) > 1, _size(those)
     who = who or f"Rank{'s' * many} {number_ranges(one.rank for one in those)}"
     what = format_bytes(size) if size else "CUDA contexts" if many else "a CUDA context"
-    begins = sorted({one.since_step for one in those})
-    moments = {0: "since before training began", 1: "since the first step"}
-    when = moments.get(begins[0], f"first seen after step {begins[0]:,}")
-    return (
-        f"{who} (PID{'s' * many} {_pids(those, ', ')}) hold{'s' * (not many)} {what} on {_gpu(those[0])}, which is not "
-        f"{'their' if many else 'its'} GPU, {when}{' or later' if len(begins) > 1 else ''}."
-    )
-
-
-def _gpu(one: HeldContext) -> str:
-    return f"GPU {one.gpu}{f' of node {one.node}' if one.node else ''}"
+    own = "their" if many else "its"
+    return f"{who} hold{'s' * (not many)} {what} on GPU {those[0].gpu}, which is not {own} GPU."
 
 
 def _advice(those: Sequence[HeldContext], own: str) -> str:
-    frees = f" That frees {format_bytes(_size(those))} on {_gpu(those[0])}." if _size(those) else ""
+    frees = f" That frees {format_bytes(_size(those))} on GPU {those[0].gpu}." if _size(those) else ""
     return (
         f"Call torch.cuda.set_device({own}) before anything else uses CUDA, and use no other GPU, as 'cuda:0' and "
         f"torch.load without map_location do.{frees}"
@@ -113,7 +91,7 @@ _OWN = [HeldContext(rank=rank, node=0, pid=40 + rank, gpu=rank, uuid=f"GPU-{rank
 _STRAY = [replace(one, gpu=0, uuid="GPU-0", is_own=False, held_bytes=GIB // 2) for one in _OWN[1:]]
 
 CAUSE = MemoryCause(
-    says="Rank ... holds ... on GPU ..., which is not its GPU, since ...; also reported, without a change of the "
+    says="Rank ... holds ... on GPU ..., which is not its GPU; also reported, without a change of the "
     "verdict, if no error occurred",
     change="`torch.cuda.set_device(local_rank)` before anything else uses CUDA, `map_location` in `torch.load`",
     find=find,
