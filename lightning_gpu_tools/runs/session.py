@@ -38,7 +38,7 @@ from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.cores import CoreUsers
 from lightning_gpu_tools.training.memory_history import MemoryHistory
-from lightning_gpu_tools.training.phases import CAPTURED, OPTIMIZER, VALIDATION, base_phase, is_backward
+from lightning_gpu_tools.training.phases import CAPTURED, OPTIMIZER, is_backward
 from lightning_gpu_tools.training.rank_exchange import Board
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
@@ -145,7 +145,6 @@ class Session:
             self.memory = MemoryHistory(
                 memory,
                 worker_pids=lambda: compat.worker_pids(self.run.iterator),
-                is_validating=lambda: base_phase(self.clock.current.phase) == VALIDATION,
             )
             if self._is_monitored and place.rank == 0:
                 self.background.add("Sampling the memory", self._poll_memory)

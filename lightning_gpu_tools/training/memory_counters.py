@@ -51,9 +51,6 @@ _MAX_INTERVAL = 200  # steps, even if reading is slow
 _MAX_EARLY_STEPS = 64  # read until the optimizer steps; gradients are rarely accumulated over more steps
 _MAX_SKIPPED_STEPS = 4  # by a gradient scaler; an optimizer that has no state after more steps never has one
 _MAX_POINTS = 200
-# Above this share of the memory that torch can have, the lines of new blocks are recorded for this many steps, and
-# again whenever more is in use than before.
-_NEARLY_FULL, _NEARLY_FULL_STEPS, _FULLER = 0.9, 64, 1.01
 _Function = Callable[..., Any]
 
 
@@ -111,8 +108,6 @@ class MemoryCounters:
         self._replays = 0  # of CUDA graphs before the step that is read
         self.usual: set[int] = set()  # addresses of recorded blocks that the optimizer's first step has left
         self._peak_lines: tuple[MemoryLine, ...] = ()
-        self._full_bytes = math.inf  # in tensors, from which on the GPU is nearly full
-        self._full_until = 0  # the step up to which lines are recorded for that
         self._earlier_bytes = 0
         self._earlier: set[int] = set()  # addresses of blocks from before training
         self._batch: set[int] = set()  # of blocks allocated between then and the step, until holdings are known
@@ -286,17 +281,6 @@ class MemoryCounters:
             self._recorded[1 if self._first is None else len(self._recorded) :] = [step]
         return peak_bytes(events)
 
-    def _watch_if_full(self, reading: MemoryReading) -> None:
-        """Record the lines of new blocks for some steps if tensors take more of the GPU than ever, and nearly all."""
-        step = self._clock.steps
-        if reading.allocated_bytes > self._full_bytes:
-            self._full_bytes = _FULLER * reading.allocated_bytes
-            self._full_until = step + _NEARLY_FULL_STEPS
-        if step < self._full_until:
-            self._recorder.start("state")
-        else:
-            self._recorder.stop()
-
     def _keep_step(self) -> None:
         before = 0 if self._last is None else self._last.added_bytes
         added_bytes = self._take_record() or before
@@ -315,9 +299,8 @@ class MemoryCounters:
             self._holdings = dataclasses.replace(held, gradients_bytes=gradients_bytes)
             self.usual = {one.address for one in live_blocks(self._gpu) if one.stack}
             free_bytes, _ = torch.cuda.mem_get_info(self._gpu)
-            room_bytes = min(self._moments["end"].reserved_bytes + free_bytes, compat.allowed_bytes(self._gpu))
-            self._room_bytes, self._full_bytes = int(room_bytes), _NEARLY_FULL * room_bytes
-        self._watch_if_full(max(step.readings, key=lambda reading: reading.allocated_bytes))
+            held_bytes = self._moments["end"].reserved_bytes
+            self._room_bytes = int(min(held_bytes + free_bytes, compat.allowed_bytes(self._gpu)))
         interval = 1
         has_next = self._first is not None and self._first is not step  # a step that begins with the optimizer's states
         if has_next or step.step >= _MAX_EARLY_STEPS:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from time import monotonic  # by name: a program's tests may replace those of `time`
-from typing import Literal, get_args
+from typing import get_args
 
 from lightning_gpu_tools.host import private_memory_bytes, read_host_budget, resident_memory_bytes
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
@@ -40,31 +38,23 @@ class MemoryHistory:
         self,
         gpu: MemoryCounters | None = None,
         worker_pids: Callable[[], list[int]] = list,
-        is_validating: Callable[[], bool] = lambda: False,
     ) -> None:
         self.alarms: list[MemoryGrowth] = []  # memory that will be full within a day, each kind once
         self._gpu = gpu
         self._worker_pids = worker_pids
-        self._is_validating = is_validating
         self._began_s: float | None = None
         self._alarm_due_s = _FIRST_ALARM_S
         self._workers_due_s = 0.0
         self._timelines: dict[Whose, Timeline] = {
             whose: Timeline(_MAX_HISTORY_POINTS, _EARLY_INTERVAL_S) for whose in get_args(Whose)
         }
-        self._last_bytes: int | None = None
-        self._grown_bytes: Counter[Literal["training", "validation"]] = Counter()  # of this process
 
     def poll(self) -> float:
         """Sample the memory in use, and return the seconds until the next poll."""
         now_s = monotonic()
         if self._began_s is None:
             self._began_s = now_s
-        resident_bytes = resident_memory_bytes()
-        self._timelines["process"].add(now_s, resident_bytes)
-        phase: Literal["training", "validation"] = "validation" if self._is_validating() else "training"
-        self._grown_bytes[phase] += resident_bytes - (self._last_bytes or resident_bytes)
-        self._last_bytes = resident_bytes
+        self._timelines["process"].add(now_s, resident_memory_bytes())
         if now_s >= self._workers_due_s and (sizes := private_memory_bytes(self._worker_pids())):
             self._timelines["workers"].add(now_s, sum(sizes))
             self._workers_due_s = now_s + _WORKERS_EVERY * (monotonic() - now_s)
@@ -89,8 +79,6 @@ class MemoryHistory:
         on_gpu_bytes = None if self._gpu is None else self._gpu.room_bytes
         for whose, timeline in self._timelines.items():
             growth = steady_growth(whose, timeline.points(), on_gpu_bytes if whose == "gpu" else on_host_bytes)
-            if growth is not None and whose == "process" and "validation" in self._grown_bytes:
-                growth = replace(growth, phase=self._grown_bytes.most_common(1)[0][0])
             if growth is not None:
                 found.append(growth)
         return tuple(found)

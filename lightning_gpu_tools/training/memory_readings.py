@@ -161,4 +161,3 @@ class MemoryGrowth:
     bytes_per_s: float
     grown_bytes: float  # growth after the first fifth of the run
     left_s: float | None = None  # seconds until memory is full at this rate; None if the limit is unknown
-    phase: Literal["training", "validation"] | None = None  # in which most of the growth happened

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,17 +79,6 @@ def test_elements_count_where_samples_differ() -> None:
     run = recorded()
     by_samples, by_items = (fitting(run, 4 * GIB, by_items=by_items) for by_items in (False, True))
     assert by_items == pytest.approx(512 * by_samples, rel=0.02)
-
-
-def test_the_first_step_alone_tells_what_the_second_needs() -> None:
-    run = recorded()
-    first = replace(run, steps=run.steps[:1])
-    whole, of_first = (fitting(one, 2 * GIB) for one in (run, first))
-    assert 0.85 * whole <= of_first <= whole  # the old gradient stays until forward is over
-
-
-def test_the_model_alone_may_not_fit() -> None:
-    assert fitting(recorded(), 250 * MIB) == 0
 
 
 def test_a_batch_that_leaves_no_trace_has_no_limit() -> None:

@@ -95,7 +95,6 @@ MESSAGES = {
         {"source": "library", "name": "NCCL"},
     ),
     "driver": ("CUDA error: out of memory\nCUDA kernel errors might be", {"source": "driver"}),
-    "Triton": ("Triton Error [CUDA]: out of memory", {"source": "driver"}),
     "host": (
         "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
         "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
@@ -105,10 +104,6 @@ MESSAGES = {
         "Caught an error in DataLoader worker process 0.\nnumpy._core._exceptions._ArrayMemoryError: Unable to "
         "allocate 182. TiB for an array with shape (25000000000000,) and data type float64",
         {"source": "host", "requested_bytes": 182 * 1024 * GIB},
-    ),
-    "a file that is mapped": (
-        "unable to mmap 64 bytes from file <weights.pt>: Cannot allocate memory (12)",
-        {"source": "host", "is_certain": True},
     ),
     "workers that ended": (
         "DataLoader worker (pid(s) 17, 18) exited unexpectedly",
@@ -132,20 +127,6 @@ def from_another() -> None:
         raise ValueError("the step failed") from error
 
 
-def while_cleaning_up() -> None:
-    try:
-        raise torch.OutOfMemoryError(WHOLE)
-    finally:
-        raise KeyError("what was to be freed")
-
-
-def instead() -> None:
-    try:
-        raise torch.OutOfMemoryError(WHOLE)
-    except RuntimeError:
-        raise ValueError("the batch is too large for this model") from None
-
-
 def in_a_circle() -> None:
     first, second = ValueError("first"), KeyError("second")
     first.__cause__, second.__cause__ = second, first
@@ -154,7 +135,7 @@ def in_a_circle() -> None:
 
 @pytest.mark.parametrize(
     ("fail", "requested_bytes"),
-    [(from_another, 20 * MIB), (while_cleaning_up, 20 * MIB), (instead, None), (in_a_circle, None)],
+    [(from_another, 20 * MIB), (in_a_circle, None)],
 )
 def test_an_error_is_followed_to_what_it_was_raised_from(fail: Callable[[], None], requested_bytes: int | None) -> None:
     with pytest.raises((ValueError, KeyError)) as caught:
@@ -171,15 +152,11 @@ def test_an_error_is_followed_to_what_it_was_raised_from(fail: Callable[[], None
         (OSError(12, "Cannot allocate memory"), "host"),
         (ConnectionResetError(104, "Connection reset by peer"), "host"),
         (torch.OutOfMemoryError("words of a later version"), "allocator"),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
         (RuntimeError("CUDA error: device-side assert triggered"), None),
         (ValueError(f"the log says: {WHOLE}"), None),
         (RuntimeError("Unable to allocate a port for the server"), None),
-        (OSError("Unable to allocate 3 slots in the license server"), None),
         (OSError(24, "Too many open files", "CUDA out of memory.log"), None),
         (RuntimeError("NCCL error: Call to ibv_reg_mr failed: Cannot allocate memory"), None),
-        (OSError("libgomp.so.1: cannot allocate memory in static TLS block"), None),
-        (KeyboardInterrupt(), None),
     ],
 )
 def test_only_errors_of_memory_are_taken_for_one(error: BaseException, source: str | None) -> None:

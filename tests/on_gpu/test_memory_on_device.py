@@ -53,16 +53,6 @@ class Network(LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-class ByHand(Network):
-    automatic_optimization = False
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()  # type: ignore[union-attr]
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()  # type: ignore[union-attr]
-
-
 def batches(steps: int, batch_size: int = BATCH) -> DataLoader[torch.Tensor]:
     """Return the same batch for each step."""
     return DataLoader([torch.zeros(batch_size, WIDTH)] * steps, batch_size=None)
@@ -167,18 +157,6 @@ def test_the_moments_of_a_step_show_its_parts(tmp_path: Path, accumulate: int) -
     assert facts.holdings.gradients_kept_bytes == facts.holdings.gradients_bytes == PARAMETERS
 
 
-def test_optimization_by_hand_has_no_moment_after_forward(tmp_path: Path) -> None:
-    last = fit(tmp_path, ByHand, batches(8)).last_step
-    assert last.after_forward is None
-    forward = last.before_backward.allocated_bytes - last.begin.allocated_bytes
-    assert forward == pytest.approx(2 * HIDDEN - PARAMETERS, rel=0.05)
-
-
-def test_the_phase_with_the_peak_is_named(tmp_path: Path) -> None:
-    peaks = fit(tmp_path, Network, batches(4), batches(1, 8 * BATCH)).peaks_bytes
-    assert max(peaks, key=peaks.__getitem__) == "validation"
-
-
 @pytest.mark.parametrize("zero_at_the_end", [True, False])
 def test_a_loop_has_an_account_too(tmp_path: Path, zero_at_the_end: bool) -> None:
     network = Network().cuda()
@@ -220,27 +198,3 @@ def test_rank_zero_accounts_for_the_gpus_of_all_ranks(tmp_path: Path) -> None:
         assert account.parts_bytes["gradient_buckets"] == PARAMETERS
     raw = json.loads((tmp_path / "gpu_report" / "gpu_report.json").read_text())["memory"]
     assert [bool(one["timeline"]) for one in raw] == [True, False]
-
-
-@pytest.mark.usefixtures("two_gib")
-@pytest.mark.parametrize("is_full", [True, False])
-def test_lines_are_recorded_while_the_gpu_is_nearly_full(tmp_path: Path, is_full: bool) -> None:
-    class KeepsLate(Network):
-        """Keeps a little from step 17 on, when no step is recorded before the 32nd."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept: list[torch.Tensor] = []
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if batch_idx >= 17:
-                self.kept.append(torch.ones(MIB, device="cuda"))
-            return super().training_step(batch, batch_idx)
-
-    held = torch.empty(int((1.7 if is_full else 0.2) * GIB), dtype=torch.uint8, device="cuda")
-    facts = fit(tmp_path, KeepsLate, batches(24, 256))
-    del held
-    lines = [one for one in facts.kept_lines if one.function == "training_step"]
-    assert bool(lines) == is_full
-    assert all(one.bytes == 4 * MIB * one.blocks for one in lines)
-    assert not torch._C._cuda_isHistoryEnabled()

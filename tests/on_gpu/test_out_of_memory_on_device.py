@@ -15,11 +15,10 @@ from typing import Any
 import out_of_memory as runs
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder
 from out_of_memory import CASES, Case, answer, judged, train_in_new_process
 from rank_processes import start_ranks
 from torch.utils.data import DataLoader
-from trainings import Model, Samples, Tunable, loader, quiet_trainer
+from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report, watch
 from lightning_gpu_tools.advice.examples import STEP, gpu_run
@@ -379,7 +378,7 @@ def test_a_plain_loop_fits_with_the_batches_that_are_advised(tmp_path: Path) -> 
     assert train(size, number(r"call optimizer\.step\(\) after every (\d+) batches", advice)).outcome == "completed"
 
 
-@pytest.mark.parametrize("place", ["batches", "phase", "both"])
+@pytest.mark.parametrize("place", ["batches", "both"])
 def test_validation_of_a_plain_loop_that_keeps_its_graph_is_told_from_steps(tmp_path: Path, place: str) -> None:
     layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4))).cuda()
     optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-6)
@@ -399,7 +398,7 @@ def test_validation_of_a_plain_loop_that_keeps_its_graph_is_told_from_steps(tmp_
                 layers(wide(batch, 64)).square().mean().backward()
                 optimizer.step()
             with contextlib.nullcontext() if place == "batches" else run.phase("validation"), gradients:
-                validate(held_out if place == "phase" else run.batches(held_out))
+                validate(run.batches(held_out))
         return load_report(tmp_path)
 
     report = train(contextlib.nullcontext())
@@ -414,35 +413,11 @@ def test_validation_of_a_plain_loop_that_keeps_its_graph_is_told_from_steps(tmp_
     assert train(torch.no_grad()).outcome == "completed"
 
 
-def test_a_search_for_the_batch_size_is_no_end(tmp_path: Path) -> None:
-    class Large(Tunable):
-        """Takes 16 MiB for each sample."""
-
-        def train_dataloader(self) -> DataLoader[torch.Tensor]:
-            return loader(Samples(1000), batch_size=self.batch_size)
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            taken(len(batch) / 64)
-            return super().training_step(batch, batch_idx)
-
-    model = Large()
-    callbacks = [GPUUtilizationMonitor(), BatchSizeFinder(init_val=64, steps_per_trial=1)]
-    trainer = quiet_trainer(tmp_path, accelerator="gpu", callbacks=callbacks, limit_train_batches=4)
-    trainer.fit(model)
-    report = load_report(tmp_path)
-    assert 64 <= model.batch_size < 128
-    assert report.diagnosis.verdict != "out_of_memory"
-    assert report.allocator_failures > 0
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "is_gone"),
     [
         (torch._C, "_cuda_attach_out_of_memory_observer", True),
-        (torch._C, "_cuda_attach_out_of_memory_observer", False),
-        (torch.cuda.memory, "_record_memory_history", True),
         (torch.cuda.memory, "_record_memory_history", False),
-        (torch._C, "_cuda_isHistoryEnabled", True),
         (memory_failures.MemoryFailures, "note", False),
     ],
 )

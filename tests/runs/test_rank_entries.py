@@ -12,7 +12,7 @@ from hypothesis import given
 from lightning_gpu_tools.runs.rank_entries import Received, received
 
 LINE = {"phase": "training_step/forward", "file": "train.py", "line": 7, "function": "training_step", "samples": 40}
-CONTEXT = {"node": 0, "pid": 7, "gpu": 1, "uuid": "GPU-1", "is_own": True, "since_step": 0}
+CONTEXT = {"node": 0, "pid": 7, "gpu": 1, "uuid": "GPU-1", "is_own": True}
 
 
 def entry(rank: int, own_step_s: float = 0.1, **facts: Any) -> dict[str, Any]:

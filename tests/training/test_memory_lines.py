@@ -46,11 +46,6 @@ def test_memory_adds_up_by_the_programs_innermost_line() -> None:
     )
 
 
-def test_ten_lines_are_enough() -> None:
-    lines = by_line(Block(size, [frame("/a.py", size, "f")]) for size in range(1, 100))
-    assert [line.bytes for line in lines] == [*range(99, 89, -1)]
-
-
 @st.composite
 def records(draw: st.DrawFn) -> tuple[list[Event], Allocated]:
     """Return the events of a step, some of which free what was there before, and when its parts ended."""
@@ -91,8 +86,6 @@ def test_what_is_live_at_the_peak_is_what_was_allocated_up_to_then(record: tuple
         ("", (8, 9), {8.125}),
         ("", (9, 0), {8.125, 32}),
         (":4096:8", (8, 0), {32}),
-        (":16:8:4096:2", (9, 0), {8.125}),
-        ("nonsense", (7, 5), {8.125}),
     ],
 )
 def test_a_workspace_of_cublas_has_a_known_size(config: str, capability: tuple[int, int], mib: set[float]) -> None:

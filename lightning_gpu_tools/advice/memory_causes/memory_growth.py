@@ -28,7 +28,7 @@ _WHOSE = {
     "workers": "Memory of the DataLoader's workers",
 }
 _IN_LISTS = (
-    "Find what is kept from {what} to {what}: losses and outputs in lists (keep loss.item() or loss.detach()), caches, "
+    "Find what is kept from step to step: losses and outputs in lists (keep loss.item() or loss.detach()), caches, "
 )
 _KEPT = {
     "gpu": _IN_LISTS + "metrics that are never reset.",
@@ -60,7 +60,7 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         yield Ruling(
             f"Memory kept from step to step has grown by {format_bytes(per_step)} per step since step {since:.0f}, "
             f"{format_bytes(total)} in total.{left(oom.lines)}",
-            [_KEPT["gpu"].format(what="step")],
+            [_KEPT["gpu"]],
             {"bytes_per_step": per_step, "since_step": since, "grown_bytes": total},
         )
 
@@ -114,10 +114,9 @@ def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[fl
 
 def pace(growth: MemoryGrowth) -> str:
     """Return a sentence about how fast memory grows."""
-    where = f" in {growth.phase}" if growth.phase else ""
     end = "" if growth.left_s is None else f"; at this rate it is full in {format_duration(growth.left_s)}"
     rate = format_bytes(growth.bytes_per_s * 60)
-    return f"{_WHOSE[growth.whose]} grows steadily, by {rate} per minute{where}{end}."
+    return f"{_WHOSE[growth.whose]} grows steadily, by {rate} per minute{end}."
 
 
 def growing_memory(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine] = (), *, stage: Stage = "fit") -> Finding:
@@ -131,12 +130,10 @@ def growing_memory(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine] = (), 
         "bytes_per_minute": growth.bytes_per_s * 60,
         "grown_bytes": growth.grown_bytes,
         "left_s": growth.left_s,
-        "phase": growth.phase,
         "source_lines": holding(lines),
     }
-    advice = _KEPT[growth.whose].format(what="validation batch" if growth.phase == "validation" else "step")
-    if stage == "predict" and growth.whose == "process":
-        advice = _OF_PREDICTIONS
+    is_of_predictions = stage == "predict" and growth.whose == "process"
+    advice = _OF_PREDICTIONS if is_of_predictions else _KEPT[growth.whose]
     return counted("memory_growth", 0.0, evidence, f"{pace(growth)}{left(lines)} {advice}")
 
 
