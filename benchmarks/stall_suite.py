@@ -4,7 +4,7 @@
 
 Each case of benchmarks/stall_cases.py is one or more real processes on the CPU, connected by gloo. A hanging case is
 killed once its report names a stall. Each healthy case exceeds one of the package's thresholds, which are shortened
-from one and ten minutes to 1.5 and 6 seconds.
+from 60 and 450 seconds to 1.5 and 6 seconds.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ VARIABLES = {
     "LIGHTNING_GPU_TOOLS": "advise",
     "LIGHTNING_GPU_TOOLS_CLAIMS_DIR": "/.*",
     "LIGHTNING_GPU_TOOLS_DISABLE": "1",
-    "CUDA_LAUNCH_BLOCKING": "1",
     "CUDA_VISIBLE_DEVICES": r"[\w,-]+",
     "NCCL_DEBUG": "WARN|INFO|TRACE",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

@@ -46,7 +46,6 @@ _EXCEPTIONS = {
     "/dev/shm is too small for their batches": "needs another container",
     "no_sync() in 3 of 4 batches": "a part of the message of communication",
     "(CUDA graphs)": "compiled kernels compute nothing on simulated GPUs",
-    "CUDA_LAUNCH_BLOCKING=1": "a kernel that hangs would hang a real GPU",
     "TORCH_DISTRIBUTED_DEBUG=DETAIL": "what torch and NCCL print of a network that does not respond",
     "nvidia-smi -q -d PERFORMANCE": "needs a hot GPU",
     "(nvidia-smi -pl) steadies the clocks": "needs a hot GPU",

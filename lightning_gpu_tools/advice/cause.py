@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
-from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
+from lightning_gpu_tools.training.stall_facts import StallFacts
 
 # The best machine on which a cause was found in a real run; "measurements": so far only in synthetic measurements.
 Machine = Literal["measurements", "cpu", "simulated GPU", "hardware"]
@@ -98,19 +98,17 @@ class Explanation(NamedTuple):
 
     why: str  # in sentences
     next_step: str
-    rank: int | None = None  # the rank that is behind
-    cause: str = ""  # its name; empty for that of the StallCause that found it
+    rank: int | None = None  # the rank that the others wait for
+    cause: str = ""  # the name of the StallCause that found it
 
 
 @dataclass(frozen=True, kw_only=True)
 class StallCause(AnyCause):
-    """One reason why training makes no progress. The first one found counts."""
+    """One reason why training makes no progress. The first one that applies counts."""
 
-    # Both return why a process, or several ranks, have stalled; None if this is not the reason.
-    find: Callable[[StallFacts], Explanation | None] | None = None
-    find_among_ranks: Callable[[Sequence[RankFacts]], Explanation | None] | None = None
-    sick: StallFacts | Sequence[RankFacts]  # a process, or ranks, stalled for this reason
-    healthy: StallFacts | Sequence[RankFacts]  # similar ones, stalled for another reason
+    find: Callable[[StallFacts], Iterable[Explanation]]  # the first one counts; none if this is not the reason
+    sick: StallFacts  # stalled for this reason
+    healthy: StallFacts  # similar, but stalled for another one
 
 
 def in_folder(package: str, path: Iterable[str]) -> dict[str, Any]:

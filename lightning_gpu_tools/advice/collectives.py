@@ -1,106 +1,93 @@
-"""The collectives in which ranks wait for each other, by their stacks, and phrases about these ranks."""
+"""The collective in which ranks wait for each other, and the ranks that have not called it."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_gpu_tools.training.phases import RANK_WAIT, base_phase
-from lightning_gpu_tools.training.stall_facts import Frame, RankFacts, users_frame
+from lightning_gpu_tools.training.stall_facts import Frame, GroupCalls, RankFacts
 from lightning_gpu_tools.units import number_ranges, printable
 
-SAVE_CHECKPOINT = "saving a checkpoint"
-SYNC_DIST = "self.log(..., sync_dist=True)"
-COMPUTE_METRIC = "computing a metric"
-SIGNAL_CHECK = "the check for signals"
-END_OF_EPOCH = "the end of the epoch"
-BACKWARD_SYNC = "backward"
-FORWARD_SYNC = "DistributedDataParallel's forward"
-
+SAME_BATCHES = (
+    "Give every rank the same number of batches: DistributedSampler(dataset, drop_last=True), or "
+    "Trainer(limit_train_batches=...). Shard an IterableDataset by rank."
+)
 # The files of torch's collectives.
-_COLLECTIVE_FILES = tuple(
+_FILES = tuple(
     f"torch/distributed/{name}.py" for name in ("distributed_c10d", "c10d_logger", "_functional_collectives")
 )
-# Keyed by functions on the stack; the first match counts.
-_COLLECTIVES = {
-    ("save_checkpoint",): SAVE_CHECKPOINT,
-    ("_sync_ddp_if_available", "_sync_ddp", "sync_ddp"): SYNC_DIST,
-    ("gather_all_tensors",): COMPUTE_METRIC,
-    ("_broadcast_sigterm_tensor", "_sigterm_notifier_fn"): SIGNAL_CHECK,
-    ("on_train_epoch_end", "on_advance_end"): END_OF_EPOCH,
-    ("_engine_run_backward",): BACKWARD_SYNC,
-    ("_sync_buffers", "_pre_forward"): FORWARD_SYNC,
-}
-_OF_EVERY_RANK = (BACKWARD_SYNC, FORWARD_SYNC, SIGNAL_CHECK)
-_OF_ONE_RANK = (SAVE_CHECKPOINT, SYNC_DIST, COMPUTE_METRIC, END_OF_EPOCH)  # often reached by one rank only
 
 
-def collective_of(stack: Sequence[Frame], phase: str, ranks: int) -> str | None:
-    """Return the name of the collective in which a rank waits for the others; ``None`` if it does not wait."""
-    if ranks < 2:
-        return None
-    names = [frame.function for frame in stack]
-    calls = [frame.function for frame in stack if frame.file.endswith(_COLLECTIVE_FILES)]
-    if not (base_phase(phase) == RANK_WAIT or calls or "_engine_run_backward" in names[-2:]):
-        return None
-    for functions, words in _COLLECTIVES.items():
-        if any(name in functions for name in names):
-            return words
-    frame = users_frame(tuple(stack))
-    innermost = next((name for name in reversed(calls) if name != "wrapper"), "a collective")
-    return innermost + ("" if frame is None else f" in {frame.function}")
+def collective_of(stack: Sequence[Frame], phase: str, groups: Sequence[GroupCalls]) -> str | None:
+    """Return the collective in which a rank waits for others, from torch's record or its stack; ``None`` if in none.
+
+    On a GPU, a stack does not show it: the thread waits where it reads the result. In backward, a stack does not show
+    whether a rank waits.
+    """
+    for group in groups:
+        for call in group.calls:
+            if not call.is_done:
+                return call.text
+    functions = [frame.function for frame in stack if frame.file.endswith(_FILES) and frame.function != "wrapper"]
+    if functions:
+        return functions[-1]
+    is_in_backward = any(frame.function == "_engine_run_backward" for frame in stack[-2:])
+    return "backward" if (is_in_backward or base_phase(phase) == RANK_WAIT) and not groups else None
 
 
-def first_ended(ranks: Sequence[RankFacts]) -> RankFacts | None:
-    """Return the first rank whose training has ended."""
-    return next((one for one in ranks if one.ended is not None), None)
+class HangingCall(NamedTuple):
+    """The first collective of a process group that does not complete, or that differs between ranks."""
 
-
-def still_there(ranks: Sequence[RankFacts]) -> list[RankFacts]:
-    """Return the ranks that have neither ended nor fallen silent."""
-    return [one for one in ranks if one.ended is None and not one.silent_s]
-
-
-def others_wait(ranks: Sequence[RankFacts]) -> str:
-    """Return a phrase about the ranks that wait for a missing rank: ``"ranks 0, 1 and 2 wait for it"``."""
-    here = still_there(ranks)
-    return f"{_names(here)} wait{'s' * (len(here) == 1)} for it"
-
-
-class WaitingRanks(NamedTuple):
-    """Ranks that all wait in a collective."""
-
-    odd: RankFacts  # if they wait in different places, the rank whose place the fewest share
-    rest: list[RankFacts]  # those that wait elsewhere
+    number: int  # in its group
+    group: str  # its description; empty for the default group
+    calls: Mapping[int, str]  # by rank
+    missing: Sequence[int]  # ranks that have not called it
 
     @property
-    def place(self) -> str:
-        """The place where the odd rank waits, as text."""
-        return f"{printable(self.odd.collective)} at step {self.odd.step}"
+    def differs(self) -> bool:
+        """Whether ranks have called different collectives, or passed different sizes."""
+        return len({*self.calls.values()}) > 1
 
-    @property
-    def places(self) -> str:
-        """The places where ranks wait, as a sentence without a period."""
-        words = f"Ranks wait in different places: rank {self.odd.rank} in {self.place}"
-        if not self.rest:
-            return words
-        return f"{words}, {_names(self.rest)} in {printable(self.rest[0].collective)} at step {self.rest[0].step}"
-
-
-def all_waiting(ranks: Sequence[RankFacts]) -> WaitingRanks | None:
-    """Return the ranks if all of them wait for others, else ``None``."""
-    if len(still_there(ranks)) < len(ranks) or any(one.collective is None for one in ranks):
-        return None
-    counts = Counter(one.collective for one in ranks)
-    # Of two ranks that differ, the odd one is in a collective that not every rank has to reach.
-    odd = min(ranks, key=lambda one: (*_rarity(one), counts[one.collective], one.rank))
-    return WaitingRanks(odd, [one for one in ranks if one.collective != odd.collective])
+    def __str__(self) -> str:
+        group = f" of group {printable(self.group)}" if self.group else ""
+        parts = []
+        for text in dict.fromkeys(self.calls.values()):
+            ranks = [rank for rank, call in self.calls.items() if call == text]
+            parts.append(f"{name_ranks(ranks)} called {printable(text)}")
+        if self.missing:
+            parts.append(f"{name_ranks(self.missing)} did not call it")
+        return f"Collective no. {self.number:,}{group}: {'; '.join(parts)}."
 
 
-def _rarity(one: RankFacts) -> tuple[bool, bool]:
-    return one.collective in _OF_EVERY_RANK, one.collective not in _OF_ONE_RANK
+def hanging_call(ranks: Sequence[RankFacts]) -> HangingCall | None:
+    """Return the collective that blocks the ranks, from torch's record; ``None`` if the record has none.
+
+    A collective that differs between ranks comes first, then one that is missing on a rank that waits in no other.
+    """
+    waiting = {rank.rank for rank in ranks if rank.waits_in is not None}
+    groups = sorted({group.group for rank in ranks for group in rank.groups})
+    calls = [call for call in (_hanging_call_of(group, ranks) for group in groups) if call is not None]
+    return min(calls, key=lambda call: (not call.differs, waiting.issuperset(call.missing)), default=None)
 
 
-def _names(ranks: Sequence[RankFacts]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {number_ranges(one.rank for one in ranks)}"
+def _hanging_call_of(name: str, ranks: Sequence[RankFacts]) -> HangingCall | None:
+    groups = {rank.rank: group for rank in ranks for group in rank.groups if group.group == name}
+    called = {rank: {call.number: call for call in groups[rank].calls} for rank in sorted(groups)}
+    description = min(group.description for group in groups.values())
+    for number in sorted({number for numbers in called.values() for number in numbers}):
+        calls = {rank: numbers[number] for rank, numbers in called.items() if number in numbers}
+        texts = {rank: call.text for rank, call in calls.items()}
+        if len({*texts.values()}) == 1 and all(call.is_done for call in calls.values()):
+            continue
+        members = called if description else sorted(rank.rank for rank in ranks if rank.groups)
+        # Of calls that are done, a record has only the last ones.
+        missing = [rank for rank in members if max(called.get(rank, ()), default=0) < number]
+        return HangingCall(number, description, texts, missing)
+    return None
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as words: ``"ranks 0, 1 and 3"``."""
+    ranks = sorted(ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {number_ranges(ranks)}"

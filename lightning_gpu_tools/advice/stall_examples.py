@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_gpu_tools.training.phases import FORWARD
-from lightning_gpu_tools.training.stall_facts import (
-    Activity,
-    Collective,
-    Frame,
-    GroupCalls,
-    RankFacts,
-    Wait,
-    WorkerFacts,
-)
+from lightning_gpu_tools.training.stall_facts import Call, Frame, GroupCalls, ProcessFacts, RankFacts, StallFacts
 
 
 def a_stack(*calls: str) -> tuple[Frame, ...]:
@@ -23,22 +14,16 @@ def a_stack(*calls: str) -> tuple[Frame, ...]:
     return tuple(Frame(file, 7, function, file != "train.py") for file, _, function in split)
 
 
-def a_worker(number: int, waits_for: Wait | None, state: str = "S", *, awaited: bool = False) -> WorkerFacts:
-    """Return a worker of the DataLoader that uses no CPU time."""
-    return WorkerFacts(number, Activity(100 + number, state, waits_for, None, 0.0), 0.0, awaited)
+def a_stall(phase: str = FORWARD, *ranks: RankFacts, **facts: Any) -> StallFacts:
+    """Return a stalled training process that waits in a function of the user."""
+    defaults = {"process": ProcessFacts(100, stack=a_stack("train.py:wait"))}
+    return StallFacts(phase=phase, ranks=ranks, **{**defaults, **facts})
 
 
-def a_call(number: int, operation: str = "all_reduce", size: int | None = 7, *, is_done: bool = False) -> Collective:
-    """Return a collective of float32 numbers that has not ended."""
-    return Collective(number, operation, size, "float32", is_done)
-
-
-def a_group(*calls: Collective, name: str = "default_pg", ranks: Sequence[int] = (0, 1)) -> tuple[GroupCalls]:
-    """Return the calls of a rank whose only group is this one."""
-    return (GroupCalls(f"nccl {name}", name, ranks, calls),)
-
-
-def a_rank(number: int, **facts: Any) -> RankFacts:
-    """Return a rank that has made no progress for 70 s."""
-    defaults = {"node": 0, "pid": 100 + number, "epoch": 1, "step": 5, "phase": FORWARD, "stuck_s": 70.0}
+def a_rank(number: int, *calls: Call, **facts: Any) -> RankFacts:
+    """Return a stalled rank with these calls in the default group."""
+    defaults: dict[str, Any] = {"node": 0, "pid": 100 + number, "epoch": 1, "step": 5, "phase": FORWARD}
+    if calls:
+        defaults["groups"] = (GroupCalls("nccl 0", "", calls),)
+        defaults["waits_in"] = next((call.text for call in calls if not call.is_done), None)
     return RankFacts(rank=number, has_stalled=True, **{**defaults, **facts})

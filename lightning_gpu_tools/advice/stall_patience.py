@@ -1,8 +1,8 @@
-"""Time limits, by phase, for training that makes no progress."""
+"""When a training that makes no progress has stalled."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Literal
 
 from lightning_gpu_tools.training.phases import (
@@ -11,98 +11,84 @@ from lightning_gpu_tools.training.phases import (
     LOGGING,
     OUTSIDE_LOOP,
     PAUSES,
-    PHASES,
     base_phase,
 )
-from lightning_gpu_tools.training.stall_facts import SETUP
+from lightning_gpu_tools.training.stall_facts import SETUP, TEARDOWN, Frame
 
 # Horovod's HOROVOD_STALL_CHECK_TIME_SECONDS: https://horovod.readthedocs.io/en/stable/stall_inspector_include.html
 MIN_S = 60.0
-# nvidia-resiliency-ext: the checkpoint timeout of its example, and its factor for learned timeouts.
-UNKNOWN_S = 600.0
+# nvidia-resiliency-ext's factor for learned timeouts.
 FACTOR = 5.0
-# Our defaults from here on.
-AGAIN = 4.0  # reported again after 4 times, 16 times, ... as long
-_OF_TIMEOUT = 0.75  # torch's timeouts are 10 or 30 minutes, and a rank may be late by some polls
-_FIRST_STEPS = 3  # until then, a part of every step may have been seen only once
-_MIN_GAP_S = 5.0  # a poll this late was suspended with the training, by a debugger, Ctrl-Z or a scheduler
+# Our default for what takes long for good reasons. torch ends a process that waits for others after 600 s, with NCCL.
+RARE_S = 450.0
+_RARE = (SETUP, TEARDOWN, CALLBACK, LOGGING, *PAUSES)
+_FIRST_STEPS = 3  # our default: until then, a part of a step may happen for the first time
+_MIN_GAP_S = 5.0  # our default: a poll this late was suspended with the training, by Ctrl-Z or a scheduler
+
+# torch.compile at work; its other files are on the stack while compiled code runs.
+_COMPILES = (
+    "torch/_dynamo/convert_frame.py",
+    "torch/_inductor/graph.py",
+    "torch/_inductor/scheduler.py",
+    "torch/_inductor/async_compile.py",
+    "torch/_inductor/runtime/triton_heuristics.py",
+    "triton/compiler/",
+)
+_ASKS = ("/pdb.py", "/bdb.py", "pydevd", "debugpy", "/ipdb/", "/prompt_toolkit/", "/ipykernel/")
 
 
-def limit_s(stall_after_s: float | Literal["auto"], longest_s: float | None, timeout_s: float | None = None) -> float:
+def limit_s(stall_after_s: float | Literal["auto"], longest_s: float, *, is_rare: bool) -> float:
     """Return the seconds without progress after which training has stalled.
 
-    ``longest_s`` is the longest duration of the phase so far; ``None`` until it has completed once. After ``timeout_s``
-    torch ends a process that waits for others; ``None`` = never.
+    ``longest_s`` is the longest time without progress so far. ``is_rare`` is true outside of steps, and in the first
+    ones.
     """
     if stall_after_s != "auto":
         return stall_after_s
-    own_s = UNKNOWN_S if longest_s is None else max(MIN_S, FACTOR * longest_s)
-    return own_s if timeout_s is None else min(own_s, _OF_TIMEOUT * timeout_s)
+    return max(RARE_S if is_rare else MIN_S, FACTOR * longest_s)
+
+
+def is_excused(stack: Sequence[Frame]) -> bool:
+    """Return whether a thread that seems to hang is compiling, or waiting for a person (debugger, notebook)."""
+    files = [f"/{frame.file}" for frame in stack]
+    # A notebook's kernel, or a debugger that is not at a breakpoint, is only at the outer end of the stack.
+    begin = max((i for i, frame in enumerate(stack) if not frame.is_library), default=0)
+    is_asking = any(part in file for file in files[begin:] for part in _ASKS)
+    return is_asking or any(part in file for file in files for part in _COMPILES)
 
 
 class Patience:
-    """Decides whether training has made no progress for too long, with a poll every ``interval_s``."""
+    """Measures how long training has made no progress, with a poll every ``interval_s``."""
 
-    def __init__(
-        self, stall_after_s: float | Literal["auto"], interval_s: float, timeout_s: float | None = None
-    ) -> None:
+    def __init__(self, stall_after_s: float | Literal["auto"], interval_s: float) -> None:
         self.stuck_s = 0.0  # time without progress
-        self.limit_s = limit_s(stall_after_s, None, timeout_s)  # the longest time allowed
-        self._stall_after_s, self._timeout_s = stall_after_s, timeout_s
-        self._interval_s = interval_s
+        self.limit_s = limit_s(stall_after_s, 0.0, is_rare=True)
+        self.has_stalled = False
+        self._stall_after_s, self._interval_s = stall_after_s, interval_s
         self._mark: object = None
-        self._key, self._phase = SETUP, SETUP
+        self._phase = SETUP
         self._since_s = self._polled_s = 0.0
-        self._seen: set[str] = set()
-        self._longest_s: dict[str, float] = {}
-        self._reports = 0
+        self._is_rare = True
+        self._longest_s = {True: 0.0, False: 0.0}  # by whether it is rare
 
-    def poll(self, now_s: float, mark: object, phase: str, since_s: float, steps: int, taken: Collection[str]) -> bool:
-        """Return whether training has made progress since the last poll.
-
-        ``mark`` changes with any progress. The training thread has been in ``phase`` since ``since_s``, has begun
-        ``steps``, and has spent time in the phases ``taken`` so far.
-        """
+    def poll(self, now_s: float, mark: object, phase: str, steps: int) -> bool:
+        """Return whether training has made progress since the last poll, after which ``mark`` or ``phase`` differ."""
+        if phase == GARBAGE_COLLECTION:  # no progress: even an endless loop makes garbage
+            phase = self._phase
         late_s = now_s - self._polled_s - self._interval_s
         if self._mark is not None and late_s > _MIN_GAP_S + self._interval_s:
             self._since_s += late_s
         self._polled_s = now_s
-        if phase == GARBAGE_COLLECTION:  # even an endless loop makes garbage
-            phase = self._phase
-        key, mark = _key(phase), (mark, phase)
-        self._seen.update({_key(one) for one in taken} - {key})
-        if steps > _FIRST_STEPS and key in PHASES and key not in (CALLBACK, LOGGING, *PAUSES):
-            self._seen.add(key)
-        progress = mark != self._mark
-        if progress:
-            self._longest_s[self._key] = max(self._longest_s.get(self._key, 0.0), self.stuck_s)
-            self._mark, self._key, self._phase, self._reports = mark, key, phase, 0
-            self._since_s = min(now_s, since_s)
-        self.stuck_s = max(0.0, now_s - self._since_s)
-        longest_s = self._longest_s.get(key, 0.0) if key in self._seen else None
-        self.limit_s = limit_s(self._stall_after_s, longest_s, self._timeout_s)
-        return progress
-
-    @property
-    def due_s(self) -> float:
-        """Seconds until the next report if nothing changes; negative if it is overdue."""
-        return self.limit_s * AGAIN**self._reports - self.stuck_s
-
-    @property
-    def has_stalled(self) -> bool:
-        """Whether training has stalled."""
-        return self.stuck_s >= self.limit_s and base_phase(self._phase) != OUTSIDE_LOOP
-
-    def reported(self) -> None:
-        """Suppress reports until the stall has lasted four times as long."""
-        self._reports += 1
+        has_progressed = (mark, phase) != (self._mark, self._phase)
+        if has_progressed:
+            self._longest_s[self._is_rare] = max(self._longest_s[self._is_rare], self.stuck_s)
+            self._mark, self._phase, self._since_s = mark, phase, now_s
+        self._is_rare = steps <= _FIRST_STEPS or base_phase(phase) in _RARE
+        self.stuck_s = now_s - self._since_s
+        self.limit_s = limit_s(self._stall_after_s, self._longest_s[self._is_rare], is_rare=self._is_rare)
+        self.has_stalled = self.stuck_s >= self.limit_s and base_phase(phase) != OUTSIDE_LOOP
+        return has_progressed
 
     def excuse(self) -> None:
-        """Restart the count."""
-        self._since_s, self.stuck_s = self._polled_s, 0.0
-
-
-def _key(phase: str) -> str:
-    # Each callback and each logger has its own time.
-    base = base_phase(phase)
-    return phase if base in (CALLBACK, LOGGING) else base
+        """Begin to measure anew."""
+        self._since_s, self.stuck_s, self.has_stalled = self._polled_s, 0.0, False

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_gpu_tools.advice.cause import Explanation
-from lightning_gpu_tools.advice.open_collectives import open_collective, sentence, waits_of, with_open_calls
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
 from lightning_gpu_tools.advice.stall_words import during
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
@@ -44,23 +42,9 @@ class Stall:
     ranks: tuple[str, ...] = ()
 
 
-def explain_process(facts: StallFacts) -> Explanation:
-    """Return why a process makes no progress, from its own facts."""
-    found = ((name, cause.find(facts)) for name, cause in STALL_CAUSES.items() if cause.find is not None)
-    return next(one._replace(cause=name) for name, one in found if one is not None)
-
-
-def explain_ranks(ranks: Sequence[RankFacts]) -> Explanation | None:
-    """Return the rank that the others wait for, and why; ``None`` with one rank."""
-    if len(ranks) < 2:
-        return None
-    held_up = open_collective(ranks)
-    ranks = with_open_calls(ranks, held_up)
-    for name, cause in STALL_CAUSES.items():
-        if cause.find_among_ranks is not None and (found := cause.find_among_ranks(ranks)) is not None:
-            details = "" if held_up is None else f" {sentence(held_up, ranks)}"
-            return found._replace(cause=found.cause or name, why=found.why + details)
-    return None
+def explain(facts: StallFacts) -> Explanation:
+    """Return why training makes no progress, by the first cause that applies."""
+    return next(found._replace(cause=name) for name, cause in STALL_CAUSES.items() for found in cause.find(facts))
 
 
 def headline(phase: str, stuck_s: float, step: int) -> str:
@@ -68,14 +52,12 @@ def headline(phase: str, stuck_s: float, step: int) -> str:
     return f"Training has made no progress for {format_duration(stuck_s)}, {during(phase)} at step {step}."
 
 
-def describe_rank(one: RankFacts) -> str:
+def describe_rank(rank: RankFacts) -> str:
     """Return the state of a rank: its step, epoch, and what it does or waits for."""
-    if one.ended is not None:
-        state = f"ended ({printable(one.ended)})"
-    elif one.silent_s:
-        state = f"silent for {format_duration(one.silent_s)}"
+    if rank.ended is not None:
+        state = f"ended ({printable(rank.ended)})"
+    elif rank.silent_s:
+        state = f"silent for {format_duration(rank.silent_s)}"
     else:
-        state = during(one.phase) if one.collective is None else f"waiting in {printable(one.collective)}"
-        if (waits_for := waits_of(one)) is not None:
-            state += f"{', waiting' if one.collective is None else ''} for {waits_for}"
-    return f"rank {one.rank}: step {one.step} of epoch {one.epoch}, {state}"
+        state = during(rank.phase) if rank.waits_in is None else f"waiting in {printable(rank.waits_in)}"
+    return f"rank {rank.rank}: step {rank.step} of epoch {rank.epoch}, {state}"

@@ -129,7 +129,6 @@ class Session:
                 board,
                 stall_after_s,
                 is_trial=lambda: self.timer.is_trial,
-                gpu_percent=lambda: None if self.gpus is None else self.gpus.latest_percent,
                 write_report=self.background.run_now,
             )
             self._threads.append(self.stall_watch.jobs)

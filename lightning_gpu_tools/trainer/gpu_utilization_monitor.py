@@ -62,9 +62,8 @@ class GPUUtilizationMonitor(MeasuringCallback):
         prog_bar: Whether to show the current utilization on the progress bar, as ``gpu_busy``.
         stall_after_s: Seconds without progress (a step, a batch, a hook, bytes of a checkpoint) after which to warn
             (:class:`~lightning_gpu_tools.errors.StalledTrainingWarning`) with the phase, the stack, and the rank that
-            all others wait for, and again after four times as long; ``None`` = never. ``"auto"`` is the larger of 60 s
-            and 5 times the longest duration of this phase, or 600 s until the phase has completed once. With several
-            ranks, it is at most 75 % of the timeout of their process group.
+            all others wait for; ``None`` = never. ``"auto"`` is the larger of 60 s and 5 times the longest time without
+            progress so far; in the first steps, callbacks, loggers and outside of steps, it is at least 450 s.
 
     Raises:
         TypeError: An argument has a wrong type.

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.stall_facts import Collective, GroupCalls
+from lightning_gpu_tools.training.stall_facts import Call, GroupCalls
 
 # Our defaults, so that other ranks can read the calls of all groups in one entry.
 _MAX_DONE, _MAX_OPEN = 8, 32  # calls of a group that have ended, and that have not
@@ -21,6 +21,15 @@ _PUBLIC_NAMES = {
     "_reduce_oop": "reduce",
     "all_reduce_barrier": "barrier",
 }
+# Collectives to which each rank passes the same number of elements, by torch.distributed's documentation.
+_EQUAL_SIZES = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+)
 # c10's names of the types whose torch names are not the same in lower case.
 _DTYPES = {
     "Double": "float64",
@@ -40,34 +49,32 @@ def called_collectives() -> tuple[GroupCalls, ...]:
     Call this from a thread during a stall: it holds the GIL for up to 0.1 s. It queries the GPU whether collectives
     have completed, and does not wait for them.
     """
+    groups: dict[tuple[str, str], dict[int, Call]] = {}
     try:
-        entries = [entry for record in compat.collective_records() for entry in json.loads(record).get("entries", ())]
-        members = compat.group_ranks()
-        groups: dict[tuple[str, str, str], dict[int, Collective]] = {}
-        for entry in entries:
-            if not entry["is_p2p"]:  # sends and receives have no number that ranks share
-                backend, _, operation = entry["profiling_name"].partition(":")
-                call = _call(entry, _PUBLIC_NAMES.get(operation, operation))
-                groups.setdefault((backend, *entry["process_group"]), {})[call.number] = call
-        found = [
-            GroupCalls(f"{backend} {name}", description, members.get(name, []), _last(calls))
-            for (backend, name, description), calls in groups.items()
-        ]
+        for record in compat.collective_records():
+            for entry in json.loads(record).get("entries", ()):
+                if not entry["is_p2p"]:  # sends and receives have no number that ranks share
+                    name, description = entry["process_group"]
+                    backend, _, operation = entry["profiling_name"].partition(":")
+                    call = _call(entry, _PUBLIC_NAMES.get(operation, operation))
+                    description = "" if description == "default_pg" else description
+                    groups.setdefault((f"{backend} {name}", description), {})[call.number] = call
     except (RuntimeError, AttributeError, KeyError, TypeError, ValueError):
         return ()  # another version of the record
-    return tuple(sorted(found, key=lambda one: one.first_open is None)[:_MAX_GROUPS])
+    found = [GroupCalls(*group, _last(calls)) for group, calls in groups.items()]
+    return tuple(sorted(found, key=lambda group: all(call.is_done for call in group.calls))[:_MAX_GROUPS])
 
 
-def _call(entry: dict[str, Any], operation: str) -> Collective:
-    sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
-    size = None if operation == "barrier" or not sizes else sum(map(math.prod, sizes))
-    dtype = _DTYPES.get(dtypes[0], dtypes[0].lower()) if dtypes else ""
+def _call(entry: dict[str, Any], operation: str) -> Call:
+    text = operation
+    if operation in _EQUAL_SIZES and entry["input_sizes"]:
+        (dtype, *_), count = entry["input_dtypes"], sum(map(math.prod, entry["input_sizes"]))
+        text += f" of {count:,} {_DTYPES.get(dtype, dtype.lower())} number{'s' * (count != 1)}"
     is_done = bool(entry["retired"]) or entry["state"] == "completed"
-    return Collective(int(entry["collective_seq_id"]), operation, size, dtype, is_done)
+    return Call(int(entry["collective_seq_id"]), text, is_done)
 
 
-def _last(calls: dict[int, Collective]) -> list[Collective]:
+def _last(calls: dict[int, Call]) -> list[Call]:
     ordered = [calls[number] for number in sorted(calls)]
-    is_open = [index for index, call in enumerate(ordered) if not call.is_done]
-    first = is_open[0] if is_open else len(ordered)
+    first = next((index for index, call in enumerate(ordered) if not call.is_done), len(ordered))
     return ordered[max(0, first - _MAX_DONE) : first + _MAX_OPEN]

@@ -82,29 +82,6 @@ def collective_records() -> list[bytes]:
     return [dump() for dump in dumps if dump is not None]
 
 
-def group_ranks() -> dict[str, list[int]]:
-    """Return the ranks of each process group by its name. Without it, only ranks that called a collective count."""
-    world = getattr(torch.distributed.distributed_c10d, "_world", None)
-    ranks = getattr(world, "pg_group_ranks", {})
-    return {name: sorted(ranks.get(group, ())) for group, name in getattr(world, "pg_names", {}).items()}
-
-
-def collective_timeout_s() -> float | None:
-    """Return the seconds after which torch ends a process that waits in a collective of the default group.
-
-    Without it, a stall may be reported too late.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    group: Any = torch.distributed.group.WORLD
-    try:
-        backends = [group._get_backend(device) for device in getattr(group, "_device_types", ())]
-        timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
-    except RuntimeError:  # a backend of another package, which has no options
-        return None
-    return min((one.total_seconds() for one in timeouts if one is not None), default=None)
-
-
 # Attributes that the functions below read.
 _OF_ITERATOR = ("_workers", "_task_info", "_data_queue")
 

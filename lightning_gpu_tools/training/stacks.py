@@ -18,32 +18,21 @@ from typing import NamedTuple
 
 from lightning_gpu_tools.collector import frames_kept
 from lightning_gpu_tools.processes import TICKS_PER_S, read_kernel_file
-from lightning_gpu_tools.training.stall_facts import Activity, Frame, Wait
+from lightning_gpu_tools.training.stall_facts import Frame, Wait
 
-# System calls by what they wait for, from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and
-# include/uapi/asm-generic/unistd.h (arm64). For read and write, that depends on their file descriptor.
-_CALLS: dict[str, dict[Wait, set[int]]] = {
+# System calls, from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (arm64).
+_CALLS: dict[str, dict[str, set[int]]] = {
     "x86_64": {
-        "storage": {2, 3, 4, 5, 6, 17, 18, 21, 26, 74, 75, 77, 78, 82, 83, 87, 89, 217, 257, 258, 262, 263, 264, 269}
-        | {285, 316, 332, 437, 439},
-        "network": {42, 43, 44, 45, 46, 47, 288, 299, 307},
-        "lock": {202},
-        "time": {35, 230},
-        "events": {7, 23, 232, 270, 271, 281},
-        "process": {61, 247},
+        "descriptor": {0, 1, 17, 18, 19, 20},  # read, write, and their variants, which take a file descriptor
+        "path": {2, 3, 4, 5, 6, 21, 74, 75, 78, 82, 83, 87, 89, 217, 257, 258, 262, 263, 264, 269, 285, 332, 437},
+        "lock": {202},  # futex
     },
     "aarch64": {
-        "storage": {34, 35, 38, 46, 47, 48, 56, 57, 61, 67, 68, 78, 79, 80, 82, 83, 227, 276, 291, 437},
-        "network": {202, 203, 206, 207, 211, 212, 242, 243, 269},
+        "descriptor": {63, 64, 65, 66, 67, 68},
+        "path": {34, 35, 38, 46, 47, 48, 56, 57, 61, 78, 79, 80, 82, 83, 276, 291, 437},
         "lock": {98},
-        "time": {101, 115},
-        "events": {22, 72, 73},
-        "process": {95, 260},
     },
 }
-# read, write, readv, writev
-_OF_DESCRIPTORS = {"x86_64": {0, 1, 19, 20}, "aarch64": {63, 64, 65, 66}}
-_LOCKING = {"x86_64": {72, 73}, "aarch64": {25, 32}}  # fcntl, flock
 _MACHINE = platform.machine()
 _PROC = Path("/proc")
 
@@ -91,47 +80,34 @@ def added_times(before: dict[int, ThreadTimes], now: dict[int, ThreadTimes]) -> 
     )
 
 
-def _value(text: str, name: str) -> str | None:
-    return next((line.split()[1] for line in text.splitlines() if line.startswith(f"{name}:")), None)
+def cpu_seconds(pid: int, thread: int | None = None) -> float:
+    """Return the CPU time of a process or a thread; 0 if unknown."""
+    fields = stat_fields(*_folder(pid, thread))
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S if fields else 0.0
 
 
-def activity(pid: int, thread: int | None = None) -> Activity | None:
-    """Return a process's or thread's activity, even if hung in the kernel; ``None`` if unknown. Takes about 50 µs."""
-    folder = (pid,) if thread is None else (pid, "task", thread)
-    fields = stat_fields(*folder)
-    if not fields:
-        return None
-    waits_for, target = _wait(folder, fields[0])
-    return Activity(pid, fields[0], waits_for, target, (int(fields[11]) + int(fields[12])) / TICKS_PER_S)
+def activity(pid: int, thread: int | None = None) -> tuple[str, Wait | None, str | None]:
+    """Return the state of a process or a thread, what it waits for, and the file that it reads or writes.
 
-
-def _wait(folder: tuple[object, ...], state: str) -> tuple[Wait | None, str | None]:
+    Works even if it hangs in the kernel, and takes about 50 µs. The state is ``"X"`` if it has ended.
+    """
+    folder = _folder(pid, thread)
+    state, *_ = stat_fields(*folder) or ["X" if _PROC.exists() else "S"]  # macOS has no /proc
+    calls = _CALLS.get(_MACHINE, {})
     call = read_proc(*folder, "syscall").split()  # a number and its arguments; "running"; or "-1" outside a call
-    number = int(call[0]) if call and call[0].lstrip("-").isdecimal() else -1
-    is_locking = number in _LOCKING.get(_MACHINE, ())
-    if is_locking or number in _OF_DESCRIPTORS.get(_MACHINE, ()):
+    number = int(call[0]) if call and call[0].isdecimal() else -1
+    if number in calls.get("descriptor", ()):
         with suppress(OSError):
-            target = os.readlink(_PROC.joinpath(*map(str, folder), "fd", str(int(call[1], 16))))  # needs no disk access
-            if is_locking:
-                return "file lock", target
-            kind = target.partition(":")[0]
-            return ("pipe" if kind == "pipe" else "network" if kind == "socket" else "storage"), target
-    if state == "D":
-        return "storage", None
-    return next((wait for wait, numbers in _CALLS.get(_MACHINE, {}).items() if number in numbers), None), None
+            # Reading this link needs no disk access.
+            file = os.readlink(_PROC.joinpath(*map(str, folder), "fd", str(int(call[1], 16))))
+            return state, None if file.startswith(("pipe:", "socket:")) else "storage", file
+    if state == "D" or number in calls.get("path", ()):
+        return state, "storage", None
+    return state, "lock" if number in calls.get("lock", ()) else None, None
 
 
-def catches(pid: int, signal_number: int) -> bool:
-    """Return whether a process handles a signal, which would otherwise end it."""
-    mask = _value(read_proc(pid, "status"), "SigCgt") or "0"
-    return bool(int(mask, 16) >> (signal_number - 1) & 1)
-
-
-def swapped_pages() -> int:
-    """Return the number of pages that the machine has swapped in and out since it started."""
-    words = read_proc("vmstat").split()
-    counts = dict(zip(words[::2], words[1::2], strict=False))
-    return int(counts.get("pswpin", 0)) + int(counts.get("pswpout", 0))
+def _folder(pid: int, thread: int | None) -> tuple[object, ...]:
+    return (pid,) if thread is None else (pid, "task", thread)
 
 
 def memory_stall_percent() -> float:
@@ -163,11 +139,6 @@ def frames_of(thread: int) -> list[FrameType]:
         return [] if frame is None else [one for one, _ in traceback.walk_stack(frame)][::-1]
 
 
-def frames_in(text: str) -> tuple[Frame, ...]:
-    """Parse the stack of a thread as written by faulthandler, outermost call first."""
-    return tuple(_frame(file, int(line), function) for file, line, function in _LINE.findall(text))[::-1]
-
-
 # Functions in which Lightning's Trainer passes control to the loops.
 TRAINER_FILE, TRAINER_FUNCTIONS = os.path.join("trainer", "trainer.py"), ("fit", "_run_stage")
 
@@ -180,6 +151,12 @@ def stack_in_fit(frames: list[FrameType]) -> tuple[Frame, ...]:
         if call.function in TRAINER_FUNCTIONS and call.file.endswith(TRAINER_FILE):
             return stack[i + 1 :]
     return stack
+
+
+def _catches_signal(pid: int) -> bool:
+    """Return whether a process handles the signal, which would otherwise end it."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", read_proc(pid, "status"), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
 
 
 class ForkedStacks:
@@ -197,7 +174,7 @@ class ForkedStacks:
 
     def ask(self, pid: int) -> tuple[Frame, ...]:
         """Request and return the stack of a process, innermost call last; empty without an answer."""
-        if self._file < 0 or not catches(pid, _SIGNAL):
+        if self._file < 0 or not _catches_signal(pid):
             return ()
         before = os.fstat(self._file).st_size
         try:
@@ -209,7 +186,7 @@ class ForkedStacks:
             size = os.fstat(self._file).st_size
             time.sleep(_POLL_S)
         text = os.pread(self._file, 1 << 16, before).decode(errors="replace")
-        return frames_in(text)
+        return tuple(_frame(file, int(line), function) for file, line, function in _LINE.findall(text))[::-1]
 
     def close(self) -> None:
         """Remove this process's signal handler."""

@@ -34,11 +34,10 @@ from lightning_gpu_tools.advice.examples import (
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
-from lightning_gpu_tools.advice.stalls import explain_process, explain_ranks
+from lightning_gpu_tools.advice.stalls import explain
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, PHASES, SELF_LOG, TRAINER, base_phase
 from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RunMeasurements
-from lightning_gpu_tools.training.stall_facts import StallFacts
 
 OF_A_TRAINER = (
     r"Trainer|NumWorkersFinder|GPUUtilization|ModelCheckpoint|CheckpointIO|FreeMemoryCUDA|DDPStrategy|self\.log|"
@@ -137,8 +136,8 @@ def test_advice_on_a_stage_without_training_is_not_about_training() -> None:
 def texts_of_stalls() -> Iterator[str]:
     for cause in STALL_CAUSES.values():
         for facts in (cause.sick, cause.healthy):
-            found = explain_process(facts) if isinstance(facts, StallFacts) else explain_ranks(facts)
-            yield from (found.why, found.next_step) if found else ()
+            found = explain(facts)
+            yield from (found.why, found.next_step)
 
 
 def test_variables_commands_classes_and_options_in_advice_exist() -> None:

@@ -34,7 +34,6 @@ from stall_cases import (
     Acting,
     Case,
     blocked_worker,
-    compute_on_ranks,
     deadlocked_workers,
     evaluation,
     fit,
@@ -93,11 +92,12 @@ def test_what_hangs_is_named_while_it_hangs(name: str, said: dict[str, tuple[Sta
     assert stall.stack
     assert len(stall.ranks) == (case.ranks if case.ranks > 1 else 0)
     texts = [(folder / f"stderr{rank}").read_text() for rank in range(case.ranks)]
-    # One rank speaks for all: again after four times as long, which a busy machine may take to get here.
+    # One rank speaks for all.
     assert [stall.why in text for text in texts] == [True, *[False] * (case.ranks - 1)]
     assert "Training has made no progress for " in texts[0]
     assert "Stack of the training thread" in texts[0]
-    assert stall.cause not in ("dataset", "callback") or " in hang" in " ".join(stall.stack)  # also of another rank
+    assert stall.cause != "dataset" or stall.stack[-3].endswith(" in hang")
+    assert name != "a rank that waits for data" or " in hang" in " ".join(stall.stack)  # of that rank
 
 
 # By what is advised: the case, its training once that is done, and the error with which it then ends, if with one.
@@ -128,22 +128,8 @@ FOLLOWED: dict[str, tuple[str, Callable[..., None], str]] = {
         partial(uneven_batches, limit_train_batches=AT),
         "",
     ),
-    "Call self.log(..., sync_dist=True) on every rank": (
-        "sync_dist on one rank",
-        partial(log_on_ranks, ranks=(0, 1)),
-        "",
-    ),
-    "rank_zero_only=True instead": (
-        "sync_dist on one rank",
-        partial(log_on_ranks, rank_zero_only=True),
-        "",
-    ),
-    "Call compute() on every rank": ("a metric on one rank", partial(compute_on_ranks, ranks=(0, 1)), ""),
-    "Call trainer.save_checkpoint() on every rank": (
-        "a checkpoint on one rank",
-        partial(save_on_ranks, ranks=(0, 1)),
-        "",
-    ),
+    "no self.log(..., sync_dist=True)": ("sync_dist on one rank", partial(log_on_ranks, ranks=(0, 1)), ""),
+    "trainer.save_checkpoint() or barrier": ("a checkpoint on one rank", partial(save_on_ranks, ranks=(0, 1)), ""),
 }
 
 
@@ -169,9 +155,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[i
     'Set multiprocessing_context="spawn" or "forkserver"',
     "Let the error end the process",
     "Give every rank the same number of batches",
-    "Call trainer.save_checkpoint() on every rank",
-    "Call compute() on every rank",
-    "Call self.log(..., sync_dist=True) on every rank",
+    "Make the same calls with the same sizes on every rank",
 )
 @pytest.mark.parametrize("words", FOLLOWED)
 def test_a_training_that_follows_the_advice_ends(
@@ -186,15 +170,10 @@ def test_a_training_that_follows_the_advice_ends(
 
 @pytest.mark.skipif(not stall_cases.HAS_RECORD, reason="this torch keeps no record of gloo's calls")
 def test_the_collective_is_named_that_a_rank_has_not_called(said: dict[str, tuple[Stall, Path]]) -> None:
-    for name, (stall, _) in (
-        (name, said[name]) for name in ("a rank that waits for data", "a rank in an endless loop")
-    ):
-        found = re.search(
-            r" Rank 0 waits for all_reduce no\. (\d+) of 5 .*; rank 1 has called only (\d+)\.$", stall.why
-        )
-        assert found is not None, name
-        assert int(found[1]) == int(found[2]) + 1
-        assert stall.ranks[0].endswith(f"waiting in backward for all_reduce no. {found[1]} of 5 float32 numbers")
+    stall, _ = said["a rank that waits for data"]
+    called = r" Collective no\. \d+: rank 0 called all_reduce of 5 float32 numbers; rank 1 did not call it\.$"
+    assert re.search(called, stall.why)
+    assert stall.ranks[0].endswith("waiting in all_reduce of 5 float32 numbers")
 
 
 def test_a_sanity_check_that_hangs_is_named(said: dict[str, tuple[str, Path]]) -> None:
@@ -213,7 +192,7 @@ def test_a_training_that_goes_on_says_so(tmp_path: Path) -> None:
                 time.sleep(0.01)
 
         fit(tmp_path, 0.3, Acting("on_train_batch_end", wait))
-    assert re.search(r"in Acting at step 12\.\nActing .* in wait \(", stalls()[0])
+    assert re.search(r"in Acting at step 12\.\nThe training process .* in wait \(", stalls()[0])
     (stall,) = load_report(tmp_path).stalls
     assert stall.is_over
     assert stall.lasted_s >= 0.3

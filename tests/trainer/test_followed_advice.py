@@ -282,9 +282,7 @@ def test_the_profile_that_is_advised_names_the_slow_function(tmp_path: Path) -> 
 @pytest.mark.follows("End other programs (`ps aux --sort=-rss | head`)")
 def test_the_command_that_is_advised_lists_large_programs_first() -> None:
     cause = STALL_CAUSES["swap"]
-    assert cause.find is not None
-    explained = cause.find(cause.sick)  # type: ignore[arg-type]
-    assert explained is not None
+    (explained,) = cause.find(cause.sick)
     command = value(r"`(ps aux [^`]+)`", explained.next_step)
     _, *rows = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout.splitlines()
     sizes = [int(row.split()[5]) for row in rows]

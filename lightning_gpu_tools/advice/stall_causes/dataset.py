@@ -5,27 +5,29 @@ Takes the current phase of the training thread, and its stack.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stall_words import does, that_line, where
+from lightning_gpu_tools.advice.stall_examples import a_stall
+from lightning_gpu_tools.advice.stall_words import does
 from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, VALIDATION, base_phase
 from lightning_gpu_tools.training.stall_facts import StallFacts
 
 
-def find(facts: StallFacts) -> Explanation | None:
-    if base_phase(facts.phase) not in (DATA_LOADING, EPOCH_START):
-        return None
-    return Explanation(
-        f"The training process {does(facts)} while it loads data{where(facts.stack)}.",
-        f"Check {that_line(facts.stack, '__getitem__')} of the dataset.",
-    )
+def find(facts: StallFacts) -> Iterator[Explanation]:
+    if base_phase(facts.phase) in (DATA_LOADING, EPOCH_START):
+        yield Explanation(
+            f"The training process itself loads data, and {does(facts.process)}.",
+            "Check __getitem__ of the dataset, and the sample that it loads.",
+        )
 
 
 CAUSE = StallCause(
     says="training hangs while the training process itself loads data",
-    change="check the line in the report",
+    change="check the line of the dataset in the report",
     find=find,
     after=("blocked_worker",),
     verified_on="cpu",
-    sick=StallFacts(phase=DATA_LOADING),
-    healthy=StallFacts(phase=VALIDATION),
+    sick=a_stall(DATA_LOADING),
+    healthy=a_stall(VALIDATION),
 )

@@ -1,39 +1,36 @@
-"""storage: the training process, or a worker of the DataLoader, waits for a file system that does not respond.
+"""storage: training waits for a file system that does not respond.
 
-Reads the state (D) and the system call of the training process and the workers (/proc).
+Reads the state (D) and the system call of the training process, or of the worker of the DataLoader that has to deliver
+the next batch (/proc).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from lightning_gpu_tools.advice.cause import Explanation, StallCause
-from lightning_gpu_tools.advice.stall_words import awaited_of, does_where, name_of
+from lightning_gpu_tools.advice.stall_examples import a_stall
+from lightning_gpu_tools.advice.stall_words import does
 from lightning_gpu_tools.training.phases import VALIDATION
-from lightning_gpu_tools.training.stall_facts import Activity, StallFacts
-
-_CHECK = "Check the mount with `ls`, `df` and `dmesg`. Copy the data to a local disk, or write checkpoints to one."
+from lightning_gpu_tools.training.stall_facts import ProcessFacts, StallFacts
 
 
-def find(facts: StallFacts) -> Explanation | None:
-    workers = facts.workers
-    if not workers:
-        if facts.activity is None or facts.activity.waits_for != "storage":
-            return None
-        return Explanation(f"The training process {does_where(facts)}.", _CHECK)
-    waiting = [one for one in workers if one.activity.waits_for == "storage"]
-    if not waiting:
-        return None
-    awaited = awaited_of(workers)
-    one = awaited if awaited in waiting else waiting[0]
-    why = f"{len(waiting)} of {len(workers)} workers wait for storage. {name_of(one)} {does_where(one)}."
-    return Explanation(why, _CHECK)
+def find(facts: StallFacts) -> Iterator[Explanation]:
+    process = facts.workers[facts.awaited_worker] if facts.workers else facts.process
+    if process.waits_for == "storage":
+        name = f"Worker {facts.awaited_worker} (PID {process.pid})" if facts.workers else "The training process"
+        yield Explanation(
+            f"{name} {does(process)}.",
+            "Check the mount with `ls`, `df` and `dmesg`. Copy the data to a local disk, or write checkpoints to one.",
+        )
 
 
 CAUSE = StallCause(
-    says="processes are in state `D`, or in a file system call that does not return",
+    says="a process is in state `D`, or in a file system call that does not return",
     change="check the mount with `ls`, `df` and `dmesg`; copy the data to a local disk",
     find=find,
-    after=("dead_worker",),
+    after=("swap",),
     verified_on="cpu",
-    sick=StallFacts(phase=VALIDATION, activity=Activity(1, "D", "storage", "/nfs/x", 0.0)),
-    healthy=StallFacts(phase=VALIDATION, activity=Activity(1, "S", "network", None, 0.0)),
+    sick=a_stall(VALIDATION, process=ProcessFacts(1, "D", "storage", "/nfs/x")),
+    healthy=a_stall(VALIDATION, process=ProcessFacts(1, "S")),
 )

@@ -1,0 +1,63 @@
+"""collective: all ranks wait for each other in collectives.
+
+Reads the last collectives of each rank, with their sizes, from torch's flight recorder, and compares the first one that
+has not completed. Without this record, compares where the stacks of the ranks wait.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Explanation, StallCause
+from lightning_gpu_tools.advice.collectives import SAME_BATCHES, hanging_call
+from lightning_gpu_tools.advice.stall_examples import a_rank, a_stall
+from lightning_gpu_tools.training.phases import FORWARD
+from lightning_gpu_tools.training.stall_facts import Call, StallFacts
+from lightning_gpu_tools.units import printable
+
+_MAX_PLACES = 4  # in the report
+
+_SAME_CALLS = (
+    "Make the same calls with the same sizes on every rank: no self.log(..., sync_dist=True), "
+    "trainer.save_checkpoint() or barrier behind an `if` on the rank."
+)
+_NETWORK = (
+    "The network between them does not respond. Run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and NCCL_DEBUG=INFO."
+)
+
+
+def find(facts: StallFacts) -> Iterator[Explanation]:
+    if len(facts.ranks) < 2 or any(rank.waits_in is None for rank in facts.ranks):
+        return
+    call = hanging_call(facts.ranks)
+    details = "" if call is None else f" {call}"
+    calls = {rank.rank: str(rank.waits_in) for rank in facts.ranks}
+    if call is not None and call.differs:
+        calls.update(call.calls)
+    if len({*calls.values()}) == 1 and (call is None or not call.missing):
+        rank = facts.ranks[0]
+        why = f"All {len(facts.ranks):,} ranks wait in {printable(rank.waits_in)}{rank.line} at step {rank.step}."
+        yield Explanation(f"{why}{details}", _NETWORK)
+        return
+    places = [f"rank {rank.rank} in {printable(rank.waits_in)}{rank.line} at step {rank.step}" for rank in facts.ranks]
+    shown = [*places[:_MAX_PLACES], *([f"and {len(places) - _MAX_PLACES:,} more"] if places[_MAX_PLACES:] else [])]
+    counts = Counter(calls.values())
+    different = [rank for rank, text in calls.items() if counts[text] == 1]
+    yield Explanation(
+        f"Ranks wait for each other in different calls: {'; '.join(shown)}.{details}",
+        f"{_SAME_CALLS} {SAME_BATCHES}",
+        different[0] if len(different) == 1 else None,
+    )
+
+
+CAUSE = StallCause(
+    says="ranks wait for each other in different collectives or with different sizes, because one is behind "
+    "`if rank == 0`, or a rank has fewer batches; or all wait in the same one",
+    change="the same calls, sizes and numbers of batches on every rank; else check the network: `NCCL_DEBUG=INFO`",
+    find=find,
+    after=("rank_behind",),
+    verified_on="simulated GPU",
+    sick=a_stall(FORWARD, a_rank(0, Call(4, "all_reduce", False)), a_rank(1, Call(4, "barrier", False))),
+    healthy=a_stall(FORWARD, a_rank(0, Call(4, "all_reduce", False)), a_rank(1, Call(3, "all_reduce", True))),
+)

@@ -1,0 +1,121 @@
+"""The collective that does not complete, from the calls of each rank."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpu_tools.advice.cause import Explanation
+from lightning_gpu_tools.advice.collectives import collective_of, hanging_call
+from lightning_gpu_tools.advice.stall_examples import a_rank, a_stack, a_stall
+from lightning_gpu_tools.advice.stalls import explain
+from lightning_gpu_tools.training.phases import FORWARD, RANK_WAIT
+from lightning_gpu_tools.training.stall_facts import Call, GroupCalls, RankFacts
+
+REDUCE, BROADCAST = "all_reduce of 7 float32 numbers", "broadcast of 4 float32 numbers"
+DONE, OPEN = Call(3, REDUCE, True), Call(4, REDUCE, False)
+
+
+def explained(*ranks: RankFacts) -> Explanation:
+    return explain(a_stall(FORWARD, *ranks))
+
+
+def of_groups(rank: int, *groups: GroupCalls) -> RankFacts:
+    calls = [call for group in groups for call in group.calls if not call.is_done]
+    return a_rank(rank, groups=groups, waits_in=calls[0].text if calls else None)
+
+
+def test_ranks_that_wait_and_the_rank_that_has_not_called_it_are_named() -> None:
+    found = explained(a_rank(0, DONE, OPEN), a_rank(1, DONE), a_rank(2, DONE, OPEN))
+    assert (found.cause, found.rank) == ("rank_behind", 1)
+    assert found.why.endswith(f" Collective no. 4: ranks 0 and 2 called {REDUCE}; rank 1 did not call it.")
+
+
+def test_a_rank_that_has_done_its_part_does_not_wait() -> None:
+    """The source of a broadcast is done, while the others wait for the last one."""
+    found = explained(
+        a_rank(0, DONE, Call(4, BROADCAST, True)), a_rank(1, DONE, Call(4, BROADCAST, False)), a_rank(2, DONE)
+    )
+    assert found.rank == 2
+
+
+@pytest.mark.parametrize("text", [BROADCAST, "all_reduce of 8 float32 numbers", "all_reduce of 7 int64 numbers"])
+def test_calls_that_differ_are_named(text: str) -> None:
+    found = explained(a_rank(0, DONE, OPEN), a_rank(1, DONE, Call(4, text, False)))
+    assert (found.cause, found.rank) == ("collective", None)
+    assert found.why.endswith(f" Collective no. 4: rank 0 called {REDUCE}; rank 1 called {text}.")
+    assert explained(a_rank(0, OPEN), a_rank(1, Call(4, text, False)), a_rank(2, OPEN)).rank == 1
+
+
+def test_a_difference_counts_although_the_call_has_ended() -> None:
+    """NCCL ends some calls that do not match, with wrong numbers."""
+    found = explained(a_rank(0, DONE, OPEN), a_rank(1, Call(3, BROADCAST, True), OPEN))
+    assert found.cause == "collective"
+    assert "Collective no. 3:" in found.why
+
+
+def test_ranks_that_wait_in_the_same_call_have_lost_their_network() -> None:
+    found = explained(a_rank(0, DONE, OPEN), a_rank(1, DONE, OPEN))
+    assert found.cause == "collective"
+    assert found.why.startswith(f"All 2 ranks wait in {REDUCE} at step 5.")
+    assert "network" in found.next_step
+
+
+def test_the_group_counts_whose_missing_rank_waits_for_nobody() -> None:
+    """Rank 0 waits for rank 1 in one group, and rank 1 in the other for rank 2."""
+    found = explained(
+        of_groups(0, GroupCalls("nccl 1", "a", [OPEN])),
+        of_groups(1, GroupCalls("nccl 1", "a", [DONE]), GroupCalls("nccl 2", "b", [OPEN])),
+        of_groups(2, GroupCalls("nccl 2", "b", [DONE])),
+    )
+    assert found.rank == 2
+    assert f"Collective no. 4 of group b: rank 1 called {REDUCE}; rank 2 did not call it." in found.why
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
+    found = explained(
+        of_groups(0, GroupCalls("nccl 1", "tp", [OPEN]), GroupCalls("nccl 0", "", [DONE])),
+        of_groups(1, GroupCalls("nccl 1", "tp", [DONE]), GroupCalls("nccl 0", "", [OPEN])),
+    )
+    assert found.cause == "collective"
+    assert "sizes" in found.next_step
+
+
+@pytest.mark.parametrize(
+    ("stack", "phase", "groups", "collective"),
+    [
+        (("train.py:hook", "torch/distributed/distributed_c10d.py:barrier"), FORWARD, (), "barrier"),
+        (("train.py:step", "torch/distributed/c10d_logger.py:wrapper"), FORWARD, (), None),
+        (("torch/autograd/graph.py:_engine_run_backward",), FORWARD, (), "backward"),
+        (("torch/autograd/graph.py:_engine_run_backward",), FORWARD, (GroupCalls("gloo 0", "", [DONE]),), None),
+        (("train.py:step",), f"{RANK_WAIT}/training step", (), "backward"),
+        (("train.py:step",), FORWARD, (GroupCalls("nccl 0", "", [DONE, OPEN]),), REDUCE),
+        (("train.py:step",), FORWARD, (), None),
+    ],
+)
+def test_the_collective_of_a_rank(
+    stack: tuple[str, ...], phase: str, groups: tuple[GroupCalls, ...], collective: str | None
+) -> None:
+    assert collective_of(a_stack(*stack), phase, groups) == collective
+
+
+PROGRAM = st.lists(st.sampled_from([REDUCE, BROADCAST, "barrier"]), min_size=1, max_size=8)
+
+
+@given(PROGRAM, st.data())
+def test_of_ranks_that_run_the_same_program_those_behind_are_missing(program: list[str], data: st.DataObject) -> None:
+    steps = data.draw(st.lists(st.integers(1, len(program)), min_size=2, max_size=5))
+    done = min(steps)
+    ranks = [
+        a_rank(rank, *(Call(number + 1, program[number], number < done) for number in range(step)))
+        for rank, step in enumerate(steps)
+    ]
+    for found in (hanging_call(ranks), hanging_call(data.draw(st.permutations(ranks)))):
+        if max(steps) == done:
+            assert found is None
+        else:
+            assert found is not None
+            assert not found.differs
+            assert found.number == done + 1
+            assert found.missing == [rank for rank, step in enumerate(steps) if step == done]
