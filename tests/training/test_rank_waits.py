@@ -64,25 +64,6 @@ def test_the_end_of_backward_is_waiting(use_reentrant: bool | None) -> None:
     assert not model.waits.unseen
 
 
-def test_parameters_may_freeze_and_thaw() -> None:
-    model = Reducing()
-    for is_trained in (True, False, True):
-        model.first.requires_grad_(is_trained)
-        model.backward(model.loss())
-    assert model.spent_s == (3.0 + 1.0 + 3.0, 12.0)
-
-
-def test_what_follows_the_wait_is_work_again() -> None:
-    model = Reducing()
-
-    def backward(loss: torch.Tensor) -> None:
-        loss.backward()
-        model.time.spend(0.5)
-
-    model.clock.timed(BACKWARD, model.waits.around_backward(backward))(model.loss())
-    assert model.spent_s == (3.5, 4.0)
-
-
 def test_an_error_in_backward_leaves_the_clock_right() -> None:
     model = Reducing()
     model.first.bias.register_post_accumulate_grad_hook(lambda _: 1 / 0)
@@ -173,18 +154,6 @@ def test_each_bucket_is_sent_between_two_marks(bucketed: Bucketed) -> None:
     assert bucketed.marks == []
 
 
-def test_gradients_that_are_not_sent_teach_nothing(bucketed: Bucketed) -> None:
-    """Accumulate gradients first."""
-    with bucketed.ddp.no_sync():
-        for _ in range(4):
-            bucketed.backward()
-    bucketed.backward()
-    assert bucketed.marks == []
-    bucketed.backward()
-    bucketed.backward(is_sampled=True)
-    assert len(bucketed.marks) == 4
-
-
 def test_buckets_without_marks_are_noticed_and_learned(bucketed: Bucketed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "waits_for_each_bucket", lambda: True)
     bucketed.backward(is_sampled=True)
@@ -205,14 +174,6 @@ def test_an_error_in_backward_leaves_no_hook(bucketed: Bucketed) -> None:
         loss.backward()
     handle.remove()
     assert not bucketed.ddp.module[0].weight._post_accumulate_grad_hooks
-
-
-def test_a_model_without_buckets_in_backward_is_not_searched_in_each_step(bucketed: Bucketed) -> None:
-    searched = []
-    bucketed.waits._weights = lambda: searched.append(1) or ()
-    for _ in range(10):
-        bucketed.backward()
-    assert len(searched) == 3
 
 
 def test_weights_that_allow_no_hooks_do_not_stop_training(bucketed: Bucketed) -> None:
