@@ -25,7 +25,6 @@ from lightning_gpu_tools.training.phases import (
     IN_WORKER,
     MONITORING,
     TRAINING_STEP,
-    VALIDATION,
 )
 from lightning_gpu_tools.training.run_measurements import SourceLine
 from lightning_gpu_tools.training.source_lines import Seen, line_in, line_of
