@@ -26,7 +26,6 @@ from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.memory_examples import an_error
 from lightning_gpu_tools.advice.out_of_memory import SETUP, ModelSize
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.reports.page import render_page
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training import memory_failures
@@ -311,7 +310,6 @@ def test_what_steps_leave_is_named_by_line_before_memory_is_full(tmp_path: Path)
     printed = render_text(report, full=True)
     assert "Memory added by a step at its peak, by line\n  4.00 MiB  " in printed
     assert "Memory kept after steps, by line\n  4.00 MiB  " in printed
-    assert "kept after steps: " in render_page(report)
 
 
 def test_torchs_own_error_goes_on_after_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
