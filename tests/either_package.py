@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools import GPUUtilizationMonitor, PortableCheckpointIO
+from lightning_gpu_tools import GPUUtilizationMonitor, PortableCheckpointIO, load_report
 from lightning_gpu_tools.strategies import FreeMemoryDDPStrategy
 
 
 class MyMonitor(GPUUtilizationMonitor):
-    """A user's own, and made before there is a Trainer."""
+    """A user's own, and defined before there is a Trainer."""
 
 
 class MyStrategy(FreeMemoryDDPStrategy):
@@ -27,9 +27,9 @@ class MyStrategy(FreeMemoryDDPStrategy):
         self.mine = mine
 
 
-monitor, plugin = MyMonitor(report=False), PortableCheckpointIO()
-strategy = MyStrategy(mine=7, find_unused_parameters=False)
+plugin, strategy = PortableCheckpointIO(), MyStrategy(mine=7, find_unused_parameters=False)
 pl: Any = importlib.import_module(sys.argv[1])
+monitor = MyMonitor()
 folder = Path(sys.argv[2])
 
 
@@ -64,13 +64,16 @@ def train() -> dict[str, Any]:
     )
     trainer.fit(Model())
     (checkpoint,) = folder.rglob("*.ckpt")
+    named = pl.Trainer(strategy="ddp_free_memory", accelerator="cpu", devices=1, logger=False).strategy
     content = torch.load(checkpoint, weights_only=True)
     return {
         "steps": content["global_step"],
+        "reported": load_report(folder).steps,
         "of both": isinstance(trainer.strategy, MyStrategy)
         and isinstance(trainer.strategy, pl.strategies.DDPStrategy)
         and isinstance(monitor, pl.Callback),
         "mine": trainer.strategy.mine,
+        "by name": isinstance(named, FreeMemoryDDPStrategy),
         "saved by ours": "lightning_gpu_tools" in content,
     }
 
@@ -80,7 +83,6 @@ trainer:
   accelerator: cpu
   devices: 1
   logger: false
-  callbacks: [{class_path: __main__.MyMonitor}, {class_path: lightning_gpu_tools.NumWorkersFinder}]
   plugins:
     - class_path: lightning_gpu_tools.PortableCheckpointIO
       init_args: {verify: true, inner: {class_path: PACKAGE.plugins.io.TorchCheckpointIO}}
@@ -106,7 +108,6 @@ def command_line() -> dict[str, Any]:
     options = ("min_free", "wait", "find_unused_parameters", "timeout")
     help_text = shown("--trainer.strategy.help=lightning_gpu_tools.strategies.FreeMemoryDDPStrategy")
     return {
-        "callbacks": [type(one).__name__ for one in trainer.callbacks if "gpu_tools" in str(type(one).__mro__)][:2],
         "inner": type(trainer.strategy.checkpoint_io.inner).__module__,
         "unused": trainer.strategy._ddp_kwargs["find_unused_parameters"],
         "printed": "find_unused_parameters: true" in shown("--print_config"),

@@ -17,7 +17,8 @@ from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.picking import list_gpus
 from lightning_gpu_tools.selection.ranking import LAST_RUN, Request, documented
 from lightning_gpu_tools.selection.visibility import visible_gpus, why_fewer
-from lightning_gpu_tools.trainer.families import CUDAAccelerator, own_class
+from lightning_gpu_tools.trainer.families import CUDAAccelerator, front_of
+from lightning_gpu_tools.trainer.import_hooks import when_imported
 
 
 @documented
@@ -57,7 +58,7 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         claim: bool = True,
     ) -> None:
         super().__init__()
-        request = requested(
+        type(self)._request = requested(
             min_free,
             max_utilization=max_utilization,
             exclusive=exclusive,
@@ -65,11 +66,9 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
             wait=wait,
             claim=claim,
         )
-        # Lightning calls parse_devices on the class of an accelerator, not on the instance.
-        self.__class__ = own_class(type(self), _request=request)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (type(self).__bases__[0], self._request), vars(self)  # pickle cannot find its class by name
+        return _unpickled, (front_of(type(self)), self._request), vars(self)
 
     @classmethod
     @override
@@ -93,6 +92,9 @@ class FreeMemoryCUDAAccelerator(CUDAAccelerator):
         return is_available
 
 
+when_imported("accelerators.cuda", lambda module: module.CUDAAccelerator.register(FreeMemoryCUDAAccelerator))
+
+
 def requested(min_free: int | str | None, **options: Any) -> Request:
     """Return the request for these options; for ``min_free="last"``, log the size and its run."""
     if min_free == LAST_RUN:
@@ -102,8 +104,9 @@ def requested(min_free: int | str | None, **options: Any) -> Request:
 
 
 def _unpickled(cls: type[FreeMemoryCUDAAccelerator], request: Request) -> FreeMemoryCUDAAccelerator:
-    cls = own_class(cls, _request=request)
-    return cls.__new__(cls)
+    accelerator = cls.__new__(cls)
+    type(accelerator)._request = request
+    return accelerator
 
 
 def _count(devices: int | str | list[int]) -> int | None:

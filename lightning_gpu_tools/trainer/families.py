@@ -4,23 +4,21 @@ Lightning exists twice, as ``lightning`` and as ``pytorch_lightning`` with ``lig
 a Fabric. These four families have the same code in different classes, and a Trainer takes callbacks, plugins and
 strategies of its own family only. None of them is imported here before the program imports it.
 
-1. :func:`~lightning_gpu_tools.trainer.import_hooks.when_imported` acts as soon as a module of a family is imported.
-2. :func:`adopt` then gives our class the family's class as a base, so a callback is a real ``Callback`` everywhere.
-3. :class:`CheckpointIO` is an abstract base class, so registering is enough.
-4. :class:`FamilyStrategy` can serve one family only, because its methods check for models of that family. Once a
-   Trainer or a Fabric takes it, its method resolution order leaves out the other families.
-5. Code that gets a Trainer, a model or a callback finds the family through that object: :func:`family_of`,
-   :func:`base_of`, :func:`lookup`.
-
-The annotations in this file are not postponed: LightningCLI would import ``lightning`` to evaluate them.
+- A callback or an accelerator gets the bases of all imported families when it is created (:func:`subclass`).
+- A strategy can serve one family only, so it gets its base when a Trainer or a Fabric takes it. Until then, it is only
+  registered with the abstract classes of all families.
+- The checkpoint plugin is only registered.
+- Code that gets a Trainer, a model or a callback finds the family through that object: :func:`family_of`,
+  :func:`base_of`, :func:`lookup`.
 """
 
 import functools
 import importlib
 import pkgutil
-from abc import ABCMeta
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+import sys
+import types
+from abc import ABC
+from typing import TYPE_CHECKING, Any
 
 from lightning_gpu_tools.trainer.import_hooks import FABRICS, FAMILIES, TRAINERS, when_imported
 
@@ -34,12 +32,6 @@ def family_of(thing: object) -> str | None:
 def base_of(thing: object, name: str) -> type | None:
     """Return the class of this name, in any family, that ``thing`` is an instance of; else ``None``."""
     return next((one for one in type(thing).__mro__ if one.__name__ == name and _home(one)), None)
-
-
-def bases_of(cls: type) -> list[type]:
-    """Return Lightning's classes among the bases of one of our classes, at most one per family."""
-    found = {family: one for one in reversed(cls.__mro__) if (family := _home(one))}
-    return list(found.values())
 
 
 def is_lightnings(*definitions: Any) -> bool:
@@ -68,19 +60,25 @@ def _home(cls: type) -> str | None:
     return next((family for family in FAMILIES if f"{cls.__module__}.".startswith(f"{family}.")), None)
 
 
-class Root:
-    """The first base of classes that adopt others: it must stay, and must not be ``object``."""
+def imported(part: str, name: str, families: tuple[str, ...] = FAMILIES) -> tuple[Any, ...]:
+    """Return the class of this name of each family that the program has imported."""
+    modules = (sys.modules.get(f"{family}.{part}") for family in families)
+    return tuple(getattr(module, name) for module in modules if hasattr(module, name))
 
 
-def adopt(cls: type, part: str, name: str, families: tuple[str, ...] = FAMILIES) -> None:
-    """Add a class of each family to the bases of a :class:`Root`, once its module is imported."""
+def subclass(front: type, *bases: type, **attributes: Any) -> Any:
+    """Return a new subclass of one of our classes that also has these bases and attributes, under the same name."""
+    names: dict[str, Any] = {name: getattr(front, name) for name in ("__module__", "__qualname__", "__doc__")}
+    names.update(attributes, _front=front)
+    return types.new_class(front.__name__, (front, *bases), exec_body=lambda body: body.update(names))
 
-    def add(module: ModuleType) -> None:
-        own = [base for base in cls.__bases__ if not _home(base)]
-        theirs = {*filter(_home, cls.__bases__), getattr(module, name)}
-        cls.__bases__ = (*own, *sorted(theirs, key=lambda base: FAMILIES.index(str(_home(base)))))
 
-    when_imported(part, add, families)
+def front_of(cls: type) -> Any:
+    """Return the class that pickle finds by name, of which ``cls`` may be a :func:`subclass`."""
+    return vars(cls).get("_front", cls)
+
+
+_subclass_once = functools.cache(subclass)
 
 
 if TYPE_CHECKING:
@@ -90,134 +88,43 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer as Trainer
     from lightning.pytorch.accelerators import CUDAAccelerator as CUDAAccelerator
     from lightning.pytorch.loggers import Logger as Logger
-    from lightning.pytorch.strategies import Strategy as _Strategy
+    from lightning.pytorch.strategies import Strategy as Strategy
 else:
-    # Only for annotations.
-    LightningModule = Logger = Trainer = Any
-    _Strategy = Root
+    LightningModule = Logger = Trainer = Any  # only for annotations
+    Strategy = object
 
-    class Callback(Root):
-        """The ``Callback`` of every family."""
-
-    class CUDAAccelerator(Root, metaclass=ABCMeta):
-        """The ``CUDAAccelerator`` of every family."""
-
-    class CheckpointIO(metaclass=ABCMeta):  # noqa: B024 - only for isinstance, nothing to inherit
+    class CheckpointIO(ABC):  # noqa: B024 - only for isinstance, nothing to inherit
         """The abstract base of the ``CheckpointIO`` of every family."""
 
-    adopt(Callback, "callbacks.callback", "Callback", TRAINERS)
-    adopt(CUDAAccelerator, "accelerators.cuda", "CUDAAccelerator")
     when_imported("plugins.io.checkpoint_io", lambda module: CheckpointIO.register(module.CheckpointIO), FABRICS)
 
+    class Callback(*imported("callbacks.callback", "Callback", TRAINERS)):
+        """The ``Callback`` of both packages."""
 
-class _OfOneFamily(ABCMeta):
-    """A metaclass that keeps classes with a ``_family`` from inheriting from any other."""
+        def __new__(cls, *args, **kwargs):
+            """Return an object of a class that also has the base of a package imported after this one."""
+            callbacks = _imported_or_error(cls, "callbacks.callback", "Callback", TRAINERS)
+            later = [base for base in callbacks if not issubclass(cls, base)]
+            return super().__new__(_subclass_once(cls, *later) if later else cls)
 
-    def mro(cls) -> list[type]:
-        order = super().mro()
-        family = vars(cls).get("_family")
-        return order if family is None else [one for one in order if _home(one) in (None, family)]
+        def __reduce_ex__(self, protocol):
+            return _unpickled, (front_of(type(self)),), *super().__reduce_ex__(2)[2:]
 
+    class CUDAAccelerator:
+        """The ``CUDAAccelerator`` of every family."""
 
-# Attributes that Trainer and Fabric read before they set any.
-_READ_FIRST = ("_accelerator", "_precision_plugin", "_precision", "_checkpoint_io", "cluster_environment")
-
-
-class FamilyStrategy(_Strategy, metaclass=_OfOneFamily):
-    """A strategy that permanently joins the family of the Trainer or Fabric that takes it.
-
-    Until then, it has only its options and the attributes of its own ``__init__``. It joins when its precision plugin
-    is set: this happens early, and the plugin is always of that family, unlike the accelerator, which is set earlier.
-    """
-
-    _family: ClassVar[str | None] = None
-
-    def __init__(self, **options: Any) -> None:
-        self._refuse_unknown(options)
-        self._options = options
-        if self._family is not None:
-            super().__init__(**options)
-
-    def _refuse_unknown(self, options: dict[str, Any]) -> None:
-        """Raise an error for an option that Lightning's strategies do not have."""
-
-    @property
-    def accelerator(self) -> Any:
-        """The accelerator of the Trainer or Fabric."""
-        return vars(self).get("_accelerator_in_use")
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        if self._family is not None:
-            raise self._taken()
-        self._accelerator_in_use = accelerator
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("precision_plugin", "precision") and value is not None and self._family is None:
-            self._join(str(family_of(value)))
-        super().__setattr__(name, value)
-
-    def _join(self, family: str) -> None:
-        options = self._options  # **self._options would mislead jsonargparse
-        for name, part in options.items():
-            _refuse_foreign(type(self).__name__, name, part, family)
-        self.__class__ = own_class(type(self), _family=family)
-        FamilyStrategy.__init__(self, **options)
-
-    def _taken(self) -> TypeError:
-        return TypeError(
-            f"This {type(self).__name__} already belongs to another Trainer or Fabric, of {self._family}. Create a new "
-            "strategy for each of them."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._family is None:  # Lightning's __setstate__ is for strategies that are in use
-            return _not_taken, (type(self), vars(self))
-        reduced: Any = super().__reduce_ex__(2)
-        # pickle cannot find its class by name.
-        return _unpickled, (type(self).__bases__[0], self._family), *reduced[2:]
-
-    if not TYPE_CHECKING:  # type checkers know Lightning's attributes
-
-        def __getattr__(self, name: str) -> Any:
-            if self._family is None:
-                if name in _READ_FIRST:
-                    return vars(self).get("_options", {}).get(name.lstrip("_"))
-                kind = type(self).__name__
-                raise AttributeError(f"{kind!r} has no attribute {name!r} before a Trainer or a Fabric has taken it")
-            if name in ("_precision_plugin", "_precision"):  # the one of a Trainer's strategy, the other of a Fabric's
-                raise self._taken()
-            return super().__getattribute__(name)  # which raises its own error
+        def __new__(cls, *args, **kwargs):
+            """Return an object with a class of its own, because Lightning calls methods of an accelerator's class."""
+            accelerators = _imported_or_error(cls, "accelerators.cuda", "CUDAAccelerator", FAMILIES)
+            return super().__new__(subclass(cls, *accelerators))
 
 
-@functools.cache
-def own_class(front: type, **attributes: Any) -> Any:
-    """Return a class that differs from ``front`` only in these attributes."""
-    names = {"__module__": front.__module__, "__qualname__": front.__qualname__, "__doc__": front.__doc__}
-    return type(front)(front.__name__, (front,), {**names, **attributes})
+def _unpickled(front: Any) -> Any:
+    return front.__new__(front)
 
 
-def _not_taken(cls: Any, attributes: dict[str, Any]) -> Any:
-    strategy = cls.__new__(cls)
-    vars(strategy).update(attributes)
-    return strategy
-
-
-def _unpickled(front: type, family: str) -> Any:
-    importlib.import_module(f"{family}.strategies")
-    cls = own_class(front, _family=family)
-    return cls.__new__(cls)
-
-
-def _refuse_foreign(taker: str, name: str, part: object, family: str) -> None:
-    """Raise ``TypeError`` for a plugin of another package, which Lightning would replace silently."""
-    theirs = {*map(_package, filter(None, map(_home, type(part).__mro__)))}
-    if theirs and _package(family) not in theirs:
-        raise TypeError(
-            f"{taker}({name}=...) got a {type(part).__name__} of {family_of(part)}, which does not work with {family}. "
-            f"Import it from {_package(family)}."
-        )
-
-
-def _package(family: str) -> str:
-    return "lightning" if family.startswith("lightning.") else "pytorch_lightning"
+def _imported_or_error(cls: type, part: str, name: str, families: tuple[str, ...]) -> tuple[Any, ...]:
+    found = imported(part, name, families)
+    if not found:
+        raise ImportError(f"Import lightning or pytorch_lightning before you create a {cls.__name__}.")
+    return found

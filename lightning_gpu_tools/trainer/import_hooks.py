@@ -20,37 +20,32 @@ FAMILIES = TRAINERS + FABRICS
 
 
 class _Finder:
-    """A finder for the modules that actions wait for."""
+    """A finder for the modules that actions wait for. Once such a module has been loaded, the actions run."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[ModuleType], object]]] = {}
+        self._is_searching = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in self.waiting:
+        if name not in self.waiting or self._is_searching:
             return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, found), None)
+        import importlib.util
+
+        self._is_searching = True
+        try:
+            spec = importlib.util.find_spec(name)  # by the other finders
+        finally:
+            self._is_searching = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+            load = spec.loader.exec_module
+
+            def load_and_act(module: ModuleType) -> None:
+                load(module)
+                for act in self.waiting.pop(module.__name__, ()):
+                    _act(act, module)
+
+            spec.loader.exec_module = load_and_act  # type: ignore[method-assign]
         return spec
-
-
-class _Loader:
-    """A loader that loads a module, then runs the actions that waited for it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        for act in _finder.waiting.pop(module.__name__, ()):
-            _act(act, module)
 
 
 _finder = _Finder()

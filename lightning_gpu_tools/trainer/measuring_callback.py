@@ -16,7 +16,7 @@ from lightning_gpu_tools.loaders.workers import deaths_ignored
 from lightning_gpu_tools.runs.session import Session
 from lightning_gpu_tools.trainer import compat
 from lightning_gpu_tools.trainer.facts import TrainerRun, run_of
-from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer, lookup, overrides
+from lightning_gpu_tools.trainer.families import Callback, LightningModule, Trainer, front_of, lookup, overrides
 from lightning_gpu_tools.trainer.fit_timer import EvaluationTimer, FitTimer
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.wrappers import Wrappers
@@ -184,7 +184,7 @@ class MeasuringCallback(GuardedCallback):
         }
         self._show_hooks()
         for hook in STEP_HOOKS:
-            is_own = getattr(type(self), hook) is getattr(MeasuringCallback, hook)
+            is_own = getattr(type(self), hook) is vars(MeasuringCallback).get(hook)
             if not (acts.get(hook, False) if is_own else overrides(self, "Callback", hook)):
                 setattr(self, hook, None)
 
@@ -195,7 +195,7 @@ class MeasuringCallback(GuardedCallback):
 
     def _is_replaced(self, callbacks: Sequence[Callback]) -> bool:
         # Lightning has added ours to the user's list, perhaps for an earlier Trainer as well.
-        same = [other for other in callbacks if isinstance(other, type(self))]
+        same = [other for other in callbacks if isinstance(other, front_of(type(self)))]
         return any(not other.yields for other in same) or self not in same[:1]
 
     @override

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import pkgutil
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -14,16 +17,21 @@ from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpu
 from lightning_gpu_tools.selection import placement
 from lightning_gpu_tools.selection.ranking import OPTIONS, documented
 from lightning_gpu_tools.trainer.accelerator import cuda_uuids, requested, why_no_cuda
-from lightning_gpu_tools.trainer.families import FamilyStrategy, Root, adopt, bases_of
+from lightning_gpu_tools.trainer.families import Strategy, family_of, front_of, subclass
+from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
+
+# By a Trainer and a Fabric, before they set any attribute.
+_READ_FIRST = ("_accelerator", "_precision_plugin", "_precision", "_checkpoint_io", "cluster_environment")
 
 
 @documented
-class _FreeMemory(FamilyStrategy):
+class _FreeMemory(Strategy):
     """A strategy that picks its GPUs, with the options of :func:`lightning_gpu_tools.select_gpus`.
 
     ``devices=[0, 1]`` means ``devices=2``, because a strategy cannot distinguish the two, unlike
     :class:`lightning_gpu_tools.FreeMemoryCUDAAccelerator`; other lists are respected and checked. With
-    ``devices="auto"``, every visible GPU must qualify. A strategy belongs to the first Trainer or Fabric that uses it.
+    ``devices="auto"``, every visible GPU must qualify. A strategy belongs to the first Trainer or Fabric that uses it;
+    before, it has none of the attributes of Lightning's strategy.
 
     Args:
         **kwargs: Options of Lightning's strategy.
@@ -34,9 +42,13 @@ class _FreeMemory(FamilyStrategy):
         TypeError: An option is unknown.
     """
 
+    base_name: ClassVar[str]  # of Lightning's strategy, which becomes a base once a Trainer or a Fabric takes it
+    _family: ClassVar[str | None] = None  # of that Trainer or Fabric
     _wrapper: ClassVar[str | None] = None  # gets the options that Lightning's strategy does not have
+    _known: ClassVar[frozenset[str]] = frozenset()  # options of both, once Lightning is imported
     _runs_on_cpu: ClassVar[bool] = False
     _max_devices: ClassVar[int | None] = None
+    _fixed: ClassVar[dict[str, Any]] = {}  # options that the user does not choose
 
     def __init__(
         self,
@@ -49,6 +61,12 @@ class _FreeMemory(FamilyStrategy):
         claim: bool = True,
         **kwargs: Any,
     ) -> None:
+        for option in sorted(kwargs.keys() - self._known) if self._known else ():
+            # Lightning detects a misspelled option only when training starts, or never.
+            raise UnknownOptionError(
+                f"{type(self).__name__} has no option {option!r} (got {option}={kwargs[option]!r}). "
+                f"It has {', '.join([*OPTIONS, *sorted(self._known)])}."
+            )
         self._request = requested(
             min_free,
             max_utilization=max_utilization,
@@ -58,7 +76,32 @@ class _FreeMemory(FamilyStrategy):
             claim=claim,
         )
         self._picked: list[torch.device] | None = None
-        super().__init__(**kwargs)
+        self._options = {**self._fixed, **kwargs}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Set early, and always of the family that takes the strategy, unlike the accelerator, which is set earlier.
+        if name in ("precision_plugin", "precision") and self._family is None:
+            self._join(str(family_of(value)))
+        super().__setattr__(name, value)
+
+    def _join(self, family: str) -> None:
+        accelerator = vars(self).pop("accelerator", None)  # now a property, of Lightning's strategy
+        self.__class__ = _of_family(type(self), family)
+        super().__init__(**self._options)
+        self.accelerator = accelerator
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(2)
+        if self._family is None:
+            return reduced
+        return _unpickled, (front_of(type(self)), self._family), *reduced[2:]
+
+    if not TYPE_CHECKING:  # type checkers know Lightning's attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if self._family is None and name in _READ_FIRST:
+                return vars(self).get("_options", {}).get(name.lstrip("_"))
+            return super().__getattribute__(name)  # which raises its own error
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
@@ -88,32 +131,14 @@ class _FreeMemory(FamilyStrategy):
     def _refuse_numbers(self, indices: list[int]) -> None:
         """Raise an error for device indices that the strategy cannot use."""
 
-    @override
-    def _refuse_unknown(self, options: dict[str, Any]) -> None:
-        # Lightning detects a misspelled option only when training starts, or never.
-        bases = bases_of(type(self))
-        if not bases:  # Lightning is not imported yet
-            return
-        known = {name for base in bases for name in inspect.signature(base).parameters} - {"kwargs"}
-        if self._wrapper and not options.keys() <= known:
-            known |= {*inspect.signature(pkgutil.resolve_name(self._wrapper)).parameters} - {"module"}
-        for name in sorted(options.keys() - known):
-            raise UnknownOptionError(
-                f"{type(self).__name__} has no option {name!r} (got {name}={options[name]!r}). "
-                f"It has {', '.join([*OPTIONS, *sorted(known)])}."
-            )
 
-
-class _FirstDevice(Root):
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(device="cuda:0", **kwargs)  # type: ignore[call-arg]
-
-
-class FreeMemoryStrategy(_FreeMemory, _FirstDevice):
+class FreeMemoryStrategy(_FreeMemory):
     """Training on the single GPU with the most free memory, however many ``Trainer(devices=...)`` requests."""
 
     strategy_name = "free_memory"
+    base_name = "SingleDeviceStrategy"
     _max_devices = 1
+    _fixed: ClassVar[dict[str, Any]] = {"device": "cuda:0"}
 
     @property
     @override
@@ -125,6 +150,7 @@ class FreeMemoryDDPStrategy(_FreeMemory):
     """DDP on the GPUs with the most free memory, as many as ``Trainer(devices=...)`` requests; plain DDP on the CPU."""
 
     strategy_name = "ddp_free_memory"
+    base_name = "DDPStrategy"
     _wrapper = "torch.nn.parallel:DistributedDataParallel"
     _runs_on_cpu = True
 
@@ -133,6 +159,7 @@ class FreeMemoryFSDPStrategy(_FreeMemory):
     """FSDP on the GPUs with the most free memory, as many as ``Trainer(devices=...)`` requests."""
 
     strategy_name = "fsdp_free_memory"
+    base_name = "FSDPStrategy"
     _wrapper = "torch.distributed.fsdp:FullyShardedDataParallel"
 
 
@@ -140,6 +167,7 @@ class FreeMemoryDeepSpeedStrategy(_FreeMemory):
     """DeepSpeed on the GPUs with the most free memory, as many as ``Trainer(devices=...)`` requests."""
 
     strategy_name = "deepspeed_free_memory"
+    base_name = "DeepSpeedStrategy"
 
     @override
     def _refuse_numbers(self, indices: list[int]) -> None:
@@ -151,7 +179,44 @@ class FreeMemoryDeepSpeedStrategy(_FreeMemory):
             )
 
 
-adopt(FreeMemoryStrategy, "strategies", "SingleDeviceStrategy")
-adopt(FreeMemoryDDPStrategy, "strategies", "DDPStrategy")
-adopt(FreeMemoryFSDPStrategy, "strategies", "FSDPStrategy")
-adopt(FreeMemoryDeepSpeedStrategy, "strategies", "DeepSpeedStrategy")
+@functools.cache
+def _of_family(front: Any, family: str) -> Any:
+    base = getattr(importlib.import_module(f"{family}.strategies"), front.base_name)
+    return subclass(front, base, _family=family)
+
+
+def _unpickled(front: type, family: str) -> Any:
+    cls = _of_family(front, family)
+    return cls.__new__(cls)
+
+
+def _serve(strategies: ModuleType) -> None:
+    """Let the Trainer or the Fabric of this family take the strategies, and show a Trainer's options in their help."""
+    own = list(inspect.signature(_FreeMemory.__init__, eval_str=True).parameters.values())[:-1]  # without **kwargs
+    for strategy in (FreeMemoryStrategy, FreeMemoryDDPStrategy, FreeMemoryFSDPStrategy, FreeMemoryDeepSpeedStrategy):
+        base = getattr(strategies, strategy.base_name)
+        base.register(strategy)
+        options = dict(inspect.signature(base).parameters)
+        strategy._known |= options.keys()
+        if strategy._wrapper:
+            wrapped = inspect.signature(pkgutil.resolve_name(strategy._wrapper)).parameters
+            strategy._known |= wrapped.keys()
+            if strategy is FreeMemoryDDPStrategy:  # FSDP's defaults are not Lightning's
+                options = {**wrapped, **options}
+        strategy._known -= {"kwargs", "module", "device_ids", *strategy._fixed}
+        if not strategies.__name__.startswith(FABRICS):
+            shown = [each for name, each in options.items() if name in strategy._known]
+            theirs = [each.replace(kind=each.KEYWORD_ONLY) for each in shown]
+            strategy.__init__ = _init_with([*own, *theirs])  # type: ignore[method-assign]
+
+
+def _init_with(parameters: list[inspect.Parameter]) -> Any:
+    @functools.wraps(_FreeMemory.__init__)
+    def init(self: _FreeMemory, **options: Any) -> None:
+        _FreeMemory.__init__(self, **options)
+
+    init.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return init
+
+
+when_imported("strategies", _serve)

@@ -52,9 +52,8 @@ def test_a_program_that_imports_this_package_first(
     answer = run_python(str(script), "pytorch_lightning", str(tmp_path))
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout.splitlines()[-1]) == {
-        "training": {"steps": 4, "of both": True, "mine": 7, "saved by ours": True},
+        "training": {"steps": 4, "reported": 4, "of both": True, "mine": 7, "by name": True, "saved by ours": True},
         "cli": {
-            "callbacks": ["MyMonitor", "NumWorkersFinder"],
             "inner": "lightning_fabric.plugins.io.torch_io",
             "unused": True,
             "printed": True,
@@ -62,6 +61,26 @@ def test_a_program_that_imports_this_package_first(
         },
         "imported": ["lightning_fabric", "pytorch_lightning"],
     }
+
+
+BEFORE_LIGHTNING = """
+import lightning_gpu_tools
+try:
+    lightning_gpu_tools.{name}()
+except ImportError as error:
+    exec(str(error).partition(" or ")[0].lower())
+    lightning_gpu_tools.{name}()
+    print(error)
+"""
+
+
+@pytest.mark.follows("Import lightning or pytorch_lightning before you create a {}.")
+@pytest.mark.parametrize("name", ["GPUUtilizationMonitor", "FreeMemoryCUDAAccelerator"])
+def test_what_needs_lightning_is_created_once_it_is_imported(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], name: str
+) -> None:
+    answer = run_python("-c", BEFORE_LIGHTNING.format(name=name))
+    assert f"before you create a {name}." in answer.stdout, answer.stderr
 
 
 def model(package: str, wrapped: bool) -> Any:
@@ -98,6 +117,7 @@ def trainer(package: str, folder: Path, **options: Any) -> Any:
 
 @pytest.mark.parametrize(("saving", "loading"), [TRAINERS, TRAINERS[::-1]])
 def test_a_training_of_one_package_resumes_in_the_other(saving: str, loading: str, tmp_path: Path) -> None:
+    importlib.import_module(loading)
     io = importlib.import_module(f"{saving}.plugins.io").AsyncCheckpointIO(PortableCheckpointIO())
     advisor = GPUUtilizationAdvisor(min_steps=1, min_seconds=0)
     run = trainer(saving, tmp_path, plugins=[io], callbacks=[GPUUtilizationMonitor(), advisor, NumWorkersFinder()])
@@ -164,32 +184,13 @@ def test_a_strategy_that_is_pickled_stays_what_it_was(cuda: Driver, family: str)
     assert positions(made, cuda) == [3, 2]
 
 
-@pytest.mark.parametrize("first", TRAINERS + FABRICS)
-def test_a_strategy_serves_one_trainer_of_any_family(cuda: Driver, first: str) -> None:
-    strategy = FreeMemoryDDPStrategy()
-    make(first, strategy=strategy, devices=2)
-    for second in TRAINERS + FABRICS:
-        with pytest.raises(
-            TypeError, match=rf"already belongs to another Trainer or Fabric, of {first}\. Create a new strategy"
-        ):
-            make(second, strategy=strategy, devices=2)
-
-
-@pytest.mark.parametrize(("family", "other"), [TRAINERS, TRAINERS[::-1]])
-def test_a_plugin_of_the_other_package_is_refused(cuda: Driver, family: str, other: str) -> None:
-    io = importlib.import_module(f"{other}.plugins.io")
-    foreign = io.AsyncCheckpointIO(io.TorchCheckpointIO())
-    with pytest.raises(TypeError, match=rf"checkpoint_io=\.\.\.\) got a AsyncCheckpointIO of {other}"):
-        make(family, strategy=FreeMemoryDDPStrategy(checkpoint_io=foreign), devices=2)
-    made = make(family, strategy=FreeMemoryDDPStrategy(checkpoint_io=PortableCheckpointIO(foreign)), devices=2)
-    assert made.strategy.checkpoint_io.inner is foreign
-
-
-def test_what_lightnings_strategy_sets_is_not_there_before(cuda: Driver) -> None:
-    strategy = FreeMemoryDDPStrategy(process_group_backend="gloo")
-    with pytest.raises(AttributeError, match="before a Trainer or a Fabric has taken it"):
-        _ = strategy.process_group_backend
-    assert make("pytorch_lightning", strategy=strategy).strategy.process_group_backend == "gloo"
+def test_a_callback_is_one_of_both_packages_also_when_pickled() -> None:
+    bases = [importlib.import_module(family).Callback for family in TRAINERS]
+    for monitor in (GPUUtilizationMonitor(interval_s=2.0), copy.deepcopy(GPUUtilizationMonitor(interval_s=2.0))):
+        sent = pickle.loads(pickle.dumps(monitor))
+        assert all(isinstance(sent, base) for base in bases)
+        assert isinstance(sent, GPUUtilizationMonitor)
+        assert (sent.state_key, sent.interval_s) == ("GPUUtilizationMonitor", 2.0)
 
 
 @pytest.mark.parametrize("family", TRAINERS + FABRICS)
