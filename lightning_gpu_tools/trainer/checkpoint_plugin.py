@@ -280,8 +280,7 @@ class PortableCheckpointHooks(GuardedCallback):
     """A callback that hands the trainer to its plugins, in the process that loads and saves, and checks restores.
 
     ``fit`` refuses a file with only weights after the model's ``on_load_checkpoint``, before the first weight is
-    copied; later if the file has states of callbacks and a user's callback has that hook. An error of torch or
-    Lightning while restoring another part names that part; by then, the model has the weights.
+    copied; later if the file has states of callbacks and a user's callback has that hook.
     """
 
     intended = (CheckpointError,)

@@ -5,11 +5,10 @@ The report lists names that ``fit_timer`` does not find under "Not measured".
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_gpu_tools.trainer.families import Trainer, version_of
+from lightning_gpu_tools.trainer.families import Trainer
 
 # Around forward, backward and optimizer. Lost: time between them counts as the Trainer's own work.
 RUN_STEP = "run_training_batch"
@@ -33,8 +32,7 @@ BEFORE_FETCH = "fit_loop.epoch_loop._on_before_fetch"
 AFTER_FETCH = "fit_loop.epoch_loop._on_after_fetch"
 
 # Since Lightning 2.5.2, a step with several ranks first checks whether any rank got a signal to stop. Lost: the same.
-SIGNAL_CHECK = "fit_loop.epoch_loop._broadcast_sigterm_tensor"
-_SIGNAL_CHECK_SINCE = [2, 5, 2]
+SIGNAL_CHECK = "_broadcast_sigterm_tensor"
 # Where the metrics of ``self.log`` are collected. Lost: the same.
 METRICS = ("_logger_connector.on_batch_end", "_logger_connector.on_epoch_end", "_logger_connector.log_metrics")
 
@@ -48,20 +46,6 @@ BEFORE_EVALUATION_FETCH, AFTER_EVALUATION_FETCH = "_data_fetcher._start_profiler
 # In the module ``trainer.call``: the last functions called in a run that failed, and in any other run. Lost: a report
 # if this package's callbacks are not called at the end, because they were removed or another callback raised.
 CALLS, AFTER_ERROR, AFTER_RUN = "trainer.call", "_interrupt", "_call_teardown_hook"
-
-# Methods that restore each part of a checkpoint. Lost: their errors do not name the file and the part.
-RESTORES = {
-    "callbacks": "_checkpoint_connector.restore_callbacks",
-    "precision": "_checkpoint_connector.restore_precision_plugin_state",
-    "loops": "_checkpoint_connector.restore_loops",
-    "optimizer_states": "_checkpoint_connector.restore_optimizers",
-    "lr_schedulers": "_checkpoint_connector.restore_lr_schedulers",
-}
-
-
-def asks_for_signals(trainer: Trainer) -> bool:
-    """Return whether this Lightning has a :data:`SIGNAL_CHECK`."""
-    return [int(part) for part in re.findall(r"\d+", version_of(trainer)[1])[:3]] >= _SIGNAL_CHECK_SINCE
 
 
 def logged_step(trainer: Trainer) -> int:

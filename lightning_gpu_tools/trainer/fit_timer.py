@@ -63,7 +63,7 @@ class Names(NamedTuple):
     """The names under which Lightning calls what is timed in a run."""
 
     hooks: Collection[str]  # of callbacks
-    users_hooks: Collection[str]  # of the model, the data module and the strategy
+    users_hooks: Collection[str]  # of the model and the data module
     parts: Mapping[str, str]  # phases of a step, by the strategy's hook
     batch_hooks: Collection[str]  # they get a batch before its step, and may have kernels of their own
 
@@ -188,8 +188,8 @@ class FitTimer(Timer):
 
     def _book_rank_waits(self) -> None:
         self._wrappers.put(torch.distributed, "Work.wait", self.rank_waits.timed)
-        if compat.asks_for_signals(self._trainer):
-            self._time(compat.SIGNAL_CHECK, f"{phases.RANK_WAIT}/signal check")
+        if hasattr(self._trainer.fit_loop.epoch_loop, compat.SIGNAL_CHECK):
+            self._time(f"fit_loop.epoch_loop.{compat.SIGNAL_CHECK}", f"{phases.RANK_WAIT}/signal check")
         self._wrap("strategy.backward", self.rank_waits.around_backward)
         if self._run.is_plain_ddp:
             self._wrap("strategy.model._sync_buffers", self.rank_waits.around_buffers)
@@ -427,8 +427,7 @@ def action_context(action: str, trainer: Trainer, clock: StepClock, names: Names
     elif owner == "LightningDataModule" and hook in names.users_hooks:
         phase = _users_phase(trainer.datamodule, owner, hook)  # type: ignore[attr-defined]
     elif owner == "Strategy":
-        users = hook in names.users_hooks
-        phase = names.parts.get(hook) or (_users_phase(trainer.strategy, owner, hook) if users else None)
+        phase = names.parts.get(hook)
     if phase is None:
         return _Untimed(action)
     return clock.booked(phase, action, except_in=phases.VALIDATION if hook in _TRANSFER_HOOKS else "")

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 from typing_extensions import override
 
 from lightning_gpu_tools.arguments import check_seconds
 from lightning_gpu_tools.environment import is_disabled
-from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.runs.run_report import RunningReport, describe, publish, say, say_verdict, warn_if_not_writable
 from lightning_gpu_tools.runs.stall_watch import check_stall_after
 from lightning_gpu_tools.trainer.families import Trainer
 from lightning_gpu_tools.trainer.measuring_callback import FitSession, MeasuringCallback
-from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.training.compat import keep_collective_records
 
 
@@ -59,7 +55,6 @@ class GPUUtilizationMonitor(MeasuringCallback):
             on the CPU.
         report: Whether to print and write the report.
         gpm: Whether to use the GPU performance monitors of Hopper and later, which are shared with Nsight and DCGM.
-        prog_bar: Whether to show the current utilization on the progress bar, as ``gpu_busy``.
         stall_after_s: Seconds without progress (a step, a batch, a hook, bytes of a checkpoint) after which to warn
             (:class:`~lightning_gpu_tools.errors.StalledTrainingWarning`) with the phase, the stack, and the rank that
             all others wait for; ``None`` = never. ``"auto"`` is the larger of 60 s and 5 times the longest time without
@@ -81,7 +76,6 @@ class GPUUtilizationMonitor(MeasuringCallback):
         devices: Literal["trainer", "all"] = "trainer",
         report: bool = True,
         gpm: bool = True,
-        prog_bar: bool = False,
         stall_after_s: float | Literal["auto"] | None = "auto",
     ) -> None:
         check_seconds(interval_s, "interval_s")
@@ -95,15 +89,13 @@ class GPUUtilizationMonitor(MeasuringCallback):
         self.devices = devices
         self.report = report
         self.gpm = gpm
-        self.prog_bar = prog_bar
         self.stall_after_s = stall_after_s
         self._folder = ""
         self._running: RunningReport | None = None
-        self._wrappers = Wrappers()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_running": None, "_wrappers": Wrappers()}
+        return {**super().__getstate__(), "_running": None}
 
     @override
     def _opened(self, trainer: Trainer, session: FitSession) -> None:
@@ -123,8 +115,6 @@ class GPUUtilizationMonitor(MeasuringCallback):
     def _began(self, trainer: Trainer, session: FitSession) -> None:
         if self.report and trainer.is_global_zero and session.clock.ran:
             self._running = RunningReport(session, ReportFile(self._folder))
-        if self.prog_bar and session.gpus is not None and trainer.progress_bar_callback is not None:
-            self._wrappers.put(trainer, "progress_bar_callback.get_metrics", partial(_with_utilization, session.gpus))
 
     @override
     def _stepped(self, trainer: Trainer, session: FitSession) -> float:
@@ -154,17 +144,6 @@ class GPUUtilizationMonitor(MeasuringCallback):
     @override
     def _give_up(self) -> None:
         running, self._running = self._running, None
-        self._wrappers.undo()
         super()._give_up()
         if running is not None:
             running.give_up()
-
-
-def _with_utilization(gpus: GpuWatch, get_metrics: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return ``get_metrics`` of the progress bar with the current utilization added."""
-
-    def with_utilization(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        percent, shown = gpus.latest_percent, get_metrics(*args, **kwargs)
-        return shown if percent is None else {**shown, "gpu_busy": f"{percent:.0f}%"}
-
-    return with_utilization

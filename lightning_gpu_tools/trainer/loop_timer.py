@@ -382,27 +382,13 @@ class LoopTimer(Timer):
         if self.memory is not None:
             self.memory.note("after_backward", "backward")
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_in_step():
-            return None
+            return
         self._note_training()
         self._run.note_optimizer(optimizer)
         self._optimizer_depth += 1  # a subclass may call the step of its base
         self._go_on(self._optimizer)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None or self._optimizer_depth > 1:
-            return None
-
-        def timed_closure() -> Any:
-            self._safely(self._go_on, self._forward)
-            try:
-                return closure()
-            finally:
-                self._safely(self._go_on, self._optimizer)
-
-        if len(args) > 1:
-            return (args[0], timed_closure, *args[2:]), kwargs
-        return args, {**kwargs, "closure": timed_closure}
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._optimizer_depth or not self._is_in_step():

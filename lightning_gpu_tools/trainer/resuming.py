@@ -1,12 +1,10 @@
-"""Checks while a Trainer restores a checkpoint: a file with only weights is refused, and errors name the part."""
+"""Checks while a Trainer restores a checkpoint: a file with only weights is refused."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -16,20 +14,16 @@ from lightning_gpu_tools.checkpoints.key_tree import counted
 from lightning_gpu_tools.checkpoints.sources import read_structure
 from lightning_gpu_tools.errors import CheckpointMismatchError
 from lightning_gpu_tools.trainer import compat
-from lightning_gpu_tools.trainer.families import Callback, Trainer, is_lightnings, lookup, overrides
+from lightning_gpu_tools.trainer.families import Callback, Trainer, is_lightnings, overrides
 from lightning_gpu_tools.trainer.wrappers import Wrappers
-from lightning_gpu_tools.units import printable, printable_path
-
-_LIBRARIES = ("copy.", "lightning.", "pytorch_lightning.", "torch.")
+from lightning_gpu_tools.units import printable_path
 
 
 def check_while_restoring(trainer: Trainer, wrappers: Wrappers) -> None:
-    """Refuse a file with only weights, and add file and part to errors of restoring, until ``wrappers`` are removed."""
+    """Refuse a file with only weights, until ``wrappers`` are removed."""
     wrappers.put(trainer.strategy, "load_model_state_dict", functools.partial(_checked_before_weights, trainer))
     if trainer.strategy.restore_checkpoint_after_setup:
         wrappers.put(trainer.strategy, "load_checkpoint", functools.partial(_checked_before_reading, trainer))
-    for entry, restore in compat.RESTORES.items():
-        wrappers.put(trainer, restore, functools.partial(_named, trainer, entry))
 
 
 def check_before_restoring(trainer: Trainer) -> None:
@@ -84,43 +78,3 @@ def _checked_before_reading(trainer: Trainer, load: Callable[..., Any]) -> Calla
         return load(path, *args, **kwargs)
 
     return load_checkpoint
-
-
-def _named(trainer: Trainer, entry: str, restore: Callable[[], None]) -> Callable[[], None]:
-    def restore_and_name() -> None:
-        wrappers = Wrappers()
-        for key, owner in _parts(trainer, entry):
-            wrappers.put(owner, "load_state_dict", _naming(f"{entry}[{key}]", trainer))
-        try:
-            _naming(entry, trainer)(restore)()
-        finally:
-            wrappers.undo()
-
-    return restore_and_name
-
-
-def _parts(trainer: Trainer, entry: str) -> Iterator[tuple[str, object]]:
-    """Yield each key of an entry, with the object that gets its value."""
-    if entry == "callbacks":
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        yield from ((f'"{printable(callback.state_key)}"', callback) for callback in callbacks)
-    elif entry == "optimizer_states":
-        yield from ((str(index), optimizer) for index, optimizer in enumerate(trainer.optimizers))
-    elif entry == "lr_schedulers":
-        yield from ((str(index), config.scheduler) for index, config in enumerate(trainer.lr_scheduler_configs))
-
-
-@contextlib.contextmanager
-def _naming(part: str, trainer: Trainer) -> Iterator[None]:
-    """Add the part and the file to errors of torch and Lightning; errors of the user's code are unchanged."""
-    try:
-        yield
-    except Exception as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        is_librarys = f"{frame.f_globals.get('__name__')}.".startswith(_LIBRARIES)
-        if not is_librarys or isinstance(error, lookup(trainer, "utilities.exceptions:MisconfigurationException")):
-            raise
-        raise CheckpointMismatchError(
-            f"{part} of {printable_path(trainer.ckpt_path)} cannot be loaded: {type(error).__name__}: "
-            f"{printable(error, 3000)}"
-        ) from error

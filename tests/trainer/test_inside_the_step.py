@@ -11,7 +11,6 @@ import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from trainings import HandClock, Model, Samples, Spending, Watch, loader, quiet_trainer
 
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
@@ -144,13 +143,6 @@ class Scheduled(SlowParts):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-class SlowStrategy(SingleDeviceStrategy):
-    spend: Callable[[float], None]
-
-    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self.spend(0.5)
-
-
 def per_step(clock: StepClock) -> dict[str, float]:
     return {phase: pytest.approx(seconds / STEPS) for phase, seconds in clock.seconds.items()}
 
@@ -179,15 +171,9 @@ def test_the_models_own_hooks_are_lines_and_lightnings_are_not(time: HandClock, 
     }
 
 
-def test_a_scheduler_and_a_strategy_are_booked_by_their_class(time: HandClock, tmp_path: Path) -> None:
-    strategy = SlowStrategy("cpu")
-    strategy.spend = time.spend
-    clock = timed_fit(time, tmp_path, Scheduled(time.spend), strategy=strategy)
-    assert per_step(clock) == {
-        **PARTS,
-        "callback/SlowScheduler.step": 0.5,
-        "callback/SlowStrategy.on_train_batch_start": 0.5,
-    }
+def test_a_scheduler_is_booked_by_its_class(time: HandClock, tmp_path: Path) -> None:
+    clock = timed_fit(time, tmp_path, Scheduled(time.spend))
+    assert per_step(clock) == {**PARTS, "callback/SlowScheduler.step": 0.5}
 
 
 class SlowPrecision(MixedPrecision):

@@ -12,15 +12,12 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from plugin_trainings import trainer
 from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 import lightning_gpu_tools
-from lightning_gpu_tools import PortableCheckpointIO
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
 
 
@@ -95,78 +92,6 @@ def test_several_optimizers_or_none_are_resumed(number: int, folder: Path) -> No
 def test_another_number_of_optimizers_is_paired_with_a_warning(folder: Path) -> None:
     with pytest.warns(UserWarning, match="states of 1 optimizer, but the model has 2"):
         resume(checkpoint(folder, Manual, 1), Manual(2), folder, callbacks=[])
-
-
-# What is changed in a file, and what the error says after the part.
-FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "optimizer_states[0]": (
-        lambda content: content["optimizer_states"][0]["param_groups"][0].update(params=[0]),
-        "ValueError: loaded state dict contains a parameter group that doesn't match",
-    ),
-    "optimizer_states": (
-        lambda content: content.update(optimizer_states=3),
-        "TypeError: 'int' object is not iterable",
-    ),
-    "lr_schedulers[0]": (lambda content: content.update(lr_schedulers=[3]), "TypeError"),
-    "loops": (lambda content: content["loops"]["fit_loop"].update(epoch_progress={}), "KeyError: 'total'"),
-    "callbacks[\"EarlyStopping{'monitor': 'loss', 'mode': 'min'}\"]": (
-        lambda content: [state.pop("patience") for state in content["callbacks"].values()],
-        "KeyError: 'patience'",
-    ),
-    "callbacks": (lambda content: content.update(callbacks=[1]), "AttributeError"),
-}
-
-
-@pytest.mark.parametrize("part", FAULTS)
-def test_an_error_while_restoring_names_the_file_and_the_part(part: str, folder: Path) -> None:
-    content, model = copy.deepcopy(checkpoint(folder)), Lit()
-    change, words = FAULTS[part]
-    change(content)
-    message = f"{part} of {folder / 'odd.ckpt'} cannot be loaded: {words}"
-    with pytest.raises(CheckpointMismatchError, match=f"^{re.escape(message)}") as caught:
-        resume(content, model, folder)
-    assert caught.value.__cause__ is not None
-    assert resume(checkpoint(folder), model, folder).global_step == 3  # nothing of the refusal is left
-
-
-def test_nothing_is_wrapped_any_more_after_a_refusal(folder: Path) -> None:
-    content, run = {**checkpoint(folder), "lr_schedulers": [3]}, trainer(folder, epochs=3)
-    torch.save(content, folder / "odd.ckpt")
-    owners = (run.strategy, run._checkpoint_connector)
-    before = [{*vars(owner)} for owner in owners]
-    with pytest.raises(CheckpointMismatchError):
-        run.fit(Lit(), DataLoader(torch.ones(2, 2), 2), ckpt_path=folder / "odd.ckpt")  # type: ignore[arg-type]
-    assert [{*vars(owner)} for owner in owners] == before
-
-
-def test_the_second_of_two_optimizers_is_named(folder: Path) -> None:
-    content = copy.deepcopy(checkpoint(folder, Manual))
-    content["optimizer_states"][1]["param_groups"] = []
-    with pytest.raises(CheckpointMismatchError, match=r"^optimizer_states\[1\] of "):
-        resume(content, Manual(), folder, callbacks=[])
-
-
-def test_the_state_of_another_scheduler_is_named(folder: Path) -> None:
-    class Later(Lit):
-        def scheduler(self, optimizer: optim.Optimizer) -> Any:
-            return lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
-
-    with pytest.raises(CheckpointMismatchError, match=r"^lr_schedulers\[0\] of .* KeyError: 'lr_lambdas'"):
-        resume(checkpoint(folder), Later(), folder)
-
-
-def test_the_loss_scale_is_named_too(folder: Path) -> None:
-    plugins = [PortableCheckpointIO(), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
-    content = {**checkpoint(folder), "MixedPrecision": {"scale": 2.0}}
-    with pytest.raises(CheckpointMismatchError, match=r"^precision of .*odd\.ckpt cannot be loaded: KeyError"):
-        resume(content, Lit(), folder, plugins=plugins)
-
-
-def test_lightnings_own_words_about_options_pass_unchanged(folder: Path) -> None:
-    content = copy.deepcopy(checkpoint(folder))
-    content["loops"]["fit_loop"]["epoch_progress"]["current"].update(processed=5, completed=5)
-    with pytest.raises(MisconfigurationException, match="You restored a checkpoint with current_epoch"):
-        resume(content, Lit(), folder)
 
 
 class Hooked(Lit):
@@ -260,16 +185,3 @@ def test_a_model_that_makes_its_own_weights_gets_the_whole_checkpoint(folder: Pa
     model = Makes()
     assert resume(content, model, folder).global_step == 3
     assert model.mine == 3
-
-
-def test_errors_of_the_users_optimizer_pass_unchanged(folder: Path) -> None:
-    class Own(optim.Adam):
-        def load_state_dict(self, state_dict: Any) -> None:
-            raise LookupError("mine")
-
-    class Uses(Lit):
-        def configure_optimizers(self) -> Any:
-            return Own(self.parameters())
-
-    with pytest.raises(LookupError, match="mine"):
-        resume(checkpoint(folder), Uses(), folder)
