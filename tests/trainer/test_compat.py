@@ -15,7 +15,6 @@ from trainings import Model, Samples, hide, loader, quiet_trainer
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.trainer import compat, wrappers
-from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.training import compat as torch_compat
 from lightning_gpu_tools.training.rank_exchange import Board, RankExchange, RankPlace
 
@@ -40,19 +39,13 @@ ITERATOR = "_MultiProcessingDataLoaderIter"
     ("module", "gone", "unseen"),
     [
         (wrappers, "on_run_end", "_FitLoop.on_run_end"),
-        (wrappers, "on_advance_start", "_FitLoop.on_advance_start"),
-        (wrappers, "on_advance_end", "_FitLoop.on_advance_end"),
         (wrappers, "epoch_loop", "_FitLoop.epoch_loop"),
         (wrappers, "val_loop", "_TrainingEpochLoop.val_loop"),
-        (wrappers, "advance", "_FitLoop.advance"),
         (wrappers, "save_checkpoint", "Trainer.save_checkpoint"),
         (wrappers, "profile", "PassThroughProfiler.profile"),
         (compat, "_batches_that_stepped", None),  # the optimizer's step is nearly always the same
-        (compat, "_data_fetcher", "the DataLoader's iterator"),
-        (compat, "_combined_loader", "the DataLoader's iterator"),
         (compat, "_iterator", "the DataLoader's iterator"),
         (torch_compat, "_workers", f"{ITERATOR}._workers"),
-        (torch_compat, "_task_info", f"{ITERATOR}._task_info"),
         (torch_compat, "_data_queue", f"{ITERATOR}._data_queue"),
     ],
 )
@@ -86,51 +79,6 @@ def test_a_fit_whose_start_is_unseen_has_no_report(
     assert all(map(torch.equal, trained, weights))
 
 
-@pytest.mark.parametrize(
-    ("gone", "unseen"),
-    [
-        ("_start_profiler", "_PrefetchDataFetcher._start_profiler"),
-        ("_evaluation_step", "_EvaluationLoop._evaluation_step"),
-        ("on_run_end", "_EvaluationLoop.on_run_end"),
-    ],
-)
-def test_an_evaluation_goes_on_and_its_report_names_the_unseen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, unseen: str
-) -> None:
-    hide(monkeypatch, wrappers, gone)
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
-    trainer.test(Model(), loader(Samples(30)), verbose=False)
-    report = load_report(tmp_path)
-    assert unseen in report.unseen
-    assert (report.steps, report.outcome) == (0 if gone == "_start_profiler" else 30, "completed")
-    assert "_evaluation_step" not in vars(trainer.test_loop)
-
-
-def test_an_evaluation_whose_start_is_unseen_has_no_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hide(monkeypatch, wrappers, "_on_predict_epoch_start")
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
-    assert len(trainer.predict(Model(), loader(Samples(3)))) == 3
-    words = "has no report, because this version of Lightning lacks _PredictionLoop._on_predict_epoch_start"
-    assert words in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("gone", ["nothing", "automatic_optimization"])
-def test_each_step_is_noticed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
-    noticed = []
-    after_step = FitSession.after_step
-
-    def counted(session: FitSession, batch: Any) -> None:
-        noticed.append((session.clock.steps, len(batch)))
-        after_step(session, batch)
-
-    hide(monkeypatch, wrappers, gone)
-    monkeypatch.setattr(FitSession, "after_step", counted)
-    train(tmp_path, GPUUtilizationMonitor(), GPUUtilizationAdvisor())
-    assert noticed == [(step, 1) for step in range(1, 31)]
-
-
 @pytest.fixture
 def store() -> Iterator[Any]:
     """A real store in which torch.distributed was started."""
@@ -158,15 +106,6 @@ def test_ranks_have_a_connection_of_their_own(store: Any, monkeypatch: pytest.Mo
     second.post(step=7)
     first.read([1])
     assert first.entries[1]["step"] == 7
-
-
-def test_ranks_that_met_in_a_file_have_no_other_connection(tmp_path: Path) -> None:
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        assert torch_compat.own_store() is None
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_a_precision_set_for_cuda_alone_does_not_end_the_measuring(tmp_path: Path) -> None:

@@ -71,16 +71,6 @@ def with_backward(backend: Backend, batches: Batches) -> None:
         optimizer.step()
 
 
-def with_compiled_autograd(backend: Backend, batches: Batches) -> None:
-    net = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
-    for batch in batches:
-        loss = net(batch).square().mean()
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
-            loss.backward()
-        optimizer.step()
-
-
 def watched(train: Callable[[Backend, Batches], None], folder: Path) -> Callable[[Backend], None]:
     def run(backend: Backend) -> None:
         with watch(folder=folder) as run:
@@ -89,35 +79,12 @@ def watched(train: Callable[[Backend, Batches], None], folder: Path) -> Callable
     return run
 
 
-@pytest.mark.parametrize("train", [of_the_model, with_backward, with_compiled_autograd])
+@pytest.mark.parametrize("train", [of_the_model, with_backward])
 def test_a_loop_is_compiled_as_without_the_monitor(train: Callable[[Backend, Batches], None], tmp_path: Path) -> None:
     expected = compiled_by(lambda backend: train(backend, BATCHES))
     assert expected.graphs
     assert compiled_by(watched(train, tmp_path)) == expected
     assert {FORWARD, BACKWARD, OPTIMIZER} <= {*load_report(tmp_path).phase_s}
-
-
-def test_the_optimizer_in_a_compiled_step_is_seen_and_adds_no_compilation(tmp_path: Path) -> None:
-    """torch compiles less around it: hooks of optimizers interrupt its wrapper of ``step`` once instead of twice."""
-
-    def train(backend: Backend, batches: Batches) -> None:
-        net = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
-
-        @torch.compile(backend=backend)
-        def step(batch: torch.Tensor) -> None:
-            net(batch).square().mean().backward()
-            optimizer.step()
-
-        for batch in batches:
-            step(batch)
-
-    without, found = compiled_by(lambda backend: train(backend, BATCHES)), compiled_by(watched(train, tmp_path))
-    assert found.graphs == without.graphs
-    assert found.graph_breaks <= without.graph_breaks
-    assert len(found.functions) <= len(without.functions)
-    assert {*found.functions} <= {*without.functions}
-    assert OPTIMIZER in load_report(tmp_path).phase_s
 
 
 class Unlogged(Model):

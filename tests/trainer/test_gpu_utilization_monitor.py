@@ -1,7 +1,6 @@
 """The monitor in real trainings: over a fake driver, without a driver, and when things go wrong in the middle."""
 
 import copy
-import io
 import mmap
 import os
 import pickle
@@ -14,7 +13,7 @@ import pytest
 import torch
 from fake_driver import Driver, gpu, process
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, TQDMProgressBar
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
 from trainings import Boom, Model, Raise, Samples, Tunable, background_threads, loader, logged, quiet_trainer
 
@@ -140,14 +139,6 @@ def test_neither_a_lost_gpu_nor_an_exception_costs_the_report(driver: Driver, tm
     assert background_threads() == []
 
 
-@pytest.mark.parametrize("advisor_first", [True, False])
-def test_the_advisors_findings_are_in_the_report_wherever_it_stands(tmp_path: Path, advisor_first: bool) -> None:
-    callbacks: list[Callback] = [GPUUtilizationMonitor(), GPUUtilizationAdvisor(min_steps=7, min_seconds=0)]
-    trainer = quiet_trainer(tmp_path, callbacks=callbacks[:: -1 if advisor_first else 1])
-    trainer.fit(Model(time.sleep, step_s=0.005), loader(Samples(40)))
-    assert load_report(tmp_path).diagnosis.verdict != "too_short"  # as it is by the monitor's own threshold
-
-
 def test_the_switch_turns_it_off(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
     driver.gpus = [gpu()]
@@ -210,15 +201,6 @@ def test_a_trainer_can_be_copied_and_pickled_in_mid_fit(tmp_path: Path, profiler
     assert copying.copy.save_checkpoint.__self__ is copying.copy
 
 
-def test_a_terminal_without_box_drawing_gets_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr("sys.stdout", terminal)
-    folder = train(tmp_path, GPUUtilizationMonitor(), limit_train_batches=3)
-    assert load_report(folder).steps == 3
-    terminal.flush()
-    assert b"?? training step" in terminal.buffer.getvalue()  # type: ignore[attr-defined]
-
-
 # --- beside what else happens in a Trainer ---------------------------------------------------------------------------
 
 
@@ -266,26 +248,6 @@ def test_trial_runs_of_tuners_are_not_reported(driver: Driver, tmp_path: Path) -
     assert report.phase_s["training_step/forward"] > 0
     assert set(logged(Path(logger.log_dir))["gpu/0/memory_used_bytes"]) <= set(range(5))
     assert background_threads() == []
-
-
-def test_the_progress_bar_shows_utilization_on_request(driver: Driver, tmp_path: Path) -> None:
-    driver.gpus = [gpu(utilization=80), gpu(utilization=40)]
-    shown: list[object] = []
-
-    class Bar(TQDMProgressBar):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-            super().on_train_batch_end(trainer, pl_module, *args)
-            shown.append(self.get_metrics(trainer, pl_module).get("gpu_busy"))
-
-    bar = Bar()
-    monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all", prog_bar=True, report=False)
-    trainer = quiet_trainer(tmp_path, callbacks=[bar, monitor], enable_progress_bar=True)
-    trainer.fit(Model(time.sleep, step_s=0.02), loader(Samples(40)))
-    seen = [percent for percent in shown if percent is not None]
-    assert set(seen) <= {"60%", "80%", "40%"}  # one GPU is known a moment before the other
-    assert seen[-1] == "60%"
-    assert "gpu_busy" not in bar.get_metrics(trainer, trainer.lightning_module)
-    assert "get_metrics" not in vars(bar)
 
 
 @pytest.mark.parametrize("same_namespace", [True, False])

@@ -22,18 +22,10 @@ from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training import line_sampler
 from lightning_gpu_tools.training.line_sampler import WorkerLines
-from lightning_gpu_tools.training.phases import CALLBACK, DATA_LOADING, IN_WORKER
+from lightning_gpu_tools.training.phases import CALLBACK, DATA_LOADING
 
 ENOUGH = 40  # samples, so that a busy machine's few at other lines do not matter
 MAX_STEPS = 5_000
-
-
-class Checked(Samples):
-    """Samples of another loader."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        burn(0.005)
-        return super().__getitem__(index)
 
 
 class Slow(Callback):
@@ -116,24 +108,6 @@ def test_a_callbacks_line_is_named(tmp_path: Path) -> None:
     assert phases == {"callback/Slow"}
 
 
-def test_spawned_workers_name_their_lines(tmp_path: Path) -> None:
-    report = train(tmp_path, IN_WORKER, loader(Decoded(MAX_STEPS), num_workers=2, multiprocessing_context="spawn"))
-    assert functions(report, IN_WORKER)[0] == "decode"
-
-
-def test_workers_of_validation_are_not_mixed_in(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"multiprocessing_context": "fork", "persistent_workers": True}
-    report = train(
-        tmp_path,
-        IN_WORKER,
-        loader(Decoded(MAX_STEPS), num_workers=2, **options),
-        loader(Checked(20), num_workers=1, **options),
-        val_check_interval=200,
-    )
-    assert functions(report, IN_WORKER)[0] == "decode"
-    assert "burn" not in functions(report, IN_WORKER)
-
-
 def test_a_loop_of_ones_own_names_its_lines(tmp_path: Path) -> None:
     layer = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
@@ -161,15 +135,3 @@ def test_a_training_that_fails_leaves_nothing(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor()])
     with pytest.raises(Boom):
         trainer.fit(Failing(), loader(Decoded(MAX_STEPS), num_workers=1))
-
-
-def test_a_sampler_that_fails_is_reported_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(frame: object) -> None:
-        raise RuntimeError("no frames")
-
-    monkeypatch.setattr(line_sampler, "line_of", broken)
-    trainer = quiet_trainer(tmp_path, callbacks=[GPUUtilizationMonitor(), Slow()], max_epochs=1)
-    with pytest.warns(UserWarning, match=r"Sampling source lines failed: RuntimeError: no frames\."):
-        trainer.fit(Model(), loader(Samples(200)))
-    assert load_report(tmp_path).lines == ()
-    assert load_report(tmp_path).outcome == "completed"

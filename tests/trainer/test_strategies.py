@@ -21,7 +21,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 from sample_report import TRAINED
 
-from lightning_gpu_tools import FreeMemoryCUDAAccelerator, select_gpus
+from lightning_gpu_tools import FreeMemoryCUDAAccelerator, NumWorkersFinder, select_gpus
 from lightning_gpu_tools.errors import CudaAlreadyInitializedError, NotEnoughGpusError, UnknownOptionError
 from lightning_gpu_tools.reports.report_file import ReportFile
 from lightning_gpu_tools.selection import ranking
@@ -181,6 +181,7 @@ trainer:
   devices: 1
   logger: false
   enable_checkpointing: false
+  callbacks: [{class_path: lightning_gpu_tools.NumWorkersFinder, init_args: {budget_s: 5}}]
   accelerator: {class_path: lightning_gpu_tools.FreeMemoryCUDAAccelerator, init_args: {exclusive: true, wait: 10}}
   strategy: {class_path: lightning_gpu_tools.strategies.STRATEGY, init_args: {exclusive: true, max_utilization: 50}}
 """
@@ -197,6 +198,7 @@ def test_lightning_cli_builds_every_strategy_and_the_accelerator(cuda: Driver, t
     made = cli().trainer
     assert isinstance(made.accelerator, FreeMemoryCUDAAccelerator)
     assert isinstance(made.strategy, BY_NAME[name])
+    assert isinstance(made.callbacks[0], NumWorkersFinder)
     assert positions(made, cuda) == [3]
     with pytest.raises(SystemExit):
         cli("--trainer.strategy.init_args.min_fre=1GiB")

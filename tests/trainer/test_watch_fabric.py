@@ -149,23 +149,6 @@ def test_the_ranks_of_a_loop_make_one_report(tmp_path: Path) -> None:
         assert (straggler.evidence["who"], straggler.evidence["phase"]) == ("rank 3", "data_loading")
 
 
-def train_alone(folder: Path, rank: int) -> None:
-    """Train without a process group, as each of several trainings of one launcher does."""
-    network = Network()
-    with watch(folder=str(folder / "report")) as run:
-        for batch in run.batches(loader(Samples(10 + rank))):
-            network.step(batch)
-
-
-def test_ranks_without_a_process_group_report_each_for_itself(tmp_path: Path) -> None:
-    results = run_ranks(tmp_path, train_alone)
-    assert [result.returncode for result in results] == [0, 0], "".join(result.stderr for result in results)
-    assert [result.stdout.count("Verdict:") for result in results] == [1, 1]
-    reports = [load_report(tmp_path / folder) for folder in ("report", "report/rank_1")]
-    assert [(one.steps, one.settings["world_size"], one.ranks) for one in reports] == [(10, 1, ()), (11, 1, ())]
-    assert "report/rank_1/gpu_report.json" in results[1].stdout
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_fabric_has_set_up_is_saved_and_loaded(tmp_path: Path, family: str) -> None:
     fabric = importlib.import_module(family).Fabric(accelerator="cpu", devices=1, plugins=[PortableCheckpointIO()])
