@@ -2,11 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from numbers import Real
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any, ParamSpec, TypeVar
 
 from lightning_gpu_tools.units import printable
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# The annotations that `checked` knows, with the types that fit and their name in its message.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "True or False"),
+    "int": ((Integral,), "an integer"),
+    "float": ((Real,), "a number"),
+    "str": ((str,), "text"),
+    "os.PathLike[str]": ((os.PathLike,), "a path"),
+    "None": ((type(None),), "None"),
+}
+
+
+def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a function raise a ``TypeError`` with the name and value of a keyword-only argument of a wrong type.
+
+    Only annotations whose parts are all in ``_KINDS`` are checked.
+    """
+    code: Any = getattr(function, "__code__")  # noqa: B009 - types do not declare it
+    names = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    kinds = {name: str(function.__annotations__[name]).split(" | ") for name in names}
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kinds.keys() & kwargs.keys():
+            _check(name, kwargs[name], kinds[name])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _check(name: str, value: object, kinds: list[str]) -> None:
+    if not all(kind in _KINDS for kind in kinds):
+        return
+    for kind in kinds:
+        is_flag = isinstance(value, bool) and kind != "bool"  # to Python, True is an integer
+        if isinstance(value, _KINDS[kind][0]) and not is_flag:
+            return
+    expected = " or ".join(_KINDS[kind][1] for kind in kinds)
+    raise TypeError(f"{name} must be {expected}, got {printable(repr(value))}.")
 
 
 def path_text(path: str | os.PathLike[str]) -> str:

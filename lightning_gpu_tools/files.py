@@ -7,6 +7,7 @@ import errno
 import fcntl
 import glob
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from lightning_gpu_tools.errors import CheckpointNotFoundError, UnreachableError
-from lightning_gpu_tools.processes import running_kernel
+from lightning_gpu_tools.processes import ProcessId, is_running, process_id, running_kernel
 from lightning_gpu_tools.units import printable, printable_path
 
 # Raised by file systems that cannot flush a directory, such as FUSE and CIFS.
@@ -27,7 +28,40 @@ _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "ad
 _CHECK = "Check the URL and your access to it, or use a local file."
 _PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}  # of modules with other names
 
-SCRATCH = "lightning-gpu-tools-"  # how the names of temporary files and folders begin
+
+_SCRATCH = re.compile(r"lightning-gpu-tools-([0-9a-f]{12})-(\d+)-(\d+)-(\d+)-")
+
+
+def scratch_prefix() -> str:
+    """Return how the names of this process's temporary files and folders begin, for ``tempfile``.
+
+    Those of killed processes of this user are removed first.
+    """
+    with os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            named = _SCRATCH.match(entry.name)
+            if named and is_running(_process_of(named)) is False:
+                _remove_own(entry)
+    own = process_id(os.getpid())
+    namespace = re.sub(r"\D", "", own["namespace"] or "") or "0"
+    return f"lightning-gpu-tools-{own['kernel']}-{namespace}-{own['pid']}-{own['started_ticks'] or 0}-"
+
+
+def _process_of(named: re.Match[str]) -> ProcessId:
+    kernel, namespace, pid, started_ticks = named.groups()
+    return ProcessId(
+        kernel=kernel, namespace=f"pid:[{namespace}]", pid=int(pid), started_ticks=int(started_ticks) or None
+    )
+
+
+def _remove_own(entry: os.DirEntry[str]) -> None:
+    with contextlib.suppress(OSError):  # another process just removed it
+        if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+            return
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            os.unlink(entry.path)
 
 
 @contextlib.contextmanager
@@ -38,7 +72,7 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
         yield name
         return
     # A separate folder, without other checkpoints. NFS does not remove mapped files.
-    with tempfile.TemporaryDirectory(prefix=SCRATCH, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix=scratch_prefix(), ignore_cleanup_errors=True) as folder:
         copy = os.path.join(folder, "checkpoint")
         try:
             with _reaching(path, passed=FileNotFoundError):
@@ -133,7 +167,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with replacing(name) as file:
             yield file
         return
-    with tempfile.NamedTemporaryFile(prefix=SCRATCH) as temporary:
+    with tempfile.NamedTemporaryFile(prefix=scratch_prefix()) as temporary:
         yield temporary  # type: ignore[misc]
         temporary.flush()
         with _reaching(path):

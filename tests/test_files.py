@@ -14,7 +14,7 @@ import torch
 
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
-from lightning_gpu_tools.files import replacing, sweep
+from lightning_gpu_tools.files import replacing, scratch_prefix, sweep
 
 
 def start_saving(path: Path) -> tuple[int, int]:
@@ -251,3 +251,24 @@ def test_saving_and_loading_need_no_second_copy_of_the_weights(tmp_path: Path) -
 
     error = in_child(save_and_load)
     assert error is None, error
+
+
+def test_temporary_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said, say = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        folder = tempfile.mkdtemp(prefix=scratch_prefix())
+        Path(folder, "lines").write_text("1")
+        os.write(say, b"1")
+        signal.pause()
+    os.read(said, 1)
+    (theirs,) = tmp_path.iterdir()
+    own = tempfile.mkdtemp(prefix=scratch_prefix())
+    another_container = tmp_path / theirs.name.replace(str(os.stat("/proc/self/ns/pid").st_ino), "1")
+    another_container.mkdir()
+    assert theirs.exists()
+    kill(pid)
+    scratch_prefix()
+    assert {*tmp_path.iterdir()} == {Path(own), another_container}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
+from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import Entries, likely
 from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights, has_same_numbers
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, Root, is_average, plan_renaming, preferred, quoted
@@ -78,6 +79,7 @@ class LoadReport:
 
 
 @collector_paused()
+@checked
 def load_weights(
     model: nn.Module, path: str | os.PathLike[str], *, root: Root = None, strict: bool = True, weights_only: bool = True
 ) -> LoadReport:

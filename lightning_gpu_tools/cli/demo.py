@@ -24,11 +24,11 @@ def run(args: argparse.Namespace) -> int:
     """Train, apply the advice, and train again."""
     for name in ("LIGHTNING_GPU_TOOLS", "LIGHTNING_GPU_TOOLS_DISABLE"):  # the demo adds the callbacks itself
         os.environ.pop(name, None)
-    from lightning_gpu_tools.files import SCRATCH
+    from lightning_gpu_tools.files import scratch_prefix
     from lightning_gpu_tools.runs import drawing
     from lightning_gpu_tools.trainer.demo import STEPS, train
 
-    with tempfile.TemporaryDirectory(prefix=SCRATCH) as temporary:
+    with tempfile.TemporaryDirectory(prefix=scratch_prefix()) as temporary:
         folder = args.folder or temporary
         say = functools.partial(print, flush=True)
         say(f"1. {STEPS} training steps on the CPU without workers. A batch has 16 images of 1.5 ms loading time each.")

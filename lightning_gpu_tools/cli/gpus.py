@@ -18,7 +18,7 @@ from lightning_gpu_tools.gpus.readings import FOREIGN, GpuClaim, GpuProcess, Gpu
 from lightning_gpu_tools.processes import INIT
 from lightning_gpu_tools.selection import claims as all_claims
 from lightning_gpu_tools.selection import cuda
-from lightning_gpu_tools.selection.ranking import effective_free_bytes
+from lightning_gpu_tools.selection.ranking import effective_free_bytes, is_outdated
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, number_ranges, printable
 
 if TYPE_CHECKING:
@@ -36,16 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show every GPU of the machine, regardless of CUDA_VISIBLE_DEVICES: memory, utilization over the last seconds, "
         "processes, claims, MIG instances, and why a GPU cannot be used. A process is idle if it is older than five "
-        "minutes and has no recent GPU activity. An idle process is left over if its parent has exited. Free MIG "
-        "instances come first, with one line for each kind. At most three claims of a user on a GPU are listed; the "
-        "others are counted."
+        "minutes and has no recent GPU activity. An idle process is left over if its parent has exited. A claim is "
+        "unused if it is older than five minutes and its user has no process on that GPU. Free MIG instances come "
+        "first, with one line for each kind. At most three claims of a user on a GPU are listed; others are counted."
     )
     parser.epilog = (
         "JSON: a list of the GPUs in PCI order with the fields of lightning_gpu_tools.types.GpuReading, in bytes and "
         "seconds since the epoch; null = not reported. Each GPU also has `effective_free_bytes` (free and not claimed) "
         "and `claims`, both null if claims cannot be read. Each claim has `user`, `pid`, `hostname`, `kind` (memory, "
-        "whole or exclusive), `memory_bytes` and `since_s`; `pid` is null unless it is certain, and `hostname` if you "
-        "may not read the claim. Each process also has `started_s`, `is_idle` and `is_left_over`."
+        "whole or exclusive), `memory_bytes`, `since_s` and `is_unused`; `pid` is null unless it is certain, and "
+        "`hostname` if you may not read the claim. Each process also has `started_s`, `is_idle` and `is_left_over`."
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
@@ -108,7 +108,9 @@ def _as_json(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> dict[str, An
         here = [claim for claim in claims if claim.is_on(gpu.uuid)]
         names = ("user", "pid", "hostname", "kind", "memory_bytes", "since_s")
         found["effective_free_bytes"] = effective_free_bytes(gpu, here)
-        found["claims"] = [{name: getattr(claim, name) for name in names} for claim in here]
+        found["claims"] = [
+            {**{name: getattr(claim, name) for name in names}, "is_unused": _is_unused(claim, gpu)} for claim in here
+        ]
     return found
 
 
@@ -163,7 +165,7 @@ def _cells(gpu: GpuReading, claims: Sequence[GpuClaim] | None) -> tuple[str, ...
         share = "the whole GPU, exclusively," if claim.kind == "exclusive" else "the whole GPU"
         share = _size(claim.memory_bytes) if claim.kind == "memory" else share
         age = format_duration(max(0.0, time.time() - claim.since_s))
-        return f"{claim}: {share} for {age}"
+        return f"{claim}: {share} for {age}{', unused' if _is_unused(claim, gpu) else ''}"
 
     here = [claim for claim in claims or () if claim.is_on(gpu.uuid)]
     return (
@@ -188,6 +190,8 @@ def _use(gpu: GpuReading) -> str:
     torch, lines = cuda.installed_torch([gpu]), []
     if torch is not None and (why := torch.why_not(gpu)):
         lines = [f"cannot be used: {why}"]
+    elif is_outdated(gpu):
+        lines = ["picked last: its compute capability is too old for torch's wheels on PyPI"]
     if gpu.processes is None:
         return lines[0] if lines else "?"
     for one in gpu.processes:
@@ -214,6 +218,15 @@ def _state(process: GpuProcess) -> dict[str, Any]:
                 state["is_idle"] = is_old and process.utilization_percent == 0
                 state["is_left_over"] = state["is_idle"] and seen.ppid() == INIT
     return state
+
+
+def _is_unused(claim: GpuClaim, gpu: GpuReading) -> bool | None:
+    from lightning_gpu_tools.gpus import nvml
+
+    if gpu.processes is None or any(process.user is None for process in gpu.processes) or not nvml.pids_are_ours():
+        return None
+    is_old = time.time() - claim.since_s >= _MIN_AGE_S
+    return is_old and all(process.user != claim.user for process in gpu.processes)
 
 
 def _size(size_bytes: int | None) -> str:

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from lightning_gpu_tools.dry_run.records import LOCK, PLAN, RECORD, VARIABLE, Plan, ProcessRecord
-from lightning_gpu_tools.files import SCRATCH
+from lightning_gpu_tools.files import scratch_prefix
 from lightning_gpu_tools.simulated import Machine
 
 _GRACE_S = 5.0  # our default: time for a command to end after its ranks have ended
@@ -64,7 +64,7 @@ def run(
         SimulatedCudaError: The simulated machine cannot be built here.
         OSError: The command cannot be started.
     """
-    with tempfile.TemporaryDirectory(prefix=SCRATCH, ignore_cleanup_errors=True) as name, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix=scratch_prefix(), ignore_cleanup_errors=True) as name, ExitStack() as stack:
         folder = Path(name)
         # The kernel releases the lock when this process ends. The processes of the command wait for that, and then end.
         lock = stack.enter_context((folder / LOCK).open("w"))

@@ -128,15 +128,19 @@ MAX_USERS = 3  # named in a message or a table; our default: one person can act 
 
 
 def folded_claims(claims: Iterable[GpuClaim], describe: Callable[[GpuClaim], str], max_each: int = 1) -> list[str]:
-    """Describe at most ``max_each`` claims of each of three users, and count the others."""
+    """Describe at most ``max_each`` claims of each of three users, and count the others.
+
+    A user's only claim is always described.
+    """
     of_users: dict[str, list[GpuClaim]] = {}
     for claim in claims:
         of_users.setdefault(claim.user, []).append(claim)
     lines: list[str] = []
     for user, those in [*of_users.items()][:MAX_USERS]:
-        lines += map(describe, those[:max_each])
-        if left := len(those[max_each:]):
-            lines.append(f"and {left:,} more of {user}")
+        shown = len(those) if len(those) <= max(1, max_each) else max_each
+        lines += map(describe, those[:shown])
+        if left := len(those) - shown:
+            lines.append(f"and {left:,} more of {user}" if shown else f"{left:,} claims of {user}")
     if others := [*of_users.values()][MAX_USERS:]:
         lines.append(f"and {sum(map(len, others)):,} more of {len(others):,} other users")
     return lines
@@ -149,6 +153,7 @@ class GpuWaiter(NamedTuple):
     uuids: tuple[str, ...]  # GPUs that it could use
     requested: int  # number of GPUs that it waits for
     user: str  # according to the file system
+    owner_id: int = -1  # UID of the user
     pid: int | None = None  # as in GpuClaim
 
     def __str__(self) -> str:

@@ -74,7 +74,7 @@ class _Drawing:
         self.folder = folder
         self._say = say
         self._is_canceled = False
-        self._scratch = Path(tempfile.mkdtemp(prefix=files.SCRATCH))
+        self._scratch = Path(tempfile.mkdtemp(prefix=files.scratch_prefix()))
         try:
             (self._scratch / FILE_NAME).write_text(to_json(report))
             self._process = _start(self._scratch)

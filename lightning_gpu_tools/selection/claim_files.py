@@ -127,6 +127,15 @@ class Folder:
                 found.append(entry._replace(is_closed=is_held is None))
         return found[::-1]
 
+    def without_ended(self, names: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        """Return the entries, as names and owners, without all ended ones if a random one of them has ended.
+
+        The more have ended, the sooner repeated calls notice. If none has ended, this is a single check.
+        """
+        if not names or self._is_held(*names[int.from_bytes(os.urandom(2), "big") % len(names)]):
+            return names
+        return [one for one in names if self._is_held(*one)]  # an entry that is closed to this user does not count
+
     def read(self, entry: Entry) -> bytes:
         """Return an entry's record; raise ``OSError`` or ``ValueError`` if it is unreadable or invalid."""
         descriptor = os.open(entry.record, _READ, dir_fd=self._descriptor)
@@ -381,6 +390,24 @@ def why_private(path: str) -> str | None:
     return None
 
 
+def was_told(path: str) -> bool:
+    """Return whether this user has been told of the folder before, and remember it in the folder."""
+    mark = f".told-{os.getuid()}"
+    try:
+        folder = _create_and_open(path)
+    except ClaimsError:
+        return False
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=folder))
+    except FileExistsError:  # of another user, it says nothing
+        return os.stat(mark, dir_fd=folder, follow_symlinks=False).st_uid == os.getuid()
+    except OSError:
+        return False
+    finally:
+        os.close(folder)
+    return False
+
+
 def _create_and_open(path: str) -> int:
     give_up_s = time.monotonic() + _TIMEOUT_CREATION_S
     while True:
@@ -428,6 +455,9 @@ def _open(path: str) -> int:
     if mode & 0o022 and not mode & stat.S_ISVTX:
         os.close(descriptor)
         raise _unusable(path, "it lets users remove the files of others", _open_to_all(path))
+    if not os.path.exists(_path_of(descriptor)):  # without it, every socket would seem dead
+        os.close(descriptor)
+        raise _unusable(path, "/proc is not mounted", "Mount it")
     return descriptor
 
 

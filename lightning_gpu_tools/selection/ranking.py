@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_gpu_tools.arguments import check_percentage
@@ -105,6 +105,9 @@ def documented(cls: _Class) -> _Class:
 # Source: nvitop's default threshold between light and moderate load (--gpu-util-thresh). It is a threshold, not a
 # scale, because one percent of noise must not outweigh 20 GiB of memory.
 BUSY_FROM_PERCENT = 10.0
+# PyPI's wheels of torch 2.6 (CUDA 12.4) and later. Source: torch.cuda.PYTORCH_RELEASES_CODE_CC, and its history.
+_OLDEST_CAPABILITY = (5, 0)
+_MAX_REASONS = 16  # our default: a message with 16 reasons fits on a screen of 24 lines
 
 
 class Candidate(NamedTuple):
@@ -115,16 +118,21 @@ class Candidate(NamedTuple):
     whole_claims: int  # number of jobs that have claimed the whole GPU
 
     @property
-    def tier(self) -> tuple[bool, int, int]:
-        """Criteria before memory: known memory, fewer claims, then idle before busy before unknown."""
+    def tier(self) -> tuple[bool, bool, int, int]:
+        """Criteria before memory: not outdated, known memory, fewer claims, then idle before busy before unknown."""
         percent = self.gpu.utilization_percent
         load = 2 if percent is None else 1 if percent >= BUSY_FROM_PERCENT else 0
-        return (self.effective_free_bytes is None, self.whole_claims, load)
+        return (is_outdated(self.gpu), self.effective_free_bytes is None, self.whole_claims, load)
 
     @property
     def order(self) -> tuple[object, ...]:
         """Sort key, best first: tier, then most effective free memory, then the higher index."""
         return (*self.tier, -(self.effective_free_bytes or 0), -self.gpu.index, self.gpu.uuid or "")
+
+
+def is_outdated(gpu: GpuReading) -> bool:
+    """Return whether none of torch's wheels on PyPI has code for a GPU. Which build will use it may be unknown."""
+    return gpu.compute_capability is not None and gpu.compute_capability < _OLDEST_CAPABILITY
 
 
 class TorchBuild(NamedTuple):
@@ -255,6 +263,22 @@ def why_picked(chosen: Sequence[Candidate], visible: Sequence[GpuReading]) -> st
     return f"Picked {'; '.join(parts)}. Chosen from {len(visible)} visible: idle first, then most free memory."
 
 
+def sharding_hint(request: Request, rank: Callable[[Request], Ranking]) -> str:
+    """Return advice if only several GPUs together have enough memory; else ``""``."""
+    needed_bytes = request.min_free_bytes or 0
+    candidates = rank(request.but(min_free=None, count=max(2, request.count))).candidates
+    free_bytes = sorted((one.effective_free_bytes or 0 for one in candidates), reverse=True)
+    enough = next((n for n in range(2, len(free_bytes) + 1) if sum(free_bytes[:n]) >= needed_bytes), None)
+    if enough is None or free_bytes[0] >= needed_bytes:
+        return ""
+    sizes = ", ".join(map(format_bytes, free_bytes[:enough]))
+    return (
+        f" No single GPU has {format_bytes(needed_bytes)} free, but {enough} together do ({sizes}). Shard the model "
+        f"across {enough} GPUs with FSDP (strategy='fsdp_free_memory') or ModelParallelStrategy. min_free is then the "
+        "memory needed on each GPU."
+    )
+
+
 def label(gpu: GpuReading) -> str:
     """Return ``GPU 2 (GPU-1a2b3c4d…)`` or ``MIG instance 2:0 (MIG-5e6f7a8b…)``."""
     kind = "GPU" if gpu.mig_index is None else "MIG instance"
@@ -263,11 +287,15 @@ def label(gpu: GpuReading) -> str:
 
 
 def folded_reasons(rejections: Sequence[Rejection]) -> list[str]:
-    """Return each reason once, with its GPUs."""
+    """Return each reason once, with its GPUs. If there are many, return only the first ones."""
     rejected: dict[str, list[GpuReading]] = {}
     for gpu, reason in rejections:
         rejected.setdefault(reason, []).append(gpu)
-    return [f"{_labels(gpus)}: {reason}" for reason, gpus in rejected.items()]
+    sentences = [f"{_labels(gpus)}: {reason}" for reason, gpus in rejected.items()]
+    if len(sentences) <= _MAX_REASONS:
+        return sentences
+    others = [gpu for gpus in [*rejected.values()][_MAX_REASONS - 1 :] for gpu in gpus]
+    return [*sentences[: _MAX_REASONS - 1], f"{_labels(others)}: for other reasons, see `lightning-gpu-tools gpus`"]
 
 
 def _labels(gpus: Sequence[GpuReading]) -> str:
@@ -404,9 +432,15 @@ def best_set(
     return tuple(candidates[rank] for rank in sorted(max(sets, key=quality)))
 
 
-def mixed_models(chosen: Sequence[Candidate]) -> str:
+def mixed_models(chosen: Sequence[Candidate], candidates: Sequence[Candidate]) -> str:
     """Return a warning if the chosen GPUs are of several models; else ``""``."""
     names = [candidate.gpu.name or "unknown" for candidate in chosen]
     if len({*names}) == 1:
         return ""
-    return f"The {len(chosen)} picked GPUs differ ({', '.join(names)}). Training waits for the slowest in each step."
+    warning = f"The {len(chosen)} picked GPUs differ ({', '.join(names)}). Training waits for the slowest in each step."
+    models = Counter(candidate.gpu.name for candidate in candidates if candidate.gpu.name)
+    for name, number in models.items():
+        # The name may be a part of another model's name.
+        if len(chosen) <= number == sum(models[other] for other in models if name in other):
+            return f"{warning} To get equal ones, some of them busy or claimed, use --name '{name}' or name='{name}'."
+    return warning

@@ -14,6 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     MANIFEST,
@@ -71,6 +72,7 @@ class PortableCheckpointIO(CheckpointIO):
         >>> trainer = Trainer(plugins=[PortableCheckpointIO()])  # doctest: +SKIP
     """
 
+    @checked
     def __init__(self, inner: CheckpointIO | None = None, *, verify: bool = False) -> None:
         base: Any = inner
         while hasattr(base, "checkpoint_io"):  # Lightning's wrappers, such as AsyncCheckpointIO

@@ -8,6 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
+from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.runs.advisor import Advisor, Thresholds
 from lightning_gpu_tools.trainer.families import LightningModule, Trainer
@@ -47,6 +48,7 @@ class GPUUtilizationAdvisor(MeasuringCallback):
         trainer = Trainer(callbacks=[GPUUtilizationAdvisor()])
     """
 
+    @checked
     def __init__(
         self,
         *,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_gpu_tools.arguments import check_seconds
+from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.reports.report import FOLDER_NAME
 from lightning_gpu_tools.reports.report_file import ReportFile
@@ -69,6 +69,7 @@ class GPUUtilizationMonitor(MeasuringCallback):
         trainer = Trainer(callbacks=[GPUUtilizationMonitor()])
     """
 
+    @checked
     def __init__(
         self,
         *,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
     check_contents,
@@ -141,6 +142,7 @@ def _read_hparams(path: str | os.PathLike[str], model_class: type[LightningModul
     return read(os.fspath(path))
 
 
+@checked
 def load_from_checkpoint(
     model_class: type[Module],
     path: str | os.PathLike[str],

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, combined
-from lightning_gpu_tools.arguments import check_seconds
+from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.host import read_host_budget
 from lightning_gpu_tools.loaders import plan
@@ -76,6 +76,7 @@ class NumWorkersFinder(GuardedCallback):
         print(finder.result.settings)
     """
 
+    @checked
     def __init__(self, *, budget_s: float = 30.0, apply: bool = True) -> None:
         check_seconds(budget_s, "budget_s")
         self.budget_s = budget_s

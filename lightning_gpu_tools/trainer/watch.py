@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from lightning_gpu_tools.advice.findings import MIN_SECONDS, MIN_STEPS, MIN_UTILIZATION_PERCENT, Diagnosis
 from lightning_gpu_tools.advice.out_of_memory import out_of_memory
-from lightning_gpu_tools.arguments import check_seconds
+from lightning_gpu_tools.arguments import check_seconds, checked
 from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.loaders.workers import deaths_ignored, is_of_dead_worker
 from lightning_gpu_tools.reports.report_file import ReportFile
@@ -30,6 +30,7 @@ from lightning_gpu_tools.units import printable
 _T = TypeVar("_T")
 
 
+@checked
 def watch(
     fabric: Any = None,
     *,

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from lightning_gpu_tools.collector import frames_kept
-from lightning_gpu_tools.files import SCRATCH
+from lightning_gpu_tools.files import scratch_prefix
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.background import BackgroundJobs
 from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, MONITORING, PAUSES, base_phase, is_backward
@@ -256,7 +256,7 @@ class WorkerLines:
         if loop is not _worker_loop:
             return loop
         try:
-            self._folder = tempfile.mkdtemp(prefix=SCRATCH)
+            self._folder = tempfile.mkdtemp(prefix=scratch_prefix())
         except OSError:  # no space for temporary files
             return loop
         return partial(_sampled_loop, self._folder)

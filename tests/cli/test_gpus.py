@@ -141,6 +141,22 @@ def test_a_pid_of_another_container_names_nobody_here(
     assert "in use by a process of another container or the host" in refused.stderr
 
 
+@pytest.mark.usefixtures("visible_pids")
+def test_a_claim_whose_owner_runs_nothing_there_is_unused(
+    driver: Driver, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus_command, "_MIN_AGE_S", -1.0)
+    driver.gpus = [gpu(), gpu()]
+    select_gpus(2)
+    with driver.change():
+        driver.gpus[0].processes = [process()]
+    assert main(["gpus", "--json"]) == 0
+    used, unused = json.loads(capfd.readouterr().out)
+    assert [reading["claims"][0]["is_unused"] for reading in (used, unused)] == [False, True]
+    assert main(["gpus"]) == 0
+    assert "unused" in capfd.readouterr().out
+
+
 def test_a_driver_without_gpus_is_named(driver: Driver, run_cli: RunCli, claims_dir: object) -> None:
     assert run_cli("gpus").stdout == "The NVIDIA driver lists no GPU.\n"
     assert not os.path.exists(str(claims_dir))

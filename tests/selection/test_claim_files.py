@@ -73,8 +73,10 @@ def test_a_folder_exchanged_before_it_is_locked_is_not_used(path: Path, monkeypa
     ("options", "count"),
     [
         ({}, 0),
+        ({"claim": False}, 0),
         ({"min_free": 1}, 1),
         ({"exclusive": True}, 1),
+        ({"wait": 1}, 1),
     ],
 )
 def test_a_private_folder_is_named_only_where_a_promise_rests_on_it(
@@ -86,7 +88,8 @@ def test_a_private_folder_is_named_only_where_a_promise_rests_on_it(
     default = Path(directory())
     default.mkdir(mode=0o1777, exist_ok=True)
     pick = f"from lightning_gpu_tools import select_gpus\nselect_gpus(**{options})"
-    answer = on_mount_of_its_own(default, "mode=1777", f"{pick}\n{pick}")
+    code = f"import subprocess, sys\nfor _ in range(2): subprocess.run([sys.executable, '-c', {pick!r}], check=True)"
+    answer = on_mount_of_its_own(default, "mode=1777", code)
     warning = f"The claims folder {default} is on a mount that only this job sees"
     assert (answer.returncode, answer.stderr.count(warning)) == (0, count)
 

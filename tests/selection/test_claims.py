@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launched_jobs import claims_in, take
@@ -128,6 +129,30 @@ def test_a_claim_that_cannot_be_made_again_is_named_once(path: Path) -> None:
     assert "this job has claimed it again" in mine.keep()
 
 
+def test_a_claim_in_a_relative_folder_is_found_from_everywhere(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setenv("LIGHTNING_GPU_TOOLS_CLAIMS_DIR", path.name)
+    mine = take(Path(directory()))
+    path.with_name("elsewhere").mkdir()
+    monkeypatch.chdir(path.with_name("elsewhere"))
+    assert mine.keep() == ""
+    assert not Path("claims").exists()
+
+
+def test_a_claim_that_is_released_while_it_is_taken_again_is_released(path: Path) -> None:
+    mine = take(path)
+
+    class Released(list[Any]):
+        def append(self, held: Any) -> None:
+            super().append(held)
+            mine.release()  # as another thread might at this moment
+
+    mine._held = Released(mine._held)
+    empty(path)
+    mine.keep()
+    assert list(path.iterdir()) == []
+
+
 def test_a_released_claim_is_not_taken_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = take(path)
     if os.fork() == 0:  # a child does not hold it
@@ -147,6 +172,14 @@ def test_a_job_has_one_claim_until_its_last_process_ends(path: Path) -> None:
             first.wait()
             assert holders(path) == [second.pid]
         assert holders(path) == []
+
+
+def test_a_process_joins_a_job_once(path: Path) -> None:
+    claim = take(path)
+    with open_ledger(str(path)) as ledger:
+        assert ledger.join(ledger.claims()[0]) is None
+    claim.release()
+    assert list(path.iterdir()) == []
 
 
 def test_everybody_can_read_and_nobody_else_write_whatever_the_umask(path: Path) -> None:

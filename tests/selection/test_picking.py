@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from uuid import UUID
@@ -108,6 +109,32 @@ def test_a_mask_that_names_nothing_is_explained_and_unset(driver: Driver, monkey
         select_gpus(2)
 
 
+APPLY_TWO = """
+import os
+from lightning_gpu_tools import select_gpus
+first, second = select_gpus(), select_gpus()  # as in two threads
+first.apply()
+first.apply()
+second.apply()
+print(os.environ["CUDA_VISIBLE_DEVICES"])
+"""
+
+
+@pytest.mark.follows("pick them together: select_gpus(")
+def test_a_second_apply_names_both_and_how_to_use_both(
+    driver: Driver, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    driver.gpus = [gpu(), gpu()]
+    first, second = uuids(driver, 1, 0)
+    answer = run_python("-c", APPLY_TWO)
+    assert answer.stdout == f"{second}\n"
+    (line,) = answer.stderr.splitlines()
+    assert line.startswith(f"This process was restricted to {first}. From now on, all its threads see only {second}. ")
+    advised = re.search(r"pick them together: (.*?\.apply\(\))\.", line)[1]
+    answer = run_python("-c", f"import os\nfrom lightning_gpu_tools import select_gpus\n{advised}\n{SHOW}")
+    assert (answer.stdout, answer.stderr) == (f"{first},{second}\n", "")
+
+
 def test_a_reason_that_many_share_is_given_once(driver: Driver) -> None:
     driver.gpus = [gpu(memory_free="4GiB") for _ in range(6)] + [gpu(mig=[mig(), None, mig()]), gpu(mig=[mig(), mig()])]
     with pytest.raises(NotEnoughGpusError) as caught:
@@ -121,6 +148,33 @@ def test_a_reason_that_many_share_is_given_once(driver: Driver) -> None:
     assert lines[2] == "  4 MIG instances (of GPUs 6 and 7): 10.0 GiB free, asked for 20.0 GiB"
     assert len(caught.value.rejected) == 10
     assert caught.value.rejected[7].startswith(f"MIG instance 6:2 ({driver.gpus[6].mig[2].uuid[:12]}…): 10.0 GiB free")
+
+
+@pytest.mark.follows("for other reasons, see `lightning-gpu-tools gpus`")
+def test_many_different_reasons_fit_a_screen(
+    driver: Driver, run_cli: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    driver.gpus = [gpu(memory_free=f"{gib}GiB") for gib in range(40)]
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(min_free="79GiB")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 17
+    assert lines[-1].startswith("  25 GPUs (15 to 39): for other reasons, see ")
+    shown = run_cli(*re.search("`lightning-gpu-tools (.*)`", lines[-1])[1].split()).stdout
+    assert [f"{gib}.0 GiB" in shown for gib in range(15, 40)] == [True] * 25
+
+
+def test_a_model_too_big_for_one_gpu_gets_advice(driver: Driver) -> None:
+    driver.gpus = [gpu(memory_free="79GiB"), gpu(memory_free="78GiB"), gpu(memory_free="40GiB")]
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(min_free="150GiB")
+    message = str(caught.value)
+    assert "No single GPU has 150 GiB free, but 2 together do (79.0 GiB, 78.0 GiB)" in message
+    assert "FSDP" in message
+    assert "ModelParallelStrategy" in message
+    with pytest.raises(NotEnoughGpusError) as caught:
+        select_gpus(min_free="200GiB")
+    assert "ModelParallelStrategy" not in str(caught.value)
 
 
 def test_a_driver_without_gpus_has_not_enough(driver: Driver) -> None:
@@ -225,6 +279,26 @@ def test_gpus_are_picked_before_cuda_starts_as_advised(driver: Driver, tmp_path:
     assert (early.returncode, early.stdout) == (0, f"{driver.gpus[1].uuid}\n")
 
 
+def test_libcuda_knows_whether_cuda_has_started(tmp_path: Path) -> None:
+    """torch.cuda.is_available() can start CUDA without torch noting it; the library itself knows."""
+    library = compile_libcuda(
+        tmp_path,
+        "static int on; int cuInit(int f) { on = 1; return 0; }"
+        "int cuDeviceGetCount(int *n) { *n = 1; return on ? 0 : 3; }",
+    )
+    code = f"""
+import ctypes
+from lightning_gpu_tools.selection.cuda import is_initialized
+print(is_initialized())
+cuda = ctypes.CDLL({library!r})
+print(is_initialized())
+cuda.cuInit(0)
+print(is_initialized())
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.split() == ["False", "False", "True"]
+
+
 @pytest.mark.follows("Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs in CUDA_VISIBLE_DEVICES")
 def test_numbers_on_different_products_follow_cudas_own_order(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -257,17 +331,25 @@ int cuDeviceGetUuid(void *uuid, int device) {{ memcpy(uuid, uuids[device], 16); 
 A100, RTX = "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 2080"
 
 
-def test_unequal_gpus_are_named(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
-    driver.gpus = [gpu(name=A100), gpu(name=RTX), gpu(name=RTX, utilization=90)]
-    assert indices(select_gpus(2, claim=False)) == [1, 0]
-    (said,) = caplog.messages
-    assert said == f"The 2 picked GPUs differ ({RTX}, {A100}). Training waits for the slowest in each step."
-    caplog.clear()
-    assert indices(select_gpus(2, name=RTX)) == [1, 2]
+@pytest.mark.follows("To get equal ones, some of them busy or claimed, use --name")
+def test_unequal_gpus_are_named_and_the_advice_gives_equal_ones(
+    driver: Driver, run_cli: Callable[..., subprocess.CompletedProcess[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    busy = {"name": RTX, "utilization": 90}
+    driver.gpus = [gpu(name=A100), gpu(name=RTX), gpu(**busy), gpu(**busy), gpu(name=f"{RTX} Ti", utilization=50)]
+    answer = run_cli("pick", "-n", "3")
+    assert answer.stderr.startswith(f"The 3 picked GPUs differ ({RTX}, {A100}, {RTX} Ti). Training waits for the slow")
+    assert "name=" not in answer.stderr, "this name would also ask for the Ti"
+    driver.gpus = [gpu(name=A100), gpu(name=RTX), gpu(**busy)]
+    answer = run_cli("pick", "-n", "2")
+    assert answer.stdout == ",".join(uuids(driver, 1, 0)) + "\n"
+    advised = re.search(r"use --name '(.*)' or name='(.*)'\.", answer.stderr)
+    assert run_cli("pick", "-n", "2", "--name", advised[1]).stdout == ",".join(uuids(driver, 1, 2)) + "\n"
+    assert indices(select_gpus(2, name=advised[2])) == [1, 2]
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", ["a100", " SXM4-80 "])
+@pytest.mark.parametrize("name", ["a100", " SXM4-80 ", "NVIDIA A100-SXM4-80GB"])
 def test_only_gpus_of_the_named_model_qualify(driver: Driver, name: str) -> None:
     driver.gpus = [gpu(name=A100, memory_free="1GiB", utilization=90), gpu(name=RTX), gpu(name="Quadro P400")]
     driver.gpus[2].errors = {"nvmlDeviceGetName": "NOT_SUPPORTED"}

@@ -83,11 +83,13 @@ def test_only_where_wheels_differ_the_code_is_read(driver: Driver, run_cli: RunC
 @pytest.mark.parametrize(
     ("codes", "cuda"), [(CU126, None), (None, "12.6"), ("", "12.6")], ids=["cpu-build", "no-library", "unknown-library"]
 )
-def test_an_unknown_build_refuses_nothing(
+def test_an_unknown_build_refuses_nothing_and_old_cards_come_last(
     driver: Driver, run_cli: RunCli, install_torch: Any, codes: str | None, cuda: str | None
 ) -> None:
     install_torch(codes, cuda)
-    assert names(driver, run_cli("pick", "-n", "3")) == [driver.gpus[index].name for index in (2, 1, 0)]
+    assert names(driver, run_cli("pick")) == ["NVIDIA A100-PCIE-40GB"]
+    assert names(driver, run_cli("pick", "-n", "3")) == [driver.gpus[index].name for index in (0, 2, 1)]
+    assert run_cli("gpus").stdout.count("picked last: its compute") == 2
 
 
 def test_a_gpu_that_does_not_report_its_version_is_picked(driver: Driver, run_cli: RunCli, install_torch: Any) -> None:
@@ -101,10 +103,12 @@ def test_a_gpu_that_does_not_report_its_version_is_picked(driver: Driver, run_cl
     ("codes", "runs", "does_not_run"),
     [
         ("sm_80", [(8, 0), (8, 6), (8, 9)], [(7, 5), (9, 0)]),
+        ("sm_86", [(8, 6), (8, 9)], [(8, 0)]),
         ("sm_90 compute_90", [(9, 0), (10, 0), (12, 1)], [(8, 9)]),
         ("sm_90a", [(9, 0)], [(8, 0), (10, 0)]),
         ("compute_90a", [(9, 0)], [(10, 0)]),
         ("sm_100f", [(10, 0), (10, 3)], [(12, 0)]),
+        ("compute_100f", [(10, 0), (10, 3)], [(12, 0)]),
         ("sm_75 sm_120", [(7, 5), (12, 0), (12, 1)], [(7, 0), (8, 0), (11, 0)]),
     ],
 )

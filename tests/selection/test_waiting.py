@@ -7,7 +7,8 @@ import pwd
 import re
 import signal
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -69,19 +70,34 @@ def test_waiters_are_served_in_the_order_they_came(driver: Driver, claims_dir: P
     assert (tmp_path / "served").read_text().split() == ["a", "b", "c"]
 
 
-def test_a_job_far_back_polls_rarely(driver: Driver, claims_dir: Path) -> None:
-    select_gpus(exclusive=True)
+@contextmanager
+def others_ahead(driver: Driver, claims_dir: Path, count: int) -> Iterator[None]:
+    """Other jobs in the queue for the first GPU, all in this process."""
+    with open_ledger(str(claims_dir)) as ledger:
+        places = [ledger.queue([str(driver.gpus[0].uuid)], 1) for _ in range(count)]
+    yield
+    for place in places:
+        place.release()
+
+
+def polls(driver: Driver) -> int:
+    return [call.function for call in driver.calls()].count("nvmlDeviceGetCount_v2")
+
+
+def test_a_job_far_back_polls_rarely_until_its_turn(driver: Driver, claims_dir: Path) -> None:
+    mine = select_gpus(exclusive=True)
     counts = []
-    for ahead in (0, 20):
-        with open_ledger(str(claims_dir)) as ledger:
-            places = [ledger.queue([str(driver.gpus[0].uuid)], 1) for _ in range(ahead)]
+    for count in (0, 150):
         driver.forget_calls()
-        with pytest.raises(NotEnoughGpusError):
+        with others_ahead(driver, claims_dir, count), pytest.raises(NotEnoughGpusError):
             select_gpus(exclusive=True, wait=2.5)
-        counts.append([call.function for call in driver.calls()].count("nvmlDeviceGetCount_v2"))
-        for place in places:
-            place.release()
+        counts.append(polls(driver))
     assert counts[1] == 2 < counts[0]  # at the beginning and at the end
+    with ExitStack() as ended:
+        with others_ahead(driver, claims_dir, 150):
+            job = ended.enter_context(waiting(claims_dir))
+        mine.release()
+        assert job.communicate(timeout=30)[0] == "served\n"  # at the pace of the 151st it would be minutes
 
 
 def test_a_removed_place_in_the_queue_is_taken_again(driver: Driver, claims_dir: Path) -> None:
