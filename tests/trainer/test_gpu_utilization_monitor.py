@@ -271,7 +271,7 @@ def test_the_training_thread_never_calls_the_driver(driver: Driver, tmp_path: Pa
     xids = [(second / 10, 31) for second in range(1, 3000)]
     driver.gpus = [gpu(gpm={2: 50}, xid_events=xids, field_values={"198": "NO_PERMISSION"})]
     monitor = GPUUtilizationMonitor(interval_s=0.02, devices="all", gpm=False)
-    with pytest.warns(UserWarning, match=r"GPU 0 reports an error: Xid 31 \(memory page fault"):
+    with pytest.warns(UserWarning, match=r"GPU 0 reports an error: Xid 31 \(see NVIDIA's"):
         folder = train(tmp_path, monitor, model=Model(time.sleep, step_s=0.02), log_every_n_steps=10)
     calls = driver.calls()
     assert {call.thread for call in calls} == {"lightning-gpu-tools-sampler", "lightning-gpu-tools-driver"}

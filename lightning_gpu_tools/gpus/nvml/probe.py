@@ -23,27 +23,6 @@ from lightning_gpu_tools.gpus.nvml import (
 from lightning_gpu_tools.gpus.nvml import gpm as _gpm
 from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, UtilizationSample
 
-# Common Xid errors, in the wording of https://docs.nvidia.com/deploy/xid-errors/
-_XID_MEANS = {
-    13: "graphics engine exception, usually a bug in the program",
-    31: "memory page fault, usually a bug in the program",
-    43: "the GPU has stopped processing",
-    45: "preemptive cleanup, due to earlier errors",
-    48: "double-bit ECC error",
-    62: "internal micro-controller halt",
-    63: "ECC page retirement or row remapping recorded",
-    64: "ECC page retirement or row remapping failed",
-    74: "NVLink error",
-    79: "the GPU has fallen off the bus",
-    92: "high rate of single-bit ECC errors",
-    94: "contained ECC error",
-    95: "uncontained ECC error",
-    119: "the GPU's system processor (GSP) does not answer",
-    120: "error of the GPU's system processor (GSP)",
-}
-
-_OTHER_XID = "see NVIDIA's Xid catalog"
-
 _MAX_PER_READ = 16  # further events wait for the next read
 
 
@@ -70,7 +49,7 @@ class ErrorEvents:
             event = call_or_none(pynvml.nvmlEventSetWait_v2, self._event_set, 0)
             if event is None:  # a timeout: no more events
                 break
-            found.append(f"Xid {event.eventData} ({_XID_MEANS.get(event.eventData, _OTHER_XID)})")
+            found.append(f"Xid {event.eventData} (see NVIDIA's Xid catalog)")
         return found
 
     def close(self) -> None:
