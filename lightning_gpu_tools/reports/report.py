@@ -99,8 +99,8 @@ class Report:
             and checkpoints. Their spread is the run's own noise.
         warm_up_steps: Number of first steps that are not steady: 20, or more if the workers keep many batches ready, or
             if the loader's settings changed.
-        monitor_us_per_step: Lower bound on the time that this package added to each step, in microseconds: its wrappers
-            in the training thread, measured with warm caches, and its own work there.
+        monitor_us_per_step: Lower bound on the time that this package added to each step, in microseconds: its own work
+            in the training thread, without its wrappers.
         monitor_thread_us_per_step: CPU time of its background threads per step, in microseconds.
         confirmation: Measured result of following the previous run's advice.
         core_wait_share: Fraction of the steady steps in which the training thread was runnable but had no core.

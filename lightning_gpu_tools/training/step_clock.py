@@ -30,7 +30,6 @@ from lightning_gpu_tools.training.phases import (
     OPTIMIZER,
     PAUSES,
     RANK_WAIT,
-    TRAINER,
     TRAINING_STEP,
     UNEXPLAINED,
     VALIDATION,
@@ -41,7 +40,7 @@ from lightning_gpu_tools.training.phases import (
 )
 from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock, WatchedSteps
 from lightning_gpu_tools.training.step_times import StepTimeRecord
-from lightning_gpu_tools.training.stopwatch import LoaderWaits, PhaseTimeline, Stopwatch, seconds_per_call
+from lightning_gpu_tools.training.stopwatch import LoaderWaits, PhaseTimeline, Stopwatch
 
 # Steps in which kernels are chosen, caches fill, and workers start.
 WARM_UP_STEPS = 20
@@ -242,17 +241,6 @@ class StepClock(Stopwatch):
             function(*args)
         finally:
             self.switch(around)
-
-    def cost_s(self) -> float:
-        """Return this clock's cost to the training thread so far: a lower bound, as caches are warm in the test."""
-        scratch = StepClock()
-        pair_s = seconds_per_call(scratch.timed(TRAINER, int)) - seconds_per_call(int)
-
-        def one_step() -> None:
-            scratch.begin_fetch()
-            scratch.end_fetch()
-
-        return max(0.0, pair_s * self.entered + seconds_per_call(one_step) * self.steps)
 
     def begin_epoch(self) -> None:
         """Begin an epoch. Its first fetch counts as its start."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from statistics import median
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -116,17 +115,6 @@ class Stopwatch:
                 watch.since_s, watch.current = now_s, around
 
         return timed
-
-
-def seconds_per_call(function: Callable[[], object]) -> float:
-    """Return the CPU seconds per call: the median of five rounds."""
-    costs = []
-    for _ in range(5):
-        began_s = time.thread_time()
-        for _ in range(200):
-            function()
-        costs.append((time.thread_time() - began_s) / 200)
-    return median(costs)
 
 
 class LoaderWaits:
