@@ -82,12 +82,6 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[str]:
         yield copy
 
 
-def local_path(path: str | os.PathLike[str]) -> str | None:
-    """Return the local path for a path or URL; ``None`` if it is on another file system."""
-    filesystem, name = _place(path)
-    return name if filesystem is None else None
-
-
 class Status(NamedTuple):
     """Facts about a file that are available without reading it."""
 

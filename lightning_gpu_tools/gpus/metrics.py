@@ -153,9 +153,7 @@ class GpuSummary:
         rank_wait_percent: Share of time in which the driver reported the GPU as busy, but it waited in a collective for
             slower ranks; ``None`` if unknown.
         sm_active_percent: Mean share of active multiprocessors (Hopper and later).
-        sm_occupancy_percent: Mean number of resident warps relative to the maximum (Hopper and later).
         tensor_active_percent: Mean activity of the tensor cores (Hopper and later).
-        dram_active_percent: Mean share of the memory bandwidth in use (Hopper and later).
         errors: Errors that the GPU reported: Xid events.
         timelines: ``utilization_percent``, ``memory_used_bytes`` and ``power_watts`` over the run, in at most 2000
             intervals; empty for the GPUs of nodes other than rank 0's.
@@ -181,9 +179,7 @@ class GpuSummary:
     others_utilization_percent: float | None = None
     rank_wait_percent: float | None = None
     sm_active_percent: float | None = None
-    sm_occupancy_percent: float | None = None
     tensor_active_percent: float | None = None
-    dram_active_percent: float | None = None
     errors: tuple[str, ...] = ()
     timelines: Mapping[str, Series] = dataclasses.field(default_factory=dict)
 

@@ -8,13 +8,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.metrics import GpuSample, GpuWindow
-from lightning_gpu_tools.gpus.readings import mean_percent
 from lightning_gpu_tools.gpus.windows import GpuTimelines, Phases, WindowBuilder
 from lightning_gpu_tools.training.timeline import Series
 from lightning_gpu_tools.units import printable
@@ -88,7 +86,6 @@ class Sampler:
             for _ in range(2)
         )
         self._timelines = {uuid: GpuTimelines(_TIMELINE_POINTS, interval_s) for uuid in uuids}
-        self._latest_percent: dict[str, float] = {}
         self._latest_listed: dict[str, GpuSample] = {}
         self.refused: dict[str, None] = {}  # descriptions of counters that the driver refuses
         self._stopping = False
@@ -114,13 +111,6 @@ class Sampler:
         """The smallest number of polls among the GPUs that answer, and the UUIDs of those that do not."""
         late = frozenset(poller.uuid for poller in self._pollers if poller.has_no_samples)
         return min((poller.done for poller in self._pollers if poller.uuid not in late), default=0), late
-
-    @property
-    def latest_percent(self) -> float | None:
-        """Utilization between the last two polls, as the mean over the GPUs."""
-        _, late = self.polled
-        values = [percent for uuid, percent in [*self._latest_percent.items()] if uuid not in late]
-        return fmean(values) if values else None
 
     def enter(self, phase: Phase) -> None:
         """Assign samples to this phase from now on. The first phase is training."""
@@ -215,9 +205,6 @@ class Sampler:
             self._timelines[sample.uuid].add(sample)
             if sample.lists_processes:
                 self._latest_listed[sample.uuid] = sample
-            percent = mean_percent(sample.utilization)
-            if percent is not None:
-                self._latest_percent[sample.uuid] = percent
             self.refused = {**self.refused, **dict.fromkeys(sample.refused)}  # a new one: it is read without the lock
             poller.done += 1
             poller.busy_since_s = None

@@ -19,8 +19,6 @@ NOT_IN_TABLES = {
     "node": "it names the GPU",
     "own_memory_bytes": "the account of memory has the parts of it",
     "own_utilization_percent": "on a shared GPU it is what others leave of busy",
-    "sm_occupancy_percent": "a detail of sm_active_percent",
-    "dram_active_percent": "a detail of sm_active_percent",
     "validation_utilization_percent_mean": "a detail of utilization_percent_mean",
     "energy_joules": "a sentence has the sum of all GPUs",
 }
