@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 from lightning_gpu_tools.advice.findings import BUSY_PERCENT
@@ -71,9 +72,10 @@ def _share_of_lines(run: RunMeasurements, lines: Sequence[SourceLine]) -> float:
 
 def is_tiny(run: RunMeasurements) -> bool:
     """Return whether the model is too small to gain from a GPU: its steps hardly use the GPU."""
-    step_s, percent = run.steady_step_s, run.utilization_percent
-    if not run.on_gpu or step_s is None or percent is None:
+    percent = run.utilization_percent
+    if not run.on_gpu or not run.blocks or percent is None:
         return False
+    step_s = median(block.step_s for block in run.blocks)
     return step_s < _TINY_STEP_S and step_s * percent / 100 < _TINY_GPU_S
 
 

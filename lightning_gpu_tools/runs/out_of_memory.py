@@ -31,7 +31,6 @@ from lightning_gpu_tools.runs.ending import Ending
 from lightning_gpu_tools.runs.run import Run, gpu_readings
 from lightning_gpu_tools.selection.visibility import whole_or_instances
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.device_facts import is_fusible
 from lightning_gpu_tools.training.memory_failures import AllocatorFailure
 from lightning_gpu_tools.training.memory_holdings import count_holdings
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
@@ -190,8 +189,13 @@ def _model_size(run: Run, memory: RankMemory | None, is_sharded: bool) -> ModelS
         parameters_bytes=held.parameters_bytes + held.buffers_bytes,
         gradients_bytes=max(held.gradients_bytes, trained_bytes),
         optimizer_bytes=max(held.optimizer_bytes, copies * trained_bytes),
-        fusible=tuple(type(one).__name__ for one in run.optimizers if is_fusible(one)),
+        fusible=tuple(type(one).__name__ for one in run.optimizers if _is_fusible(one)),
     )
+
+
+def _is_fusible(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer would benefit much from its fused kernel, unlike SGD."""
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not optimizer.defaults["fused"]
 
 
 def copies_per_weight(optimizers: Iterable[torch.optim.Optimizer]) -> int:

@@ -40,7 +40,6 @@ from lightning_gpu_tools.runs.run_loaders import RunLoaders
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.compilations import Compilations
 from lightning_gpu_tools.training.cores import CoreUsers
-from lightning_gpu_tools.training.device_facts import device_facts, left_on_cpu
 from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.phases import RANK_WAIT, base_phase
 from lightning_gpu_tools.training.run_measurements import (
@@ -341,7 +340,6 @@ class RunRecorder:
             log_every_n_steps=run.log_every_n_steps,
             accumulate_grad_batches=run.accumulate_grad_batches,
             epoch_steps=read("the length of an epoch", lambda: run.epoch_steps, None),
-            left_on_cpu=read("tensors on the CPU", self._left_on_cpu, ()),
             largest_batch_size=read("the largest batch that fits", self._largest_on_all_ranks, None),
             has_trainer=run.has_trainer,
             stage=run.stage,
@@ -353,9 +351,6 @@ class RunRecorder:
             return None
         (own,) = gpu_readings([run.gpu])
         return _utilization([window for window in gpus.trained_on() if window.uuid == own.uuid])
-
-    def _left_on_cpu(self) -> tuple[str, ...]:
-        return left_on_cpu(self.run.module) if self._on_gpu and self.run.module is not None else ()
 
     def _used_and_idle(self, now: HostReading) -> tuple[float | None, float | None]:
         """Return the mean numbers of this job's cores that it used, and that were idle."""
@@ -410,7 +405,7 @@ class RunRecorder:
         return min(not_none([self.largest_batch_size, *self._received.batch_sizes]), default=None)
 
     def _gpu_facts(self) -> GpuFacts:
-        facts = device_facts(self.run.device)
+        facts = _properties(self.run.device)
         windows = self.gpus.trained_on() if self.gpus else []
         if self.gpus is None or not windows:
             return facts
@@ -441,3 +436,15 @@ def _utilization(windows: Sequence[GpuWindow]) -> float | None:
 
 def _largest(values: Iterable[Any]) -> Any:
     return max(not_none(values), default=None)
+
+
+def _properties(device: torch.device) -> GpuFacts:
+    """Return torch's facts about a GPU; empty for other devices."""
+    if device.type != "cuda":
+        return GpuFacts()
+    properties = torch.cuda.get_device_properties(device)
+    return GpuFacts(
+        name=properties.name,
+        compute_capability=(properties.major, properties.minor),
+        memory_total_bytes=properties.total_memory,
+    )

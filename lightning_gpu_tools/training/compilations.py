@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any
 
 from lightning_gpu_tools.training import compat
@@ -20,28 +20,14 @@ _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")  # the rest of a 
 _NUMBER = re.compile(r"^[\d/!]+: ")  # of the earlier code, before a reason
 
 
-@dataclass(slots=True)
-class _Function:
-    """The fields of ``Recompiled``, so far."""
-
-    file: str = ""
-    line: int = 0
-    function: str = ""
-    count: int = 0
-    seconds: float = 0.0
-    reason: str = ""
-    stopped_at_step: int | None = None
-
-
 class Compilations:
     """A reader of that record, for any thread. ``steps`` returns the number of training steps begun."""
 
     def __init__(self, steps: Callable[[], int]) -> None:
         self._steps = steps
-        self._began_s = self._polled_s = time.time()
-        self._steps_polled = steps()
+        self._began_s = time.time()
         self._last: Any = None  # entry of the record that was read
-        self._functions: dict[str, _Function] = {}  # by torch's number
+        self._functions: dict[str, Recompiled] = {}  # by torch's number
         self._lock = threading.Lock()
 
     def poll(self) -> float:
@@ -59,37 +45,38 @@ class Compilations:
             again = [one for one in self._functions.values() if one.count or one.stopped_at_step is not None]
             again.sort(key=lambda one: -one.seconds)
         return CompiledCode(
-            functions=len(self._functions),
-            recompiled=tuple(Recompiled(**asdict(one)) for one in again[:_MAX_RECOMPILED]),
+            recompiled=tuple(again[:_MAX_RECOMPILED]),
             limit=compat.recompile_limit(),
         )
 
     def _read(self) -> None:
         entries = compat.compilations() or []
         known = next((place for place, one in enumerate(entries, 1) if one is self._last), 0)
-        now_s, steps = time.time(), self._steps()
         for one in entries[known:]:
-            self._add(one, now_s, steps)
+            self._add(one)
             self._last = one
-        self._polled_s, self._steps_polled = now_s, steps
 
-    def _add(self, one: Any, now_s: float, steps: int) -> None:
+    def _add(self, one: Any) -> None:
         number, _, compiled_before = str(one.compile_id).rpartition("/")
-        function = self._functions.setdefault(number, _Function())
+        function = self._functions.get(number, Recompiled())
         if one.co_name:
             resumed = _RESUMED.fullmatch(one.co_name)
-            function.file = shown_path(one.co_filename or "")
-            function.line = int(resumed[2]) if resumed else one.co_firstlineno or 0
-            function.function = resumed[1] if resumed else one.co_name
+            function = replace(
+                function,
+                file=shown_path(one.co_filename or ""),
+                line=int(resumed[2]) if resumed else one.co_firstlineno or 0,
+                function=resumed[1] if resumed else one.co_name,
+            )
+        self._functions[number] = function
         if not compiled_before.isdigit() or not int(compiled_before) or one.start_time_us / 1e6 < self._began_s:
             return
-        function.seconds += (one.end_time_us - one.start_time_us) / 1e6
-        if one.is_forward is False:  # the second part of a compilation, when backward runs for the first time
-            return
-        function.reason = _NUMBER.sub("", getattr(one, "recompile_reason", None) or function.reason)
-        if one.fail_reason and _LIMIT.search(one.fail_reason):
-            since_s, all_s = one.end_time_us / 1e6 - self._polled_s, now_s - self._polled_s
-            passed = min(1.0, max(0.0, since_s / all_s)) if all_s > 0 else 1.0
-            function.stopped_at_step = self._steps_polled + round(passed * (steps - self._steps_polled))
-        else:
-            function.count += 1
+        function = replace(function, seconds=function.seconds + (one.end_time_us - one.start_time_us) / 1e6)
+        if one.is_forward is not False:  # else the second part of a compilation, when backward runs for the first time
+            has_stopped = one.fail_reason and _LIMIT.search(one.fail_reason)
+            function = replace(
+                function,
+                reason=_NUMBER.sub("", getattr(one, "recompile_reason", None) or function.reason),
+                count=function.count + (not has_stopped),
+                stopped_at_step=self._steps() if has_stopped else function.stopped_at_step,
+            )
+        self._functions[number] = function

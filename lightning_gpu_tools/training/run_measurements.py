@@ -231,11 +231,11 @@ class Recompiled:
         stopped_at_step: Step since which it is no longer compiled, accurate to a second; ``None`` if it still is.
     """
 
-    file: str
-    line: int
-    function: str
-    count: int
-    seconds: float
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    count: int = 0
+    seconds: float = 0.0
     reason: str = ""
     stopped_at_step: int | None = None
 
@@ -244,7 +244,6 @@ class Recompiled:
 class CompiledCode:
     """The code that ``torch.compile`` has compiled."""
 
-    functions: int
     recompiled: tuple[Recompiled, ...] = ()  # most time first
     limit: tuple[str, int] | None = None  # setting of torch._dynamo.config that limits compilations of a function
 
@@ -431,7 +430,6 @@ class RunMeasurements:
     log_every_n_steps: int = 50
     accumulate_grad_batches: int = 1
     epoch_steps: int | None = None  # in a whole epoch
-    left_on_cpu: tuple[str, ...] = ()  # "LitModel.class_weights (a list with 3 tensors)", see device_facts
     largest_batch_size: int | None = None  # in samples, that fits on the GPU of every rank
     has_trainer: bool = True  # advice may then recommend Trainer options
     stage: Stage = "fit"  # in the others, a step is one batch, without backward
@@ -471,11 +469,6 @@ class RunMeasurements:
     def step_s(self) -> float:
         """Wall time of training per step."""
         return self.wall_s / self.steps
-
-    @property
-    def steady_step_s(self) -> float | None:
-        """Median step time over the steady steps."""
-        return median(block.step_s for block in self.blocks) if self.blocks else None
 
     @property
     def step_p50_s(self) -> float | None:

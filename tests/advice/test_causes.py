@@ -99,7 +99,7 @@ def test_a_run_that_resembles_a_cause_has_another_or_none(run: RunMeasurements, 
     ("options", "advised", "not_advised"),
     [
         ({}, "torch.compile(model", "already"),
-        ({"compiled": CompiledCode(functions=1)}, "mode='reduce-overhead' (CUDA graphs) in your torch", "(model"),
+        ({"compiled": CompiledCode()}, "mode='reduce-overhead' (CUDA graphs) in your torch", "(model"),
         ({"replays_per_step": 2.0}, "outside of the 2 per step", "torch.compile"),
     ],
 )
@@ -115,7 +115,7 @@ def test_slow_steps_that_compile_again_are_one_finding() -> None:
     times = StepTimes(count=180, seconds=14.0, p50_s=0.05, p95_s=0.05, max_s=1.2, slow=(slow,))
     again = Recompiled(file="train.py", line=41, function="forward", count=5, seconds=5.5)
     steps = gpu_run(STEP, None, on_gpu=False, step_times=times)
-    compiled = CompiledCode(functions=1, recompiled=(again,))
+    compiled = CompiledCode(recompiled=(again,))
     assert [one.cause for one in diagnose(steps).findings] == ["slow_steps"]
     assert [one.cause for one in diagnose(dataclasses.replace(steps, compiled=compiled)).findings] == ["recompilation"]
 
@@ -125,7 +125,6 @@ def test_slow_steps_that_compile_again_are_one_finding() -> None:
     [
         (gpu_run(**COPIES, **workers(4)), "Set DataLoader(pin_memory=True) (now False)"),
         (gpu_run(**COPIES), "uint8"),
-        (gpu_run(**COPIES, left_on_cpu=("LitModel.weights (a tensor)",)), "LitModel.weights (a tensor)"),
         (gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0, compute_capability=(7, 5))), "overflow"),
         (gpu_run(STEP, 97.0, **NEIGHBOR), "Use a free GPU"),
         (spending("logging/A", log_every_n_steps=1), "log_every_n_steps=200)"),

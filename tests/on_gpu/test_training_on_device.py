@@ -106,8 +106,7 @@ def test_a_loop_with_fabric_samples_and_logs_its_gpu(tmp_path: Path, family: str
 STEPS = 80
 # Where a fact comes from: what the report calls it.
 SOURCES = {
-    (run_recorder, "device_facts"): "the GPU's properties",
-    (run_recorder, "left_on_cpu"): "tensors on the CPU",
+    (run_recorder, "_properties"): "the GPU's properties",
     (GpuWatch, "trained_on"): "the GPU's utilization",
     (memory_counters, "count_holdings"): "torch's memory counters",
     (compat, "has_context"): "CUDA contexts",

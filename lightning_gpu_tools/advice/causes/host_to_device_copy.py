@@ -37,7 +37,6 @@ def _to_gpu(run: RunMeasurements) -> Iterator[Finding]:
         "ms_per_step": copy_s * 1e3,
         "batch_bytes": run.batch_bytes or None,
         "bytes_per_second": run.batch_bytes / copy_s if run.batch_bytes else None,
-        "left_on_cpu": ", ".join(run.left_on_cpu) or None,
     }
     yield counted("host_to_device_copy", share, evidence, _advice(run))
 
@@ -59,18 +58,13 @@ def _advice(run: RunMeasurements) -> str:
             " With several ranks, no copy overlaps the previous step, because Lightning synchronizes before each copy "
             "(Lightning issue 21487)."
         )
-    if run.left_on_cpu:
-        advice += (
-            f" Still on the CPU and copied on every use: {', '.join(run.left_on_cpu)}. Lightning moves only "
-            "parameters, buffers and submodules: use register_buffer, nn.ModuleList or nn.ParameterList."
-        )
     return advice
 
 
 CAUSE = Cause(
     begins="Moving batches to the device takes",
     says="Moving batches to the device takes ...",
-    change="`pin_memory=True`; `uint8` images; `register_buffer` for tensors left on the CPU",
+    change="`pin_memory=True`; `uint8` images",
     find=find,
     phases=[COPY],
     is_of_events=True,

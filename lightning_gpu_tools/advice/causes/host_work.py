@@ -27,11 +27,8 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     evidence = {
         "ms_per_step": idle.host_work * run.step_s * 1e3,
         "operations_per_step": run.watched.operations,
-        "left_on_cpu": ", ".join(run.left_on_cpu) or None,
     }
     advice = f"{FIND_FUNCTION} Move that work to the dataset, where workers do it in advance, or to the GPU."
-    if run.left_on_cpu:
-        advice += f" Start with tensors that are still on the CPU: {', '.join(run.left_on_cpu)}."
     yield counted("host_work", idle.host_work, evidence, advice)
 
 

@@ -89,7 +89,7 @@ def _compiled_again(count: int, seconds: float, stopped_at_step: int | None = No
         file="train.py", line=41, function="forward", count=count, seconds=seconds, reason=reason,
         stopped_at_step=stopped_at_step,
     )  # fmt: skip
-    return cpu_run(STEP, compiled=CompiledCode(functions=3, recompiled=(again,), limit=("recompile_limit", 8)))
+    return cpu_run(STEP, compiled=CompiledCode(recompiled=(again,), limit=("recompile_limit", 8)))
 
 
 CAUSE = Cause(

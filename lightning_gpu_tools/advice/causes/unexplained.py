@@ -75,10 +75,7 @@ def idle_in_step(run: RunMeasurements, idle: float) -> Finding:
         advice = f"Profile the {run.activity} step: Trainer(profiler='pytorch', {some})."
     else:
         advice = "Profile some steps with torch.profiler."
-    left_on_cpu = ", ".join(run.left_on_cpu) or None
-    if left_on_cpu:
-        advice += f" Start with tensors that are still on the CPU: {left_on_cpu}."
-    evidence: Evidence = {"phase": TRAINING_STEP, "idle_percent": 100 * idle, "left_on_cpu": left_on_cpu}
+    evidence: Evidence = {"phase": TRAINING_STEP, "idle_percent": 100 * idle}
     return replace(counted("unexplained", idle, evidence, advice), ceiling_lower=1.0)
 
 
