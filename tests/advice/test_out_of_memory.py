@@ -134,10 +134,15 @@ ERRORS = {
         "optimizer_too_large",
         "Its states need 3.00 GiB. Set AdamW(..., fused=True): its step needs up to 2.00 GiB less. An optimizer with 8",
     ),
-    "states that do not fit": (
-        {"phase": "training_step/optimizer", "begins": [(1, 23 * GIB)]},
+    "states that fit in 8 bits": (
+        {"phase": "training_step/optimizer", "begins": [(1, 18 * GIB)]},
         "optimizer_too_large",
         "Its states need 3.00 GiB. An optimizer with 8-bit states, or without momentum, needs less.",
+    ),
+    "states that do not fit": (
+        {"phase": "training_step/optimizer", "begins": [(1, 20 * GIB)]},
+        "optimizer_too_large",
+        "Its states need 3.00 GiB. An optimizer without momentum needs less.",
     ),
     "others that came later": (larger_batch(23 * GIB), "other_processes", "11.0 GiB belong to processes that are not"),
     "others that were there before": (larger_batch(12.1 * GIB), "batch_too_large", "takes more than 4.20 GiB"),
