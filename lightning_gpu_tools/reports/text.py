@@ -409,7 +409,8 @@ def _memory_tree(account: MemoryAccount, gpu: str, full: bool) -> list[str]:
         branches.append((line(group, sum(parts.values())), shown))
     whole = format_bytes(whole_bytes)
     if account.used_bytes is None:
-        head = f"Memory of {gpu}: {whole} reserved by torch (the driver reports no total)"
+        why = "reports no total" if account.total_bytes is None else "was read before torch reserved it"
+        head = f"Memory of {gpu}: {whole} reserved by torch (the driver {why})"
     else:
         free = "" if account.free_bytes is None else f", {format_bytes(account.free_bytes)} free"
         explained = 100 * (account.explained_share or 0.0)
