@@ -201,6 +201,7 @@ class StallWatch:
             epoch=clock.epochs,
             step=clock.steps,
             phase=self._phase,
+            epoch_steps=clock.epoch_steps,
             ended=self.ended,
         )
         if facts is None:

@@ -67,6 +67,7 @@ class RankFacts:
     epoch: int
     step: int
     phase: str  # of its training thread
+    epoch_steps: int = 0  # steps of its last complete epoch; 0 before there is one
     has_stalled: bool = False
     silent_s: float = 0.0  # time without a message that was due
     ended: str | None = None  # how its training ended

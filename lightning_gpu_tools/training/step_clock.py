@@ -63,6 +63,7 @@ class StepClock(Stopwatch):
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         super().__init__(UNEXPLAINED, clock)
         self.steps = self.epochs = 0  # number started
+        self.epoch_steps = self._steps_before = 0  # number of the last complete epoch; those before the current one
         self.last_fetch_s = 0.0
         self.timeline = PhaseTimeline()
         self.validations = 0  # number started
@@ -245,6 +246,7 @@ class StepClock(Stopwatch):
     def begin_epoch(self) -> None:
         """Begin an epoch. Its first fetch counts as its start."""
         self.epochs += 1
+        self.epoch_steps, self._steps_before = self.steps - self._steps_before, self.steps
         self._first_of_epoch = True
         self._next_sum = 0
 

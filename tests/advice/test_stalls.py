@@ -20,7 +20,7 @@ from lightning_gpu_tools.training.phases import (
     OUTSIDE_LOOP,
     VALIDATION,
 )
-from lightning_gpu_tools.training.stall_facts import Frame, ProcessFacts, RankFacts
+from lightning_gpu_tools.training.stall_facts import Call, Frame, ProcessFacts, RankFacts
 
 INTERVAL_S = 5.0
 
@@ -192,6 +192,16 @@ def test_ranks_that_wait_in_different_places_without_a_record() -> None:
     same = explain(a_stall(FORWARD, WAITS, *others))
     assert same.why == "All 5 ranks wait in all_reduce in training_step (train.py:7) at step 5."
     assert "NCCL_DEBUG=INFO" in same.next_step
+
+
+def test_uneven_batches_come_before_the_calls_that_differ_for_it() -> None:
+    calls = (Call(4, "all_reduce of 5 float32 numbers", False), Call(4, "all_reduce of 7 float32 numbers", False))
+    found = explain(a_stall(FORWARD, *(a_rank(i, calls[i], epoch_steps=13 - i) for i in (0, 1))))
+    assert (found.cause, found.rank) == ("collective", 1)
+    assert found.why.startswith("Rank 1 had 12 batches in an epoch, rank 0 13. Collective no. 4: rank 0 called")
+    assert found.next_step.startswith("Give every rank the same number of batches: DistributedSampler(")
+    equal = explain(a_stall(FORWARD, *(a_rank(i, calls[i], epoch_steps=13) for i in (0, 1))))
+    assert equal.why.startswith("Ranks wait for each other in different calls: ")
 
 
 @pytest.mark.parametrize(

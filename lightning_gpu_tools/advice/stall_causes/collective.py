@@ -1,7 +1,8 @@
 """collective: all ranks wait for each other in collectives.
 
 Reads the last collectives of each rank, with their sizes, from torch's flight recorder, and compares the first one that
-has not completed. Without this record, compares where the stacks of the ranks wait.
+has not completed. Without this record, compares where the stacks of the ranks wait. If ranks had different numbers of
+batches in their last complete epochs, this is the reason.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ def find(facts: StallFacts) -> Iterator[Explanation]:
         return
     call = hanging_call(facts.ranks)
     details = "" if call is None else f" {call}"
+    fewest, most = (choose(facts.ranks, key=lambda rank: rank.epoch_steps) for choose in (min, max))
+    if 0 < fewest.epoch_steps < most.epoch_steps:
+        why = f"Rank {fewest.rank} had {fewest.epoch_steps} batches in an epoch, rank {most.rank} {most.epoch_steps}."
+        yield Explanation(f"{why}{details}", SAME_BATCHES, fewest.rank)
+        return
     calls = {rank.rank: str(rank.waits_in) for rank in facts.ranks}
     if call is not None and call.differs:
         calls.update(call.calls)
