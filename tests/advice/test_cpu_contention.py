@@ -33,7 +33,7 @@ def test_a_gpu_loses_no_more_to_it_than_it_idles() -> None:
 
 USERS = {
     "other programs": (
-        contended(others=1.2, other=EVE, workers=0, runnable_threads=1.0, torch_threads=1),
+        contended(others=1.2, other=EVE, workers=0, runnable_threads=1.0),  # of two threads, only one computes
         "other_programs",
         r"per step; other programs keep 1.2 of 2 cores busy, eve's train\x1b[31m 1.1 of them)",
         "Next: Stop the other programs, or use a machine with free cores.",

@@ -72,7 +72,8 @@ def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
         if cores.other is not None:
             others += f", {printable(cores.other.user)}'s {printable(cores.other.name)} {cores.other.cores:.1f} of them"
         # Threads of one operator wait for the slowest of them: of two on one free core, each waits for the other.
-        fewer = _fewer_threads(run, cores, cores.affinity_cores - cores.others_cores)
+        free_cores = max(1, round(min(allowed, cores.affinity_cores - cores.others_cores)))
+        fewer = _fewer_threads(run, cores, free_cores) if threads > _FULL * free_cores else ""
         stop = "Stop the other programs, or use a machine with free cores."
         return "other_programs", f"{own}, and {others}" if fewer else others, f"{fewer} {stop}".strip()
     fewer = _fewer_threads(run, cores, allowed)
