@@ -29,7 +29,6 @@ from lightning_gpu_tools.units import format_bytes
 
 # Our defaults.
 _MIN_TIMES = 1.2  # as long as in the first third
-_MIN_TIMES_LOWER = 1.1  # the same, at the lower end of the interval
 _MIN_BATCH_TIMES = 1.2  # as many elements
 _MIN_LOST_CLOCK_PERCENT = 5.0  # of the highest clock, more than before
 _MIN_MEMORY_BYTES = 2**20  # more than before: a steady step keeps nothing
@@ -52,7 +51,7 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         return
     first_s, last_s = median(steps_s[:third]), median(steps_s[-third:])
     times, lower, upper = last_s / first_s, late[0] / early[1], late[1] / early[0]
-    if times < _MIN_TIMES or lower < _MIN_TIMES_LOWER:
+    if times < _MIN_TIMES:
         return
     added_s = {
         phase: _mean_s(run.blocks[-third:], phase) - _mean_s(run.blocks[:third], phase)
