@@ -376,7 +376,7 @@ def test_a_plain_loop_fits_with_the_batches_that_are_advised(tmp_path: Path) -> 
     assert train(size, number(r"call optimizer\.step\(\) after every (\d+) batches", advice)).outcome == "completed"
 
 
-@pytest.mark.parametrize("place", ["batches", "both"])
+@pytest.mark.parametrize("place", ["batches", "phase", "both"])
 def test_validation_of_a_plain_loop_that_keeps_its_graph_is_told_from_steps(tmp_path: Path, place: str) -> None:
     layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4))).cuda()
     optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-6)
@@ -396,7 +396,7 @@ def test_validation_of_a_plain_loop_that_keeps_its_graph_is_told_from_steps(tmp_
                 layers(wide(batch, 64)).square().mean().backward()
                 optimizer.step()
             with contextlib.nullcontext() if place == "batches" else run.phase("validation"), gradients:
-                validate(run.batches(held_out))
+                validate(held_out if place == "phase" else run.batches(held_out))
         return load_report(tmp_path)
 
     report = train(contextlib.nullcontext())
