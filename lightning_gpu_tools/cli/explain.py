@@ -89,10 +89,11 @@ def _list() -> Iterator[str]:
 
 def _lines(group: Group, name: str) -> Iterator[str]:
     cause = group.causes[name]
-    yield _docstring(group, name)
-    yield f"\n{group.title.capitalize()} ({group.place} in gpu_report.json); found on: {cause.verified_on}"
+    yield "\n\n".join(wrapped(" ".join(part.split()), others="") for part in _docstring(group, name).split("\n\n"))
+    yield ""
+    yield wrapped(f"{group.title.capitalize()} ({group.place} in gpu_report.json); found on: {cause.verified_on}")
     if isinstance(cause, Cause) and cause.needs:
-        yield f"Requires: {', '.join(cause.needs)}"
+        yield wrapped(f"Requires: {', '.join(cause.needs)}")
     yield "\nWhat you see, and what to change:"
     for shape in cause.shapes:
         yield wrapped(f"{shape.kind}: {shape.says}" if shape.kind else shape.says, "  ", "  ")
