@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_gpu_tools.checkpoints.faults import Fault, faults_of
-from lightning_gpu_tools.checkpoints.key_tree import listed
+from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, listed
 from lightning_gpu_tools.checkpoints.structure import MAX_DEPTH, Opaque, StandIn, TensorInfo
 from lightning_gpu_tools.errors import BrokenCheckpointError
 from lightning_gpu_tools.units import printable, printable_path
@@ -36,6 +37,8 @@ _MAX_LISTS = 2  # our default: pairs of a number and a set of weights, or lists 
 _MAX_ITEMS = 1000  # of a list, our default: longer ones hold data
 # Our default, ten times more than in any real model. A hostile file can hold one module in a billion places.
 _MAX_PARTS = 1_000_000
+# What a pickle builds NumPy arrays by.
+_ARRAY = re.compile(r"numpy\.(_core|core)\.(multiarray\._reconstruct|numeric\._frombuffer)")
 _QUANTIZED_MODULES = ("torch.ao.nn.", "torch.nn.quantized.", "torch.nn.intrinsic.quantized.")
 
 
@@ -202,6 +205,47 @@ def describe_content(content: Any) -> str:
     if content is None or isinstance(content, (bool, int, float)):
         return f"the value {printable(content)}"
     return f"an object of {printable(type(content).__name__)}"
+
+
+def place_of(content: Any, fits: Callable[[Any], bool]) -> str | None:
+    """Return the place of the first part that fits, in Python: ``["a"][0]``, or ``""`` for the whole content."""
+    seen = set[int]()
+    queue = deque([("", content)])
+    while queue:
+        place, part = queue.popleft()
+        if fits(part):
+            return place
+        if id(part) in seen or len(seen) >= _MAX_PARTS or len(place) >= MAX_NAME:
+            continue
+        seen.add(id(part))
+        if isinstance(part, Mapping) and "param_groups" not in part:
+            inner = [(key, item) for key, item in part.items() if isinstance(key, (str, int)) and key not in _ARGUMENTS]
+        else:
+            inner = [*enumerate(part)] if isinstance(part, (list, tuple)) else []
+        queue += [(f"{place}[{key!r}]", item) for key, item in inner if isinstance(item, (Mapping, list, tuple))]
+    return None
+
+
+def are_weights(part: Any) -> bool:
+    """Return whether these are tensors with names."""
+    return is_state_dict(part) and _has_more_than_numbers(part)
+
+
+def are_tensors(part: Any) -> bool:
+    """Return whether these are tensors without names."""
+    return isinstance(part, (list, tuple)) and bool(part) and all(isinstance(item, _tensor_classes()) for item in part)
+
+
+def are_arrays(part: Any) -> bool:
+    """Return whether these are NumPy arrays with names, opened or not."""
+    return is_named(part) and bool(part) and all(map(_is_array, part.values()))
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # without it, no array has been opened
+    if isinstance(value, Opaque):
+        return _ARRAY.fullmatch(value.kind or "") is not None
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def unopened_objects(content: Any) -> set[str]:

@@ -39,7 +39,6 @@ _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     # Protocol buffers begin with their first two fields: https://onnx.ai/onnx/api/classes.html#modelproto.
     (rb"\x08\x01\x12", "is a TensorFlow SavedModel", _OTHER_LIBRARY),
     (rb"\x08[\x02-\x3f][\x12\x1a\x22\x28\x32\x3a\x42]", "is an ONNX model", _EXPORTED),
-    (rb"\x80[\2-\5]", "is a Python pickle that torch.save did not write", _OTHER_LIBRARY),
 )
 # The same for the start of a text.
 _TEXTS: tuple[tuple[str, str, str], ...] = (
@@ -61,6 +60,9 @@ def other_file(path: str, size_bytes: int, head: bytes) -> Fault:
     for signature, what, advice in _SIGNATURES:
         if re.match(signature, head, re.DOTALL):
             return Fault(what, advice)
+    if re.match(rb"\x80[\2-\5]", head):
+        what = "is a Python pickle that torch.save did not write, such as Detectron2's weights in NumPy arrays"
+        return Fault(what, f"If you trust its author, save them as tensors: {_of_pickle(path)}")
     if not head:
         return Fault("is empty", "Probably the disk was full, or a save was interrupted.")
     if not head.strip(b"\0"):
@@ -72,8 +74,18 @@ def other_file(path: str, size_bytes: int, head: bytes) -> Fault:
     return Fault(f"is not a checkpoint: {format_bytes(size_bytes)} that begin with {head[:8]!r}", RESTORE)
 
 
-def other_zip(names: Sequence[str]) -> Fault:
+def _of_pickle(path: str) -> str:
+    load = f"import pickle, torch; saved = pickle.load(open({printable_path(path)!r}, 'rb'), encoding='latin1')"
+    arrays = "saved.get('model', saved).items()"
+    return f"{load}; torch.save({{name: torch.as_tensor(array) for name, array in {arrays}}}, 'weights.pt')"
+
+
+def other_zip(path: str, names: Sequence[str]) -> Fault:
     """Return what a zip archive with these names is."""
+    if names and all(name.endswith(".npy") for name in names):
+        arrays = f"numpy.load({printable_path(path)!r}).items()"
+        save = f"torch.save({{name: torch.as_tensor(array) for name, array in {arrays}}}, 'weights.pt')"
+        return Fault("holds NumPy arrays (.npz)", f"Save them as tensors: import numpy, torch; {save}")
     inner = {name.partition("/")[2] for name in names}
     if {"archive_format", "serialized_exported_program.json"} & inner:
         return Fault("is a program by torch.export", _EXPORTED)

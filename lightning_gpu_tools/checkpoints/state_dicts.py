@@ -17,15 +17,19 @@ from lightning_gpu_tools.checkpoints.content import (
     MODEL_STATES,
     Entries,
     all_state_dicts,
+    are_arrays,
+    are_tensors,
+    are_weights,
     check_contents,
     describe_content,
     is_state_dict,
     likely,
+    place_of,
     unopened_objects,
 )
 from lightning_gpu_tools.checkpoints.file_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, is_average, preferred, quoted
-from lightning_gpu_tools.checkpoints.key_tree import Shape, list_groups, shortened, without_wrappers
+from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, Shape, list_groups, shortened, without_wrappers
 from lightning_gpu_tools.checkpoints.unsafe_globals import explain_blocked
 from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
@@ -102,8 +106,15 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     if entries:
         return entries
     kinds = unopened_objects(content)
+    place = place_of(content, are_arrays)
+    if place is not None:
+        saved = f"torch.load({printable_path(path)!r}, weights_only=False){printable(place, 2 * MAX_NAME)}"
+        raise BrokenCheckpointError(
+            f"{printable_path(path)} holds its weights as NumPy arrays. If you trust its author, save them as tensors: "
+            f"torch.save({{name: torch.as_tensor(array) for name, array in {saved}.items()}}, 'weights.pt')"
+        )
     if not kinds:
-        raise BrokenCheckpointError(f"{printable_path(path)} holds no weights, only {describe_content(content)}.")
+        raise BrokenCheckpointError(f"{printable_path(path)} holds {_other_content(content, path)}")
     objects = describe_content(content)
     if isinstance(content, (Mapping, list, tuple)):  # somewhere in it
         objects = shortened([f"an object of {printable(kind)}" for kind in sorted(kinds)])
@@ -112,6 +123,18 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
         f"{objects}. Ask its author for the model's state_dict(). If you trust the author, open it with "
         f"lightning_gpu_tools.load_weights(model, {printable_path(path)!r}, weights_only=False), which runs its code."
     )
+
+
+def _other_content(content: Any, path: object) -> str:
+    """Return what a file holds instead of weights where they are searched."""
+    place = place_of(content, are_weights)
+    if place is not None:
+        saved = f"torch.load({printable_path(path)!r}){printable(place, 2 * MAX_NAME)}"
+        return f"weights, but deeper than it is searched. Save them alone: torch.save({saved}, 'weights.pt')"
+    place = place_of(content, are_tensors)
+    if place:
+        return f"no weights by name, only a list of tensors at {printable(place, 2 * MAX_NAME)}."
+    return f"no weights, only {describe_content(content)}."
 
 
 def others_of_this_model(entry: str, entries: Entries) -> list[str]:

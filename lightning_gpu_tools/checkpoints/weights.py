@@ -123,7 +123,7 @@ def load_weights(
         last.ckpt: loaded 161 weights; removed "module." from 161 keys
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"load_weights(model, path) needs a torch.nn.Module, got {printable(type(model).__name__)}.")
+        raise TypeError(f"load_weights needs a torch.nn.Module, got {_no_model(model)}.")
     path = checkpoint_at(path)
     content, unread = read_weights(path, weights_only=weights_only)
     entries = weights_in(content, path)
@@ -136,6 +136,14 @@ def load_weights(
         plan, loaded = copy_weights(model, fit)
     warn_of_what_is_left(path, model, fit)
     return _report(str(path), fit, plan, loaded, unread.classes)
+
+
+def _no_model(given: object) -> str:
+    """Return what was given instead of a model, and the right call."""
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        name = printable(given.__name__)
+        return f"the class {name}. Create a model: load_weights({name}(...), path)"
+    return f"{printable(type(given).__name__)}. The model comes first: load_weights(model, path)"
 
 
 def naming_file(path: object, model_class: type, note: str = "") -> contextlib.AbstractContextManager[None]:

@@ -179,7 +179,11 @@ def load_from_checkpoint(
         TypeError: ``model_class`` is not the class of a LightningModule.
     """
     if not isinstance(model_class, type) or not hasattr(model_class, "load_from_checkpoint"):
-        raise TypeError(f"model_class must be the class of a LightningModule, got {printable(repr(model_class), 100)}.")
+        name = printable(type(model_class).__name__)
+        raise TypeError(
+            f"model_class must be the class of a LightningModule, got an object of {name}. Pass the class itself: "
+            "load_from_checkpoint(ModelClass, path). For a model that exists, use load_weights(model, path)."
+        )
     path = checkpoint_at(path)
     device = "cpu" if map_location is None else map_location
     try:

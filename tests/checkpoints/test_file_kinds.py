@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -122,17 +123,55 @@ def in_zip(path: Path) -> None:
         archive.writestr("models/best one.pt", saved(WEIGHTS))
 
 
+ARRAYS = {key: value.numpy() for key, value in WEIGHTS.items()}
+DETECTRON2 = {"model": ARRAYS, "__author__": "Detectron2 Model Zoo"}
+
+
+@pytest.mark.follows(
+    "tensors: import numpy, torch; {}",
+    "import pickle, torch; saved = pickle.load(open(",
+    "torch.save({name: torch.as_tensor(array) for name, array in {}}, 'weights.pt')",
+    "torch.as_tensor(array) for name, array in {}.items()}",
+)
+@pytest.mark.parametrize(
+    ("make", "called"),
+    [
+        (lambda path: np.savez(path.open("wb"), **ARRAYS), "holds NumPy arrays (.npz)"),
+        (lambda path: np.savez_compressed(path.open("wb"), **ARRAYS), "holds NumPy arrays (.npz)"),
+        (lambda path: path.write_bytes(pickle.dumps(DETECTRON2, 2)), "such as Detectron2's weights in NumPy arrays"),
+        (lambda path: path.write_bytes(pickle.dumps(ARRAYS, 4)), "such as Detectron2's weights in NumPy arrays"),
+        (lambda path: torch.save(DETECTRON2, path), "holds its weights as NumPy arrays"),
+        (lambda path: torch.save(ARRAYS, path, pickle_protocol=5), "holds its weights as NumPy arrays"),
+    ],
+)
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_numpy_arrays_are_saved_as_tensors(
+    make: Callable[[Path], Any], called: str, weights_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "a file")
+    with pytest.raises(BrokenCheckpointError) as refusal:
+        load_weights(nn.Linear(3, 2), tmp_path / "a file", weights_only=weights_only)
+    assert called in str(refusal.value)
+    exec(str(refusal.value).partition("ave them as tensors: ")[2], {"torch": torch})
+    load_weights(model := nn.Linear(3, 2), "weights.pt")
+    assert torch.equal(model.weight, WEIGHTS["weight"])
+
+
+def hdf5(path: Path) -> None:
+    with pytest.importorskip("h5py").File(path, "w") as file:
+        file["weight"] = ARRAYS["weight"]
+
+
 # By name of a file: its bytes, or what writes it, and what the message says.
 NAMED: dict[str, tuple[bytes | Callable[[Path], Any], str]] = {
     "program.pt2": (program, "is a program by torch.export. Use the checkpoint that it was exported from"),
     "package.pt": (package, "is a torch.package archive"),
     "m.tar": (in_tar, "is a tar archive. Unpack it, and use the checkpoint inside"),
     "outer.zip": (in_zip, "is a zip archive but not a checkpoint; it holds models/best one.pt. Unpack it"),
-    "a.npy": (lambda path: np.save(path, WEIGHTS["weight"].numpy()), "is a NumPy array. Read it with the library"),
-    "a.npz": (lambda path: np.savez(path, w=WEIGHTS["weight"].numpy()), "is a zip archive but not a .* holds w.npy"),
-    "a.pkl": (b"\x80\x04}.", "is a Python pickle that torch.save did not write. .*save its weights with torch.save"),
+    "a.npy": (lambda path: np.save(path, ARRAYS["weight"]), "is a NumPy array. Read it with the library"),
     "m.pt.gz": (gzip.compress(saved(WEIGHTS)), "is compressed .gzip.*Unpack it"),
-    "weights.h5": (b"\x89HDF\r\n\x1a\n" + bytes(64), "is an HDF5 file, as Keras writes"),
+    "weights.h5": (hdf5, "is an HDF5 file, as Keras writes"),
     "model.onnx": (b"\x08\x08\x12\x07pytorch" + bytes(64), "is an ONNX model"),
     "model.tflite": (b"\x1c\0\0\0TFL3" + bytes(64), "is a TFLite model. Use the checkpoint that it was exported from"),
     "saved_model.pb": (b"\x08\x01\x12\xa0\x1f" + bytes(64), "is a TensorFlow SavedModel"),

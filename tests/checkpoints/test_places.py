@@ -1,12 +1,15 @@
 """Weights in folders, lists and pairs, and what users pass in the place of a model or a path."""
 
 import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from plugin_trainings import Lit, trainer
 from torch import nn
@@ -122,6 +125,17 @@ def test_lists_and_pairs_are_searched(how: str, tmp_path: Path, capsys: pytest.C
     assert has_loaded(tmp_path / "b.pt", root=f"{entry}.x.")
 
 
+@pytest.mark.follows("Save them alone: torch.save(")
+@pytest.mark.parametrize("content", [{"a": {"b": {"c": WEIGHTS}}}, [[[WEIGHTS]]], {3: WEIGHTS}])
+def test_weights_that_are_deeper_are_saved_alone(content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, "a.pt")
+    with pytest.raises(BrokenCheckpointError, match="deeper than it is searched") as refusal:
+        load_weights(net(), "a.pt")
+    exec(str(refusal.value).partition("Save them alone: ")[2])
+    assert has_loaded("weights.pt")
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -129,10 +143,42 @@ def test_lists_and_pairs_are_searched(how: str, tmp_path: Path, capsys: pytest.C
         ([], "no weights, only an empty list"),
         ({"state": {0: {"mean": torch.ones(2)}}, "param_groups": []}, "no weights, only the state of an optimizer"),
         ([[1.0, torch.tensor(1.0)]], "no weights, only a list of 1"),
-        ({"decay": 0.9, "shadow_params": [torch.ones(2)]}, "no weights, only a dictionary with decay, shadow_params"),
+        ({"shadow_params": [torch.ones(2)]}, r"no weights by name, only a list of tensors at \['shadow_params'\]"),
     ],
 )
 def test_what_is_no_weights_is_called_what_it_is(content: Any, words: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "a.pt")
     with pytest.raises(BrokenCheckpointError, match=words):
         load_weights(net(), tmp_path / "a.pt")
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+class Simple(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+
+@pytest.mark.follows(
+    "The model comes first: load_weights(", "Create a model: load_weights(", "Pass the class itself: load_"
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: load_weights(path, Simple()),
+        lambda path: load_weights(Simple, path),  # type: ignore[arg-type]
+        lambda path: load_from_checkpoint(path, Simple),
+        lambda path: load_from_checkpoint(Simple(), path),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_in_the_wrong_place_get_the_right_call(call: Callable[[str], Any], tmp_path: Path) -> None:
+    path = str(tmp_path / "a.pt")
+    torch.save(Simple().state_dict(), path)
+    with pytest.raises(TypeError) as refusal:
+        call(path)
+    advice = re.findall(r"load_\w+\(.*?path\)", str(refusal.value).replace("(...)", "()"))
+    assert advice, refusal.value
+    for advised in advice:
+        assert eval(advised, {**globals(), "model": Simple(), "ModelClass": Simple, "path": path})

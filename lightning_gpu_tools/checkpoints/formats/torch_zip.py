@@ -32,7 +32,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     entries = read_index(file, size_bytes)
     names = [entry.filename for entry in entries]
     if not is_torchs(names):
-        raise other_zip(names)
+        raise other_zip(path, names)
     if any(entry.compress_type != ZIP_STORED and not _CODE.match(entry.filename) for entry in entries):
         raise compressed(path, names)
     records = read_records(file, size_bytes, entries)
