@@ -20,9 +20,10 @@ from torch import nn
 from wrapped_models import ARCHITECTURES, TiedTransformer, contents, normed, quantized
 
 from lightning_gpu_tools import load_weights
+from lightning_gpu_tools.checkpoints import content
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointMismatchError, UnsafeCheckpointError
+from lightning_gpu_tools.errors import BrokenCheckpointError, UnsafeCheckpointError
 
 
 class Mode(enum.Enum):
@@ -118,8 +119,8 @@ def test_described_weights_are_those_that_torch_loads(
     if tied:
         weights["tied"] = weights["0.w"]
         weights["row"] = weights["0.w"][:1] if weights["0.w"].ndim else weights["0.w"]
-    for content, file in (({"state_dict": weights}, plain), ({"state_dict": weights, "mode": Mode.FAST}, path)):
-        torch.save(content, file, _use_new_zipfile_serialization=not legacy)
+    for held, file in (({"state_dict": weights}, plain), ({"state_dict": weights, "mode": Mode.FAST}, path)):
+        torch.save(held, file, _use_new_zipfile_serialization=not legacy)
     (described, unread), loaded = read_weights(path), torch.load(plain)["state_dict"]
     assert unread
     assert list(described["state_dict"]) == list(loaded)
@@ -161,9 +162,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "meta": lambda: torch.empty(7, device="meta"),
     f"{Subclass.__module__}.Packed": lambda: Packed(torch.ones(2)),
-    "conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj(),
     f"{Subclass.__module__}.Subclass": lambda: torch.ones(3).as_subclass(Subclass),
 }
 
@@ -174,19 +173,6 @@ def test_weights_that_take_code_are_refused_by_name(kind: str, tmp_path: Path) -
     torch.save({"state_dict": {"plain": torch.ones(2), "odd": SPECIAL[kind]()}, "mode": Mode.FAST}, tmp_path / "a.pt")
     with pytest.raises(UnsafeCheckpointError, match=rf"not plain tensors, .* \({kind}\): odd\."):
         read_weights(tmp_path / "a.pt")
-
-
-def test_a_pickled_quantized_module_is_no_set_of_its_other_parts(tmp_path: Path) -> None:
-    torch.save(quantized(), tmp_path / "a.pt")
-    with pytest.raises(UnsafeCheckpointError, match=r"not plain tensors, .* \(torch\.ao\.nn\..*\): \{0,2\}\.weight"):
-        read_weights(tmp_path / "a.pt")
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_file_of_floats_is_no_file_of_a_quantized_model(strict: bool, tmp_path: Path) -> None:
-    torch.save(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).state_dict(), tmp_path / "a.pt")
-    with pytest.raises(CheckpointMismatchError, match=r"0\.scale|not in the model: \{0,2\}\.weight"):
-        load_weights(quantized(), tmp_path / "a.pt", strict=strict)
 
 
 def in_itself() -> nn.Module:
@@ -206,8 +192,9 @@ def in_a_billion_places() -> nn.Module:
 
 @pytest.mark.parametrize("make", [in_itself, in_a_billion_places])
 def test_modules_without_end_are_refused_by_every_command(
-    make: Callable[[], nn.Module], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Callable[[], nn.Module], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(content, "_MAX_PARTS", 10_000)  # which are counted in a hundredth of the time
     path = str(tmp_path / "a.pt")
     torch.save({"model": make()}, path)
     for arguments in (("inspect", path), ("verify", path), ("convert", path, f"{path}h", "--weights")):
@@ -215,11 +202,3 @@ def test_modules_without_end_are_refused_by_every_command(
         assert "endless recursion" in capsys.readouterr().err
     with pytest.raises(BrokenCheckpointError, match="endless recursion"):
         load_weights(net(), path)
-
-
-def test_versions_that_take_code_are_left_out_of_what_is_written(tmp_path: Path) -> None:
-    weights = nn.Linear(2, 2).state_dict()
-    weights._metadata[""]["note"] = Config()  # type: ignore[attr-defined]
-    torch.save({"state_dict": weights}, tmp_path / "a.pt")
-    assert main(["checkpoint", "convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--weights"]) == 0
-    assert torch.load(tmp_path / "b.pt").keys() == weights.keys()

@@ -1,6 +1,5 @@
 """load_weights for models and files of other kinds: sharded, tied, on the meta device, without shape, from a URL."""
 
-import copy
 import functools
 import http.server
 import re
@@ -68,32 +67,6 @@ needs_fsdp2 = pytest.mark.skipif(
 )
 
 
-@needs_fsdp2
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize("meta", [True, False])
-def test_sharded_parameters_and_plain_files_load_into_each_other(meta: bool, tmp_path: Path) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    def partly_sharded() -> nn.Module:
-        with torch.device("meta" if meta else "cpu"):
-            net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        fully_shard(net[1], mesh=init_device_mesh("cpu", (1,)))
-        return net
-
-    source, sharded, again = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), partly_sharded(), partly_sharded()
-    back = copy.deepcopy(source)
-    fill(back, 1)
-    torch.save(source.state_dict(), tmp_path / "plain.pt")
-    load_weights(sharded, tmp_path / "plain.pt")
-    torch.save(nn.DataParallel(sharded).state_dict(), tmp_path / "sharded.pt")
-    for target in (back, again):
-        load_weights(target, tmp_path / "sharded.pt")
-    assert contents(back) == contents(source)
-    assert [p.full_tensor().tolist() for p in again[1].parameters()] == contents(source[1])
-    assert torch.equal(again(torch.ones(1, 2)), source(torch.ones(1, 2)))
-
-
 PROGRAM = """
 import importlib, re, sys, torch
 from torch import nn
@@ -143,10 +116,9 @@ def test_each_process_loads_its_own_part_and_no_other(
     with ThreadPoolExecutor() as pool:
         answers = list(pool.map(lambda rank: run_python("-c", PROGRAM, str(rank), str(tmp_path)), range(2)))
     assert [answer.returncode for answer in answers] == [0, 0], [answer.stderr for answer in answers]
-    alone = "import sys, torch; from lightning_gpu_tools import load_weights\n"
-    alone += "load_weights(torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), sys.argv[1])"
-    answer = run_python("-c", alone, str(tmp_path / "0.pt"))
-    assert '0.pt does not fit Sequential. It holds one part of a sharded checkpoint: "0.weight"' in answer.stderr
+    words = r'0\.pt does not fit Sequential\. It holds one part of a sharded checkpoint: "0\.weight"'
+    with pytest.raises(CheckpointMismatchError, match=words):
+        load_weights(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), tmp_path / "0.pt")
     plain = torch.load(tmp_path / "plain.pt")
     for name in ("copies.pt", "full.pt"):
         target = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
@@ -184,19 +156,6 @@ def test_only_what_is_on_the_meta_device_is_replaced(tmp_path: Path) -> None:
     assert torch.equal(target[0].weight, source[0].weight.bfloat16())
 
 
-def test_files_from_before_batch_norm_counted_its_batches(tmp_path: Path) -> None:
-    source, target = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    fill(source, 1)
-    old = {f"module.{key}": value for key, value in source.state_dict().items() if "tracked" not in key}
-    torch.save(old, tmp_path / "a.pt")
-    load_weights(target, tmp_path / "a.pt")
-    assert torch.equal(target.running_var, source.running_var)
-    # In a newer file the same is a fault.
-    torch.save({**old, "module.x.num_batches_tracked": torch.tensor(1)}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointMismatchError, match="not in the checkpoint: num_batches_tracked"):
-        load_weights(target, tmp_path / "a.pt")
-
-
 def translating(net: nn.Module) -> nn.Module:
     net.register_load_state_dict_pre_hook(lambda *_: None)
     return net
@@ -229,35 +188,6 @@ def test_statistics_that_a_norm_does_not_keep_are_left_out(
         assert report.unexpected == (() if kept else ("1.running_mean", "1.running_var"))
         assert len(report.kept) == len(kept)
     assert torch.equal(target[1].running_var, source[1].running_var)
-
-
-def test_extra_state_and_metrics_keep_nothing_of_the_file(tmp_path: Path) -> None:
-    from torchmetrics import CatMetric
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.metric = CatMetric()
-            self.metric.persistent(True)
-            self.history = torch.zeros(3)
-
-        def get_extra_state(self) -> dict[str, torch.Tensor]:
-            return {"history": self.history}
-
-        def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
-            self.history = state["history"]
-
-    source = Net()
-    source.metric.update(torch.arange(4.0))
-    source.history += 5
-    path = tmp_path / "a.pt"
-    torch.save(nn.DataParallel(source).state_dict(), path)
-    target = Net()
-    target.metric.update(torch.zeros(1))
-    load_weights(target, path)
-    path.write_bytes(bytes(path.stat().st_size))
-    assert target.history.tolist() == [5, 5, 5]
-    assert target.metric.compute().tolist() == [0, 1, 2, 3]
 
 
 def test_safetensors_load_also_without_a_list_of_tied_names(tmp_path: Path) -> None:
