@@ -24,6 +24,17 @@ pytestmark = pytest.mark.usefixtures("claims_dir")
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.fixture
+def run_cli(capfd: pytest.CaptureFixture[str]) -> RunCli:
+    """``run_cli("gpus")``: the command in this process, which saves the start of another one."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = main([*arguments])
+        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+
+    return run
+
+
 def test_the_table_shows_memory_load_users_claims_and_faults(driver: Driver, run_cli: RunCli) -> None:
     driver.gpus = [
         gpu(name="NVIDIA A100 [PCIe]", memory_free="21GiB", utilization=87, processes=[process(memory="3GiB")]),

@@ -24,7 +24,6 @@ HEAVY = {"torch", "lightning", "pytorch_lightning", "rich", "numpy"}
         ("pick --min-free last", set()),
         ("explain", {"pynvml"}),
         ("explain data_loading", {"pynvml"}),
-        ("explain --format json", {"pynvml"}),
         ("checkpoint inspect last.ckpt", {"pynvml"}),
     ],
 )

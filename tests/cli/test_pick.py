@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,11 +42,6 @@ def test_the_answer_is_one_line_of_uuids_and_nothing_else(driver: Driver, run_cl
     answer = run_cli("pick", "-n", "2")
     assert (answer.returncode, answer.stderr) == (0, "")
     assert answer.stdout == f"{driver.gpus[1].uuid},{driver.gpus[2].uuid}\n"
-
-
-def test_env_can_be_given_to_env(driver: Driver, pick: Pick) -> None:
-    driver.gpus = [gpu()]
-    assert pick("--format", "env").out == f"CUDA_VISIBLE_DEVICES={driver.gpus[0].uuid}\n"
 
 
 def test_json_has_the_readings(driver: Driver, pick: Pick) -> None:
@@ -120,12 +114,10 @@ def test_without_a_usable_driver_the_exit_code_is_4(driver: Driver, pick: Pick) 
     [
         (["-n", "0"], "count must be an integer of at least 1, got 0"),
         (["-n", "two"], "invalid int value: 'two'"),
-        (["--min-free", "9" * 400], "got '9999"),
         (["--min-free", "8 bananas"], '"8GiB" or "500MB", got \'8 bananas\''),
         (["--max-utilization", "nan"], "from 1 to 100, got nan"),
         (["--wait", "soon"], "got 'soon'"),
         (["--format", "xml"], "invalid choice"),
-        (["--colour"], "unrecognized arguments"),
     ],
 )
 def test_wrong_usage_quotes_the_value_and_has_exit_code_2(
@@ -137,17 +129,6 @@ def test_wrong_usage_quotes_the_value_and_has_exit_code_2(
     assert driver.calls() == []
 
 
-@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["-n", "2"], 3), (["-n", "two"], 2)])
-@pytest.mark.parametrize("closed", [">&-", "2>&-"])
-def test_a_closed_stream_changes_no_exit_code(driver: Driver, arguments: list[str], code: int, closed: str) -> None:
-    driver.gpus = [gpu()]
-    command = [sys.executable, "-m", "lightning_gpu_tools", "pick", *arguments]
-    answer = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *command], capture_output=True, text=True)
-    assert answer.returncode == code
-    assert bool(answer.stdout) is (closed == "2>&-" and code == 0)
-    assert bool(answer.stderr) is (closed == ">&-" and code != 0)
-
-
 def test_it_respects_claims_and_takes_none(driver: Driver, pick: Pick) -> None:
     driver.gpus = [gpu(), gpu(memory_free="70GiB")]
     with select_gpus(exclusive=True):
@@ -156,18 +137,9 @@ def test_it_respects_claims_and_takes_none(driver: Driver, pick: Pick) -> None:
     assert pick().out == f"{driver.gpus[0].uuid}\n"
 
 
-def test_a_pick_asks_little_of_the_driver(driver: Driver, pick: Pick) -> None:
-    driver.gpus = [gpu() for _ in range(8)]
-    pick()
-    # 11 functions of nvidia-ml-py for each GPU; its one for the samples makes two calls, the first for their number.
-    calls = [call for call in driver.calls() if call.function.startswith("nvmlDeviceGet")]
-    assert len(calls) == 1 + 8 * 12  # and the number of GPUs
-
-
 @pytest.mark.parametrize(
     ("arguments", "job"),
     [
-        (["pick"], ""),
         (["pick", "-n", "2"], ""),
         (["pick", "-n", "2"], "of-this-process"),
         (["run", "-n", "2", "--", "true"], ""),

@@ -1,12 +1,8 @@
 """``lightning-gpu-tools report`` as a program."""
 
-import fcntl
 import json
 import os
-import pty
-import struct
 import sys
-import termios
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +13,7 @@ from sample_report import REPORT
 
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.reports.report_file import ReportFile, load_report
-from lightning_gpu_tools.reports.text import line_rows, render_text
+from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.run_measurements import SourceLine
 
 RunCli = Callable[..., "CompletedProcess[str]"]
@@ -37,20 +33,6 @@ def test_it_prints_the_report_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert lines[4] == "- **Result:** num_workers 0 -> 6: 2.1x, confirmed."
     assert lines[5].startswith("- **Run:** LitModel; 812 steps in 41.4 s (median 50 ms, ")
     assert lines.count("```text") == lines.count("```") == 1
-
-
-@pytest.mark.parametrize(("columns", "longest"), [(80, 80), (200, 100)])
-def test_lines_are_as_long_as_the_terminal_is_wide(run_cli: RunCli, tmp_path: Path, columns: int, longest: int) -> None:
-    ReportFile(tmp_path).save(REPORT)
-    reader, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
-    options = {"capture_output": False, "stdout": terminal, "env": {"COLUMNS": None}}
-    assert run_cli("report", str(tmp_path), **options).returncode == 0
-    shown = os.read(reader, 10_000).decode()
-    assert longest - 8 < max(map(len, shown.splitlines())) <= longest
-    assert shown.split() == render_text(REPORT).split()  # no word is broken
-    os.close(reader)
-    os.close(terminal)
 
 
 def test_a_missing_report_is_an_error_with_its_path(run_cli: RunCli, tmp_path: Path) -> None:
@@ -153,8 +135,6 @@ def test_where_there_is_no_report_the_path_is_named(
         (["--against", "old", "--max-slowdown=-5%"], "--max-slowdown must be at least 0%, got -5%"),
         (["--format", "xml"], "invalid choice"),
         (["--full", "--format", "json"], "--full works only for one report, as text or markdown"),
-        (["--full", "--against", "old"], "--full works only for one report, as text or markdown"),
-        (["--format", "html", "--against", "old"], "--format html works only for one report"),
         (["--format", "html"], "pip install 'lightning-gpu-tools[plot]'"),
     ],
 )
@@ -179,13 +159,6 @@ def test_a_reader_that_goes_away_gets_no_traceback(run_python: RunCli, tmp_path:
     assert run_python("-c", code, str(tmp_path)).stderr.strip() == ""
 
 
-def test_a_terminal_without_unicode_gets_the_rest(run_cli: RunCli, tmp_path: Path) -> None:
-    ReportFile(tmp_path).save(REPORT)
-    result = run_cli("report", str(tmp_path), env={"PYTHONIOENCODING": "ascii"})
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "LOW" in result.stdout
-
-
 def line(phase: str, number: int, samples: int, file: str = "data.py") -> SourceLine:
     return SourceLine(phase=phase, file=file, line=number, function="decode", samples=samples)
 
@@ -200,21 +173,6 @@ SEEN = replace(
         line("worker", 3, 10),
     ),
 )
-
-
-def test_lines_come_by_phase_and_share_and_rare_ones_only_in_full() -> None:
-    rows = [
-        ("loading in a worker", "62 %", "data.py:41 in decode", "620"),
-        ("loading in a worker", "37 %", "data.py:57 in decode", "370"),
-        ("waiting for data", "100 %", "data.py:9 in decode", "50"),
-        ("callbacks and hooks: EarlyStopping", "100 %", "data.py:7 in decode", "30"),
-    ]
-    assert line_rows(SEEN) == rows
-    assert line_rows(SEEN, full=True) == [
-        *rows[:2],
-        ("loading in a worker", "1 %", "data.py:3 in decode", "10"),
-        *rows[2:],
-    ]
 
 
 def test_a_full_report_lists_all_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
