@@ -5,8 +5,6 @@ What the package reads of it (MIG, processes, links, events, errors) is tested w
 
 from __future__ import annotations
 
-import os
-
 import nvml_contract
 import pynvml
 import pytest
@@ -39,29 +37,3 @@ def test_fake_keeps_the_contract_of_the_real_driver(machine, check):
 def test_fake_probe_keeps_the_contract_of_the_real_driver(machine):
     machine.gpus = [gpu(utilization=90), gpu(gpm={2: 80}), gpu(mig=[mig()], gpm={})]
     nvml_contract.check_probe(machine.advance)
-
-
-def test_calls_are_logged_by_gpu_and_process(machine, run_python):
-    machine.forget_calls()
-    pynvml.nvmlDeviceGetName(handle(1))
-    assert machine.calls()[-1] == (os.getpid(), "nvmlDeviceGetName", machine.gpus[1].uuid, "MainThread")
-    assert run_python("-c", "import pynvml; pynvml.nvmlInit()").returncode == 0
-    assert machine.calls()[-1].function == "nvmlInitWithFlags"
-    assert machine.calls()[-1].pid != os.getpid()
-
-
-def test_a_forked_child_has_to_init_again(driver, run_python):
-    driver.gpus = [gpu()]
-    code = """
-import os, pynvml
-pynvml.nvmlInit()
-if os.fork() == 0:
-    try:
-        pynvml.nvmlDeviceGetCount()
-    except pynvml.NVMLError_Uninitialized:
-        pynvml.nvmlInit()
-        print("again", pynvml.nvmlDeviceGetCount(), flush=True)
-    os._exit(0)
-os.wait()
-"""
-    assert run_python("-W", "ignore", "-c", code).stdout == "again 1\n"

@@ -6,15 +6,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from fake_driver import GIB, gpu
 
-from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits, sampler
-from lightning_gpu_tools.gpus.metrics import GpuSample
-from lightning_gpu_tools.gpus.nvml import probe
 from lightning_gpu_tools.gpus.readings import GpuReading
 from lightning_gpu_tools.gpus.sampler import Sampler
 from lightning_gpu_tools.gpus.watch import GpuWatch
@@ -57,17 +53,6 @@ def poll_and_take(reader):
     return reader.take()
 
 
-@pytest.fixture
-def probing(monkeypatch):
-    """Have probes read like this."""
-
-    def put(read):
-        opened = SimpleNamespace(read=read, close=lambda: None)
-        monkeypatch.setattr(probe, "GpuProbe", lambda uuid, gpm: opened)
-
-    return put
-
-
 def test_a_window_holds_what_happened_between_two_calls(clock):
     clock.gpus = [gpu(utilization=[(0, 20), (102, 80)], power_watts=200, memory_free="60GiB", sample_period_s=0.25)]
     uuid = clock.gpus[0].uuid
@@ -97,19 +82,6 @@ def test_all_that_is_opened_is_closed(clock):
     assert functions.count("nvmlGpmSampleAlloc") == functions.count("nvmlGpmSampleFree") == 2
 
 
-def test_the_thread_polls_at_once_and_at_intervals(driver, probing):
-    driver.gpus = [gpu(utilization=40)]
-    polls = threading.Semaphore(0)
-
-    def read() -> GpuSample:
-        polls.release()
-        return GpuSample(uuid="GPU-a", time_s=0.0)
-
-    probing(read)
-    with sampling(["GPU-a"], interval_s=0.01):
-        assert all(polls.acquire(timeout=TIMEOUT_S) for _ in range(4))
-
-
 def test_what_happened_in_validation_is_kept_apart(clock):
     clock.gpus = [gpu(utilization=[(0, 90), (102, 10), (105, 90)], power_watts=100, sample_period_s=0.1)]
     uuid = clock.gpus[0].uuid
@@ -127,28 +99,6 @@ def test_what_happened_in_validation_is_kept_apart(clock):
     observed = [one.utilization_observed_s for one in (training, validation)]
     assert observed == pytest.approx([3, 3], abs=0.2)
     assert (training.energy_joules, validation.energy_joules) == (pytest.approx(300), pytest.approx(300))
-
-
-def test_a_timeline_covers_the_run(clock):
-    clock.gpus = [gpu(utilization=[(0, 0), (103, 100)], power_watts=None)]
-    uuid = clock.gpus[0].uuid
-    with sampling([uuid], interval_s=1.0) as reader:
-        for _ in range(7):
-            poll_and_take(reader)
-            clock.advance(1)
-        timelines = reader.timelines(uuid)
-    percents = timelines["utilization_percent"].values
-    assert (percents[0], percents[-1]) == (0, 100)
-    assert "power_watts" not in timelines  # what the GPU does not report
-    times = [time_s for time_s, _ in timelines["memory_used_bytes"].points()]
-    assert times == sorted(times)
-    assert times[-1] - times[0] == pytest.approx(6)
-
-
-def test_without_a_driver_sampling_is_refused(driver):
-    driver.init_error = "DRIVER_NOT_LOADED"
-    with pytest.raises(NvmlUnavailableError, match="not loaded"):
-        Sampler(["GPU-a"])
 
 
 def test_an_answer_that_cannot_be_used_ends_the_sampling_of_one_gpu_only(clock):
@@ -271,10 +221,3 @@ def test_what_heat_takes_of_the_clock_is_that_of_the_slowest_gpu_that_trains(clo
             watch.whole(wait_s=TIMEOUT_S)
             found.append(watch.lost_clock_percent())
     assert {None if lost is None else round(lost) for lost in found[3:]} == {40}
-
-
-def test_what_heat_takes_of_the_clock_is_unknown_where_the_driver_does_not_count_it(clock):
-    clock.gpus = [gpu(throttled_thermal=None, throttled_power=None)]
-    with watching(clock) as watch:
-        watch.whole(wait_s=TIMEOUT_S)
-        assert watch.lost_clock_percent() is None

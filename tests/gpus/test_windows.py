@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuSummary, over_run
-from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, mean_percent, weighted_mean, weights_s
-from lightning_gpu_tools.gpus.windows import GpuTimelines, PercentHistogram, Phases, WindowBuilder
+from lightning_gpu_tools.gpus.metrics import GpuSample, over_run
+from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, mean_percent, weights_s
+from lightning_gpu_tools.gpus.windows import PercentHistogram, WindowBuilder
 from lightning_gpu_tools.training.timeline import Timeline
 
 
@@ -60,12 +57,6 @@ def test_a_sample_stands_for_the_time_since_the_one_before(times, previous_s, ex
     assert weights_s(utilization_samples(*((time_s, 0) for time_s in times)), previous_s) == pytest.approx(expected)
 
 
-def test_a_mean_of_nothing_is_unknown():
-    assert mean_percent([]) is None
-    assert weighted_mean([], []) is None
-    assert weighted_mean([3.0], [0.0]) is None
-
-
 @given(st.lists(st.tuples(durations, percents), min_size=1, max_size=30), st.floats(0, 2e9))
 def test_mean_lies_within_the_samples_and_does_not_depend_on_the_hour(steps, start_s):
     def at(origin_s: float) -> list[UtilizationSample]:
@@ -78,16 +69,6 @@ def test_mean_lies_within_the_samples_and_does_not_depend_on_the_hour(steps, sta
 
 
 # Percentiles
-
-
-def test_percentiles_count_time_not_samples():
-    histogram = PercentHistogram()
-    for _ in range(100):
-        histogram.add(0, 0.001)
-    histogram.add(80, 9.9)
-    assert histogram.percentile(0.05) == 80
-    assert histogram.percentile(0.01) == 0
-    assert histogram.mean() == pytest.approx(79.2)
 
 
 @given(st.lists(st.tuples(percents, durations), min_size=1, max_size=50), st.floats(0, 1))
@@ -131,25 +112,6 @@ def test_windows_together_hold_what_one_window_would(steps, cuts):
     assert sum(percent_seconds) == pytest.approx(whole.utilization_percent_mean * whole.utilization_observed_s)
 
 
-def test_the_time_between_two_polls_counts():
-    window = window_of(at(1.0, (1.0, 0)), at(1.25, (1.25, 100)), at(2.25, (2.25, 0)))
-    assert window.utilization_observed_s == 1.0 + 0.25 + 1.0
-    assert window.utilization_percent_mean == pytest.approx(25 / 2.25)
-
-
-def test_an_empty_window_knows_nothing():
-    window = WindowBuilder("GPU-a", every_second).take()
-    assert window.utilization_observed_s == 0
-    assert window.utilization_percent_mean is window.utilization_percent_p5 is None
-    assert window.memory_used_bytes is window.energy_joules is None
-    builder = WindowBuilder("GPU-a", every_second)
-    builder.add(at(5.0, (5.0, 50), power_watts=1.0))
-    builder.take()
-    again = builder.take()
-    assert again.utilization_observed_s == 0
-    assert again.power_watts is None
-
-
 def test_gauges_are_those_of_the_last_poll_and_memory_keeps_its_peak():
     first = at(1.0, memory_used_bytes=900, power_watts=50.0, temperature_celsius=60.0, processes=(GpuProcess(pid=1),))
     window = window_of(first, at(2.0, memory_used_bytes=300, power_watts=70.0, memory_total_bytes=1000))
@@ -170,11 +132,6 @@ def test_counters_become_rates_over_their_own_time():
     assert window.pcie_rx_bytes_per_second == 10  # over the two seconds in which it was there
 
 
-def test_power_and_heat_at_once_are_not_more_than_always():
-    window = window_of(at(0.0, throttled_s=0.0), at(1.0, throttled_s=1.9))
-    assert window.throttled_percent == 100
-
-
 def test_a_counter_that_was_set_back_starts_again():
     window = window_of(at(1.0, energy_joules=900.0), at(2.0, energy_joules=5.0), at(3.0, energy_joules=25.0))
     assert window.energy_joules == 20
@@ -184,33 +141,6 @@ def test_means_of_the_hardware_counters_are_weighted_by_time():
     window = window_of(at(0.0), at(1.0, sm_active_percent=90.0), at(4.0, sm_active_percent=10.0))
     assert window.sm_active_percent == pytest.approx((90 + 3 * 10) / 4)
     assert window.tensor_active_percent is None
-
-
-def test_a_month_takes_the_memory_of_a_day():
-    phases = Phases()
-    builder = WindowBuilder("GPU-a", functools.partial(phases.overlap_s, "training"))
-    timelines = GpuTimelines(max_points=2000, width_s=1.0)
-    sizes = []
-    for second in range(0, 30 * 24 * 3600, 120):
-        if second % 3600 == 0:
-            phases.enter("validation" if second % 7200 else "training", float(second))
-        one = at(
-            second + 1.0,
-            *((second + sixth / 6, second % 101) for sixth in range(1, 7)),
-            memory_used_bytes=second,
-            energy_joules=100.0 * second,
-            processes=(GpuProcess(pid=second, utilization_percent=50.0),),
-            errors=(f"Xid {second}",),
-            problems=(f"problem {second}",),
-        )
-        builder.add(one)
-        timelines.add(one)
-        if second % (24 * 3600) == 0:
-            sizes.append(len(pickle.dumps((builder, timelines))))
-    assert sizes[-1] < 1.2 * sizes[1] < 1e6
-    assert builder.take().energy_joules == pytest.approx(100 * 30 * 24 * 3600 / 2, rel=0.02)
-    series = timelines.series().values()
-    assert all(1000 <= len(one.values) <= 2000 and None not in one.values for one in series)
 
 
 # Timelines
@@ -240,27 +170,7 @@ def test_a_timeline_is_exact_until_it_is_full_and_then_half_as_fine():
     assert timeline.points() == [(101.0, 0.5), (103.0, 2.5), (105.0, 4.0)]
 
 
-def test_a_timeline_accepts_what_was_before_its_first_entry():
-    timeline = Timeline(3, width_s=1.0)
-    for time_s in (100.0, 99.0, 95.0, 101.0):
-        timeline.add(time_s, 7.0)
-    assert {value for _, value in timeline.points()} == {7}
-    assert len(timeline.points()) <= 3
-    assert Timeline(3, width_s=1.0).points() == []
-
-
 # The table
-
-
-def test_every_metric_is_made_of_what_a_sample_has_and_goes_where_the_report_has_a_field():
-    sampled, reported = ({field.name for field in dataclasses.fields(kind)} for kind in (GpuSample, GpuSummary))
-    assert {metric.source for metric in METRICS} <= sampled
-    window = WindowBuilder("GPU-a", every_second).take()
-    assert reported - over_run(window, window).keys() == {
-        *("index", "uuid", "name", "node", "validation_utilization_percent_mean", "power_watts_mean"),
-        *("own_memory_bytes", "others_memory_bytes_max", "own_utilization_percent", "others_utilization_percent"),
-        *("errors", "timelines", "rank_wait_percent"),
-    }
 
 
 def test_peaks_and_counters_of_a_run_include_validation_and_means_do_not():

@@ -14,7 +14,6 @@ from launched_jobs import live_claims, take
 
 from lightning_gpu_tools import select_gpus
 from lightning_gpu_tools.selection import claim_files
-from lightning_gpu_tools.selection.claim_files import why_private
 from lightning_gpu_tools.selection.claims import directory
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")
@@ -113,10 +112,3 @@ def test_a_shared_folder_instead_of_the_private_one_ends_the_warning(
         inside = on_mount_of_its_own(default, "mode=1777", code)
     assert (inside.stdout, inside.stderr) == (f"{driver.gpus[0].uuid}\n", "")
     assert outside.uuids == (driver.gpus[1].uuid,)
-
-
-@needs_root
-def test_a_folder_on_a_jobs_own_mount_is_private(tmp_path: Path) -> None:
-    code = f"from lightning_gpu_tools.selection.claim_files import why_private; print(why_private({str(tmp_path)!r}))"
-    assert "on a mount that only this job sees" in on_mount_of_its_own(tmp_path, "size=1m", code).stdout
-    assert "job" not in str(why_private(str(tmp_path)))

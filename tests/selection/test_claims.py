@@ -230,17 +230,6 @@ def test_memory_is_that_of_the_holder_and_its_children(path: Path) -> None:
         sibling.kill()
 
 
-def test_memory_is_that_of_all_live_processes_of_a_job(path: Path) -> None:
-    def told() -> frozenset[int]:
-        return claims_in(path, [maker.pid, sibling.pid, os.getpid()])[0].process_ids
-
-    with holder(path) as maker, holder(path, "join") as sibling:
-        assert told() == {maker.pid, sibling.pid}
-        maker.kill()
-        maker.wait()
-        assert told() == {sibling.pid}
-
-
 @pytest.mark.parametrize(("field", "value"), [("pid_namespace", "pid:[1]"), ("started_ticks", 1)])
 def test_a_reused_process_number_has_none_of_the_memory(path: Path, field: str, value: object) -> None:
     mine = take(path, "memory", 5)

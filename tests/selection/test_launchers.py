@@ -76,11 +76,6 @@ def test_what_lightning_does_not_recognize_says_what_it_needs(environ: dict[str,
     assert (told.needs, told.local_rank) == (None, "1")
 
 
-def test_a_launcher_that_lightning_recognizes_comes_first() -> None:
-    environ = {**slurm(0, SLURM_JOB_NAME="interactive", SLURM_STEP_TASKS_PER_NODE="1"), **mpirun(1)}
-    assert launched(environ)[:3] == ("mpirun", 2, "1")
-
-
 @pytest.mark.parametrize(
     "environ",
     [

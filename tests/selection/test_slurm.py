@@ -89,18 +89,13 @@ SHARED = [[3, 2], [3, 2]]
 # The command, the devices, the GPUs of both tasks, the claims, and what is written to stderr how often.
 CASES: list[tuple[tuple[str, ...], int, list[list[int]], int, dict[str, int]]] = [
     (("srun", *ONE_NODE), 2, SHARED, 1, {}),
-    (("sbatch", *ONE_NODE), 2, SHARED, 1, {}),
     (("srun", *TWO_NODES), 2, [[1, 0], [3, 2]], 2, {}),
-    (("sbatch", *TWO_NODES), 2, [[1, 0], [3, 2]], 2, {}),
     (("srun", *ONE_NODE, "--gres=gpu:2"), 2, [[0, 1], [0, 1]], 1, {}),
     (("srun", *TWO_NODES, "--gres=gpu:2"), 2, [[0, 1], [0, 1]], 2, {}),  # both nodes give the GPUs of this machine
     (("srun", *ONE_NODE, "--gpus-per-task=1"), 1, [[0], [1]], 2, {}),
     (("srun", "-N1", "-n1", *TORCHRUN), 2, SHARED, 1, {}),
-    (("salloc", *ONE_NODE, "srun"), 1, [[2], [3]], 2, {"put SLURM_JOB_NAME=train before srun": 1}),
-    (("salloc", *ONE_NODE, "env", "SLURM_JOB_NAME=train", "srun"), 2, SHARED, 1, {}),
     (("srun", *ONE_NODE, *RUN, "-n2", "--"), 2, SHARED, 1, {"Picked GPU": 1, "2 processes that srun started on": 2}),
     (("srun", *ONE_NODE, *RUN, "-n1", "--"), 1, [[2], [3]], 2, {"Picked GPU": 2}),
-    ((*RUN, "-n2", "--", "srun", *ONE_NODE), 2, SHARED, 1, {"SLURM removes CUDA_": 1, "SAID MASK None": 2}),
 ]
 
 
@@ -167,17 +162,3 @@ def test_the_claim_outlives_a_killed_rank_but_not_the_job(start: Callable[..., J
     os.kill(int(claims_in(claims_dir)[0].pid or 0), signal.SIGKILL)
     wait_for(lambda: "Killed" in job.output())
     assert live_claims(claims_dir) == [("exclusive", 2)]
-
-
-def test_a_requeued_job_chooses_again(start: Callable[..., Job], driver: Driver, claims_dir: Path) -> None:
-    job = start("sbatch", "--requeue", *ONE_NODE)
-    assert job.gpus() == [[3, 2], [3, 2]]
-    number = answer("squeue", "-ho", "%A").strip()
-    answer("scontrol", "requeue", number)
-    driver.gpus[3].memory_free = 0
-    states = ("squeue", "-ho", "%T"), ("sinfo", "-ho", "%t")
-    wait_for(lambda: [answer(*command).strip() for command in states] == ["PENDING", "idle"])
-    assert live_claims(claims_dir) == []
-    # Else it waits for two minutes. In the second of the end, SLURM would refuse the job's credential as revoked.
-    answer("scontrol", "update", f"jobid={number}", "StartTime=now+2")
-    assert job.gpus(tasks=4) == [[2, 1], [2, 1]]

@@ -66,20 +66,6 @@ def test_a_card_without_code_is_never_picked(driver: Driver, run_cli: RunCli, in
     assert shown.count("cannot be used: compute capability 3.") == 2
 
 
-def test_a_build_with_its_code_uses_an_old_card(driver: Driver, run_cli: RunCli, install_torch: Any) -> None:
-    install_torch(f"{CU126} sm_37")
-    assert names(driver, run_cli("pick", "--name", "k80")) == ["Tesla K80"]
-    assert names(driver, run_cli("pick", "--name", "GT")) == []
-
-
-def test_only_where_wheels_differ_the_code_is_read(driver: Driver, run_cli: RunCli, install_torch: Any) -> None:
-    driver.gpus = driver.gpus[:1]
-    install_torch("sm_70", version="2.6.0a0+git0123456")  # built for other cards
-    assert "compute capability 8.0; the installed torch 2.6.0a0+git0123456" in run_cli("pick").stderr
-    install_torch("sm_70")  # no wheel is like this
-    assert names(driver, run_cli("pick")) == ["NVIDIA A100-PCIE-40GB"]
-
-
 @pytest.mark.parametrize(
     ("codes", "cuda"), [(CU126, None), (None, "12.6"), ("", "12.6")], ids=["cpu-build", "no-library", "unknown-library"]
 )

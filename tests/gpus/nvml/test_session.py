@@ -50,29 +50,6 @@ def test_a_driver_that_fails_later_is_unavailable_too(driver):
         nvml.read_gpus()
 
 
-@pytest.mark.parametrize(
-    ("file", "says"),
-    [
-        ("pynvml/__init__.py", "Run `pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py`."),
-        ("pynvml.py", "is too old. Run `pip install --upgrade nvidia-ml-py`."),
-    ],
-    ids=["the old package pynvml", "an old nvidia-ml-py"],
-)
-def test_a_module_without_what_is_needed_is_named_with_the_remedy(driver, run_python, tmp_path, file, says):
-    module = tmp_path / "old" / file
-    module.parent.mkdir(parents=True)
-    module.write_text("class NVMLError(Exception): pass\n")
-    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "old"), os.environ["PYTHONPATH"]])}
-    for command in ("pick", "gpus"):
-        said = run_python("-m", "lightning_gpu_tools", command, env=path)
-        assert (said.returncode, said.stdout) == (4, "")
-        assert said.stderr.startswith("lightning-gpu-tools: ")
-        assert f"({module})" in said.stderr
-        assert said.stderr.endswith(f"{says}\n")
-    watched = run_python("-c", "from lightning_gpu_tools.gpus.sampler import Sampler; Sampler(['GPU-a'])", env=path)
-    assert watched.stderr.endswith(f"{says}\n")
-
-
 def wheel_of_nvidia_ml_py(folder: Path) -> None:
     """Make a wheel of the installed nvidia-ml-py, so that pip needs no network."""
     found = metadata.distribution("nvidia-ml-py")
@@ -197,24 +174,3 @@ with nvml.session():
 """
     result = run_python("-W", "ignore", "-c", code)
     assert (result.returncode, result.stdout) == (0, "21\n"), result.stderr
-
-
-def test_a_forked_child_does_not_close_what_its_parent_opened(driver, run_python):
-    code = """
-import os
-from lightning_gpu_tools.gpus import nvml
-with nvml.session():
-    child = os.fork()
-if child == 0:
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-"""
-    assert run_python("-W", "ignore", "-c", code).returncode == 0
-    assert [call.function for call in driver.calls()] == ["nvmlInitWithFlags", "nvmlShutdown"]
-
-
-def test_a_session_that_is_left_open_ends_with_its_program(driver, run_python):
-    driver.gpus = [gpu()]
-    start = f"probe = GpuProbe({driver.gpus[0].uuid!r}); probe.read()"
-    code = f"from lightning_gpu_tools.gpus.nvml.probe import GpuProbe; {start}"
-    assert run_python("-c", code, timeout=60).returncode == 0
