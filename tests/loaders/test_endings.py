@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from trainings import Model, Raise, Samples, quiet_trainer
 
 from lightning_gpu_tools import NumWorkersFinder
-from lightning_gpu_tools.loaders.handover import restore, switchable
+from lightning_gpu_tools.loaders.handover import switchable
 from lightning_gpu_tools.loaders.workers import Batches
 from lightning_gpu_tools.types import LoaderSettings
 
@@ -88,19 +88,6 @@ def test_who_drops_an_iteration_ends_its_workers() -> None:
     assert len(multiprocessing.active_children()) == 2
     del batches
     assert not multiprocessing.active_children()
-
-
-def test_a_forked_process_does_not_end_its_parents_workers() -> None:
-    made = switchable(DataLoader(Samples(10), num_workers=2))
-    batches = iter(made)
-    next(batches)
-    pid = os.fork()
-    if not pid:
-        made.switch.end()  # type: ignore[attr-defined]
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert len(list(batches)) == 9
-    restore(made)
 
 
 def interrupt_searches(folder: Path, rank: int) -> None:

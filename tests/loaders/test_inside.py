@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from trainings import Samples
 
-from lightning_gpu_tools.loaders.inside import Inside, loaders_in
+from lightning_gpu_tools.loaders.inside import loaders_in
 from lightning_gpu_tools.loaders.settings import settings_of
 
 
@@ -55,16 +55,3 @@ def test_several_loaders_have_names() -> None:
     keyed = loaders_in({"real": one, "noise": [other, [1, 2]]})
     assert [(found.name, found.loader) for found in keyed] == [('"real"', one), ('"noise"', other), ('"noise"', [1, 2])]
     assert [found.name for found in loaders_in([one, other])] == ["number 1", "number 2"]
-
-
-@pytest.mark.parametrize("other", [[1, 2], enumerate([1]), object(), "abc"])
-def test_what_has_no_loader_inside_is_returned_itself(other: object) -> None:
-    assert loaders_in(other) == [Inside("", other)]
-
-
-def test_looking_inside_takes_no_batch() -> None:
-    loader = DataLoader(Samples(3), batch_size=None)
-    for wrap in WRAPPERS.values():
-        wrapped = wrap(loader)
-        loaders_in(wrapped)
-        assert len(list(wrapped)) == 3

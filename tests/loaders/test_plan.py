@@ -147,12 +147,6 @@ def test_workers_live_on_where_starting_them_takes_part_of_an_epoch() -> None:
     assert not choose(case(epoch_steps=None), trials)[0].persistent_workers
 
 
-def test_memory_is_pinned_for_a_gpu_only() -> None:
-    trials = [trial(0, 0.05), trial(5, 0.01)]
-    assert choose(case(cuda=True), trials)[0].pin_memory
-    assert not choose(case(), trials)[0].pin_memory
-
-
 SPEEDS = st.floats(0.001, 1.0)
 
 
