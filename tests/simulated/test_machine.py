@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpu_tools.simulated import Machine, SimulatedCudaError, build, host_waits
+from lightning_gpu_tools.simulated import Machine, SimulatedCudaError, build
 
 MakeMachine = Callable[..., Machine]
 Answer = Callable[..., Any]
@@ -26,13 +25,6 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     with pytest.raises(ValueError, match="There is no GPU 'h1000'"):
         Machine(tmp_path, ["h1000"])
     assert not (tmp_path / "machine.conf").exists()
-
-
-def test_a_process_outside_has_no_waits_to_count() -> None:
-    if "SIMULATED_CUDA" in os.environ:
-        pytest.skip("this process runs on a simulated machine")
-    with pytest.raises(SimulatedCudaError, match="does not run on a simulated machine"):
-        host_waits()
 
 
 def test_the_command_line_runs_a_program_and_returns_its_code(make_machine: MakeMachine) -> None:
@@ -140,119 +132,6 @@ print(json.dumps([*seen, sizes.max().item(), sizes.sum().item()]))
     assert answer(make_machine(), code) == [[1000] * 2 + of_numbers, [3_000_000] * 2 + of_numbers, 70, 78]
 
 
-def test_a_pool_keeps_what_is_freed_until_it_is_needed_elsewhere(make_machine: MakeMachine, answer: Answer) -> None:
-    code = """
-import ctypes, json, torch
-def new(gib): return torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda")
-def counts():
-    free, total = torch.cuda.mem_get_info()
-    torchs = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()]
-    return [round(size / 2**30, 1) for size in (*torchs, total - free)]
-kept = torch.arange(3, device="cuda", dtype=torch.int32)
-buffer = new(4)
-buffer[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
-seen = [torch.cuda.get_allocator_backend(), buffer[:3].tolist(), counts()]
-del buffer
-seen.append(counts())
-buffer = new(3)
-seen.append(counts())
-torch.cuda.empty_cache()
-torch.cuda.reset_peak_memory_stats()
-seen.append(counts())
-try:
-    new(21)
-except torch.OutOfMemoryError as error:
-    seen.append(str(error).splitlines()[0])
-del buffer
-address = ctypes.c_void_p()  # a library takes more than fits next to the pool
-ctypes.CDLL("libcuda.so.1").cudaMalloc(ctypes.byref(address), ctypes.c_size_t(22 << 30))
-seen.append(counts())
-print(json.dumps(seen))
-"""
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-    backend, content, *seen = answer(make_machine(["rtx-3090"]), code, **settings)
-    assert (backend, content) == ("cudaMallocAsync", [1, 2, 3])
-    # In tensors, their peak, in the pool, and on the GPU with a context of 0.5 GiB.
-    assert seen == [
-        [4.0, 4.0, 4.0, 4.5],
-        [0.0, 4.0, 4.0, 4.5],
-        [3.0, 4.0, 4.0, 4.5],
-        [3.0, 3.0, 3.0, 3.5],
-        "Allocation on device 0 would exceed allowed memory. (out of memory)",
-        [0.0, 3.0, 0.0, 22.5],
-    ]
-
-
-CONTEXTS = """
-import json, sys, torch
-def contexts(): return [torch._C._cuda_hasPrimaryContext(device) for device in range(2)]
-torch.cuda.init()
-torch.cuda.get_device_properties(1)
-found = [contexts()]
-for call in sys.argv[1:]:
-    exec(call)
-    found.append(contexts())
-print(json.dumps(found))
-"""
-ON_SECOND, PINNED = 'kept = torch.zeros(1, device="cuda:1")', "torch.empty(1).pin_memory()"
-
-
-@pytest.mark.parametrize(
-    ("calls", "contexts"),
-    [
-        (
-            (ON_SECOND, PINNED, "torch.cuda.Event().record()"),
-            [[False, False], [False, True], [False, True], [True, True]],
-        ),
-        # torch pins on any GPU where there is a context, or else on the current one.
-        (("torch.empty(1).is_pinned()",), [[False, False], [True, False]]),
-        ((PINNED, "torch.cuda.set_device(1)"), [[False, False], [True, False], [True, True]]),
-    ],
-)
-def test_a_context_is_made_by_the_first_call_that_needs_one(
-    make_machine: MakeMachine, answer: Answer, calls: tuple[str, ...], contexts: list[list[bool]]
-) -> None:
-    assert answer(make_machine(["h100-80gb"] * 2), CONTEXTS, *calls) == contexts
-
-
-def test_processes_that_begin_at_once_are_counted_one_by_one(make_machine: MakeMachine, answer: Answer) -> None:
-    listed = answer(
-        make_machine(),
-        """
-import json, os, subprocess, sys
-import pynvml
-
-begin = '''
-import ctypes, os, sys
-library = ctypes.CDLL("libcuda.so.1")
-os.write(1, b"ready")
-os.read(0, 1)
-library.cudaFree(None)
-os.write(1, b"begun")
-os.read(int(sys.argv[1]), 1)
-'''
-pynvml.nvmlInit()
-gpu, counts = pynvml.nvmlDeviceGetHandleByIndex(0), []
-for _ in range(3):
-    (go, begins), (end, ends) = os.pipe(), os.pipe()
-    command = [sys.executable, "-S", "-c", begin, str(end)]
-    started = [
-        subprocess.Popen(command, stdin=go, stdout=subprocess.PIPE, pass_fds=[end], bufsize=0) for _ in range(8)
-    ]
-    assert all(one.stdout.read(5) == b"ready" for one in started)
-    os.write(begins, bytes(8))
-    assert all(one.stdout.read(5) == b"begun" for one in started)
-    counts.append(len(pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)))
-    for pipe in (go, begins, end, ends):
-        os.close(pipe)
-    for one in started:
-        one.wait()
-print(json.dumps(counts))
-""",
-    )
-    assert listed == [8, 8, 8]
-
-
 def test_time_follows_streams_events_and_graphs(make_machine: MakeMachine, answer: Answer) -> None:
     sequential, parallel, product, replayed, refused, replays = answer(
         make_machine(),
@@ -329,37 +208,6 @@ print(json.dumps([begin.elapsed_time(end), list(rows.grad.shape), len(names) > 9
     assert (shape, has_names, missing) == ([2, 64, 1], True, [])
 
 
-def test_a_waiting_host_is_counted_and_spins_by_default(make_machine: MakeMachine, answer: Answer) -> None:
-    code = """
-import json, time, torch
-from lightning_gpu_tools.simulated import host_waits
-value = torch.zeros(4, device="cuda")
-event = torch.cuda.Event()
-torch.cuda._sleep(1)  # the first one loads what the others need
-torch.cuda.synchronize()
-before = host_waits()
-torch.cuda._sleep(1_500_000_000)
-event.record()
-cpu_s = time.thread_time()
-torch.cuda.synchronize()
-cpu_s = time.thread_time() - cpu_s
-event.synchronize()
-value.sum().item()
-torch.ones(4).to("cuda")
-event.query()
-after = host_waits()
-print(json.dumps([{name: after[name] - before[name] for name in after}, cpu_s]))
-"""
-    machine = make_machine()
-    waits, spinning_s = answer(machine, code)
-    assert waits["device"] == 1
-    assert waits["event"] == 1
-    assert waits["stream"] >= 1
-    assert waits["copy"] >= 1
-    _, asleep_s = answer(machine, code, SIMULATED_CUDA_WAITS_ASLEEP="1")
-    assert asleep_s < spinning_s / 4  # a busy machine gives a thread that spins only a part of a core
-
-
 def test_a_lost_gpu_fails_every_call_and_the_driver_says_so(
     make_machine: MakeMachine, start: Callable[..., Any]
 ) -> None:
@@ -397,26 +245,3 @@ print(json.dumps([errors, other.tolist(), [gpu.error for gpu in nvml.read_gpus()
     assert reasons[0] is None
     assert "fallen off the bus" in reasons[1]
     assert any("fallen off the bus" in problem or "Xid" in problem for problem in problems), problems
-
-
-def test_a_mig_instance_is_the_one_device_of_a_process(make_machine: MakeMachine, answer: Answer) -> None:
-    machine = make_machine(["h100-80gb", "h100-80gb"], mig={0: (3, 2)})
-    code = """
-import json, torch
-from lightning_gpu_tools.gpus import nvml
-first, second = nvml.read_gpus()
-uuids = [instance.uuid for instance in first.mig_instances]
-torch.zeros(1, device="cuda")
-properties = torch.cuda.get_device_properties(0)
-held = [len(instance.processes) for instance in nvml.read_gpus()[0].mig_instances]
-print(json.dumps([first.mig_mode, second.mig_mode, uuids, torch.cuda.device_count(), str(properties.uuid),
-                  properties.multi_processor_count, held]))
-"""
-    on, off, uuids, count, uuid, sms, held = answer(machine, code)
-    assert (on, off) == (True, False)
-    assert len(uuids) == 2
-    assert (count, f"MIG-{uuid}", sms, held) == (1, uuids[0], 57, [1, 0])
-    *_, count, uuid, sms, held = answer(machine, code, CUDA_VISIBLE_DEVICES=uuids[1])
-    assert (count, f"MIG-{uuid}", sms, held) == (1, uuids[1], 38, [0, 1])
-    *_, count, uuid, sms, held = answer(machine, code, CUDA_VISIBLE_DEVICES="1")
-    assert (count, sms, held) == (1, 132, [0, 0])
