@@ -176,7 +176,6 @@ COMMANDS = (
     ["convert", "FILE", "TARGET.ckpt"],
     ["convert", "FILE", "TARGET.safetensors"],
     ["convert", "FILE", "TARGET.ckpt", "--entry", EVIL, "--add-root", EVIL],
-    ["convert", "FILE", "TARGET.ckpt", "--like", "weights.pt"],
 )
 
 
