@@ -23,7 +23,7 @@ from lightning_gpu_tools.advice.causes import shared_gpu
 from lightning_gpu_tools.advice.memory_causes import leftover_process, other_processes
 from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, an_error
 from lightning_gpu_tools.gpus import nvml
-from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
+from lightning_gpu_tools.gpus.readings import GpuReading
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 InShell = Callable[[str], "subprocess.CompletedProcess[str]"]
@@ -92,8 +92,3 @@ def test_the_advised_kill_ends_the_leftover_process(in_shell: InShell) -> None:
         process, end_s = psutil.Process(pid), time.monotonic() + 30
         while process.status() != psutil.STATUS_ZOMBIE:  # nobody may ask for its exit code
             assert time.monotonic() < end_s
-
-
-def test_a_process_of_another_container_has_no_pid() -> None:
-    found = GpuProcess(pid=9, memory_used_bytes=6 * GIB, is_foreign=True)
-    assert other_processes.named([found]) == "a process of another container or the host holds 6.00 GiB"

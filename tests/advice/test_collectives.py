@@ -32,14 +32,6 @@ def test_ranks_that_wait_and_the_rank_that_has_not_called_it_are_named() -> None
     assert found.why.endswith(f" Collective no. 4: ranks 0 and 2 called {REDUCE}; rank 1 did not call it.")
 
 
-def test_a_rank_that_has_done_its_part_does_not_wait() -> None:
-    """The source of a broadcast is done, while the others wait for the last one."""
-    found = explained(
-        a_rank(0, DONE, Call(4, BROADCAST, True)), a_rank(1, DONE, Call(4, BROADCAST, False)), a_rank(2, DONE)
-    )
-    assert found.rank == 2
-
-
 @pytest.mark.parametrize("text", [BROADCAST, "all_reduce of 8 float32 numbers", "all_reduce of 7 int64 numbers"])
 def test_calls_that_differ_are_named(text: str) -> None:
     found = explained(a_rank(0, DONE, OPEN), a_rank(1, DONE, Call(4, text, False)))
@@ -53,13 +45,6 @@ def test_a_difference_counts_although_the_call_has_ended() -> None:
     found = explained(a_rank(0, DONE, OPEN), a_rank(1, Call(3, BROADCAST, True), OPEN))
     assert found.cause == "collective"
     assert "Collective no. 3:" in found.why
-
-
-def test_ranks_that_wait_in_the_same_call_have_lost_their_network() -> None:
-    found = explained(a_rank(0, DONE, OPEN), a_rank(1, DONE, OPEN))
-    assert found.cause == "collective"
-    assert found.why.startswith(f"All 2 ranks wait in {REDUCE} at step 5.")
-    assert "network" in found.next_step
 
 
 def test_the_group_counts_whose_missing_rank_waits_for_nobody() -> None:
@@ -86,11 +71,8 @@ def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
     ("stack", "phase", "groups", "collective"),
     [
         (("train.py:hook", "torch/distributed/distributed_c10d.py:barrier"), FORWARD, (), "barrier"),
-        (("train.py:step", "torch/distributed/c10d_logger.py:wrapper"), FORWARD, (), None),
         (("torch/autograd/graph.py:_engine_run_backward",), FORWARD, (), "backward"),
-        (("torch/autograd/graph.py:_engine_run_backward",), FORWARD, (GroupCalls("gloo 0", "", [DONE]),), None),
         (("train.py:step",), f"{RANK_WAIT}/training step", (), "backward"),
-        (("train.py:step",), FORWARD, (GroupCalls("nccl 0", "", [DONE, OPEN]),), REDUCE),
         (("train.py:step",), FORWARD, (), None),
     ],
 )

@@ -44,12 +44,6 @@ USERS = {
         "this job has 2.0 runnable threads on 2 cores, and other programs keep 1.2 of 2 cores busy)",
         "Next: Use fewer threads: torch.set_num_threads(1) (now 2). Stop the other programs",
     ),
-    "a few of them": (
-        contended(others=0.3, runnable_threads=1.9, workers=0),
-        "other_programs",
-        "other programs keep 0.3 of 2 cores busy",
-        "Stop the other programs",
-    ),
     "children": (
         contended(others=0.8, children=SIMULATORS, other=EVE),
         "own_children",
@@ -68,12 +62,6 @@ USERS = {
         "own_threads",
         "this job has 5.2 runnable threads on 2 cores)",
         "Or give it more of the 64 cores: sbatch --cpus-per-task, docker run --cpus, taskset.",
-    ),
-    "less than a core": (
-        contended(allowed=0.5, workers=0),
-        "own_threads",
-        "on 0.5 cores",
-        "set_num_threads(1) (now 2)",
     ),
     "unknown": (contended(workers=0, torch_threads=1, runnable_threads=1.4), "own_threads", "1.4", "py-spy dump"),
 }

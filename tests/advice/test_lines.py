@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import LOADER, STEP, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION
 from lightning_gpu_tools.advice.lines import MIN_SAMPLES, seen_in, sentence, where, worth_reporting
-from lightning_gpu_tools.training.phases import BACKWARD, DATA_LOADING, IN_WORKER, OPTIMIZER
+from lightning_gpu_tools.training.phases import DATA_LOADING, IN_WORKER, OPTIMIZER
 from lightning_gpu_tools.training.run_measurements import SourceLine
 
 
@@ -55,23 +54,6 @@ def test_few_lines_are_named_and_none_that_takes_little(lines: list[SourceLine])
     assert not named or sum(one.samples for one in found) >= MIN_SAMPLES
 
 
-def test_lines_are_named_with_file_line_function_and_share() -> None:
-    lines = [
-        seen(DATA_LOADING, 62),
-        seen(DATA_LOADING, 20, line=57, function="__getitem__"),
-        seen(DATA_LOADING, 9, line=1),
-        seen(DATA_LOADING, 9, line=2),
-        seen(BACKWARD, 1000),
-    ]
-    assert where(lines, DATA_LOADING) == "data.py:41 in decode (62 %), data.py:57 in __getitem__ (20 %)"
-
-
-def test_a_group_has_the_lines_of_its_phases() -> None:
-    lines = [seen("callback/A", 30), seen("callback/B", 10, line=7)]
-    assert where(lines, "callback") == "data.py:41 in decode (75 %), data.py:7 in decode (25 %)"
-    assert where(lines, "callback/A") == "data.py:41 in decode (100 %)"
-
-
 def test_a_line_of_a_framework_is_no_advice() -> None:
     lines = [seen(OPTIMIZER, 30, file="lightning/pytorch/core/module.py")]
     assert sentence(lines, OPTIMIZER) == ""
@@ -86,15 +68,9 @@ def test_a_name_of_another_user_reaches_no_terminal_raw() -> None:
     ("phase", "phase_ms", "options", "cause"),
     [
         (DATA_LOADING, WAITS, {}, "data_loading"),
-        (DATA_LOADING, WAITS, {"loader": None}, "data_loading"),
         (IN_WORKER, WAITS, {"loader": replace(LOADER, num_workers=1), "worker_cpu_s_per_batch": 0.04}, "data_loading"),
         ("callback/A", {"callback/A": 20, "training_step": 20}, {}, "callback"),
-        ("logging/CSVLogger", {"logging/CSVLogger": 20, "training_step": 20}, {}, "logging"),
-        ("checkpoint", {"checkpoint": 30, "training_step": 70}, {}, "checkpoint"),
-        ("validation", {"validation": 20, "training_step": 20}, {}, "validation"),
-        ("epoch_start", {"epoch_start": 20, "training_step": 20}, {}, "epoch_start"),
         ("garbage_collection", {"garbage_collection": 10, "training_step": 20}, {}, "garbage_collection"),
-        ("host_to_device_copy", {"host_to_device_copy": 20, "training_step": 20}, {}, "host_to_device_copy"),
         ("unexplained", {"unexplained": 20, "training_step": 20}, {}, "unexplained"),
         ("trainer", {"trainer": 20, "training_step": 20}, {}, "unexplained"),
     ],
@@ -110,18 +86,6 @@ def test_a_finding_on_the_host_names_its_line(
     time = "the loader's time" if cause == "data_loading" else "this time"
     assert f"62 % of {time} is at data.py:41 in decode." in first.advice
     assert first.advice in diagnosis.next_step
-
-
-@pytest.mark.parametrize(
-    ("cause", "evidence", "phases"),
-    [
-        ("unexplained", {"phase": "training_step"}, []),  # the rest of a step, without its named parts
-        ("unexplained", {"phase": "training_step", "idle_percent": 60.0}, ["training_step"]),
-        ("data_loading", {"kind": "main_process", "num_workers": 2}, []),  # the workers are not the limit
-    ],
-)
-def test_a_finding_names_no_lines_of_other_work(cause: str, evidence: dict[str, Any], phases: list[str]) -> None:
-    assert CAUSES[cause].phases(evidence) == phases
 
 
 def test_a_line_that_is_known_need_not_be_looked_for() -> None:

@@ -68,13 +68,6 @@ def test_a_step_on_the_cpu_leaves_fewer_cores_to_load_with() -> None:
     assert plan_loader(NO_WORKERS, cost, step_s=0.040, host=a_host(4), cuda=False).step_s == 0.040
 
 
-def test_where_half_a_core_does_all_the_work_a_worker_gains_nothing() -> None:
-    planned = plan(0.080, 0.010, a_host(0.5), cpu_s=0.080)
-    assert (planned.settings.num_workers, planned.limited_by) == (0, "cores")
-    assert not planned.settings.persistent_workers
-    assert planned.settings.prefetch_factor is None
-
-
 def test_batches_must_fit_into_shared_memory() -> None:
     docker_default = a_host(shm_free_bytes=64 * 2**20)
     planned = plan(0.080, 0.010, docker_default, batch_bytes=10 * 2**20)

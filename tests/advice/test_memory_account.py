@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gpu_tools.advice.memory_account import PARTS, DriverMemory, MemoryAccount, account_for
@@ -79,35 +79,17 @@ def test_every_part_of_the_memory_is_named() -> None:
         ({"own_pids": None}, {"context": 1, "other_processes": 10, "driver": 0.5}),
         # A container that does not see all processes, or two that may be ours.
         ({"own_pids": None, "processes": (OWN,)}, {"driver": 0.5, "unexplained": 11}),
-        ({"own_pids": None, "processes": (OWN, OWN._replace(pid=2))}, {"driver": 0.5, "unexplained": 11}),
         # WSL: no memory of processes.
         ({"processes": (OWN._replace(memory_used_bytes=None),)}, {"driver": 0.5, "unexplained": 11}),
         ({"processes": None, "driver_bytes": None}, {"unexplained": 11.5}),
         # Sampled before torch took what it has now; nothing said (an integrated GPU).
         ({"used_bytes": 8 * GIB}, {}),
-        ({"used_bytes": None, "total_bytes": None}, {}),
     ],
 )
 def test_memory_without_a_known_owner_stays_unexplained(driver: dict[str, Any], beyond_torch: dict[str, float]) -> None:
     account = account_for(replace(DRIVER, **driver), [RANK])
     assert in_gib(account) == {**TORCH, **beyond_torch}
     assert (account.explained_share is None) == (not beyond_torch)
-
-
-def test_a_peak_in_forward_has_only_the_gradients_that_were_kept() -> None:
-    zeroed = replace(RANK.holdings, gradients_kept_bytes=0)  # type: ignore[type-var]
-    forward = replace(RANK, peaks_bytes={"forward": 20 * GIB}, holdings=zeroed)
-    assert in_gib(account_for(DRIVER, [forward])).get("gradients") is None
-    assert in_gib(account_for(DRIVER, [replace(forward, holdings=RANK.holdings)]))["gradients"] == 3
-
-
-@pytest.mark.parametrize(("peaks", "activations"), [({"backward": 19 * GIB}, 6), ({}, 5)])
-def test_a_peak_before_training_is_not_this_trainings(peaks: dict[str, int], activations: int) -> None:
-    """The largest reading counts if the training has no peak of its own."""
-    earlier = replace(RANK, peaks_bytes={"before_training": 20 * GIB, **peaks})
-    expected = {**TORCH, "activations": activations, "cache_reusable": 11 - activations}
-    parts = in_gib(account_for(DRIVER, [earlier]))
-    assert {name: parts[name] for name in expected} == expected
 
 
 def test_pieces_between_tensors_are_told_from_whole_segments() -> None:
@@ -167,6 +149,7 @@ drivers = st.builds(
 )
 
 
+@settings(max_examples=25)
 @given(drivers, st.lists(ranks, min_size=1, max_size=3))
 def test_the_parts_add_up_and_none_is_negative(driver: DriverMemory, ranks: list[RankMemory]) -> None:
     account = account_for(driver, ranks)

@@ -54,7 +54,6 @@ def at(numbers: set[int], seconds: float) -> Callable[[int], float]:
             '12 of 379 steps took 21.0 times the median, in "training step".',
             "Find what the slow steps have in common",
         ),
-        ({"trainer": every(50, 1.0)}, "trainer", 50, 'in "Trainer overhead"', "every 50 steps"),
         ({"data_loading": every(40, 2.0)}, "data_loading", 40, 'in "waiting for data"', "every 40 steps"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import a_block, cpu_run, gpu_run
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
-from lightning_gpu_tools.training.run_measurements import RunMeasurements, SourceLine
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 BLOCKS = 30
 UP = [i / (BLOCKS - 1) for i in range(BLOCKS)]  # from 0 to 1
@@ -48,10 +48,7 @@ def slowdown(measured: RunMeasurements) -> Finding | None:
         ({"batch_items": [1000 + 2000 * part for part in UP]}, "larger_batches", "batches have 2.1 times as many"),
         ({"lost_clock_percent": [30 * part for part in UP]}, "lower_clock", "clock has lost 21 % of its maximum"),
         (GROWING, "kept_memory", "memory has grown by 1.28 GiB"),
-        ({**GROWING, "batch_items": [1000 + 2000 * part for part in UP]}, "larger_batches", "as many elements"),
-        ({"resident_bytes": [1e9 + 1e6 * part for part in UP], "batch_items": [0.0] * 9}, "unknown", "of it in"),
         ({"lost_clock_percent": [30.0 - 30 * part for part in UP], "batch_items": [5.0] * 9}, "unknown", "of it in"),
-        ({"batch_items": [1.0, 9.0]}, "unknown", "of it in"),
     ],
 )
 def test_the_quantity_that_changed_with_the_steps_is_named(readings: dict[Any, Any], kind: str, words: str) -> None:
@@ -60,15 +57,6 @@ def test_the_quantity_that_changed_with_the_steps_is_named(readings: dict[Any, A
     assert (first.cause, first.evidence["kind"], first.evidence["phase"]) == ("slowing_down", kind, FORWARD)
     assert (first.basis == "measured") == (kind == "unknown")
     assert words in diagnosis.why
-
-
-def test_the_report_says_how_much_longer_and_in_what() -> None:
-    diagnosis = diagnose(run({CALLBACK: 12.0, FORWARD: 6.0}))
-    assert diagnosis.why == (
-        "Steps in the last third took 1.5 times as long as in the first (95 % interval 1.3 to 1.8), 67 % of it in "
-        '"Recorder". The added time is 22 % of the wall time.'
-    )
-    assert diagnosis.verdict == "low"
 
 
 def test_noise_widens_the_interval_and_lowers_the_bound() -> None:
@@ -87,23 +75,14 @@ def test_noise_widens_the_interval_and_lowers_the_bound() -> None:
     [
         run({"rank_wait": 20.0}),
         run({"validation": 20.0}),
-        run({"monitoring": 20.0}),
         run({CALLBACK: 20.0}, usual_ms=200.0),
         run({CALLBACK: 12.0}, utilization=100.0),
         of([{FORWARD: 20.0, CALLBACK: 20.0 * (i < 10)} for i in range(BLOCKS)]),
-        of([{FORWARD: 20.0 * (1 + part)} for part in UP][:17]),
-        replace(run({}), blocks=[replace(block, phase_s={}) for block in run({}).blocks]),
     ],
-    ids=["ranks", "validation", "monitoring", "small", "hidden", "slow beginning", "short", "without phases"],
+    ids=["ranks", "validation", "small", "hidden", "slow beginning"],
 )
 def test_other_waits_and_small_changes_are_no_slowing_down(measured: RunMeasurements) -> None:
     assert slowdown(measured) is None
-
-
-def test_waiting_for_a_core_is_left_out() -> None:
-    slower = run({FORWARD: 20.0})
-    waits = [replace(one, core_wait_s=10 * 0.02 * part) for one, part in zip(slower.blocks, UP, strict=True)]
-    assert slowdown(replace(slower, blocks=waits)) is None
 
 
 def test_time_counts_once_for_the_slowdown_and_the_rest_for_its_phase() -> None:
@@ -113,13 +92,6 @@ def test_time_counts_once_for_the_slowdown_and_the_rest_for_its_phase() -> None:
     assert {*found(diagnose(run({"trainer": 20.0})))} == {"slowing_down"}
     both = diagnose(of([{FORWARD: 20.0, logger: 20.0, "logging/Other": 20 * part} for part in UP])).findings
     assert [one.share for one in both if one.evidence.get("name") == "CSVLogger"] == [pytest.approx(20 / 50)]
-
-
-def test_a_line_replaces_the_advice_to_find_one() -> None:
-    line = SourceLine(phase=CALLBACK, file="train.py", line=7, function="on_train_batch_end", samples=100)
-    (first, *_) = diagnose(run({CALLBACK: 20.0}, lines=(line,))).findings
-    assert first.advice.endswith("100 % of this time is at train.py:7 in on_train_batch_end.")
-    assert "py-spy" in diagnose(run({CALLBACK: 20.0})).findings[0].advice
 
 
 def test_longer_steps_under_a_busy_gpu_make_no_run_healthy() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.examples import NO_WORKERS, WAITS, a_host, cpu_run, gpu_run
+from lightning_gpu_tools.advice.examples import NO_WORKERS, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
 from lightning_gpu_tools.training.run_measurements import LoaderFacts, LoadingFacts, RunMeasurements
@@ -38,11 +37,6 @@ def test_all_obstacles_are_said_at_once() -> None:
 @pytest.mark.parametrize(("shards", "ranks", "most"), [(None, 1, None), (1, 1, 1), (8, 1, 8), (8, 4, 2), (2, 4, 1)])
 def test_the_shards_of_a_rank_limit_its_workers(shards: int | None, ranks: int, most: int | None) -> None:
     assert workers_allowed(replace(STREAM, splits=True, shards=shards, ranks=ranks)).most == most
-
-
-def test_many_open_files_are_counted() -> None:
-    many = replace(OPEN, open_files=("A.a", "A.b", "A.c", "A.d", "A.e"))
-    assert "`A.a`, `A.b`, `A.c` and 2 others are open" in workers_allowed(many).reasons
 
 
 @pytest.mark.parametrize(
@@ -86,25 +80,3 @@ def test_no_number_of_workers_is_advised_before_what_comes_first(facts: LoaderFa
     advice = loading(waiting(facts, **options)).advice
     before, _, _ = advice.partition("num_workers=")
     assert "num_workers=" not in advice or workers_allowed(facts).reasons in before
-
-
-@pytest.mark.parametrize("options", [{}, {"loading": ON_STORAGE, "worker_cpu_s_per_batch": 0.001}, {"cores": 1}])
-def test_a_stream_has_no_more_workers_than_shards(options: dict[str, Any]) -> None:
-    facts = replace(STREAM, splits=True, shards=2)
-    host = a_host(options.get("cores", 64))
-    options = {"host": host, "loader_began": facts, "loader_now": facts, **options}
-    options.pop("cores", None)
-    assert set(re.findall(r"num_workers=(\d+)", loading(cpu_run(WAITS, load_cpu_ms=20, **options)).advice)) <= {
-        "2",
-        "1",
-    }
-    now = replace(NO_WORKERS, num_workers=2, prefetch_factor=2)
-    advice = loading(gpu_run(WAITS, 20.0, loader=now, **options)).advice
-    assert "num_workers=" not in advice
-
-
-def test_a_stream_with_as_many_workers_as_shards_needs_more_shards() -> None:
-    facts = replace(STREAM, splits=True, shards=2)
-    now = replace(NO_WORKERS, num_workers=2, prefetch_factor=2)
-    advice = loading(gpu_run(WAITS, 20.0, loader=now, loader_began=facts, loader_now=facts)).advice
-    assert "(now 2), but a stream can use at most as many workers as shards, and `Photos` has 2. Store" in advice
