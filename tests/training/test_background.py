@@ -52,29 +52,6 @@ def test_each_job_says_when_it_is_called_again(jobs: BackgroundJobs) -> None:
     assert not once.was_called(0.0)
 
 
-@pytest.mark.parametrize(("again_s", "runs_again"), [(HOUR_S, True), (math.inf, False)])
-def test_a_job_that_is_wanted_while_it_runs_runs_once_more(
-    jobs: BackgroundJobs, again_s: float, runs_again: bool
-) -> None:
-    runs, go_on, calls = threading.Event(), threading.Event(), threading.Semaphore(0)
-
-    def job() -> float:
-        calls.release()
-        runs.set()
-        assert go_on.wait(20)
-        return again_s
-
-    jobs.add("It", job)
-    assert runs.wait(20)
-    jobs.run_now()
-    go_on.set()
-    assert calls.acquire(timeout=20)
-    later = Job(HOUR_S)
-    jobs.add("Later", later)  # due after that
-    assert later.was_called()
-    assert calls.acquire(timeout=0) == runs_again
-
-
 def test_an_error_is_kept_once_and_the_job_tried_again(jobs: BackgroundJobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_RETRY_S", 0.001)
     failing, sound = Job(0.0, OSError(28, "No space left on device")), Job(0.001)

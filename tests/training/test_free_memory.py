@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import gc
 import subprocess
 import sys
@@ -111,13 +110,6 @@ def test_after_a_measured_fit_the_activations_are_gone(tmp_path: Path) -> None:
     assert model.hidden() is not None
     free_memory()
     assert model.hidden() is None
-
-
-def test_the_last_result_at_a_prompt_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    vars(builtins)["_"] = Batch()
-    assert free_memory().released == ("_",)
-    assert not hasattr(builtins, "_")
 
 
 NOTEBOOK = """

@@ -73,12 +73,6 @@ def test_an_error_in_backward_leaves_the_clock_right() -> None:
     assert model.clock.seconds[FORWARD] == 8.0
 
 
-def test_a_backward_of_something_else_is_unseen() -> None:
-    model = Reducing()
-    model.waits.around_backward(lambda loss: model.loss().backward())(model.loss())
-    assert model.waits.unseen
-
-
 def test_a_torch_that_refuses_costs_only_the_distinction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "queue_in_backward", lambda: None)
     model = Reducing()
@@ -87,23 +81,6 @@ def test_a_torch_that_refuses_costs_only_the_distinction(monkeypatch: pytest.Mon
     assert model.spent_s == (7.0, 0.0)
     assert model.waits.unseen
     assert model.first.weight.grad is not None
-
-
-def test_a_backward_that_is_compiled_is_compiled_as_it_is_and_unseen() -> None:
-    graphs: list[list[str]] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
-        graphs.append([str(node.target) for node in graph.graph.nodes])
-        return graph.forward
-
-    model = Reducing()
-    for backward in (torch.Tensor.backward, model.waits.around_backward(torch.Tensor.backward)):
-        torch._dynamo.reset()
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
-            backward(torch.nn.Linear(4, 1)(torch.ones(2, 4)).square().mean())
-    without, found = graphs
-    assert found == without
-    assert model.waits.unseen
 
 
 # Where a GPU waits within backward
@@ -163,29 +140,3 @@ def test_buckets_without_marks_are_noticed_and_learned(bucketed: Bucketed, monke
     bucketed.backward(is_sampled=True)
     assert len(bucketed.marks) == 4
     assert not bucketed.waits.unseen
-
-
-def test_an_error_in_backward_leaves_no_hook(bucketed: Bucketed) -> None:
-    for _ in range(3):
-        bucketed.backward()
-    loss = bucketed.ddp(torch.ones(2, 512)).sum()
-    handle = loss.register_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError), bucketed.waits.around_backward(is_sampled=True):
-        loss.backward()
-    handle.remove()
-    assert not bucketed.ddp.module[0].weight._post_accumulate_grad_hooks
-
-
-def test_weights_that_allow_no_hooks_do_not_stop_training(bucketed: Bucketed) -> None:
-    bucketed.backward()
-    bucketed.waits._weights = lambda: [bucketed.ddp.module[0].weight, NoHooks()]
-    for is_sampled in (False, True, False):
-        bucketed.backward(is_sampled=is_sampled)
-        assert not bucketed.ddp.module[0].weight._post_accumulate_grad_hooks
-    assert bucketed.ddp.module[0].weight.grad is not None
-
-
-class NoHooks:
-    """A weight of an odd class."""
-
-    requires_grad = is_leaf = True

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
-import threading
-
 import pytest
-from trainings import HandClock, burn
+from trainings import HandClock
 
 from lightning_gpu_tools.training.phases import TRAINER, TRAINING_STEP, VALIDATION
 from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
@@ -47,44 +43,6 @@ def test_phases_add_up_to_the_wall_time(loop: Loop) -> None:
     assert loop.clock.seconds == {"epoch_start": 1.0, "data_loading": 2.0, "training_step": 6.0, "unexplained": 4.0}
     assert loop.clock.wall_s == 13.0
     assert (loop.clock.steps, loop.clock.epochs) == (3, 1)
-
-
-def test_what_is_asked_in_mid_phase_adds_up_and_leaves_no_trace(loop: Loop) -> None:
-    loop.epoch(3)
-    before = loop.clock.seconds
-    loop.clock.begin_fetch()
-    loop.time.spend(5.0)
-    assert loop.clock.so_far() == {**before, "data_loading": before["data_loading"] + 5.0}
-    loop.clock.end_fetch()
-    loop.clock.stop()
-    assert loop.clock.so_far() == loop.clock.seconds
-    assert sum(loop.clock.seconds.values()) == loop.clock.wall_s
-
-
-def test_another_thread_sees_phases_that_add_up() -> None:
-    clock, usual_s = StepClock(), sys.getswitchinterval()
-    clock.start()
-    stop = threading.Event()
-
-    def train() -> None:
-        for number in itertools.count():
-            clock.timed(f"callback/{number}", int)()  # a new phase each time
-            clock.begin_fetch()
-            clock.end_fetch()
-            if stop.is_set():
-                return
-
-    thread = threading.Thread(target=train)
-    sys.setswitchinterval(1e-6)
-    thread.start()
-    try:
-        for _ in range(300):
-            least_s, seen_s, most_s = clock.wall_s, sum(clock.so_far().values()), clock.wall_s
-            assert least_s * (1 - 1e-9) <= seen_s <= most_s * (1 + 1e-9)
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(usual_s)
 
 
 def test_steady_steps_leave_out_warm_up_and_first_batches(loop: Loop) -> None:
@@ -135,18 +93,3 @@ def test_memory_is_bounded_and_nothing_is_lost(loop: Loop) -> None:
     assert len(loop.clock.blocks) <= 128
     assert sum(block.steps for block in loop.clock.blocks) == 2 * 128 * 10
     assert sum(block.wall_s for block in loop.clock.blocks) == 3 * 2 * 128 * 10
-
-
-def test_cpu_time_is_told_apart_by_who_spent_it() -> None:
-    """Loading computes for 4 ms a batch, the step for 1 ms."""
-    clock = StepClock()
-    clock.start()
-    clock.begin_epoch()
-    for _ in range(WARM_UP_STEPS + 42):
-        clock.begin_fetch()
-        burn(0.004)
-        clock.end_fetch()
-        burn(0.001)
-    block = sum(clock.blocks[1:], clock.blocks[0])
-    assert block.data_loading_cpu_s / block.steps == pytest.approx(0.004, rel=0.3)
-    assert block.cpu_s / block.steps == pytest.approx(0.001, rel=0.5)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import random
 import threading
-import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -45,15 +43,6 @@ def test_percentiles_are_within_two_percent_and_parts_add_up(seconds: list[float
     assert sum(slow.seconds for slow in times.slow) <= times.seconds * (1 + 1e-9)
 
 
-def test_a_step_that_measuring_has_made_longer_is_left_out() -> None:
-    steps = [{TRAINING_STEP: 0.02}] * 100
-    steps[98] = {TRAINING_STEP: 0.4}  # which is worked out later
-    clock = timed_steps([*[{TRAINING_STEP: 0.02}] * WARM_UP_STEPS, *steps, {}])
-    clock.times.left_out.add(WARM_UP_STEPS + 99)
-    times = clock.times.facts()
-    assert (times.count, times.max_s, times.slow) == (99, pytest.approx(0.02), ())
-
-
 def test_slow_steps_are_told_apart_by_the_phase_that_made_them_slow() -> None:
     usual = {"data_loading": 0.005, TRAINING_STEP: 0.02}
     steps = [dict(usual) for _ in range(200)]
@@ -79,29 +68,6 @@ def test_pauses_make_a_step_slow_but_not_long() -> None:
     times = timed(steps)
     assert times.max_s == times.p50_s == 1.0
     assert {slow.phase: slow.count for slow in times.slow} == {VALIDATION: 9, CHECKPOINT: 1}
-
-
-def test_a_long_training_takes_as_much_memory_as_a_short_one() -> None:
-    noise = random.Random(1)
-    clock = StepClock(time := HandClock())
-    step = clock.timed(TRAINING_STEP, time.spend)
-    clock.start()
-
-    def train(steps: int) -> int:
-        for number in range(steps):
-            clock.begin_fetch()
-            clock.end_fetch()
-            step(5.0 if number % 100 == 0 else noise.lognormvariate(-3, 0.5))
-        return tracemalloc.get_traced_memory()[0]
-
-    tracemalloc.start()
-    try:
-        assert -train(10_000) + train(20_000) < 2**16
-    finally:
-        tracemalloc.stop()
-    times = clock.times.facts()
-    assert times.count == 30_000 - WARM_UP_STEPS - 1
-    assert all(len(slow.steps) <= 64 for slow in times.slow)
 
 
 def test_garbage_collection_is_booked_wherever_it_starts_in_this_thread() -> None:
