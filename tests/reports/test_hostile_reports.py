@@ -136,12 +136,8 @@ def test_a_full_report_is_read_back_unchanged() -> None:
     ("place", "value", "says"),
     [
         (("steps",), float("inf"), "`Infinity` is out of range"),
-        (("steps",), -1, "Expected `int` >= 0 - at `$.steps`"),
-        (("wall_s",), float("nan"), "`NaN` is out of range"),
-        (("phase_s", "training_step"), -1.0, "Expected `float` >= 0.0 - at `$.phase_s[...]`"),
         (("step_s_blocks", 3), 0.0, "Expected `float` >= 1e-09 - at `$.step_s_blocks[3]`"),
         (("gpus", 0, "name"), 5, "Expected `str | null`, got `int` - at `$.gpus[0].name`"),
-        (("gpus", 0, "timelines", "utilization_percent", "interval_s"), 0, "Expected `float` >= 1e-09 - at `$.gpus[0]"),
         (("gpus", 0), {}, "Object missing required field `index` - at `$.gpus[0]`"),
         (("diagnosis", "verdict"), "odd", "Invalid enum value 'odd' - at `$.diagnosis.verdict`"),
         (("schema_version",), "1", "not an object with an integer schema_version"),
@@ -159,14 +155,12 @@ NOT_REPORTS: dict[str, Callable[[Path], Any]] = {
     "missing": lambda path: None,
     "empty": lambda path: path.touch(),
     "brackets": lambda path: path.write_text("[" * 200_000),
-    "digits": lambda path: path.write_text("9" * 200_000),
     "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe{}"),
     "huge": lambda path: os.truncate(os.open(path, os.O_RDWR | os.O_CREAT), 1 << 40),
     "a pipe": lambda path: os.mkfifo(path),
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a loop": lambda path: path.symlink_to(path),
     "a folder": lambda path: path.mkdir(),
-    "no object": lambda path: path.write_text("[]"),
     "truncated": lambda path: path.write_text(to_json(FULL)[:-40]),
 }
 

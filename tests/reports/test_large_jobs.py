@@ -36,7 +36,7 @@ def lines_of(report: Report, *, full: bool = False) -> list[str]:
     return render_text(report, full=full).splitlines()
 
 
-@pytest.mark.parametrize("count", [1, 8, 17, 64, 1024])
+@pytest.mark.parametrize("count", [1, 17, 1024])
 @pytest.mark.parametrize("is_odd", [False, True])
 def test_a_report_of_any_size_fits_a_screen(count: int, is_odd: bool) -> None:
     report = of_size(count)
@@ -98,11 +98,6 @@ def test_of_many_gpus_those_that_differ_most_have_a_row() -> None:
     assert lines[head + 12] == "* differs from the rest"
 
 
-def test_what_many_gpus_have_in_common_is_said_once() -> None:
-    text = " ".join(render_text(with_odd(of_size(1024), dict.fromkeys(range(1024), BROKEN))).split())
-    assert "ERROR on 1,024 GPUs on nodes 0 to 127: Xid 31 (memory page fault)" in text
-
-
 def test_full_lists_every_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ReportFile(tmp_path).save(of_size(64))
     for options in ([], ["--format", "markdown"]):
@@ -118,11 +113,10 @@ def test_two_gpus_or_noise_mark_nothing() -> None:
     assert "*" not in render_text(with_odd(of_size(16), noisy))
 
 
-@pytest.mark.parametrize("nodes", [1, 128])
-def test_the_json_of_a_large_job_is_small(nodes: int) -> None:
-    report = simulated_report(nodes=nodes, gpus=8, seconds=30 * DAY_S)
+def test_the_json_of_a_large_job_is_small() -> None:
+    report = simulated_report(nodes=16, gpus=8, seconds=30 * DAY_S)
     text = to_json(report)
-    assert len(text) < (1e6 if nodes == 1 else 4e6)
+    assert len(text) < 1.5e6
     assert from_json(text) == report
 
 
@@ -130,7 +124,7 @@ def test_the_json_of_a_large_job_is_small(nodes: int) -> None:
 MOST = {"%": 100.0, "GiB": 282 * GIB, "W": 1200.0, "C": 99.0}
 
 
-@pytest.mark.parametrize(("count", "width"), [(8, 80), (16, 80), (16, 100), (64, 100), (1024, 100)])
+@pytest.mark.parametrize(("count", "width"), [(16, 80), (1024, 100)])
 def test_all_columns_together_fit_a_screen(count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     most = {column.field: MOST[column.unit] for column in COLUMNS}

@@ -73,9 +73,8 @@ def test_a_run_out_of_memory_needed_at_least_what_it_asked_for() -> None:
     assert 23 * GIB < need.min_free_bytes == diagnosis.findings[0].evidence["needed_bytes"]
 
 
-@pytest.mark.parametrize("forged", [-5.0, 0, "8GiB", None, [1]])
-def test_evidence_that_is_no_size_is_none(forged: Any) -> None:
-    report = with_finding(TRAINED, evidence={"needed_bytes": forged, "total_bytes": "all"})
+def test_evidence_that_is_no_size_is_none() -> None:
+    report = with_finding(TRAINED, evidence={"needed_bytes": -5.0, "total_bytes": "all"})
     assert needed(report) == needed(TRAINED)
     assert need_of(replace(report, memory=()), "gpu_report.json") is None
 
@@ -125,12 +124,6 @@ def test_the_last_run_of_the_same_script_is_preferred(tmp_path: Path) -> None:
         assert f" of LitModel in {'train' if size == 20 else 'other'}.py on " in need.origin
 
 
-def test_a_run_that_still_runs_is_better_than_none(tmp_path: Path) -> None:
-    save(tmp_path, of_gib(30, **RUNS), 10)
-    assert peak_in(tmp_path) == 30
-    assert "(at least 30.0 GiB of LitModel on 2026-01-02, running: step 812 so far, " in last_need(str(tmp_path)).origin
-
-
 def test_a_run_that_has_been_replaced_in_its_folder_is_still_known(tmp_path: Path) -> None:
     save(tmp_path / "gpu_report", of_gib(20), 20)
     save(tmp_path / "gpu_report", of_gib(30, **RUNS), 10)
@@ -162,12 +155,3 @@ def test_the_newest_one_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     os.utime(broken, (1e9,) * 2)
     with pytest.raises(ReportError, match=rf"^min_free=last: {broken} is not a report .* Or remove the file, or pass"):
         last_need(str(tmp_path))
-
-
-def test_of_a_run_with_a_test_the_fit_counts(tmp_path: Path) -> None:
-    test = with_memory(parts_bytes={"parameters": GIB})
-    ReportFile(tmp_path / "run" / "test").save(test)
-    assert last_need(str(tmp_path)).min_free_bytes < 3 * GIB
-    ReportFile(tmp_path / "run").save(TRAINED)
-    ReportFile(tmp_path / "run" / "test").save(test)
-    assert last_need(str(tmp_path)).min_free_bytes == 48 * GIB

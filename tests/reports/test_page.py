@@ -23,7 +23,7 @@ TAGS = {
     *("html", "head", "meta", "title", "style", "body", "h1", "p", "dl", "dt", "dd", "div"),
     *("table", "caption", "thead", "tbody", "tr", "th", "td"),
 }
-SIZES = [(1, 0, 10), (1, 4, DAY_S), (1, 8, 30 * DAY_S), (128, 8, DAY_S)]
+SIZES = [(1, 0, 10), (16, 8, 30 * DAY_S)]
 
 
 class Page(HTMLParser):
@@ -59,12 +59,10 @@ def test_picture_and_page_of_any_job_are_small(tmp_path: Path, nodes: int, gpus:
     assert len(picture) < 500_000
 
 
-@pytest.mark.parametrize(("gpus", "lines"), [(4, ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]), (8, ["mean of 5 others"])])
-def test_the_least_busy_gpus_have_lines_of_their_own(gpus: int, lines: list[str]) -> None:
-    text = svg_of(simulated_report(gpus=gpus))
-    for line in (*lines, "GPU 1", "training step 68 %", "allocator cache"):
+def test_the_least_busy_gpus_have_lines_of_their_own() -> None:
+    text = svg_of(simulated_report(gpus=8))
+    for line in ("mean of 5 others", "GPU 1", "training step 68 %", "allocator cache"):
         assert f">{line}</text>" in text
-    assert text.count('">GPU ') == 3 + 3 * min(gpus, 4 if gpus == 4 else 3) - 1  # labels of axes; torch's title
 
 
 def test_a_page_holds_the_whole_report() -> None:

@@ -14,17 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_report import REPORT, with_finding
 
-from lightning_gpu_tools.advice.findings import Verdict
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, LoaderTrial
 from lightning_gpu_tools.advice.memory_causes.memory_growth import growing_memory
-from lightning_gpu_tools.advice.memory_causes.stray_contexts import stray_contexts
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.reports.report import summarize
 from lightning_gpu_tools.reports.report_file import ReportFile, load_report
 from lightning_gpu_tools.reports.schema import from_json, to_json
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
-from lightning_gpu_tools.training.run_measurements import HeldContext, LoaderSettings, RankStep
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, RankStep
 
 
 def test_an_infinite_ceiling_survives_a_format_that_has_none() -> None:
@@ -120,16 +118,6 @@ def test_the_slowest_rank_is_measured_by_the_median_rank() -> None:
     assert "median of 4 ranks. On average a rank waits 14.8 ms per step for others. Where" in text
 
 
-@pytest.mark.parametrize(("rank", "marked"), [(1, "waiting for other ranks"), (0, "backward")])
-def test_a_slow_rank_is_marked_where_rank_zero_feels_it(rank: int, marked: str) -> None:
-    report = replace(
-        with_finding(cause="straggler", evidence={"rank": rank, "phase": "backward"}),
-        phase_s={"training_step/backward": 21.4, "rank_wait/training step": 20.0},
-    )
-    (line,) = [line for line in render_text(report).splitlines() if line.endswith("◀ cause")]
-    assert f"─ {marked} " in line
-
-
 def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
     gpu = replace(
         REPORT.gpus[0],
@@ -157,17 +145,6 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
         "Overhead of measuring: at least 14 µs per step.",
     ):
         assert words in text
-
-
-@pytest.mark.parametrize("verdict", ["low", "out_of_memory"])
-def test_contexts_on_a_gpu_of_another_rank_are_named_once(verdict: Verdict) -> None:
-    own = HeldContext(rank=0, node=0, pid=41, gpu=0, uuid="GPU-0", is_own=True)
-    stray = HeldContext(rank=1, node=0, pid=42, gpu=0, uuid="GPU-0", is_own=False, held_bytes=2**30)
-    (finding,) = stray_contexts([own, stray])
-    diagnosis = replace(REPORT.diagnosis, verdict=verdict, findings=(*REPORT.diagnosis.findings, finding))
-    for next_step in (diagnosis.next_step, finding.advice):
-        report = replace(REPORT, diagnosis=replace(diagnosis, next_step=next_step))
-        assert " ".join(render_text(report).split()).count("Rank 1 holds 1.00 GiB on GPU 0, which") == 1
 
 
 ORIGINAL = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
