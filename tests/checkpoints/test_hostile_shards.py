@@ -17,7 +17,7 @@ import torch
 from checkpoint_files import EDITS, Exploit, overwritten, records_of, refuse_everywhere, zipped
 from hypothesis import given
 from sharded_checkpoints import divided, write_deepspeed, write_distributed, write_index
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, verify_checkpoint
 from lightning_gpu_tools.checkpoints.sources import read_structure
@@ -56,18 +56,6 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(edit: Any, message: 
     index = write_index(tmp_path, WEIGHTS, 2)
     edit_index(index, edit)
     refuse_everywhere(index, message)
-
-
-def test_numbers_of_a_newer_torch_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.rand(4).to(torch.float8_e5m2)
-    index = write_index(tmp_path / "index", {"w": weight}, 1)
-    folder = write_distributed(tmp_path / "dcp", {"w": divided(weight, [2])})
-    monkeypatch.delattr(torch, "float8_e5m2")  # as torch 2.6 lacks float8_e8m0fnu
-    for path in (index, folder):
-        assert read_structure(path).content["w"].dtype == "float8_e5m2"
-        words = r"torch.float8_e5m2, which torch \S+ does not have. Update torch"
-        with pytest.raises(BrokenCheckpointError, match=words):
-            read_checkpoint(path)
 
 
 def test_a_folder_of_links_is_one_checkpoint(tmp_path: Path) -> None:
@@ -109,11 +97,8 @@ def test_nothing_in_a_folder_runs(tmp_path: Path) -> None:
         (lambda m: setattr(place(m, "a"), "offset", place(m, "b").offset), "does not describe a checkpoint"),
         (lambda m: setattr(place(m, "b"), "length", 1 << 40), "cut short|does not describe a checkpoint"),
         (lambda m: setattr(place(m, "a"), "transform_descriptors", ["zstd"]), "is compressed by an extension"),
-        (lambda m: m.storage_data.pop(MetadataIndex("a", torch.Size([0, 0]))), "does not describe a checkpoint"),
         (lambda m: m.state_dict_metadata["a"].chunks.pop(), "parts of a do not make up its shape"),
         (lambda m: setattr(m.state_dict_metadata["b"], "size", torch.Size([9])), "parts of b do not make up"),
-        (lambda m: setattr(m, "planner_data", {"a": ("x",), "b": ("x",)}), "does not describe a checkpoint"),
-        (lambda m: setattr(m, "planner_data", {"a": (0,), "b": (1,)}), "do not belong together"),
     ],
 )
 def test_metadata_that_contradicts_itself_is_refused(edit: Any, message: str, tmp_path: Path) -> None:
@@ -160,9 +145,7 @@ def edit_file(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     ("stage", "file", "edit", "message"),
     [
         (2, "mp*", lambda c: c["param_shapes"][0].update(a=torch.Size([9, 9])), "do not describe a ZeRO"),
-        (2, "mp*", lambda c: c["param_shapes"][0].update(new=torch.Size([1])), "do not describe a ZeRO"),
         (3, "*_0_*_m*", lambda c: c["module"].update(new=torch.zeros(0)), "no file has the numbers of new"),
-        (3, "*_1_*_o*", lambda c: c["optimizer_state_dict"]["fp32_flat_groups"].pop(), "do not describe"),
         (2, "*_1_*", lambda c: c["optimizer_state_dict"].update(partition_count=4), "is from 4 ranks, but it has 2"),
         (3, "*_0_*_m*", lambda c: c.update(module=[3]), "do not belong together"),
         (1, "*_0_*", lambda c: c["optimizer_state_dict"].pop("zero_stage"), "zero_to_fp32.py does not read"),

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,14 +61,11 @@ KINDS: dict[str, Callable[[], Any]] = {
     "conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
     "coo": lambda: torch.eye(3).to_sparse(),
-    "csr": lambda: torch.eye(3).to_sparse_csr(),
     "meta": lambda: torch.empty(7, device="meta"),
     "parameter": parameter_with_state,
-    "requires gradients": lambda: torch.ones(2, requires_grad=True),
     "scheduler": lambda: torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([BASE]), [1, 1, 2]).state_dict(),
     "state_dict": lambda: torch.nn.Linear(3, 4).state_dict(),
     "plain data": lambda: [b"a", bytearray(b"a"), {1, "a"}, 1j, torch.Size([1]), torch.float32, torch.device("cpu")],
-    "more plain data": lambda: [Counter("aab"), torch.sparse_coo, 2**100, None, {(1, 2): 3, None: 4}, ((), [[]])],
     "every type": lambda: {str(dtype): torch.zeros(3, 2, dtype=dtype) for dtype in DTYPES},
 }
 
@@ -119,38 +115,8 @@ def test_our_list_of_plain_data_is_torchs() -> None:
     assert beyond_plain_data(tempting) == sorted(tempting)
 
 
-class Custom(dict):  # type: ignore[type-arg]
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.inner = [self]
-
-
-Pair = collections.namedtuple("Pair", "a b")
-
-
 class Mode(enum.Enum):
     FAST = 1
-
-
-@pytest.mark.parametrize("new_format", [True, False])
-@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
-def test_objects_of_any_class_load_from_trusted_files(protocol: int, new_format: bool, tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    shared = {1, 2, 3}
-    plain = [
-        *(shared, shared, frozenset(shared), [{number} for number in range(1000)]),
-        *(Pair(1, 2), Mode.FAST, collections.defaultdict(list, a=[1]), collections.deque([1], 3), Custom.get),
-    ]
-    content = {"custom": Custom(), "plain": plain, "numpy": [np.ones(3), np.float32(1), np.random.default_rng(0)]}
-    if protocol:  # torch writes no tensors in protocol 0
-        content |= {"model": torch.nn.Linear(2, 2), "keys": {torch.ones(1): 1}}
-    torch.save(content, path, pickle_protocol=protocol, _use_new_zipfile_serialization=new_format)
-    read_structure(str(path))
-    loaded = read_checkpoint(path, weights_only=False)
-    assert loaded["custom"].inner[0] is loaded["custom"]
-    assert repr(loaded["plain"]) == repr(plain)
-    with pytest.raises(UnsafeCheckpointError):
-        read_checkpoint(path)
 
 
 def test_a_newer_pickle_protocol_is_read_or_not_called_damage(tmp_path: Path) -> None:
@@ -383,11 +349,8 @@ def test_an_old_file_holds_the_storages_that_it_describes(tmp_path: Path) -> Non
 HARMLESS = {
     "enum": (saved(Mode.FAST), repr(Mode.FAST)),
     "module": (saved(torch.nn.Sequential(torch.nn.ReLU())), repr(torch.nn.Sequential(torch.nn.ReLU()))),
-    "path and loss": (saved([Path("a"), torch.nn.MSELoss()]), repr([Path("a"), torch.nn.MSELoss()])),
     "number": (saved(np.float64(0.1)), repr(np.float64(0.1))),
     "array": (saved(np.ones(3, dtype=np.int16)), repr(np.ones(3, dtype=np.int16))),
-    "builtins": (saved([frozenset([1]), slice(1, 2), str]), repr([frozenset([1]), slice(1, 2), str])),
-    "scheduler": (saved(torch.optim.lr_scheduler.StepLR), repr(torch.optim.lr_scheduler.StepLR)),
 }
 
 

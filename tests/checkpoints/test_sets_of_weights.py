@@ -2,9 +2,7 @@
 
 import ast
 import itertools
-import json
 import re
-import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +17,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_gpu_tools import load_weights
 from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average, plan_renaming
-from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
 
 
@@ -66,22 +63,12 @@ SPELLINGS: dict[str, tuple[Callable[[Any], Mapping[str, Any]], str]] = {
     "an attribute": (lambda raw: below(["net"], raw) | below(["ema_net"], AVERAGE), "ema_net."),
     "ema-pytorch": (lambda raw: {"model": raw, "ema": in_ema_pytorch(raw, AVERAGE)}, "ema.ema_model."),
     "ema-pytorch alone": (lambda raw: in_ema_pytorch(raw, AVERAGE), "ema_model."),
-    "ema-pytorch without the raw weights": (lambda raw: {"model": raw, "ema": in_ema_pytorch({}, AVERAGE)}, "ema"),
-    "ema-pytorch around a diffusion": (
-        lambda raw: {
-            "model": below(["model"], raw),
-            "ema": in_ema_pytorch(*(below(["model"], w) for w in (raw, AVERAGE))),
-        },
-        "ema.ema_model.model.",
-    ),
     "mmengine": (
         lambda raw: {"state_dict": raw, "ema_state_dict": {"steps": torch.tensor(3), **below(["module"], AVERAGE)}},
         "ema_state_dict",
     ),
     "YOLO": (lambda raw: {"epoch": 1, "model": net(1), "ema": net(2).half(), "updates": 3}, "ema"),
 }
-# Those with names of their own in the average.
-OTHER_NAMES = ("an attribute", "mmengine", "YOLO", *(name for name in SPELLINGS if "ema-pytorch" in name))
 
 
 @pytest.mark.follows("call load_weights with ")
@@ -103,30 +90,6 @@ def test_the_average_is_named_and_loaded_on_request(spelling: str, tmp_path: Pat
         for root, number in ((entry, 2), (report.entry or report.root, 1)):
             assert load_weights(target, path, root=root).others == ()
             assert values(target) == {number}
-
-
-@pytest.mark.parametrize("spelling", [name for name in SPELLINGS if name not in OTHER_NAMES])
-def test_inspect_shows_and_convert_changes_every_set(
-    spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make, entry = SPELLINGS[spelling]
-    source, target = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
-    torch.save(make(net(1).state_dict()), source)
-    main(["checkpoint", "inspect", source, "--json"])
-    shown = json.loads(capsys.readouterr().out)["weights"]
-    assert len(shown) == 2
-    assert entry in shown
-    assert main(["checkpoint", "convert", source, target, "--dtype", "bfloat16"]) == 0
-    assert f'also converted "{entry}"' in capsys.readouterr().out
-    main(["checkpoint", "inspect", target, "--json"])
-    sets = json.loads(capsys.readouterr().out)["weights"]
-    assert {weight["dtype"] for weights in sets.values() for weight in weights} == {"bfloat16", "int64"}
-    assert [weight["key"] for weight in sets[entry]] == list(AVERAGE)
-    for options, number in (((), 1), (("--entry", entry), 2)):
-        assert main(["checkpoint", "convert", source, target, "--weights", "--force", *options]) == 0
-        other = next(name for name in shown if (name == entry) != bool(options))
-        assert f'without "{other}" (select with --entry)' in capsys.readouterr().out
-        assert torch.load(target, weights_only=True)["0.bias"].tolist() == [number] * 2
 
 
 def test_the_trainers_average_is_taken_and_the_raw_weights_named(tmp_path: Path) -> None:
@@ -225,24 +188,3 @@ def test_a_refusal_names_roots_that_fit(
     for count, root, loosely in advice:
         plan = plan_renaming(checkpoint, model, root=ast.literal_eval(root), strict=not loosely)
         assert len(plan.renames) == int(count)
-
-
-def test_one_root_takes_the_place_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = net(1).state_dict()
-    path = tmp_path / "a b.pt"
-    torch.save(below(["bert"], body), path)
-    target = nn.ModuleDict({"encoder": net(0)})
-    with pytest.raises(CheckpointMismatchError, match=r'fit with root=\("bert\.", "encoder\."\)\.') as refusal:
-        load_weights(target, path)
-    report = load_weights(target, path, root=("bert.", "encoder."))
-    assert values(target) == {1}
-    assert report.root == ("bert.", "encoder.")
-    monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(str(refusal.value).partition("lightning-gpu-tools ")[2])) == 0
-    load_weights(target := nn.ModuleDict({"encoder": net(0)}), tmp_path / "renamed.pt")
-    assert values(target) == {1}
-    torch.save({"model": below(["bert"], body), "ema": below(["bert"], AVERAGE)}, path)
-    load_weights(target, path, root=("ema.bert", "encoder"))
-    assert values(target) == {2}
-    with pytest.raises(CheckpointMismatchError, match=r'Neither the checkpoint .* has \("gpt", "encoder"\)'):
-        load_weights(target, tmp_path / "renamed.pt", root=("gpt", "encoder"))

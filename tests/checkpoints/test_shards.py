@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -117,17 +116,6 @@ def test_weights_come_out_of_a_folder_with_other_objects(tmp_path: Path, run: Ru
     assert torch.load(tmp_path / "a.pt").keys() == WEIGHTS.keys()
 
 
-def test_lightnings_folder_becomes_a_lightning_checkpoint(tmp_path: Path, run: Run) -> None:
-    folder = lightnings_folder(tmp_path / "last.ckpt")
-    assert "Lightning checkpoint" in " ".join(run("inspect", folder)[1].split())  # a long path may part the words
-    assert run("convert", folder, tmp_path / "one.ckpt")[0] == 0
-    content = torch.load(tmp_path / "one.ckpt")
-    assert (content["epoch"], [*content["state_dict"]]) == (3, [*WEIGHTS])
-    optimizer = content["optimizer_states"][0]
-    assert optimizer["state"]["norm.bias"]["step"] == 4
-    assert optimizer["param_groups"] == [{"params": [*WEIGHTS], "lr": 0.1}]
-
-
 @given(
     weights=st.dictionaries(st.text("ab.", min_size=1, max_size=4), TENSORS, min_size=1, max_size=4),
     cuts=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=4),
@@ -210,21 +198,6 @@ def test_a_single_shard_is_named_for_what_it_is(kind: str, tmp_path: Path, run: 
     assert not (tmp_path / "a.pt").exists()
 
 
-def test_a_shard_that_lost_its_index_is_still_one(tmp_path: Path, run: Run) -> None:
-    index = write_index(tmp_path, WEIGHTS, 2)
-    index.unlink()
-    shard = tmp_path / "model-00001-of-00002.safetensors"
-    for path, words in (
-        (shard, "is one of several files"),
-        (tmp_path, "holds shards of a checkpoint without their index"),
-    ):
-        with pytest.raises(BrokenCheckpointError, match=words):
-            load_weights(Net(), path, strict=False)
-    assert "This file is one of several files of a checkpoint" in run("verify", shard)[1]
-    shutil.copy(tmp_path / "model-00001-of-00002.safetensors", tmp_path / "model-00001-of-00001.safetensors")
-    load_weights(Net(), tmp_path / "model-00001-of-00001.safetensors", strict=False)  # all there is
-
-
 @pytest.mark.follows("checkpoints. Use one of them: ")
 def test_each_index_in_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
     for suffix in ("bin", "safetensors"):
@@ -251,16 +224,3 @@ def test_a_missing_or_cut_file_is_refused(kind: str, tmp_path: Path) -> None:
                     act(source)
         file.write_bytes(data)
     assert read_checkpoint(source)
-
-
-def test_tensors_in_parts_take_no_memory_in_between(tmp_path: Path) -> None:
-    write_distributed(tmp_path / "dcp", {"a": divided(torch.eye(3), [1])})
-    in_parts = read_checkpoint(tmp_path / "dcp")["a"]
-    whole = in_parts + 0
-    made = in_parts.detach()
-    assert torch.equal(whole, torch.eye(3))
-    made.zero_()
-    assert torch.equal(in_parts.detach(), torch.eye(3)), "a program changed what was put together, and it was kept"
-    gone = weakref.ref(made)
-    del made
-    assert gone() is None

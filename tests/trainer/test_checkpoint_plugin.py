@@ -1,10 +1,8 @@
 """The plugin in real Trainers: the keys it saves and loads, at every call site."""
 
-import copy
 import gc
 import pickle
 import weakref
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from plugin_trainings import (  # noqa: F401 - a fixture
     WRAPPINGS,
@@ -122,19 +120,6 @@ def test_ema_weights_and_the_raw_ones_are_both_renamed(tmp_path: Path) -> None:
         assert torch.equal(next(average.module.parameters()), expected), wrapping
 
 
-def test_tuners_restore_exactly_what_they_saved(tmp_path: Path) -> None:
-    finders = [BatchSizeFinder(max_trials=2, steps_per_trial=2), LearningRateFinder(num_training_steps=5)]
-    states = []
-    for plugin in (PortableCheckpointIO(), TorchCheckpointIO()):
-        model = Lit("DataParallel")
-        run = trainer(tmp_path, plugin, callbacks=copy.deepcopy(finders))
-        run.fit(model)
-        states.append((model, model.batch_size))
-    assert states[0][1] == states[1][1]
-    assert same(states[0][0], states[1][0])
-    assert not list(tmp_path.glob(".*"))
-
-
 def test_dictionaries_that_are_no_trainers_come_back_as_they_were(tmp_path: Path) -> None:
     plugin = PortableCheckpointIO()
     trainer(tmp_path, plugin).fit(Lit("DataParallel"))  # it knows a model with wrappers now
@@ -201,35 +186,6 @@ def test_the_plugin_keeps_no_trainer_alive_and_can_be_pickled(tmp_path: Path) ->
     assert watch() is None
 
 
-def test_colliding_keys_are_saved_as_lightning_has_them(tmp_path: Path) -> None:
-    run, _ = trained(tmp_path)
-    checkpoint = run._checkpoint_connector.dump_checkpoint()
-    checkpoint["state_dict"] = OrderedDict({"net.w": torch.ones(1), "net._orig_mod.w": torch.zeros(1)})
-    with pytest.warns(UserWarning, match=r"keep the prefixes of wrappers.*net\._orig_mod\.w"):
-        run.strategy.checkpoint_io.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
-    assert list(torch.load(tmp_path / "a.ckpt")["state_dict"]) == ["net.w", "net._orig_mod.w"]
-
-
-def test_a_shared_plugin_takes_names_from_the_trainer_that_saves(tmp_path: Path) -> None:
-    class Holder(nn.Module):
-        def __init__(self, net: nn.Module) -> None:
-            super().__init__()
-            self.module = net
-
-        def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            return self.module(batch)  # type: ignore[no-any-return]
-
-    plugin, source = PortableCheckpointIO(), Lit()
-    source.net = Holder(source.net)  # its child `module` is no wrapper's
-    one, two = trainer(tmp_path, plugin), trainer(tmp_path, plugin)
-    one.fit(source)
-    two.fit(Lit("DataParallel"))
-    one.save_checkpoint(tmp_path / "a.ckpt")
-    source.load_state_dict(torch.load(tmp_path / "a.ckpt")["state_dict"])
-    two.save_checkpoint(tmp_path / "b.ckpt")
-    assert "net.0.weight" in torch.load(tmp_path / "b.ckpt")["state_dict"]
-
-
 def test_wrapped_keys_are_never_stored_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
     run = trainer(tmp_path)
@@ -239,18 +195,3 @@ def test_wrapped_keys_are_never_stored_without_a_word(tmp_path: Path, monkeypatc
     monkeypatch.delenv("LIGHTNING_GPU_TOOLS_DISABLE")
     with pytest.warns(UserWarning, match="keep the prefixes of wrappers: this PortableCheckpointIO"):
         run.save_checkpoint(tmp_path / "a.ckpt")
-
-
-def test_a_fit_that_failed_leaves_no_check_to_the_next_run(tmp_path: Path) -> None:
-    run, source = trained(tmp_path)
-    run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-
-    class Raises(Lit):
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            raise LookupError("mine")
-
-    again, target = trainer(tmp_path, epochs=2), Lit(seed=1)
-    with pytest.raises(LookupError, match="mine"):
-        again.fit(Raises(), ckpt_path=tmp_path / "a.ckpt")
-    again.test(target, ckpt_path=tmp_path / "weights.ckpt", verbose=False)
-    assert same(source, target)

@@ -54,28 +54,6 @@ def test_broken_missing_and_unsafe_files_are_told_apart(tmp_path: Path) -> None:
             trainer(tmp_path, plugin).test(Lit(), ckpt_path=tmp_path / "path.ckpt")
 
 
-class Normed(Lit):
-    """A model with a norm that keeps no statistics, and a buffer that it does not save."""
-
-    strict_loading = False  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.InstanceNorm1d(4, affine=True)
-        self.register_buffer("positions", torch.arange(4), persistent=False)
-
-
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_keys_of_older_versions_are_left_out(prefix: str, tmp_path: Path) -> None:
-    source, target = Normed(), Normed()
-    nn.init.ones_(source.norm.bias)
-    old = {"norm.running_mean": torch.zeros(4), "norm.running_var": torch.ones(4), "positions": torch.arange(4)}
-    weights = {**source.state_dict(), **old}
-    torch.save({f"{prefix}{key}": value for key, value in weights.items()}, tmp_path / "a")
-    trainer(tmp_path).test(target, ckpt_path=tmp_path / "a", verbose=False)
-    assert same(source, target)
-
-
 class Configured(Lit):
     def __init__(self, settings: Any) -> None:
         super().__init__()
@@ -344,24 +322,6 @@ def test_an_inner_plugin_that_writes_nothing_is_refused(tmp_path: Path) -> None:
     trained(tmp_path, "DataParallel", plugin)
     plugin.teardown()
     assert "net.0.weight" in torch.load(tmp_path / "a.ckpt")["state_dict"]
-
-
-@saves_after_a_fit
-def test_an_inner_plugin_may_save_in_a_thread(tmp_path: Path) -> None:
-    plugin = PortableCheckpointIO(AsyncCheckpointIO(TorchCheckpointIO()))
-    trained(tmp_path, "DataParallel", plugin)
-    plugin.teardown()
-    assert "net.0.weight" in torch.load(tmp_path / "a.ckpt")["state_dict"]
-
-
-def test_saving_does_not_change_what_it_is_given(tmp_path: Path) -> None:
-    run, _ = trained(tmp_path, "DataParallel")
-    checkpoint = run._checkpoint_connector.dump_checkpoint()
-    before, keys = dict(checkpoint), list(checkpoint["state_dict"])
-    run.strategy.checkpoint_io.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
-    assert checkpoint == before
-    assert list(checkpoint["state_dict"]) == keys
-    assert keys[0] == "net.module.0.weight"
 
 
 def train_save_and_test(folder: Path, rank: int) -> None:

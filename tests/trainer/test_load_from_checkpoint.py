@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch import __version__ as lightning_version
 from torch import nn
-from wrapped_models import WRAPPINGS, TiedTransformer, contents
+from wrapped_models import WRAPPINGS
 
 import lightning_gpu_tools
-from lightning_gpu_tools import load_from_checkpoint, load_weights
+from lightning_gpu_tools import load_from_checkpoint
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, BrokenCheckpointError, UnsafeCheckpointError
 
@@ -126,20 +126,6 @@ def test_bare_weights_and_another_root_load_into_a_class(tmp_path: Path) -> None
         load_from_checkpoint(Lit, tmp_path / "b.pt")
 
 
-def test_what_a_model_keeps_is_no_part_of_the_file(tmp_path: Path) -> None:
-    class Weighted(LightningModule):
-        def __init__(self, class_weights: torch.Tensor) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.class_weights = class_weights
-            self.net = nn.Linear(2, 2)
-
-    path = save_lit(Weighted(torch.tensor([1.0, 2.0])), tmp_path / "a.ckpt")
-    model = load_from_checkpoint(Weighted, path)
-    path.write_bytes(bytes(path.stat().st_size))
-    assert model.class_weights.tolist() == [1, 2]
-
-
 def test_a_hook_may_be_what_makes_the_weights_fit(tmp_path: Path) -> None:
     class Grows(Lit):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -149,92 +135,6 @@ def test_a_hook_may_be_what_makes_the_weights_fit(tmp_path: Path) -> None:
     source.extra = nn.Linear(5, 1)
     model = load_from_checkpoint(Grows, save_lit(source, tmp_path / "a.ckpt"))
     assert torch.equal(model.extra.weight, source.extra.weight)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_hook_that_resizes_does_so_as_in_lightning(strict: bool, tmp_path: Path) -> None:
-    class Grows(Lit):
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            for key, value in checkpoint["state_dict"].items():
-                own = self.state_dict()[key].clone()
-                own[tuple(slice(size) for size in value.shape)] = value
-                checkpoint["state_dict"][key] = own
-
-    path = save_lit(Grows(), tmp_path / "a.ckpt")
-    models = []
-    for load in both(Grows):
-        torch.manual_seed(1)
-        models.append(load(path, width=3, strict=strict))
-    assert torch.equal(models[0].net.weight, models[1].net.weight)
-
-
-def test_weights_hidden_by_state_dict_load_as_in_lightning(tmp_path: Path) -> None:
-    class Filtered(Lit):
-        strict_loading = False  # type: ignore[assignment]
-
-        def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-            weights = super().state_dict(*arguments, **options)
-            return {key: value for key, value in weights.items() if "weight" not in key}
-
-    source = Lit()
-    path = save_lit(source, tmp_path / "a.ckpt")
-    assert torch.equal(load_from_checkpoint(Filtered, path).net.weight, source.net.weight)
-    report = load_weights(Filtered(), path, strict=False)
-    assert (set(report.loaded), report.missing, report.unexpected) == ({"net.bias", "net.weight"}, (), ())
-
-
-def test_overrides_without_torchs_optional_arguments_work(tmp_path: Path) -> None:
-    class Short(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.net = TiedTransformer()
-
-        def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-            return dict(super().state_dict())
-
-        def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
-            super().load_state_dict(state_dict, strict)
-
-    source = Short()
-    path = save_lit(source, tmp_path / "a.ckpt")
-    assert contents(load_from_checkpoint(Short, path)) == contents(source)
-    weights = source.state_dict()
-    del weights["net.head.weight"]  # the tie shows although the override hands out copies of the parameters
-    torch.save(weights, tmp_path / "a.pt")
-    target = Short()
-    assert "net.head.weight" in load_weights(target, tmp_path / "a.pt").loaded
-    assert contents(target) == contents(source)
-
-
-def test_a_module_without_parameters_is_built(tmp_path: Path) -> None:
-    class Bare(LightningModule):
-        def __init__(self, k: int = 3) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    path = save_lit(Bare(5), tmp_path / "a.ckpt")
-    assert [load(path).hparams for load in both(Bare)] == [{"k": 5}, {"k": 5}]
-
-
-class Config(dict):  # type: ignore[type-arg]
-    """Stands for OmegaConf's DictConfig."""
-
-
-def test_hyperparameters_come_back_in_the_class_that_they_had(tmp_path: Path) -> None:
-    content = torch.load(save_lit(OneArgument({"width": 3}), tmp_path / "a.ckpt"))
-
-    class Typed(OneArgument):
-        def __init__(self, settings: Any) -> None:
-            super().__init__(settings)
-            self.kind = type(settings)
-
-    for kind in (Config, "Namespace"):
-        write_checkpoint({**content, "hparams_type": kind}, tmp_path / "b.ckpt")
-        with torch.serialization.safe_globals([Config]):
-            mine, theirs = (load(tmp_path / "b.ckpt") for load in both(Typed))
-        assert mine.kind is theirs.kind
-        assert (mine.kind is Config) == (kind is Config)
 
 
 @pytest.mark.follows("If you trust the author of the file: ")
@@ -271,19 +171,6 @@ def test_a_checkpoint_cannot_choose_what_builds_the_model(tmp_path: Path) -> Non
         write_checkpoint({**content, "hyper_parameters": hparams}, path)
         with pytest.raises(UnsafeCheckpointError, match=words):
             load_from_checkpoint(Lit, path)
-
-
-def test_what_lightning_cli_saved_is_built_as_there(tmp_path: Path) -> None:
-    pytest.importorskip("jsonargparse")
-    path = save_lit(Lit(), tmp_path / "a.ckpt")
-    content = torch.load(path)
-    content["hyper_parameters"] = {
-        "_instantiator": "lightning.pytorch.cli.instantiate_module",
-        "width": 2,
-        "wrap": "DataParallel",
-    }
-    write_checkpoint(content, path)
-    assert isinstance(load_from_checkpoint(Lit, path).net, nn.DataParallel)
 
 
 CLI = "lightning.pytorch.cli.instantiate_module"
