@@ -129,8 +129,9 @@ def sampled_idle(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:
 def contended(wait_share: float = 0.4, *, others: float = 0.0, allowed: float = 2.0, **options: Any) -> RunMeasurements:
     """Return a run on two cores whose training thread waited for a core; other programs kept ``others`` of them busy.
 
-    Options are fields of ``CoreFacts``, and ``phase_ms`` and ``workers`` of the run.
+    Options are fields of ``CoreFacts``, and ``phase_ms``, ``workers`` and ``loading`` of the run.
     """
+    loading = options.pop("loading", None)
     phase_ms, workers = options.pop("phase_ms", {"training_step/forward": 40.0}), options.pop("workers", 4)
     cores = {
         "wait_share": wait_share,
@@ -147,6 +148,7 @@ def contended(wait_share: float = 0.4, *, others: float = 0.0, allowed: float = 
         host=a_host(allowed),
         cores=CoreFacts(**cores),
         loader=replace(LOADER, num_workers=workers),
+        loading=loading,
     )
 
 

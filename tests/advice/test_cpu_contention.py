@@ -8,7 +8,7 @@ import pytest
 
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import a_host, contended, gpu_run
-from lightning_gpu_tools.training.run_measurements import CoreUser, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import CoreUser, LoadingFacts, RunMeasurements
 
 EVE = CoreUser(user="eve", name="train\x1b[31m", cores=1.1)
 SIMULATORS = CoreUser(user="", name="sim\x1b", cores=1.1)
@@ -55,6 +55,13 @@ USERS = {
         "own_threads",
         "this job has 5.2 runnable threads on 2 cores)",
         "Next: Use fewer threads: torch.set_num_threads(2) (now 16). Speedup",
+    ),
+    "thread pools": (
+        contended(loading=LoadingFacts(runnable_threads=2.1, pool_library="cv2"), torch_threads=1),
+        "own_threads",
+        "5.2",
+        "Each of the 4 workers keeps 2.1 threads runnable, on 2 cores. Limit their libraries to one thread in "
+        "worker_init_fn: cv2.setNumThreads(0), torch.set_num_threads(1), and for NumPy threadpoolctl.threadpool_limits",
     ),
     "own workers": (contended(), "own_threads", "5.2", "torch.set_num_threads(1) (now 2), num_workers=1 (now 4)."),
     "a quota beside other programs": (

@@ -15,7 +15,7 @@ from lightning_gpu_tools.advice.cause import Cause, Shape
 from lightning_gpu_tools.advice.examples import contended
 from lightning_gpu_tools.advice.findings import Evidence, Finding, counted
 from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT, base_phase
-from lightning_gpu_tools.training.run_measurements import CoreFacts, RunMeasurements
+from lightning_gpu_tools.training.run_measurements import MANY_THREADS, CoreFacts, LoadingFacts, RunMeasurements
 from lightning_gpu_tools.units import printable
 
 # Our defaults.
@@ -85,8 +85,23 @@ def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
     return "own_threads", own, advice
 
 
+def one_thread_per_worker(run: RunMeasurements) -> str:
+    """Return how to end the thread pools of libraries in the workers; empty unless they take more than all cores."""
+    workers, seen = 0 if run.loader is None else run.loader.num_workers, run.loading or LoadingFacts()
+    threads = seen.runnable_threads or 0.0
+    if threads < MANY_THREADS or workers * run.host.local_ranks * threads <= _FULL * run.host.cores:
+        return ""
+    calls = ("cv2.setNumThreads(0), " if seen.pool_library else "") + "torch.set_num_threads(1)"
+    return (
+        f"Each of the {workers} workers keeps {threads:.1f} threads runnable, on {_cores(run.host.cores)}. Limit their "
+        f"libraries to one thread in worker_init_fn: {calls}, and for NumPy threadpoolctl.threadpool_limits(1)."
+    )
+
+
 def _fewer_threads(run: RunMeasurements, cores: CoreFacts, free_cores: float) -> str:
     """Return how to run at most one thread per free core; empty if there is no way."""
+    if pools := one_thread_per_worker(run):
+        return pools
     ranks, workers = run.host.local_ranks, 0 if run.loader is None else run.loader.num_workers
     most_workers = max(1, math.floor(run.host.cores / ranks) - 1)
     most_threads = max(1, round(min(run.host.cores, free_cores)) // ranks - (workers > 0))  # leaves the workers a core

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from statistics import median
 
 from lightning_gpu_tools.advice.cause import LOADER_SETTINGS, Cause, Shape
+from lightning_gpu_tools.advice.causes.cpu_contention import one_thread_per_worker
 from lightning_gpu_tools.advice.examples import STEP, WAITS, cpu_run
 from lightning_gpu_tools.advice.findings import (
     MIN_CEILING,
@@ -40,7 +41,6 @@ from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not
 from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
 from lightning_gpu_tools.training.run_measurements import (
     DATA_LOADING,
-    MANY_THREADS,
     LoaderFacts,
     LoaderSettings,
     LoadingFacts,
@@ -60,7 +60,6 @@ _FINDER = "NumWorkersFinder()"
 # share of it. loadtune calls a CPU saturated at 85 %.
 _RUNNABLE = 0.80
 _DELAYED = 0.20
-_FULL = 1.1  # runnable threads per core: more than measuring adds
 _READY = 0.90  # the workers are fast enough if a batch is ready before this share of steps
 # One worker lags if half of all prefetched batches are ready when its batch arrives.
 _READY_OUT_OF_ORDER = 0.5
@@ -256,7 +255,7 @@ def _shortage(
             more = f"{allowed.reasons} Then more" if allowed.obstacles else "More"
             advice += f" {more} workers help if the storage serves them in parallel: {settings}."
             advice += f" {search} measures it." if search else ""
-    elif not is_unpacking and (one_thread := _one_thread_per_worker(run)):
+    elif not is_unpacking and (one_thread := one_thread_per_worker(run)):
         kind, advice = "cpu_bound", one_thread
     elif not is_unpacking and (
         _has_no_free_core(seen) or (plan.limited_by == "cores" and not is_certain) or no_workers
@@ -331,19 +330,6 @@ def _search(run: RunMeasurements) -> str:
     if run.has_trainer and run.stage == "fit":
         return "" if began and now and why_not_switched(began, now) else _FINDER
     return "" if began and why_not_searched(began) else "find_loader_settings(loader, step_time_s=...)"
-
-
-def _one_thread_per_worker(run: RunMeasurements) -> str:
-    """Return how to end the thread pools of libraries in the workers; empty unless they take more than all cores."""
-    workers, seen = 0 if run.loader is None else run.loader.num_workers, run.loading or LoadingFacts()
-    threads = seen.runnable_threads or 0.0
-    if threads < MANY_THREADS or workers * run.host.local_ranks * threads <= _FULL * run.host.cores:
-        return ""
-    calls = ("cv2.setNumThreads(0), " if seen.pool_library else "") + "torch.set_num_threads(1)"
-    return (
-        f"Each of the {workers} workers keeps {threads:.1f} threads runnable, on {run.host.cores:g} cores. Limit their "
-        f"libraries to one thread in worker_init_fn: {calls}, and for NumPy threadpoolctl.threadpool_limits(1)."
-    )
 
 
 def _has_no_free_core(seen: LoadingFacts) -> bool:
