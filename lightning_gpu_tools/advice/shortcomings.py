@@ -1,4 +1,4 @@
-"""Shortages that would end training later, or slow it down: of disk, shared memory, cores; and shared files."""
+"""Shortages that would end training later, or slow it down: of disk, shared memory, cores, GPUs; and shared files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_gpu_tools.advice.failures import SHARED_MEMORY
 from lightning_gpu_tools.advice.workers_allowed import OPEN_IN_WORKER, named
-from lightning_gpu_tools.units import format_bytes, printable_path
+from lightning_gpu_tools.units import format_bytes, printable, printable_path
 
 # A new checkpoint is complete before the old one is removed, so both exist at the same time.
 _CHECKPOINTS = 2
@@ -25,6 +25,7 @@ class Surroundings:
     shm_bytes: int | None = None  # size of /dev/shm, through which workers pass batches
     workers: int = 0  # of all ranks of this machine
     cores: float | None = None  # that the job may use
+    claims: tuple[tuple[str, str, int], ...] = ()  # of others: GPU, owner, bytes (0 = all of it)
     shared_files: tuple[str, ...] = ()  # that a dataset had open when its workers were forked
 
 
@@ -56,4 +57,10 @@ def shortcomings(found: Surroundings) -> Iterator[str]:
         yield (
             f"The DataLoader's workers share {named(found.shared_files)}, open since before they were forked, and may "
             f"read each other's data. {OPEN_IN_WORKER}"
+        )
+    for gpu, who, size in found.claims:
+        much = format_bytes(size) if size else "all"
+        yield (
+            f"{printable(who)} has claimed {much} of the memory of GPU {gpu}, and may use it at any time. "
+            "Claim GPUs as well: choose them with this package, or with `lightning-gpu-tools run`."
         )

@@ -247,7 +247,7 @@ class Session:
     def _check_surroundings(self, recorder: RunRecorder) -> None:
         """Warn about shortages that would end training later."""
         read = partial(read_surroundings, self.run, recorder.batch_bytes)
-        found = recorder.facts.read("the disks and memory of this machine", read, None)
+        found = recorder.facts.read("the disks, memory and claims of this machine", read, None)
         self.warn(*(() if found is None else shortcomings(found)))
 
     def _poll_memory(self) -> float:

@@ -1,20 +1,23 @@
-"""The resources of a machine that a run will need: disk, shared memory, cores."""
+"""The resources of a machine that a run will need: disk, shared memory, cores, unclaimed GPUs."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch.utils.data import DataLoader
 
 from lightning_gpu_tools.advice.shortcomings import Surroundings
+from lightning_gpu_tools.errors import ClaimsError
+from lightning_gpu_tools.gpus.readings import MAX_USERS, GpuClaim
 from lightning_gpu_tools.host import affinity_cores, read_host_budget, shared_memory_bytes
 from lightning_gpu_tools.loaders.facts import read_loader_facts
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.runs.out_of_memory import copies_per_weight
-from lightning_gpu_tools.runs.run import Run
+from lightning_gpu_tools.runs.run import Run, gpu_readings
+from lightning_gpu_tools.selection import claims
 from lightning_gpu_tools.units import printable_path
 
 
@@ -38,6 +41,7 @@ def read_surroundings(run: Run, batch_bytes: int | None) -> Surroundings:
         shm_bytes=shared_memory_bytes(),
         workers=0 if has_warned else workers,
         cores=cores,
+        claims=tuple(_claims(run)),
         shared_files=tuple(_shared_files(run)),
     )
 
@@ -66,3 +70,30 @@ def _checkpoint_bytes(run: Run) -> int | None:
     weights = [*run.module.parameters(), *run.module.buffers()]
     trained = sum(weight.nbytes for weight in weights if weight.requires_grad)
     return sum(weight.nbytes for weight in weights) + copies_per_weight(run.optimizers) * trained
+
+
+def _claims(run: Run) -> Sequence[tuple[str, str, int]]:
+    """Return the claims of other jobs on these GPUs: GPU, owner, bytes (0 = all)."""
+    gpus = {gpu.uuid: str(gpu.index) for gpu in gpu_readings(run.gpus)}
+    if not gpus:
+        return ()
+    try:
+        with claims.read_ledger(claims.directory()) as ledger:
+            found = ledger.claims()
+    except ClaimsError:  # nobody can claim anything then
+        return ()
+    others = [claim for claim in found if not claims.is_of_own_job(claim) and claim.pid != os.getpid()]
+    named = [*dict.fromkeys(claim.user for claim in others)][:MAX_USERS]
+    of_users: dict[tuple[str, str], list[GpuClaim]] = {}  # one message per user, so that no user can flood the log
+    for claim in others:
+        for uuid in filter(claim.is_on, gpus):
+            user = claim.user if claim.user in named else "other users"
+            of_users.setdefault((gpus[uuid], user), []).append(claim)
+    return [
+        (
+            gpu,
+            str(those[0]) if len(those) == 1 and user in named else f"{user} ({len(those)} claims)",
+            0 if None in (sizes := [claim.memory_bytes for claim in those]) else sum(filter(None, sizes)),
+        )
+        for (gpu, user), those in of_users.items()
+    ]

@@ -26,6 +26,8 @@ ENOUGH = {
         ({"checkpoint_bytes": 6 * GIB}, "/logs has 10.0 GiB left, but two checkpoints need 12.0 GiB"),
         ({"shm_bytes": GIB // 16}, "prefetch up to 1.00 GiB of batches, but /dev/shm has only 64.0 MiB"),
         ({"cores": 3.5}, "4 DataLoader workers in total, but only 3.5 CPU cores"),
+        ({"claims": (("0", "ada\x1b (PID 7)", 8 * GIB),)}, "ada\\x1b (PID 7) has claimed 8.00 GiB of the"),
+        ({"claims": (("0", "ada (PID 7)", 0),)}, "has claimed all of the memory of GPU 0"),
     ],
 )
 def test_each_shortage_is_named_with_its_numbers(lacks: dict[str, object], words: str) -> None:

@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from lightning_gpu_tools import select_gpus
+from lightning_gpu_tools.advice.shortcomings import shortcomings
+from lightning_gpu_tools.runs.surroundings import read_surroundings
+from lightning_gpu_tools.trainer.facts import LoopRun
 
 pytestmark = pytest.mark.usefixtures("claims_dir")
 
@@ -173,3 +179,32 @@ print(json.dumps([picked, used, fit(), trainer.global_step]))
 """)
     assert picked == used == again
     assert steps == 2
+
+
+HOLD = """
+import sys
+from lightning_gpu_tools import select_gpus
+held = [select_gpus(**{options!r}) for _ in range({count})]
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "who", "what"),
+    [(3, {"min_free": "1MiB"}, "3 claims", "3.00 MiB"), (1, {}, "pid {pid}", "all")],
+)
+def test_claims_of_another_job_on_the_same_gpu_are_named(
+    monkeypatch: pytest.MonkeyPatch, count: int, options: dict[str, object], who: str, what: str
+) -> None:
+    held = torch.zeros(1, device="cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{torch.cuda.get_device_properties(held.device).uuid}")
+    hold = HOLD.format(options=options, count=count)
+    with select_gpus(1, min_free="1MiB"):
+        run = LoopRun()
+        assert read_surroundings(run, None).claims == ()  # its own is none
+        with subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1, text=True) as other:
+            other.stdout.readline()
+            (told,) = shortcomings(read_surroundings(run, None))
+            other.kill()
+    assert f"({who.format(pid=other.pid)}) has claimed {what} of the memory of GPU " in told

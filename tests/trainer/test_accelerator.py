@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import cpu_as_cuda
 import pytest
 from fake_driver import Driver, gpu, mig, process
-from launched_jobs import PLACE, live_claims, said, slurm
+from launched_jobs import PLACE, claims_in, live_claims, said, slurm
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sample_report import TRAINED
@@ -22,9 +23,12 @@ from sample_report import TRAINED
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, select_gpus
 from lightning_gpu_tools.advice.causes import shared_gpu
 from lightning_gpu_tools.advice.memory_causes import other_processes
+from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.errors import NotEnoughGpusError, ReportError
 from lightning_gpu_tools.reports.report_file import ReportFile
+from lightning_gpu_tools.runs.surroundings import read_surroundings
 from lightning_gpu_tools.selection.claims import held_claims, warn_once
+from lightning_gpu_tools.trainer.facts import TrainerRun
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 pytestmark = pytest.mark.usefixtures("cuda")
@@ -248,3 +252,34 @@ def test_a_trainer_opens_and_reads_the_driver_once(driver: Driver, strategy: str
     assert [call.function for call in calls].count("nvmlDeviceGetMemoryInfo") == len(driver.gpus)
     trainer(2, strategy)  # the job has its GPUs, and CUDA_VISIBLE_DEVICES names them
     assert driver.calls() == calls
+
+
+HOLD = """
+import sys
+from lightning_gpu_tools import select_gpus
+held = select_gpus(min_free="8GiB")
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.follows("Claim GPUs as well: choose them with this package, or with `lightning-gpu-tools run`.")
+def test_a_job_without_a_claim_is_told_of_another_ones_and_gets_its_own(
+    driver: Driver, claims_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", driver.gpus[3].uuid)
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        made = Trainer(accelerator="cuda", devices=1, strategy="ddp", logger=False)
+        (message,) = shortcomings(read_surroundings(TrainerRun(made), None))
+        assert f"(pid {other.pid}) has claimed 8.00 GiB of the memory of GPU 0" in message
+        (program,) = re.findall(r"or with `lightning-gpu-tools (\w+)`", message)
+        command = [sys.executable, "-m", "lightning_gpu_tools", program, "--min-free", "1GiB", "--", "sh", "-c"]
+        with subprocess.Popen([*command, "echo; cat"], stdin=-1, stdout=-1) as own:
+            assert own.stdout is not None
+            own.stdout.readline()
+            claims = {claim.pid: claim.memory_bytes for claim in claims_in(claims_dir)}
+            own.kill()
+        other.kill()
+    assert claims == {other.pid: 8 * 2**30, own.pid: 2**30}
