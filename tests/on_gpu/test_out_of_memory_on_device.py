@@ -220,7 +220,9 @@ def test_an_allocator_of_the_driver_is_read_as_far_as_it_counts(tmp_path: Path) 
             sizes = [report.diagnosis.findings[0].evidence[f"{one}_bytes"] for one in ("allocated", "requested")]
             assert sum(sizes) > report.diagnosis.findings[0].evidence["allowed_bytes"]
         (account,) = report.memory
-        assert account.parts_bytes["other_tensors"] > 0
+        parts = account.parts_bytes
+        # What the case before it left may be freed before or after training begins.
+        assert parts.get("other_tensors", 0) + parts.get("earlier_tensors", 0) > 0
         assert not account.peak_lines
 
 
