@@ -113,8 +113,7 @@ def test_a_programs_own_processes_are_named_and_go_last_with_nice(one_core: None
     command = re.search(r"start them with (nice -n 19), so", finding.advice)[1].split()  # type: ignore[index]
     with children(tmp_path, 5, *command):
         followed = train(tmp_path, burn, 0.03)
-    assert followed.core_wait_share < report.core_wait_share
-    assert of_cores(followed) is None or of_cores(followed).evidence["kind"] != "own_children"
+    assert followed.core_wait_share < report.core_wait_share / 2
 
 
 def matrices(seconds: float) -> None:
