@@ -23,7 +23,7 @@ from lightning_gpu_tools.loaders.handover import Switch, restore, switchable
 from lightning_gpu_tools.loaders.search import SilentRankError, search
 from lightning_gpu_tools.loaders.settings import settings_of
 from lightning_gpu_tools.trainer.facts import trains_on_gpu
-from lightning_gpu_tools.trainer.families import LightningModule, Logger, Trainer, base_of
+from lightning_gpu_tools.trainer.families import LightningModule, Trainer
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.measuring_callback import FitSession
 from lightning_gpu_tools.trainer.wrappers import Wrappers
@@ -451,10 +451,6 @@ class _Fit:
         if result.settings == result.original:
             state = "is unchanged"
         _say(f"{_settings_text(result.settings)} {state}. {result.reason}")
-        if self._trainer.is_global_zero:
-            settings = {**dataclasses.asdict(result.settings), "applied": result.applied}
-            for logger in self._trainer.loggers:
-                _log_to(logger, {"num_workers_finder": settings})
 
     def give_up(self) -> None:
         self._next = None
@@ -489,12 +485,3 @@ def _settings_text(settings: LoaderSettings) -> str:
     others = ("prefetch_factor", "persistent_workers", "pin_memory")
     set_ones = [f"{name}={value}" for name in others if (value := getattr(settings, name))]
     return ", ".join([f"num_workers={settings.num_workers}", *set_ones])
-
-
-def _log_to(logger: Logger, found: dict[str, Any]) -> None:
-    # Without metrics, TensorBoard's logger keeps the user's summary and hp_metric.
-    options: dict[str, Any] = {"metrics": {}} if base_of(logger, "TensorBoardLogger") else {}
-    try:
-        logger.log_hyperparams(found, **options)
-    except Exception as error:  # noqa: BLE001 - any logger may fail, and training must continue
-        rank_zero_warn(f"{type(logger).__name__} could not log the DataLoader settings: {error!r}")

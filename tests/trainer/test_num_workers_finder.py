@@ -18,7 +18,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import CombinedLoader
 from loader_switching import DrawsAlways, frozen_states, shorten_trials
 from torch.utils.data import DataLoader, get_worker_info
@@ -342,20 +341,6 @@ def test_it_stays_out_where_it_is_not_wanted(
     finder = NumWorkersFinder()
     train(tmp_path, [finder], shuffled(Samples(50)), Noisy(0.0), **options)
     assert finder.result is None
-
-
-@pytest.mark.parametrize("logger_type", [CSVLogger, TensorBoardLogger])
-def test_the_loggers_learn_the_settings_beside_the_users_hyperparameters(
-    tmp_path: Path, logger_type: type[Logger]
-) -> None:
-    if logger_type is TensorBoardLogger:
-        pytest.importorskip("tensorboard")
-    logger = logger_type(tmp_path)
-    result, _ = find(tmp_path, shuffled(), logger=logger)
-    assert result.settings is not None
-    written = (Path(str(logger.log_dir)) / "hparams.yaml").read_text()
-    assert "width: 3" in written
-    assert f"num_workers: {result.settings.num_workers}" in written
 
 
 # What fails
