@@ -17,8 +17,6 @@ from lightning_gpu_tools.units import printable, printable_path
 Entries = Mapping[str, Mapping[str, Any]]  # sets of weights by the name of their entry
 
 LIGHTNING_VERSION = "pytorch-lightning_version"
-# The entry that PortableCheckpointIO adds to a Lightning checkpoint: primitives only, for weights_only=True.
-MANIFEST = "lightning_gpu_tools"
 # Entries of a Lightning checkpoint with the model's keys. WeightAveraging adds the second one.
 MODEL_STATES = ("state_dict", "current_model_state")
 # Entries that a Trainer restores, and what they are.
@@ -106,15 +104,6 @@ def _is_restorable(name: str, value: Any) -> bool:
     if isinstance(value, list):
         return "list" in _RESTORED[name] and all(isinstance(item, (Mapping, Opaque)) for item in value)
     return "list" not in _RESTORED[name] and (isinstance(value, Mapping) or value is None)
-
-
-def manifest_of(content: Any) -> dict[str, Any]:
-    """Return the facts that this package has recorded in a checkpoint."""
-    manifest = content.get(MANIFEST) if isinstance(content, Mapping) else None
-    if not isinstance(manifest, Mapping):
-        return {}
-    kinds = {"wrappers": dict, "devices": list, "torch": str, "lightning": str}
-    return {name: manifest[name] for name, kind in kinds.items() if isinstance(manifest.get(name), kind)}
 
 
 def are_versions(metadata: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -11,16 +10,13 @@ from typing import Any
 import torch
 
 from lightning_gpu_tools.checkpoints.content import (
-    LIGHTNING_VERSION,
-    MANIFEST,
     MODEL_STATES,
     is_lightning_checkpoint,
-    manifest_of,
     put_weights,
 )
 from lightning_gpu_tools.checkpoints.copying import changed_number
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, clean_names, quoted
-from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, build_tree, counted, is_wrapper, list_groups
+from lightning_gpu_tools.checkpoints.key_tree import WRAPPER_SEGMENT, counted, list_groups
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weights
 from lightning_gpu_tools.checkpoints.state_dicts import (
     check_numbers,
@@ -46,8 +42,7 @@ class Changes:
     """The requested changes, named like the command's options."""
 
     entry: str | None = None  # None: the only one
-    wrappers: tuple[str, ...] = ()  # private segments such as _orig_mod are always removed
-    keep_prefix: bool = False
+    keep_prefix: bool = False  # private segments such as _orig_mod are always removed
     drop_root: str = ""
     add_root: str = ""
     dtype: torch.dtype | None = None  # None: as in the file
@@ -71,10 +66,10 @@ def convert(source: str, target: str, changes: Changes) -> str:
     for name in (entry,) if only_weights else (entry, *others):
         weights = whole_weights(source, entries[name])
         plans[name] = _plan(source, name, weights, content, changes)
-        converted[name] = _converted(source, weights, plans[name], changes, as_safetensors)
+        converted[name] = _converted(source, weights, plans[name], changes.dtype, as_safetensors)
     plan = plans[entry]
     if as_safetensors:
-        write_safetensors(converted[entry], file, _texts(content))
+        write_safetensors(converted[entry], file)
     elif only_weights:
         write_checkpoint(converted[entry], file)
     else:
@@ -99,18 +94,8 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
     # Lightning removes its own wrappers, so a `module` in its files is an attribute of the model.
     is_lightnings = is_lightning_checkpoint(content) and entry in MODEL_STATES
     around_all = not (changes.keep_prefix or is_lightnings or changes.drop_root.startswith(f"{WRAPPER_SEGMENT}."))
-    known = {*changes.wrappers, *manifest_of(content).get("wrappers", ())}
     with errors_about(source):
-        names = clean_names(weights, known, around_all=around_all)
-    tree = build_tree(weights)
-    for wrapper in changes.wrappers:
-        node = tree.find(wrapper)
-        if node is None or not is_wrapper(node):
-            inside = f"{wrapper}.{WRAPPER_SEGMENT}.".lstrip(".")
-            raise CheckpointMismatchError(
-                f"{source}: {printable(repr(wrapper))} is not a wrapper, because not all keys below it begin with "
-                f"{printable(repr(inside))}. Check --wrapper."
-            )
+        names = clean_names(weights, around_all=around_all)
     kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
     if changes.drop_root and not kept:
         root = printable(repr(changes.drop_root))
@@ -122,12 +107,12 @@ def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, chang
 
 
 def _converted(
-    path: str, weights: Mapping[str, Any], plan: RenamePlan, changes: Changes, as_safetensors: bool
+    path: str, weights: Mapping[str, Any], plan: RenamePlan, dtype: torch.dtype | None, as_safetensors: bool
 ) -> OrderedDict[str, Any]:
     """Return the weights with new names and precision, still tied, without the rest of their storages."""
     converted = plan.apply(weights)
     check_numbers(path, converted)
-    if changes.dtype is not None or as_safetensors:
+    if dtype is not None or as_safetensors:
         check_repetition(path, {key: value for key, value in converted.items() if is_dense(value)})
     identity = same_tensors(converted)
     made: dict[Hashable, Any] = {}
@@ -137,16 +122,16 @@ def _converted(
         if same not in made:
             made[same] = value
             is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
-            if changes.dtype is not None and is_number and value.dtype is not changes.dtype:
-                made[same] = _to_dtype(key, value, changes.dtype)
-                if changed_number(value, changes.dtype):
+            if dtype is not None and is_number and value.dtype is not dtype:
+                made[same] = _to_dtype(key, value, dtype)
+                if changed_number(value, dtype):
                     beyond_range.append(key)
             elif type(value) is torch.Tensor and is_dense(value) and value.untyped_storage().nbytes() > value.nbytes:
                 made[same] = value.detach().clone()
         converted[key] = made[same]
     if beyond_range:
         raise CheckpointError(
-            f"{printable_path(path)}: values of {list_groups(beyond_range)} are beyond the range of {changes.dtype} "
+            f"{printable_path(path)}: values of {list_groups(beyond_range)} are beyond the range of {dtype} "
             "and would become infinite. Use a dtype with a larger range, bfloat16 or float64, or omit --dtype."
         )
     return converted
@@ -159,10 +144,3 @@ def _to_dtype(key: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
         raise CheckpointError(
             f"Torch cannot convert {printable(key)} from {value.dtype} to {dtype}. Omit --dtype to keep {value.dtype}."
         ) from None
-
-
-def _texts(content: Any) -> dict[str, str]:
-    manifest: dict[str, Any] = {"version": 1, "torch": str(torch.__version__)}
-    if is_lightning_checkpoint(content) and isinstance(content[LIGHTNING_VERSION], str):
-        manifest["lightning"] = content[LIGHTNING_VERSION]
-    return {MANIFEST: json.dumps(manifest)}

@@ -28,7 +28,6 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
     is_packed,
     is_sharded,
     name_of,
-    part_of,
     shape_of,
 )
 from lightning_gpu_tools.errors import CheckpointMismatchError
@@ -113,12 +112,10 @@ def own_what_modules_keep(weights: dict[str, Any], model: ModelKeys) -> None:
 
 
 def _sharded_like(value: Any, target: Any) -> Any:
-    if is_sharded(value) and not part_of(value):  # each process has all of it
+    if is_sharded(value):  # each process has all of it
         value = value.to_local()
-    if is_sharded(value) == is_sharded(target):
+    if not is_sharded(target):
         return value
-    if is_sharded(value):
-        return value.full_tensor()
     from torch.distributed.tensor import DTensor, Replicate
 
     # Every process has read the file, so each takes its part without communication.
@@ -155,8 +152,7 @@ def _outcome_of(model: nn.Module, fit: Fit, found: Any, left_out: Sequence[str])
 
 def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool) -> None:
     """Refuse weights that would make ``load_state_dict`` fail midway, or that it would copy as different numbers."""
-    fault = fault_of_parts(fit.weights)
-    if fault and not _all_have_their_own(fit.weights):
+    if fault := fault_of_parts(fit.weights):
         raise CheckpointMismatchError(f"{fault} Nothing was changed.")
     refused = _different_for_tied(fit)
     if fit.offered() or _has_loading_code(model, fit.keys):
@@ -317,17 +313,6 @@ def _renewing_deepspeeds_copies(model: nn.Module) -> Iterator[None]:
         has_model = not loaded.isdisjoint(map(id, engine.parameters()))
         if has_model and hasattr(engine.optimizer, "refresh_fp32_params"):  # torch's optimizers keep no copies
             engine.optimizer.refresh_fp32_params()
-
-
-def _all_have_their_own(weights: Mapping[str, Any]) -> bool:
-    """Return whether every process holds the parts that it saved. All processes must call this function."""
-    if not torch.distributed.is_initialized():
-        return False
-    mesh = next(value.device_mesh for value in weights.values() if part_of(value))
-    place = (mesh.mesh == torch.distributed.get_rank()).nonzero().flatten().tolist()
-    answers: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(answers, place == list(mesh.get_coordinate() or ()))
-    return all(answers)
 
 
 def _different_for_tied(fit: Fit) -> dict[str, str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-import shlex
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from lightning_gpu_tools.checkpoints.key_hints import hints
 from lightning_gpu_tools.checkpoints.key_tree import (
@@ -177,8 +176,6 @@ _AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "shadow"})
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
 Set = TypeVar("Set")
-# An attribute of one side, or one each of checkpoint and model; see load_weights.
-Root: TypeAlias = str | tuple[str, str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +195,7 @@ def plan_renaming(
     checkpoint: Shapes,
     model: ModelKeys,
     *,
-    root: Root = None,
+    root: str | None = None,
     strict: bool = True,
     same_tensor: Callable[[], Mapping[str, Hashable]] = dict,
     entry: str = "",
@@ -239,7 +236,7 @@ class _Search:
     shapes: Shapes
     model: ModelKeys
     same_tensor: Callable[[], Mapping[str, Hashable]]
-    root: Root
+    root: str | None
     entry: str
     average: bool
 
@@ -267,7 +264,7 @@ class _Search:
         if not tried:
             raise CheckpointMismatchError(
                 f"Neither the checkpoint ({_roots(self.checkpoint_tree)}) nor the model ({_roots(self.model_tree)}) "
-                f"has {_shown(self.root)}. Check root.",
+                f"has {quoted(self.root or '')}. Check root.",
                 tuple(self.model.shapes),
             )
         nearest = _most(tried)
@@ -300,8 +297,8 @@ class _Search:
 
     def _given(self) -> list[tuple[str, str]]:
         """Return the attributes of checkpoint and model that the given root may mean."""
-        roots = [self.root] if isinstance(self.root, tuple) else [(self.root or "", ""), ("", self.root or "")]
-        return [(as_root(dropped), as_root(added)) for dropped, added in roots]
+        root = as_root(self.root or "")
+        return [(root, ""), ("", root)]
 
     def _inside(
         self, path: str, node: Node, place: tuple[str, Node], average: bool, levels: int = 2
@@ -458,26 +455,23 @@ class _Search:
 
     def _suggestions(self, covered: int) -> Iterable[str]:
         """Yield advice on roots, at most two levels deep, with which more keys fit than ``covered``."""
-        parts = [*self._large(inside_wrappers(self.checkpoint_tree.root))]
-        readings = [self._reading(part, place) for place in self._large(self.model_tree.root) for part in parts]
+        parts = self._large(inside_wrappers(self.checkpoint_tree.root))
+        readings = [self._reading(part, ("", self.model_tree.root)) for part in parts]
+        places = self._large(self.model_tree.root)
+        readings += [self._reading(("", self.checkpoint_tree.root), place) for place in places]
         for reading in _most([reading for reading in readings if any(reading.roots)])[:2]:
             plan = self._to_plan(reading)
             count = len(plan.renames) + len(plan.tied)
             if count <= covered:
                 return
             rest = " and strict=False" if plan.missing or plan.unexpected or plan.clashes else ""
-            dropped, added = reading.roots
-            options = {"--drop-root": dropped, "--add-root": added, "--weights --entry": self.entry}
-            shown = " ".join(f"{option} {shlex.quote(_name(value))}" for option, value in options.items() if value)
-            yield (
-                f"{count} fit with root={self._shown(reading.roots)}{rest}. To rename them in the file: "
-                f"lightning-gpu-tools checkpoint convert FILE TARGET {shown}"
-            )
+            yield f"{count} fit with root={self._shown(reading.roots)}{rest}."
 
     def _shown(self, roots: tuple[str, str]) -> str:
         """Return a root as Python code, after the name of the entry."""
         dropped, added = roots
-        return _shown((".".join(filter(None, (self.entry, dropped))), added))
+        inside = ".".join(filter(None, (self.entry, dropped)))
+        return f'"{_name(inside or added)}"'
 
     def _large(self, node: Node) -> Iterator[tuple[str, Node]]:
         """Yield (name, node) for nodes at most two levels below that could hold half of the model."""
@@ -501,12 +495,6 @@ def _roots(tree: Tree) -> str:
 def as_root(name: str) -> str:
     """Return an attribute as a key prefix, ``"model."``; ``""`` for none."""
     return f"{name.rstrip('.')}." if name else ""
-
-
-def _shown(root: Root) -> str:
-    """Return a root as Python code."""
-    dropped, added = root if isinstance(root, tuple) else (root or "", "")
-    return f'("{_name(dropped)}", "{_name(added)}")' if added else f'"{_name(dropped)}"'
 
 
 def _name(name: str) -> str:

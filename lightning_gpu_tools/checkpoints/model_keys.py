@@ -54,7 +54,7 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
         unsaved = {key: shape for key, shape in unsaved.items() if key.rpartition(".")[2] in names and key not in state}
     keys = ModelKeys(
         shapes={**{key: shape_of(value) for key, value in state.items()}, **unsaved},
-        wrappers=frozenset(wrappers),
+        wrappers=wrappers,
         tied=_tied(state),
         optional=frozenset((*unsaved, *(key for key in state if without_private_segments(key) in counters))),
         self_loading=frozenset(self_loading),
@@ -64,13 +64,9 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
     return keys, state
 
 
-def wrapper_paths(model: nn.Module) -> dict[str, str]:
-    """Return path -> class name of every wrapper with a child called ``module``."""
-    return {
-        path: type(module).__name__
-        for path, module in model.named_modules(remove_duplicate=False)
-        if _is_wrapper(module)
-    }
+def wrapper_paths(model: nn.Module) -> frozenset[str]:
+    """Return the path of every wrapper with a child called ``module``."""
+    return frozenset(path for path, module in model.named_modules(remove_duplicate=False) if _is_wrapper(module))
 
 
 def module_versions(model: nn.Module) -> dict[str, dict[str, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import shlex
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
@@ -91,7 +90,7 @@ def errors_about(file: str, model: str = "", note: str = "") -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        message = error.args[0].replace("FILE TARGET", f"{shlex.quote(file)} renamed.pt")
+        message = error.args[0]
         if isinstance(error, CheckpointMismatchError):
             message = f"{file} does not fit {model}. {message}{note}"
         else:
@@ -170,7 +169,7 @@ def fault_of_parts(weights: Mapping[str, Any]) -> str:
             return (
                 f"It holds one part of a sharded checkpoint: {quoted(key)} is the part of {part}. During training, "
                 "save the full weights from torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-                "StateDictOptions(full_state_dict=True). Or load each part in the process that saved it."
+                "StateDictOptions(full_state_dict=True)."
             )
     return ""
 

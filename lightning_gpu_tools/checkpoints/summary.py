@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,11 +9,9 @@ from typing import Any
 
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
-    MANIFEST,
     check_contents,
     describe_content,
     is_lightning_checkpoint,
-    manifest_of,
     shown_shape,
 )
 from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, group_keys, is_wrapper_name
@@ -27,7 +24,7 @@ _MAX_ENTRIES = 20
 # Entries that have their own line or number.
 _SHOWN = frozenset(
     {"epoch", "global_step", "hyper_parameters", "hparams_name", "hparams_type", "callbacks", "loops"}
-    | {"optimizer_states", LIGHTNING_VERSION, MANIFEST}
+    | {"optimizer_states", LIGHTNING_VERSION}
 )
 
 
@@ -35,7 +32,6 @@ def summarize(structure: Structure) -> dict[str, Any]:
     """Return the facts about a file, ready for JSON. Sizes are in bytes; ``None`` means unknown."""
     content = structure.content
     top = content if isinstance(content, Mapping) else {}
-    manifest = _manifest(structure)
     entries = check_contents(content, structure.path)
     version, states = top.get(LIGHTNING_VERSION), top.get("optimizer_states")
     kind = _kind_of(content, entries)
@@ -48,16 +44,13 @@ def summarize(structure: Structure) -> dict[str, Any]:
         "size_bytes": structure.size_bytes,
         "kind": kind,
         "content": describe_content(content),
-        "lightning_version": version if isinstance(version, str) and version else manifest.get("lightning"),
-        "torch_version": manifest.get("torch"),
+        "lightning_version": version if isinstance(version, str) and version else None,
         "epoch": _count(top.get("epoch")),
         "global_step": _count(top.get("global_step")),
         "hyper_parameters": _names(top.get("hyper_parameters")),
         "callbacks": _names(top.get("callbacks")),
         "optimizers": len(states) if kind == "lightning" and isinstance(states, list) else None,
-        "devices": sorted(structure.devices) or manifest.get("devices"),
-        "saved_from_devices": manifest.get("devices"),
-        "removed_wrappers": manifest.get("wrappers"),
+        "devices": sorted(structure.devices) or None,
         "wrappers_in_keys": {name: _wrappers_in(weights) for name, weights in entries.items()},
         "beyond_plain_data": beyond_plain_data(structure.globals),
         "entries": {} if "" in entries else {_text(name): describe_content(value) for name, value in top.items()},
@@ -78,19 +71,13 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
         "epoch": summary["epoch"],
         "step": summary["global_step"],
         "Lightning": summary["lightning_version"],
-        "torch": summary["torch_version"],
-        "saved from": ", ".join(summary["saved_from_devices"] or summary["devices"] or ()) or None,
+        "saved from": ", ".join(summary["devices"] or ()) or None,
         "optimizers": summary["optimizers"],
     }
     lines += _prose(
         "  " + ", ".join(f"{name} {printable(value)}" for name, value in facts.items() if value is not None)
     )
-    wrappers = (summary["removed_wrappers"] or {}).items()
-    for label, names in {
-        "hyperparameters": summary["hyper_parameters"],
-        "callbacks": summary["callbacks"],
-        "wrappers removed on save": [f"{kind} at {path or 'the root'}" for path, kind in wrappers],
-    }.items():
+    for label, names in {"hyperparameters": summary["hyper_parameters"], "callbacks": summary["callbacks"]}.items():
         if names:
             lines += _prose(f"  {label}: {', '.join(map(printable, names))}")
     others = [name for name in summary["entries"] if name not in _SHOWN and name not in summary["weights"]]
@@ -171,15 +158,6 @@ def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
     for key in weights:
         counts.update({segment for segment in key.split(".")[:-1] if is_wrapper_name(segment)})
     return dict(sorted(counts.items()))
-
-
-def _manifest(structure: Structure) -> Mapping[str, Any]:
-    if MANIFEST not in structure.metadata:
-        return manifest_of(structure.content)
-    try:
-        return manifest_of({MANIFEST: json.loads(structure.metadata[MANIFEST])})
-    except (ValueError, RecursionError):  # written by another program
-        return {}
 
 
 def _count(value: Any) -> int | None:

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import Entries, likely
 from lightning_gpu_tools.checkpoints.copying import Fit, copy_weights, has_same_numbers
-from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, Root, is_average, plan_renaming, preferred, quoted
+from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, is_average, plan_renaming, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import counted, list_groups, shortened
 from lightning_gpu_tools.checkpoints.model_keys import read_model
 from lightning_gpu_tools.checkpoints.reading import read_weights
@@ -46,7 +46,7 @@ class LoadReport:
         entry: Entry of the file with the weights, such as ``"state_dict"``; ``""`` if the file holds only weights.
         loaded: Model keys with a weight from the file.
         renamed: Checkpoint key -> model key, for keys that differ.
-        root: Attribute that was dropped (``"model."``) or added; ``""`` if none, a pair if both.
+        root: Attribute that was dropped (``"model."``) or added; ``""`` if none.
         others: Entries and attributes of the file with other weights of the same model, such as averages. To load one,
             pass it as ``root``.
         buffers: Checkpoint keys of buffers that the model does not save, with the same numbers as in the model.
@@ -63,7 +63,7 @@ class LoadReport:
     entry: str
     loaded: tuple[str, ...]
     renamed: Mapping[str, str] = field(default_factory=dict)
-    root: str | tuple[str, str] = ""
+    root: str = ""
     others: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
@@ -81,7 +81,12 @@ class LoadReport:
 @collector_paused()
 @checked
 def load_weights(
-    model: nn.Module, path: str | os.PathLike[str], *, root: Root = None, strict: bool = True, weights_only: bool = True
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    root: str | None = None,
+    strict: bool = True,
+    weights_only: bool = True,
 ) -> LoadReport:
     """Load a checkpoint into a model, regardless of the wrappers (DataParallel, DDP, FSDP, torch.compile) in its keys.
 
@@ -99,8 +104,7 @@ def load_weights(
         model: Any module, wrapped or not. If it is sharded, every process must call this function.
         path: A local file, a folder with one checkpoint (shards, a Hugging Face model, ``lightning_logs/version_0``),
             or the URL of a file that fsspec can open.
-        root: Attribute that only one side has, such as ``"model."``, or the entry of the file with the weights. A pair
-            such as ``("bert.", "encoder.")`` replaces the first, in the checkpoint, with the second, in the model.
+        root: Attribute that only one side has, such as ``"model."``, or the entry of the file with the weights.
             ``None`` searches for a root; ``""`` keeps the names.
         strict: Whether every key of the model must match a key of the checkpoint with the same shape, and vice versa.
             If false, the weights that fit are loaded, and the report lists the rest.
@@ -165,15 +169,14 @@ def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fi
         )
 
 
-def fit_weights(model: nn.Module, entries: Entries, root: Root, strict: bool) -> Fit:
+def fit_weights(model: nn.Module, entries: Entries, root: str | None, strict: bool) -> Fit:
     """Return the match for the only entry of a checkpoint that fits the model."""
-    dropped, added = root if isinstance(root, tuple) else (root or "", "")
-    dropped = dropped.rstrip(".")
+    dropped = (root or "").rstrip(".")
     named = [entry for entry in entries if entry and f"{dropped}.".startswith(f"{entry}.")]
     if named:
         entry = max(named, key=len)
         inside = dropped.removeprefix(entry).lstrip(".")
-        return _fit(model, entry, entries, (inside, added) if added else inside or None, strict)
+        return _fit(model, entry, entries, inside or None, strict)
     candidates = likely(entries)
     fits: list[Fit] = []
     refusals: dict[str, CheckpointError] = {}
@@ -231,7 +234,7 @@ def _entry_in_roots(entry: str, entries: Entries) -> str:
     return entry if is_needed else ""
 
 
-def _fit(model: nn.Module, entry: str, entries: Entries, root: Root, strict: bool) -> Fit:
+def _fit(model: nn.Module, entry: str, entries: Entries, root: str | None, strict: bool) -> Fit:
     weights = entries[entry]
     keys, state = read_model(model, weights)
     plan = plan_renaming(
@@ -258,7 +261,6 @@ def _fit(model: nn.Module, entry: str, entries: Entries, root: Root, strict: boo
 
 
 def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unread: tuple[str, ...]) -> LoadReport:
-    dropped, added = plan.dropped_root, plan.added_root
     lists = {
         "equal to buffers that the model does not save": tuple(plan.buffers),
         "kept": plan.kept,
@@ -280,7 +282,7 @@ def _report(path: str, fit: Fit, plan: RenamePlan, loaded: tuple[str, ...], unre
         entry=fit.entry,
         loaded=loaded,
         renamed={old: new for old, new in plan.renames.items() if old != new},
-        root=(dropped, added) if dropped and added else dropped or added,
+        root=plan.dropped_root or plan.added_root,
         others=fit.others,
         buffers=tuple(plan.buffers),
         kept=plan.kept,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import struct
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, BinaryIO
 
 import torch
 
-from lightning_gpu_tools.checkpoints.formats.safetensors import DTYPE_OF_SAFETENSORS, TWO_IN_A_BYTE
+from lightning_gpu_tools.checkpoints.formats.safetensors import DTYPE_OF_SAFETENSORS
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
 from lightning_gpu_tools.checkpoints.state_dicts import is_dense, same_tensors
 from lightning_gpu_tools.errors import CheckpointError
@@ -21,11 +20,8 @@ from lightning_gpu_tools.units import printable_path
 _SAFETENSORS_DTYPES = {
     getattr(torch, dtype): name
     for name, dtype in DTYPE_OF_SAFETENSORS.items()
-    if hasattr(torch, dtype)  # F8_E8M0 since torch 2.7, F4 since 2.8
+    if hasattr(torch, dtype)  # F8_E8M0 since torch 2.7
 }
-# Our defaults: copying 1 MiB costs nothing.
-_COPIED_BYTES = 1 << 10
-_BATCH = 1 << 10
 
 
 def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
@@ -34,7 +30,7 @@ def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
         torch.save(content, watched)
 
 
-def write_safetensors(weights: Mapping[str, Any], path: str, texts: Mapping[str, str]) -> None:
+def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
     """Write weights as safetensors. Does not use the library safetensors, which writes in place.
 
     For the format, see https://huggingface.co/docs/safetensors#format.
@@ -47,38 +43,26 @@ def write_safetensors(weights: Mapping[str, Any], path: str, texts: Mapping[str,
         )
     same = same_tensors(weights)
     first: dict[Hashable, str] = {}
-    leaders = {key: first.setdefault(same.get(key, key), key) for key in weights}
-    tied = {key: leader for key, leader in leaders.items() if key != leader}
-    more = {"module_versions": getattr(weights, "_metadata", None), "tied": tied}
-    more_texts = {name: json.dumps(value) for name, value in more.items() if value}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **texts, **more_texts}}
+    for key in weights:
+        first.setdefault(same.get(key, key), key)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Largest elements first, so that each tensor begins at a multiple of its element size.
     order = sorted(((key, weights[key]) for key in first.values()), key=lambda item: -item[1].element_size())
     end = 0
     for key, value in order:
         start, end = end, end + value.nbytes
-        dtype, shape = _SAFETENSORS_DTYPES[value.dtype], list(value.shape)
-        if DTYPE_OF_SAFETENSORS[dtype] == TWO_IN_A_BYTE:
-            shape[-1] *= 2
-        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        header[key] = {
+            "dtype": _SAFETENSORS_DTYPES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with writing(path) as file, torch.no_grad():
         file.write(struct.pack("<Q", len(text)) + text)
-        for numbers in _numbers(value for _, value in order):
-            file.write(numbers)
-
-
-def _numbers(values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of each tensor. Small ones are copied in batches, which is ten times faster than one by one."""
-    for (_, is_small), run in itertools.groupby(values, key=lambda value: (value.dtype, value.nbytes <= _COPIED_BYTES)):
-        while batch := [*itertools.islice(run, _BATCH if is_small else 1)]:
-            flat = [value if value.ndim == 1 else value.reshape(-1) for value in batch]
-            together = flat[0] if len(flat) == 1 else torch.cat(flat)
-            in_a_row = together.detach().cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().data
-            start = 0
-            for value in batch:
-                yield in_a_row[start : (start := start + value.nbytes)]
+        for _, value in order:
+            flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().data)
 
 
 def _fits_safetensors(key: str, value: Any) -> bool:

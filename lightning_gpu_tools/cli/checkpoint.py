@@ -68,15 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "target", metavar="TARGET", type=_target, help=f"output file, ends in {', '.join(WRITTEN_SUFFIXES)}"
     )
     convert.add_argument("--entry", metavar="NAME", help="entry of SOURCE with the weights, if it has several")
-    names = convert.add_mutually_exclusive_group()
-    names.add_argument(
-        "--wrapper",
-        metavar="PATH",
-        action="append",
-        default=[],
-        help="remove the `module.` of the DataParallel, DDP or AveragedModel at this path; can be repeated",
-    )
-    names.add_argument("--keep-prefix", action="store_true", help="keep a `module.` that all keys begin with")
+    convert.add_argument("--keep-prefix", action="store_true", help="keep a `module.` that all keys begin with")
     convert.add_argument(
         "--drop-root", metavar="NAME.", default="", help="remove this prefix; keys without it are dropped"
     )
@@ -134,7 +126,6 @@ def _convert(args: argparse.Namespace) -> int:
 
     changes = Changes(
         entry=args.entry,
-        wrappers=tuple(args.wrapper),
         keep_prefix=args.keep_prefix,
         drop_root=as_root(args.drop_root),
         add_root=as_root(args.add_root),

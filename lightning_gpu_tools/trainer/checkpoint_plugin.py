@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_gpu_tools.arguments import checked
 from lightning_gpu_tools.checkpoints.content import (
     LIGHTNING_VERSION,
-    MANIFEST,
     MODEL_STATES,
     check_contents,
     is_lightning_checkpoint,
@@ -46,11 +44,7 @@ from lightning_gpu_tools.trainer.families import Callback, CheckpointIO, Lightni
 from lightning_gpu_tools.trainer.guarded_callback import GuardedCallback
 from lightning_gpu_tools.trainer.import_hooks import FABRICS, when_imported
 from lightning_gpu_tools.trainer.load_from_checkpoint import as_lightning_checkpoint
-from lightning_gpu_tools.trainer.resuming import check_before_restoring, check_while_restoring
-from lightning_gpu_tools.trainer.wrappers import Wrappers
 from lightning_gpu_tools.units import printable, printable_path
-
-_MANIFEST_VERSION = 1
 
 
 class PortableCheckpointIO(CheckpointIO):
@@ -198,11 +192,10 @@ class PortableCheckpointIO(CheckpointIO):
             return checkpoint
         portable = dict(checkpoint)
         model = self._model()
-        wrappers = {} if model is None else wrapper_paths(model)
         why_kept = ""
         if model is not None:
             try:
-                _clean(portable, model, wrappers)
+                _clean(portable, model)
             except KeyCollisionError as error:
                 why_kept = str(error)
         elif any(is_wrapper_name(segment) for key in portable["state_dict"] for segment in key.split(".")):
@@ -213,14 +206,6 @@ class PortableCheckpointIO(CheckpointIO):
             )
         if why_kept:  # the same file as without this plugin
             warnings.warn(f"The keys of the checkpoint keep the prefixes of wrappers: {why_kept}", stacklevel=3)
-        weights = portable["state_dict"].values()
-        portable[MANIFEST] = {
-            "version": _MANIFEST_VERSION,
-            "wrappers": wrappers,
-            "torch": str(torch.__version__),
-            "lightning": checkpoint[LIGHTNING_VERSION],
-            "devices": sorted({str(value.device) for value in weights if isinstance(value, torch.Tensor)}),
-        }
         return portable
 
     def _fit_to_model(self, checkpoint: Any, path: str | Path) -> Any:
@@ -236,6 +221,8 @@ class PortableCheckpointIO(CheckpointIO):
             if trainer.state.status != "running" or is_for_hooks:
                 return checkpoint
         checkpoint = {"epoch": 0, "global_step": 0, **as_lightning_checkpoint(checkpoint, path, trainer)}
+        if trainer.state.fn == "fit" and not may_still_change:
+            _refuse_weights_alone(checkpoint, trainer, path)
         try:
             with naming_file(path, type(model)):
                 fit = fit_weights(model, weights_in(checkpoint, path), None, model.strict_loading)
@@ -279,54 +266,38 @@ when_imported("plugins.io.checkpoint_io", lambda module: module.CheckpointIO.reg
 
 
 class PortableCheckpointHooks(GuardedCallback):
-    """A callback that hands the trainer to its plugins, in the process that loads and saves, and checks restores.
-
-    ``fit`` refuses a file with only weights after the model's ``on_load_checkpoint``, before the first weight is
-    copied; later if the file has states of callbacks and a user's callback has that hook.
-    """
-
-    intended = (CheckpointError,)
-
-    def __init__(self) -> None:
-        self._wrappers = Wrappers()
+    """A callback that hands the trainer to its plugins, in the process that loads and saves."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._wrappers.undo()  # of an earlier run without a teardown
         _introduce(trainer)
-        if any(_plugins_of(trainer)):
-            check_while_restoring(trainer, self._wrappers)
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._wrappers.undo()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._wrappers.undo()
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         _introduce(trainer)  # again: the plugin may have served another Trainer since
 
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if any(_plugins_of(trainer)):
-            check_before_restoring(trainer)
-
 
 def _introduce(trainer: Trainer) -> None:
-    for plugin in _plugins_of(trainer):
-        plugin.attach(trainer)
-
-
-def _plugins_of(trainer: Trainer) -> Iterator[PortableCheckpointIO]:
     plugin: Any = trainer.strategy.checkpoint_io
     while plugin is not None:
         if isinstance(plugin, PortableCheckpointIO):
-            yield plugin
+            plugin.attach(trainer)
         # Lightning's wrappers, such as AsyncCheckpointIO; then wrappers with our attribute name.
         plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "inner", None)
+
+
+def _refuse_weights_alone(checkpoint: Mapping[str, Any], trainer: Trainer, path: str | Path) -> None:
+    """Refuse a file from which Lightning cannot resume, unless a callback may complete it."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(overrides(callback, "Callback", "on_load_checkpoint") for callback in callbacks):
+        return
+    missing = [name for name in ("optimizer_states", "lr_schedulers") if name not in checkpoint]
+    if missing and trainer.strategy.lightning_restore_optimizer:
+        raise CheckpointMismatchError(
+            f'{printable_path(path)} holds weights, but no "{missing[0]}" to resume from: it was saved with '
+            "save_weights_only=True, or not by a Trainer. To start a new run from its weights, call "
+            "lightning_gpu_tools.load_weights, and fit without ckpt_path."
+        )
 
 
 def introductions() -> list[Callback]:
@@ -341,7 +312,8 @@ def _nobody() -> None:
     return None
 
 
-def _clean(checkpoint: dict[str, Any], model: LightningModule, wrappers: Mapping[str, str]) -> None:
+def _clean(checkpoint: dict[str, Any], model: LightningModule) -> None:
+    wrappers = wrapper_paths(model)
     for name in MODEL_STATES:
         state = checkpoint.get(name)
         if not isinstance(state, Mapping):

@@ -22,7 +22,6 @@ from lightning_gpu_tools.checkpoints.content import (
     is_named,
 )
 from lightning_gpu_tools.checkpoints.copying import copy_weights
-from lightning_gpu_tools.checkpoints.key_renaming import Root
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at
 from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, weights_in
@@ -147,7 +146,7 @@ def load_from_checkpoint(
     model_class: type[Module],
     path: str | os.PathLike[str],
     *,
-    root: Root = None,
+    root: str | None = None,
     map_location: Any = None,
     hparams_file: str | os.PathLike[str] | None = None,
     strict: bool | None = None,

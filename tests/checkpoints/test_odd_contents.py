@@ -79,7 +79,6 @@ def odd_checkpoint(**entries: Any) -> dict[str, Any]:
             "optimizer_states": [],
             "lr_schedulers": [],
             "hparams_name": "options",
-            "lightning_gpu_tools": {"version": 1, "wrappers": {"net": "DataParallel"}, "torch": "2.13.0"},
             **entries,
         },
     )

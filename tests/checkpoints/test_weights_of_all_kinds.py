@@ -83,20 +83,18 @@ mesh = init_device_mesh("cpu", (2,))
 fully_shard(net, mesh=mesh)
 load_weights(net, f"{folder}/plain.pt")
 torch.save(net.state_dict(), f"{folder}/{rank}.pt")
-load_weights(back, f"{folder}/{rank}.pt")
 whole = torch.load(f"{folder}/plain.pt")
-assert all(torch.equal(value, whole[key]) for key, value in back.state_dict().items())
 try:
-    load_weights(back, f"{folder}/0.pt")
+    load_weights(back, f"{folder}/{rank}.pt")
 except CheckpointMismatchError as error:
-    assert 'holds one part of a sharded checkpoint: "0.weight" is the part of rank 0 of 2, Shard(dim=0).' in str(error)
+    assert 'holds one part of a sharded checkpoint: "0.weight" is the part of rank' in str(error)
     advice = re.search(r"save the full weights from (\\S+)\\.(\\w+) with (StateDictOptions.*?\\))", str(error))
     advised = importlib.import_module(advice[1])
     full = getattr(advised, advice[2])(net, options=eval(advice[3], vars(advised)))
     if rank == 0:
         torch.save(full, f"{folder}/full.pt")
 else:
-    raise AssertionError("took the part of rank 0 for the one of rank 1")
+    raise AssertionError("took a part for the whole")
 copies = {key: DTensor.from_local(value, mesh, [Replicate()], run_check=False) for key, value in whole.items()}
 if rank == 0:
     torch.save(copies, f"{folder}/copies.pt")
@@ -107,9 +105,9 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.follows("It holds one part of a sharded checkpoint", "Or load each part in the process that saved it")
+@pytest.mark.follows("It holds one part of a sharded checkpoint")
 @needs_fsdp2
-def test_each_process_loads_its_own_part_and_no_other(
+def test_one_part_of_sharded_weights_is_refused(
     run_python: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).state_dict(), tmp_path / "plain.pt")

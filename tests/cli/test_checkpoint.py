@@ -53,7 +53,6 @@ def test_inspect_gives_json(last: str, run: Run) -> None:
         "bytes": 64,
         "device": "cpu",
     }
-    assert summary["torch_version"] is None
 
 
 @pytest.mark.follows("more entries; use --json to list all")
@@ -64,14 +63,10 @@ def test_inspect_lists_all_entries_as_json(tmp_path: Path, run: Run) -> None:
     assert {f"more{i}" for i in range(30)} <= entries.keys()
 
 
-def test_inspect_knows_the_manifest_and_foreign_classes(net: Tied, tmp_path: Path, run: Run) -> None:
-    manifest = {"version": 1, "wrappers": {"net": "DataParallel"}, "torch": "2.13.0", "devices": ["cuda:7"]}
+def test_inspect_knows_foreign_classes(net: Tied, tmp_path: Path, run: Run) -> None:
     path = tmp_path / "a.ckpt"
-    write_checkpoint(lightning_checkpoint(net.state_dict(), lightning_gpu_tools=manifest, where=tmp_path), path)
-    out = run("inspect", str(path))[1]
-    assert "saved from cuda:7" in out
-    assert "wrappers removed on save: DataParallel at net" in out
-    assert f"holds more than plain data: {PATH_CLASS}" in out
+    write_checkpoint(lightning_checkpoint(net.state_dict(), where=tmp_path), path)
+    assert f"holds more than plain data: {PATH_CLASS}" in run("inspect", str(path))[1]
 
 
 def test_what_cannot_be_read_exits_1_with_a_reason(tmp_path: Path, run: Run) -> None:

@@ -8,10 +8,8 @@ import math
 import operator
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from lightning_gpu_tools.checkpoints.content import are_versions
 from lightning_gpu_tools.checkpoints.faults import Fault
 from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
@@ -32,9 +30,7 @@ DTYPE_OF_SAFETENSORS = {
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
-    "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
-TWO_IN_A_BYTE = "float4_e2m1fn_x2"  # safetensors counts numbers, torch counts bytes of two numbers each
 
 
 def recognizes(head: bytes) -> bool:
@@ -50,26 +46,20 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         raise ValueError("cut short within the header")
     header = json.loads(file.read(length).decode(), object_pairs_hook=without_repeats)
     start = 8 + length
-    metadata = header.pop("__metadata__", None) or {}
-    if not all(isinstance(text, str) for text in metadata.values()):
-        raise ValueError("metadata that is no text")
+    header.pop("__metadata__", None)
     content: dict[str, TensorInfo] = {}
     places: dict[str, int] = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype = DTYPE_OF_SAFETENSORS.get(entry["dtype"])
         if dtype is None:
-            raise Fault(f"has {printable(name)} of type {printable(entry['dtype'])}, which torch does not have")
+            raise Fault(f"has {printable(name)} of type {printable(entry['dtype'])}, which is not supported")
         first, last = entry["data_offsets"]
         shape = tuple(entry["shape"])
         # Everything in the file is described exactly once.
         if not are_sizes((first, last)) or not is_shape(shape) or first != end:
             raise ValueError("a gap, an overlap, or no sizes")
         end = last
-        if dtype == TWO_IN_A_BYTE:
-            if shape[-1] % 2:
-                raise ValueError("half of a byte")
-            shape = (*shape[:-1], shape[-1] // 2)
         numel = math.prod(shape)
         if numel * BYTES_OF_DTYPE[dtype] != last - first:
             raise ValueError("another shape than its numbers")
@@ -79,7 +69,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         places[name] = start + first
     if start + end != size_bytes:
         raise ValueError("bytes that belong to nothing")
-    return Structure(file, path, size_bytes, NAME, content, set(), {"cpu"}, metadata, places=places)
+    return Structure(file, path, size_bytes, NAME, content, set(), {"cpu"}, places=places)
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -97,24 +87,4 @@ def load(structure: Structure, map_location: Any, weights_only: bool) -> Ordered
 
     for info in structure.content.values():
         dtype_of(info.dtype)  # which an older torch may lack
-    weights = OrderedDict((name, moved(value, map_location)) for name, value in build_plain(structure).items())
-    restore_metadata(weights, structure.metadata)
-    return weights
-
-
-def restore_metadata(weights: OrderedDict[str, Any], texts: Mapping[str, str]) -> None:
-    """Restore the module versions and the second names of tied weights, if ``convert`` wrote these texts."""
-    versions = _json_object(texts.get("module_versions", ""))
-    if versions and are_versions(versions):
-        weights._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    for key, other in _json_object(texts.get("tied", "")).items():
-        if isinstance(other, str) and other in weights:
-            weights.setdefault(key, weights[other])
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return OrderedDict((name, moved(value, map_location)) for name, value in build_plain(structure).items())
