@@ -54,14 +54,6 @@ def logged_step(trainer: Trainer) -> int:
     return trainer.global_step if done is None else done
 
 
-def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """Return the checkpoint that ``fit`` is about to restore, after all hooks.
-
-    Lost: if a callback's hook could have completed a file with only weights, Lightning's own error refuses it.
-    """
-    return getattr(getattr(trainer, "_checkpoint_connector", None), "_loaded_checkpoint", None) or {}
-
-
 def loads_with_torch(plugin: Any) -> bool:
     """Return whether a plugin leaves loading to Lightning's own plugin, which on Lightning 2.5 runs a file's code.
 

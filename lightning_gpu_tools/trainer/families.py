@@ -34,11 +34,6 @@ def base_of(thing: object, name: str) -> type | None:
     return next((one for one in type(thing).__mro__ if one.__name__ == name and _home(one)), None)
 
 
-def is_lightnings(*definitions: Any) -> bool:
-    """Return whether all these classes or methods are Lightning's, not a user's."""
-    return all(one.__module__.startswith(("lightning.", "pytorch_lightning.")) for one in definitions)
-
-
 def overrides(thing: object, base: str, method: str) -> bool:
     """Return whether ``thing`` overrides a method of Lightning's class ``base``."""
     own = getattr(thing, method, None)
@@ -87,10 +82,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule as LightningModule
     from lightning.pytorch import Trainer as Trainer
     from lightning.pytorch.accelerators import CUDAAccelerator as CUDAAccelerator
-    from lightning.pytorch.loggers import Logger as Logger
     from lightning.pytorch.strategies import Strategy as Strategy
 else:
-    LightningModule = Logger = Trainer = Any  # only for annotations
+    LightningModule = Trainer = Any  # only for annotations
     Strategy = object
 
     class CheckpointIO(ABC):  # noqa: B024 - only for isinstance, nothing to inherit

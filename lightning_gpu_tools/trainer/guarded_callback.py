@@ -6,7 +6,7 @@ import functools
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -24,8 +24,6 @@ def warn_that_off(what: str, error: Exception) -> None:
 
 class GuardedCallback(Callback):
     """A callback whose hooks turn their errors into warnings."""
-
-    intended: ClassVar[tuple[type[Exception], ...]] = ()  # errors that are meant to end training
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -48,8 +46,8 @@ class GuardedCallback(Callback):
         return True
 
     def survives(self, error: Exception) -> bool:
-        """Give up after an error in a hook, unless the error is training's own or meant to end it."""
-        if isinstance(error, self.intended) or is_of_dead_worker(error):  # raised anywhere in the main thread
+        """Give up after an error in a hook, unless the error is training's own."""
+        if is_of_dead_worker(error):  # raised anywhere in the main thread
             return False
         self.turn_off(error)
         return True
