@@ -235,7 +235,6 @@ def answer(case: Case, seconds: float, folder: str) -> dict[str, Any]:
         "next": diagnosis.next_step,
         "utilization_percent": diagnosis.utilization_percent,
         "gpu_idle_percent": dict(diagnosis.gpu_idle_percent),
-        "gpu_idle_residual_percent": diagnosis.gpu_idle_residual_percent,
         "findings": [{"cause": one.cause, "share": one.share, **one.evidence} for one in diagnosis.findings],
     }
 

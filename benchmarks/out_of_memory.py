@@ -279,23 +279,6 @@ class AtEpochEnd(Layers):
                 self.layers(samples)
 
 
-class ZeroesAfterTheStep(Layers):
-    """A model that takes 2496 MiB in forward, and frees the gradients before the next forward, or does not."""
-
-    def __init__(self, *, frees: bool = False) -> None:
-        super().__init__()
-        self.frees = frees
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        held = [taken(64) for _ in range(39)]
-        del held
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.frees:
-            self.optimizers().zero_grad()
-
-
 def hold(job: Connection, left: int, gpus: int | None, is_orphan: bool) -> None:
     """Run as another program: on a message from ``job``, take all but some MiB of the first GPUs, or of all."""
     if is_orphan and os.fork():
@@ -398,7 +381,7 @@ CASES = {
         "batch_too_large", "forward", model=Communicates, batches=partial(Batches, 100), job="before", left=3050
     ),
     "one long batch": Case(
-        "spike", "forward", "elements fit", batches=partial(Batches, 64, lengths=[4] * 15 + [32])
+        "spike", "forward", "Limit the elements", batches=partial(Batches, 64, lengths=[4] * 15 + [32])
     ),
     "a step that generates": Case(
         "spike", "forward", "rarely taken", line="self.layers(batch) for _ in range", model=Generates,
@@ -574,7 +557,6 @@ def answer(case: Case, folder: Path) -> dict[str, Any]:
         "why": diagnosis.why,
         "next": diagnosis.next_step,
         "largest_batch_size": None if first is None else first.evidence.get("largest_batch_size"),
-        "allocator_failures": report.allocator_failures,
     }
 
 

@@ -7,7 +7,6 @@ from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, OtherProcess
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.training.memory_readings import MemoryPoint
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.timeline import Series
 
@@ -65,9 +64,6 @@ REPORT = Report(
             },
             explained_share=59 / 60,
             others=(OtherProcess(pid=4711, used_bytes=20 * GIB, user="ada", name="python"),),
-            moments_bytes={"step_start": 5 * GIB, "after_forward": 30 * GIB},
-            peaks_bytes={"forward": 30 * GIB, "backward": 34 * GIB},
-            timeline=(MemoryPoint(1.0, 5e9, 3e10, 4e10), MemoryPoint(2.0, 5e9, 3e10, 4e10)),
         ),
     ),
     samples_per_s=64 * 2 / 0.051,
@@ -95,7 +91,6 @@ TRAINED = replace(
         replace(
             REPORT.memory[0],
             parts_bytes={"parameters": 4 * GIB, "activations": 35 * GIB, "context": GIB},
-            moments_bytes={"after_first_step": 5 * GIB},
         ),
     ),
 )

@@ -9,7 +9,7 @@ from sample_report import FINDING, GIB, REPORT
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.report import Report
-from lightning_gpu_tools.training.memory_readings import MemoryLine, MemoryPoint
+from lightning_gpu_tools.training.memory_readings import MemoryLine
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.training.timeline import Series
@@ -75,7 +75,6 @@ def simulated_report(*, nodes: int = 1, gpus: int = 8, seconds: float = DAY_S) -
 
     def account(place: int) -> MemoryAccount:
         parts = {name: round(80 * GIB / (len(PARTS) + 1)) + place for name in PARTS}
-        points = [MemoryPoint(i * seconds / 200, 2e10, 4e10 + 1e8 * i, 6e10) for i in range(200)]
         lines = (
             MemoryLine(4 * GIB // i, 12, "forward", "src/models/decoder.py", 100 + i, "forward") for i in range(1, 11)
         )
@@ -89,7 +88,6 @@ def simulated_report(*, nodes: int = 1, gpus: int = 8, seconds: float = DAY_S) -
             parts_bytes=parts,
             explained_share=0.93,
             others=(OtherProcess(pid=4711, used_bytes=parts["other_processes"], user="ada", name="python"),),
-            timeline=tuple(points) if place == 0 else (),
             peak_lines=tuple(lines),
             kept_lines=(MemoryLine(2**20, 4, "", "src/train.py", 57, "training_step"),),
         )

@@ -164,9 +164,7 @@ def hostile_report() -> str:
     report["gpus"][0] |= {"uuid": EVIL, "name": EVIL, "errors": [EVIL], "timelines": timelines}
     report["diagnosis"] |= {"why": EVIL, "next_step": EVIL, "gpu_idle_percent": phases}
     report["diagnosis"]["findings"][0] |= {"advice": EVIL, "evidence": {EVIL: EVIL, "name": EVIL}}
-    unknown = dict.fromkeys(("confirmed", "users_batches_per_s", "batches_per_s", "wait_share"))
-    evil = {"users": {EVIL: EVIL}, "settings": {"num_workers": EVIL}, "reason": EVIL}
-    report["loader"] = {**unknown, **evil, "applied": True, "seconds": 1.0}
+    report["loader"] = {"original": None, "settings": None, "reason": EVIL}
     return json.dumps(report)
 
 

@@ -14,13 +14,14 @@ from collections.abc import Callable
 
 from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
+from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, OtherProcess
 from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.dry_run.result import DryRun
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.processes import ProcessId
-from lightning_gpu_tools.reports.report import LoaderSummary, Report
+from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.training.run_measurements import RankStep, SourceLine
 from lightning_gpu_tools.training.timeline import Series
 
@@ -68,7 +69,7 @@ TABLES: dict[str, Callable[[], str]] = {
         kind.__name__: functools.partial(fields.fields, kind)
         for kind in (
             *(Report, GpuSummary, Diagnosis, Finding, RankStep, SourceLine, MemoryAccount, OtherProcess),
-            *(LoaderSummary, ProcessId, Series, Stall, DryRun),
+            *(LoaderResult, ProcessId, Series, Stall, DryRun),
         )
     },
 }

@@ -38,16 +38,14 @@ def largest_batch(
     room_bytes: float,
     batch_bytes: int = 0,
     *,
-    by_items: bool = False,
     keeps_gradients: bool = False,
 ) -> LargestBatch:
-    """Return the largest batch size that fits, in samples or in elements of the batch's first tensor.
+    """Return the largest batch size that fits, in samples.
 
     Args:
         recorded: The steps of a run with small batches.
         room_bytes: The GPU memory that torch can have.
         batch_bytes: Size of a whole batch on the GPU, in the last of these steps.
-        by_items: Whether to count elements, because samples differ in length.
         keeps_gradients: Whether gradients stay during steps, as with accumulation.
     """
     if not any(event.grows for event in recorded.steps[-1].events):
@@ -55,9 +53,9 @@ def largest_batch(
 
     def fits(size: int) -> bool:
         room = (1 - _SPARE) * room_bytes
-        return _trains(recorded, size, room, batch_bytes, by_items=by_items, keeps_gradients=keeps_gradients)
+        return _trains(recorded, size, room, batch_bytes, keeps_gradients=keeps_gradients)
 
-    usual = _items(recorded.steps[-1], by_items=by_items)
+    usual = recorded.steps[-1].batch_shape[0]
     largest, too_large = 0, max(1, usual)
     while fits(too_large):
         largest, too_large = too_large, 2 * too_large
@@ -77,20 +75,14 @@ def bound_by_failure(batch_size: int, taken_bytes: float, fixed_bytes: float, ro
     return LargestBatch(size=max(0, min(size, batch_size - 1)), is_bound=True)
 
 
-def _items(step: RecordedStep, *, by_items: bool) -> int:
-    return math.prod(step.batch_shape) if by_items else step.batch_shape[0]
-
-
-def _trains(
-    recorded: RecordedSteps, size: int, room_bytes: float, batch_bytes: int, *, by_items: bool, keeps_gradients: bool
-) -> bool:
+def _trains(recorded: RecordedSteps, size: int, room_bytes: float, batch_bytes: int, *, keeps_gradients: bool) -> bool:
     """Return whether memory suffices for the recorded steps with batches of this size, and for one more step."""
     allocator = CachingAllocator(room_bytes, recorded.segments)
     owners: dict[int, tuple[Hashable, int]] = {}  # of the recorded addresses: the key and the size of their blocks
     left: defaultdict[int, list[Hashable]] = defaultdict(list)  # by the step before, by size
     last = recorded.steps[-1]
     for number, step in enumerate((*recorded.steps, last)):
-        times = size / max(1, _items(step, by_items=by_items))
+        times = size / max(1, step.batch_shape[0])
         extra = math.ceil((times - 1) * batch_bytes)
         if extra > 0 and not allocator.allocate("batch", extra):
             return False

@@ -13,7 +13,6 @@ from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.causes import (
     CAUSES,
     epoch_start,
-    recompilation,
     shared_gpu,
     slow_steps,
     unexplained,
@@ -111,8 +110,6 @@ def diagnose(
         longer = "Train longer" if run.stage == "fit" else "Use more data"
         next_step = f"{longer}, or lower {options} of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
     strays = [*stray_contexts(run.contexts)]
-    if not any(one.cause == "recompilation" for one in findings):
-        strays += recompilation.given_up(run)
     if out_of_memory is not None:
         of_memory, why, next_step = judge(run, out_of_memory)
         verdict, findings = "out_of_memory", (*of_memory, *findings)[:_MAX_FINDINGS]
@@ -132,7 +129,6 @@ def diagnose(
         next_step=_of_stage(run, next_step),
         utilization_percent=run.utilization_percent,
         gpu_idle_percent=_idle_percent(run) if is_judged else {},
-        gpu_idle_residual_percent=100 * run.idle_residual if is_judged else 0.0,
         waiting_share=run.phase_s.get(DATA_LOADING, 0.0) / run.wall_s if run.wall_s > 0 else None,
         step_p50_s=run.step_p50_s,
         step_p95_s=run.step_p95_s,

@@ -74,7 +74,6 @@ class Diagnosis:
         utilization_percent: Mean utilization of the trainer's GPUs; ``None`` if nothing reports it.
         gpu_idle_percent: GPU idle time outside validation in percent of the wall time, by the host's phase at that
             time; ``training_step`` is the rest. Empty if the GPU's own times were not measured.
-        gpu_idle_residual_percent: Excess of these parts over the idle time that the driver reports; 0 if they add up.
         waiting_share: Fraction of the wall time in which the training thread waited for data; ``None`` if unknown.
         step_p50_s: Median step time after the warm-up, without pauses; ``None`` without such steps.
         step_p95_s: 95th percentile of the same step times; ``None`` without such steps.
@@ -86,7 +85,6 @@ class Diagnosis:
     next_step: str
     utilization_percent: float | None = None
     gpu_idle_percent: Mapping[str, float] = field(default_factory=dict)
-    gpu_idle_residual_percent: float = 0.0
     waiting_share: float | None = None
     step_p50_s: float | None = None
     step_p95_s: float | None = None

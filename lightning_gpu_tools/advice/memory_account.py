@@ -11,7 +11,6 @@ from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.training.memory_readings import (
     MemoryHoldings,
     MemoryLine,
-    MemoryPoint,
     MemoryReading,
     RankMemory,
 )
@@ -110,13 +109,8 @@ class MemoryAccount:
         explained_share: Share of ``used_bytes`` that belongs to a known part.
         peak_reserved_bytes: Peak memory of torch, tensors and cache, in this run; without the peaks of an earlier run.
         others: Processes of other jobs, largest first.
-        moments_bytes: Bytes in tensors ``before_training``, at ``step_start``, ``after_forward``, ``after_backward``,
-            ``after_step`` and ``after_first_step``, of the rank with the highest peak.
-        peaks_bytes: Peak bytes in tensors by phase, of the same rank: ``before_training``, ``forward``, ``backward``,
-            ``optimizer``, ``validation``, and ``training`` between two readings.
-        timeline: Steps of rank 0 that were read, if it trains on this GPU; at most 200 points.
-        peak_lines: The ten lines that allocated most of the memory added by a step of the same rank at its peak,
-            largest first. Only some steps are recorded.
+        peak_lines: The ten lines that allocated most of the memory added by a step at its peak, of the rank with the
+            highest peak, largest first. Only some steps are recorded.
         kept_lines: The same for memory of recorded steps that is still in use.
     """
 
@@ -130,9 +124,6 @@ class MemoryAccount:
     explained_share: float | None = None
     peak_reserved_bytes: int | None = None
     others: tuple[OtherProcess, ...] = ()
-    moments_bytes: Mapping[str, int] = field(default_factory=dict)
-    peaks_bytes: Mapping[str, int] = field(default_factory=dict)
-    timeline: tuple[MemoryPoint, ...] = ()
     peak_lines: tuple[MemoryLine, ...] = ()
     kept_lines: tuple[MemoryLine, ...] = ()
 
@@ -178,9 +169,6 @@ def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAcco
         explained_share=1 - parts["unexplained"] / used_bytes if used_bytes else None,
         peak_reserved_bytes=sum(map(_peak_reserved, ranks)),
         others=tuple(sorted(others, key=lambda one: (-(one.used_bytes or 0), one.pid))),
-        moments_bytes=_moments(fullest),
-        peaks_bytes=fullest.peaks_bytes,
-        timeline=next((rank.timeline for rank in ranks if rank.timeline), ()),
         peak_lines=fullest.peak_lines,
         kept_lines=fullest.kept_lines,
     )
@@ -247,16 +235,3 @@ def _own_pids(driver: DriverMemory, ranks: int, reserved_bytes: int) -> frozense
     listed_bytes = sum(sizes.values()) + (driver.driver_bytes or 0)
     is_unique = ranks == len(large) == 1 and listed_bytes >= _ALL_LISTED * (driver.used_bytes or 0)
     return frozenset(large) if is_unique else None
-
-
-def _moments(rank: RankMemory) -> dict[str, int]:
-    first, last = rank.first_step, rank.last_step or rank.first_step
-    moments = {"before_training": rank.before_training, "after_first_step": None if first is None else first.end}
-    if last is not None:
-        moments |= {
-            "step_start": last.begin,
-            "after_forward": last.after_forward or last.before_backward,
-            "after_backward": last.after_backward,
-            "after_step": last.end,
-        }
-    return {name: reading.allocated_bytes for name, reading in moments.items() if reading is not None}

@@ -7,7 +7,7 @@ import math
 from lightning_gpu_tools.advice.batch_size import NOT_RECORDED, LargestBatch, bound_by_failure, largest_batch, split
 from lightning_gpu_tools.advice.lines import holding
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory
-from lightning_gpu_tools.training.phases import FORWARD, VALIDATION, base_phase
+from lightning_gpu_tools.training.phases import VALIDATION, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
@@ -22,28 +22,26 @@ def in_validation(oom: OutOfMemory) -> bool:
     return base_phase(oom.phase) == VALIDATION
 
 
-def largest_that_fits(run: RunMeasurements, oom: OutOfMemory, *, by_items: bool = False) -> LargestBatch:
-    """Return the largest batch size that fits, in samples or in elements."""
+def largest_that_fits(run: RunMeasurements, oom: OutOfMemory) -> LargestBatch:
+    """Return the largest batch size that fits, in samples."""
     if oom.room_bytes is None:
         return LargestBatch(why_not="The error does not include the size of the memory.")
-    if oom.batch_shape and not by_items and samples(run, oom) is None:
+    if oom.batch_shape and samples(run, oom) is None:
         return LargestBatch(why_not="The first dimension of the first tensor of a batch is not its samples.")
     bound = LargestBatch(why_not=NOT_RECORDED)
     if oom.batch_shape and oom.allocated_bytes is not None and oom.begin_bytes is not None:
         begin = oom.begin_bytes - oom.batch_bytes
         # The first step of the optimizer will take memory as well.
         fixed = begin if in_validation(oom) else max(begin, oom.model.total_bytes)
-        batch = math.prod(oom.batch_shape) if by_items else oom.batch_shape[0]
-        bound = bound_by_failure(batch, oom.wanted_bytes - begin, fixed, oom.room_bytes)
+        bound = bound_by_failure(oom.batch_shape[0], oom.wanted_bytes - begin, fixed, oom.room_bytes)
     recorded = None if oom.memory is None or in_validation(oom) else oom.memory.recorded
     if recorded is None:
         return bound
     # The advice is more batches with the same effective size, so gradients stay.
-    found = largest_batch(recorded, oom.room_bytes, run.batch_bytes or 0, by_items=by_items, keeps_gradients=True)
+    found = largest_batch(recorded, oom.room_bytes, run.batch_bytes or 0, keeps_gradients=True)
     if found.size is None or not oom.batch_shape:
         return bound if found.size is None else found
-    failed = math.prod(oom.batch_shape) if by_items else oom.batch_shape[0]
-    return LargestBatch(size=min(found.size, failed - 1))
+    return LargestBatch(size=min(found.size, oom.batch_shape[0] - 1))
 
 
 def smaller_batch(run: RunMeasurements, oom: OutOfMemory, size: int | None, fits: LargestBatch) -> str:
@@ -91,10 +89,6 @@ def levers(run: RunMeasurements, oom: OutOfMemory) -> str:
     halved = (activations - model.parameters_bytes) / 2  # autocast keeps a 16-bit copy of the weights
     if is_32(run) and halved > _MIN_FREED * activations:
         found.append(f"precision='bf16-mixed' (frees up to {format_bytes(halved)})")
-    held = None if oom.memory is None or run.stage != "fit" else oom.memory.holdings
-    if run.has_trainer and oom.phase == FORWARD and held is not None and held.gradients_kept_bytes:
-        freed = format_bytes(held.gradients_kept_bytes)
-        found.append(f"optimizer.zero_grad() in on_train_batch_end (frees {freed} in forward)")
     return f"At the same batch size, these need less: {'; '.join(found)}." if found else ""
 
 

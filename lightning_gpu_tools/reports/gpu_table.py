@@ -1,4 +1,4 @@
-"""The GPUs of a job as a table: a line for each GPU, or for those of a large job that differ most, and for the rest."""
+"""The GPUs of a job as a table: a line for each GPU, or for the least busy ones of a large job, and for the rest."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ _MAX_ROWS = 16
 _MAX_ALONE = 8  # with more GPUs than rows; the last row is of the rest
 _MAX_ERRORS = 5
 _MAX_NODES_NAMED = 8
-# Iglewicz and Hoaglin, How to Detect and Handle Outliers (1993): a modified z-score above 3.5, where 1.4826 times the
-# median absolute deviation estimates the standard deviation.
-_MAX_DEVIATIONS = 3.5 * 1.4826
-# Our default: a distance from the median below 10 percentage points, 10 degrees, or 10 % of it is not marked.
-_MARGIN = 10.0
 
 
 class _Column(NamedTuple):
@@ -28,7 +23,6 @@ class _Column(NamedTuple):
     unit: str
     field: str
     of_rest: bool = True  # also shown next to a row of several GPUs
-    compared: bool = True  # a GPU can be an outlier in it
     is_shown: Callable[[Sequence[float]], object] = bool  # given the known values
 
     def values(self, gpus: Iterable[GpuSummary]) -> list[float]:
@@ -50,10 +44,10 @@ class _Column(NamedTuple):
 COLUMNS = (
     _Column("busy", "%", "utilization_percent_mean", is_shown=lambda values: True),
     _Column("waits", "%", "rank_wait_percent", is_shown=any),
-    _Column("p5", "%", "utilization_percent_p5", of_rest=False, compared=False),
-    _Column("p95", "%", "utilization_percent_p95", of_rest=False, compared=False),
+    _Column("p5", "%", "utilization_percent_p5", of_rest=False),
+    _Column("p95", "%", "utilization_percent_p95", of_rest=False),
     _Column("SMs", "%", "sm_active_percent"),
-    _Column("tensor", "%", "tensor_active_percent", of_rest=False, compared=False),
+    _Column("tensor", "%", "tensor_active_percent", of_rest=False),
     _Column("peak", "GiB", "memory_used_bytes_max"),
     _Column("of", "GiB", "memory_total_bytes", of_rest=False),
     _Column("others", "GiB", "others_memory_bytes_max", of_rest=False, is_shown=any),
@@ -64,80 +58,49 @@ COLUMNS = (
 )
 
 
-class _Compared(NamedTuple):
-    gpu: GpuSummary
-    excess: dict[_Column, float]  # of an outlier: distance from the median, in multiples of the limit
-
-    @property
-    def oddness(self) -> float:
-        return max([math.inf if self.gpu.errors else 0.0, *self.excess.values()])
-
-
 def gpu_rows(gpus: Sequence[GpuSummary], *, full: bool = False, max_width: float = math.inf) -> list[list[str]]:
     """Return the cells of a table, with titles and units in the first two rows; ``full``: a row for each GPU.
 
-    A star marks a value that differs from the rest. If the rows are wider than ``max_width``, columns are left out.
+    If the rows are wider than ``max_width``, columns are left out.
     """
     columns = [column for column in COLUMNS if column.is_shown(column.values(gpus))]
-    compared = _compare(gpus, columns)
-    rest: list[GpuSummary] = []
+    alone, rest = gpus, []
     if len(gpus) > _MAX_ROWS and not full:
         columns = [column for column in columns if column.of_rest]
-        ordered = sorted(compared, key=lambda row: (-row.oddness, row.gpu.utilization_percent_mean or 0.0))
-        compared, rest = ordered[:_MAX_ALONE], [row.gpu for row in ordered[_MAX_ALONE:]]
+        ordered = sorted(gpus, key=lambda gpu: (not gpu.errors, gpu.utilization_percent_mean or 0.0))
+        alone, rest = ordered[:_MAX_ALONE], ordered[_MAX_ALONE:]
     extra = [column for column in columns if not column.of_rest]
     while True:
-        rows = _rows(compared, rest, columns)
+        rows = _rows(alone, rest, columns)
         if not extra or sum(max(map(len, cells)) + 2 for cells in zip(*rows, strict=True)) <= max_width:
             return rows
         columns.remove(extra.pop(0))
 
 
-def _rows(compared: Sequence[_Compared], rest: Sequence[GpuSummary], columns: Sequence[_Column]) -> list[list[str]]:
-    heads = 2 if rest or any(row.gpu.node for row in compared) else 1
+def _rows(alone: Sequence[GpuSummary], rest: Sequence[GpuSummary], columns: Sequence[_Column]) -> list[list[str]]:
+    heads = 2 if rest or any(gpu.node for gpu in alone) else 1
     rows = [
         [*("node", "GPU")[-heads:], *(column.title for column in columns), ""],
         [*[""] * heads, *(column.unit for column in columns), ""],
     ]
-    for gpu, excess in compared:
-        cells = [column.range([gpu]) + "*" * (column in excess) for column in columns]
+    for gpu in alone:
+        cells = [column.range([gpu]) for column in columns]
         rows.append([*[str(gpu.node), str(gpu.index)][-heads:], *cells, "error" if gpu.errors else ""])
     if rest:
         rows.append(["others", f"{len(rest):,}", *(column.range(rest) for column in columns), ""])
     return rows
 
 
-def _compare(gpus: Sequence[GpuSummary], columns: Sequence[_Column]) -> list[_Compared]:
-    compared = [_Compared(gpu, {}) for gpu in gpus]
-    for column in columns:
-        values = column.values(gpus)
-        if not values or not column.compared:
-            continue
-        middle = median(values)
-        margin = _MARGIN if column.unit in ("%", "C") else max(1.0, middle * _MARGIN / 100)
-        limit = max(margin, _MAX_DEVIATIONS * median(abs(value - middle) for value in values))
-        for row in compared:
-            for value in column.values([row.gpu]):
-                if abs(value - middle) > limit:
-                    row.excess[column] = abs(value - middle) / limit
-    return compared
-
-
 def gpu_lines(gpus: Sequence[GpuSummary], *, full: bool = False) -> list[str]:
-    """Return the table as text, as wide as the terminal. Cells are right-aligned, except for the star after them."""
+    """Return the table as text, as wide as the terminal."""
     if not gpus:
         return []
     rows = gpu_rows(gpus, full=full, max_width=line_width())
-    padded = [[cell if cell.endswith("*") else f"{cell} " for cell in row[:-1]] for row in rows]
-    widths = [max(map(len, cells)) for cells in zip(*padded, strict=True)]
-    lines = [
-        f"{' '.join(map(str.rjust, cells, widths))} {row[-1]}".rstrip() for cells, row in zip(padded, rows, strict=True)
-    ]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = [f"{'  '.join(map(str.rjust, row[:-1], widths))}  {row[-1]}".rstrip() for row in rows]
     if len(gpus) > len(rows):
-        note = "those that differ most, min/median/max of the others (report FILE --full: all)"
+        note = "errors and the least busy, min/median/max of the others (report FILE --full: all)"
         lines.insert(0, f"{len(gpus):,} GPUs: {note}")
-    if any(cell.endswith("*") for row in rows for cell in row):
-        lines.append("* differs from the rest")
     return lines
 
 

@@ -70,7 +70,7 @@ def need_of(report: Report, name: str) -> Need | None:
     sizes = [
         (min(_peak_bytes(account), _idle_bytes(account.total_bytes)), _idle_bytes(account.total_bytes))
         for account in report.memory
-        if "after_first_step" in account.moments_bytes
+        if report.steps
     ]
     for finding in report.diagnosis.findings:
         missed_bytes = finding.evidence.get("needed_bytes")

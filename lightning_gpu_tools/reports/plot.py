@@ -8,17 +8,14 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.files import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
-from lightning_gpu_tools.gpus.readings import not_none
 from lightning_gpu_tools.reports.report import PLOT_NAME, Report
 from lightning_gpu_tools.reports.text import gpu_label, phase_groups, phase_label, verdict_label
 from lightning_gpu_tools.training.phases import PHASES
@@ -33,14 +30,8 @@ _LINE_STYLES = (("#000000", "-"), ("#000000", ":"), ("#777777", "-"), ("#777777"
 _MAX_POINTS = 300  # our default: of a line 1,000 pixels long
 _MIN_VISIBLE = 0.01  # of the time between two points: a pixel of the panel's height
 _UNKNOWN_COLOR = "#BBBBBB"  # of a phase; a file may have unknown ones
-_FAR = 3.0  # times the memory in use: a total beyond that is only in the legend, because it would flatten the lines
+_FAR = 3.0  # times the memory in use: a total beyond that is not drawn, because it would flatten the lines
 _LINE_OF_TEXT = 0.17  # height in inches
-# Memory of torch on the GPU of rank 0: field of ``MemoryPoint``, label, color (Okabe and Ito's).
-_MEMORY_BANDS = (
-    ("kept_bytes", "tensors kept between steps", "#0072B2"),
-    ("step_bytes", "activations and temporaries", "#009E73"),
-    ("reserved_bytes", "allocator cache", "#F0E442"),
-)
 # Without the user's own style. Dollar signs in texts are not mathematics. Browsers have their own fonts.
 _STYLE: list[Any] = ["default", {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "gpu_report"}]
 # Next to the data, never on it.
@@ -80,7 +71,7 @@ def save_plot(report: Report, folder: str | os.PathLike[str]) -> Path:
     """Draw the report into ``gpu_report.png`` completely or not at all, and return its path; an OSError propagates.
 
     Its panels show, from top to bottom, the wall time by phase, GPU utilization, memory, and power. They have a line
-    for each of up to four GPUs; of more, for the three that were least busy, and for the mean of the others.
+    for each of up to four GPUs, the least busy ones.
     """
     target = Path(folder) / PLOT_NAME
     with style.context(_STYLE), replacing(str(target)) as file:
@@ -127,25 +118,11 @@ def _time_unit(wall_s: float) -> _TimeUnit:
 
 
 def _lines(report: Report) -> list[_Line]:
-    """Return a line for each GPU with timelines, or for the three that are least busy and the mean of the others."""
+    """Return a line for each GPU with timelines, or for those that are least busy."""
     gpus = [gpu for gpu in report.gpus if gpu.timelines]
-    if len(gpus) <= len(_LINE_STYLES):
-        return [_Line(gpu_label(gpu), gpu.timelines) for gpu in gpus]
-    by_busy = sorted(gpus, key=lambda gpu: gpu.utilization_percent_mean or 0.0)
-    alone, rest = by_busy[: len(_LINE_STYLES) - 1], by_busy[len(_LINE_STYLES) - 1 :]
-    means = {}
-    for metric in _PANELS:
-        mean = _mean([gpu.timelines[metric] for gpu in rest if metric in gpu.timelines], report.wall_s)
-        if mean.points():
-            means[metric] = mean
-    return [*(_Line(gpu_label(gpu), gpu.timelines) for gpu in alone), _Line(f"mean of {len(rest)} others", means)]
-
-
-def _mean(several: Sequence[Series], wall_s: float) -> Series:
-    edges_s = [wall_s * number / _MAX_POINTS for number in range(_MAX_POINTS + 1)]
-    columns = zip(*(series.means(edges_s) for series in several), strict=True)
-    means = [fmean(known) if (known := not_none(column)) else None for column in columns]
-    return Series(0.0, max(wall_s, 1e-9) / _MAX_POINTS, means)
+    if len(gpus) > len(_LINE_STYLES):
+        gpus = sorted(gpus, key=lambda gpu: gpu.utilization_percent_mean or 0.0)[: len(_LINE_STYLES)]
+    return [_Line(gpu_label(gpu), gpu.timelines) for gpu in gpus]
 
 
 class _Band(NamedTuple):
@@ -197,9 +174,6 @@ def _draw_lines(axis: Axes, report: Report, metric: str, lines: Sequence[_Line])
     label, divisor, _ = _PANELS[metric]
     if metric == "utilization_percent":
         _draw_phases(axis, report, alpha=0.2)
-    account = next((account for account in report.memory if account.timeline), None)
-    if metric == "memory_used_bytes" and account is not None:  # the driver's values are drawn over it
-        _draw_torch(axis, account, unit)
     for (color, dashes), line in zip(_LINE_STYLES, lines, strict=False):
         points = line.timelines[metric].at_most(_MAX_POINTS).points()
         x = [time_s / unit.seconds for time_s, _ in points]
@@ -213,22 +187,9 @@ def _draw_lines(axis: Axes, report: Report, metric: str, lines: Sequence[_Line])
     axis.legend(**_LEGEND)
 
 
-def _draw_torch(axis: Axes, account: MemoryAccount, unit: _TimeUnit) -> None:
-    times = [point.time_s / unit.seconds for point in account.timeline]
-    bottom = [0.0] * len(times)
-    for field, label, color in _MEMORY_BANDS:
-        sizes = [getattr(point, field) / 2**30 for point in account.timeline]
-        top = [max(low, size) for low, size in zip(bottom, sizes, strict=True)]
-        axis.fill_between(times, bottom, top, color=color, alpha=0.6, linewidth=0, label=label)
-        bottom = top
-    axis.set_title(f"Torch on GPU {account.index}", loc="left", fontsize="small")
-
-
 def _draw_totals(axis: Axes, gpus: Sequence[GpuSummary], divisor: float) -> None:
     highest = axis.dataLim.ymax
     for total in {gpu.memory_total_bytes for gpu in gpus if gpu.timelines and gpu.memory_total_bytes}:
         whole = f"total, {format_bytes(total)}"
-        if total / divisor > _FAR * highest:
-            axis.plot([], [], " ", label=whole)
-        else:
+        if total / divisor <= _FAR * highest:
             axis.axhline(total / divisor, color="#D55E00", linewidth=1, linestyle="--", label=whole)

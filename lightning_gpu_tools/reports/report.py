@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.advice.loader_plan import LoaderResult, trial_of
+from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import MemoryAccount
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -31,49 +31,6 @@ RUNNING, CUT_OFF = "running", "cut off"
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 StepSeconds = Annotated[float, Meta(ge=1e-9)]  # the resolution of time.perf_counter_ns
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderSummary:
-    """The result of NumWorkersFinder.
-
-    Attributes:
-        users: Original settings; ``None`` if the loader is not a torch DataLoader.
-        settings: Settings found by the search.
-        applied: Whether they were in use at the end.
-        confirmed: Whether they were as good in their first hundred steps.
-        reason: Reason for the result, with numbers.
-        users_batches_per_s: Speed of loader and step together, with the original settings.
-        batches_per_s: Speed with the settings found.
-        wait_share: Share of time in which training waited for data, with the settings found.
-        seconds: Duration of the search.
-    """
-
-    users: Mapping[str, Any] | None
-    settings: Mapping[str, Any] | None
-    applied: bool
-    confirmed: bool | None
-    reason: str
-    users_batches_per_s: float | None
-    batches_per_s: float | None
-    wait_share: float | None
-    seconds: float
-
-
-def summarize(result: LoaderResult) -> LoaderSummary:
-    """Return the summary of a search for the report."""
-    before, after = trial_of(result.trials, result.original), trial_of(result.trials, result.settings)
-    return LoaderSummary(
-        users=None if result.original is None else dataclasses.asdict(result.original),
-        settings=None if result.settings is None else dataclasses.asdict(result.settings),
-        applied=result.applied,
-        confirmed=result.confirmed,
-        reason=result.reason,
-        users_batches_per_s=None if before is None else before.batches_per_s,
-        batches_per_s=None if after is None else after.batches_per_s,
-        wait_share=result.wait_share,
-        seconds=result.seconds,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,8 +70,6 @@ class Report:
         gpu_step_s: GPU time of a training step, by part; parts whose time is unknown are absent.
         ranks: Steps of each rank that reported; empty with one rank.
         memory: Memory use of each GPU of the job.
-        allocator_failures: Number of times that torch's allocator ran out of memory on rank 0 and the run continued:
-            the program or cuDNN caught the error, or a search for the largest batch size provoked it.
         stalls: Times in which training made no progress, with the reason.
         failure: Why the run ended and what to do, if known beyond its error.
         loader: Result of NumWorkersFinder, if it finished.
@@ -148,10 +103,9 @@ class Report:
     gpu_step_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     ranks: tuple[RankStep, ...] = ()
     memory: tuple[MemoryAccount, ...] = ()
-    allocator_failures: int = 0
     stalls: tuple[Stall, ...] = ()
     failure: str | None = None
-    loader: LoaderSummary | None = None
+    loader: LoaderResult | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     process: ProcessId | None = None
 

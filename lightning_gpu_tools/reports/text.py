@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_gpu_tools.advice.findings import Diagnosis, label_of
 from lightning_gpu_tools.advice.lines import in_words, seen_in
+from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import OTHER_PROCESSES, PARTS, MemoryAccount, MemoryPart
 from lightning_gpu_tools.advice.ranks import mean_wait_s, slowest_rank
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.reports.gpu_table import gpu_lines, gpu_sentences
-from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, LoaderSummary, Report
+from lightning_gpu_tools.reports.report import FILE_NAME, RUNNING, Report
 from lightning_gpu_tools.training.memory_readings import MemoryLine
 from lightning_gpu_tools.training.phases import IN_WORKER, RANK_WAIT, TRAINING_STEP, UNEXPLAINED
 from lightning_gpu_tools.units import format_bytes, format_duration, line_width, printable, wrapped
@@ -92,7 +93,7 @@ def _details(report: Report, full: bool) -> list[str]:
 
 def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
     """Yield what the tables of a report do not show; ``full``: without a limit on the number of stalls and errors."""
-    diagnosis, failures = report.diagnosis, report.allocator_failures
+    diagnosis = report.diagnosis
     if not report.is_finished:
         state = "The process ended without a final report: it was killed, or it crashed."
         if report.outcome.startswith(RUNNING):
@@ -109,14 +110,8 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
     if diagnosis.verdict != "out_of_memory":  # its next step already includes this
         yield from (finding.advice for finding in diagnosis.findings if finding.cause == "memory_growth")
     for finding in diagnosis.findings:  # whatever the verdict
-        is_apart = finding.cause == "stray_contexts" or "stopped_at_step" in finding.evidence
-        if is_apart and finding.advice not in diagnosis.next_step:
+        if finding.cause == "stray_contexts" and finding.advice not in diagnosis.next_step:
             yield finding.advice
-    if failures:
-        yield (
-            f"torch's allocator ran out of memory {failures} time{'s' * (failures > 1)}, and the run continued. It "
-            "usually empties its cache first, which waits for the GPU."
-        )
     yield from _rank_line(report)
     idle = [
         f"{_idle_label(phase)} {percent:.0f} %"
@@ -124,9 +119,7 @@ def sentences(report: Report, *, full: bool = False) -> Iterator[str]:
         if percent >= 1
     ]
     if idle:
-        residual = diagnosis.gpu_idle_residual_percent
-        doubt = f" These are uncertain: the driver reports {residual:.0f} % less idle time." if residual >= 1 else ""
-        yield f"GPU idle, of the wall time: {', '.join(idle)}.{doubt}"
+        yield f"GPU idle, of the wall time: {', '.join(idle)}."
     # By the GPU's clock; the tree uses the host's clock, and the host runs ahead.
     total_s = sum(report.gpu_step_s.values())
     parts = [
@@ -224,13 +217,13 @@ def stall_line(stall: Stall) -> str:
     return f"No progress for {lasted} at step {stall.step}{continued}: {printable(stall.why, 800)}"
 
 
-def loader_line(loader: LoaderSummary) -> str:
+def loader_line(loader: LoaderResult) -> str:
     """Return a sentence about the result of NumWorkersFinder."""
     if loader.settings is None or not loader.seconds:
         return f"NumWorkersFinder: {loader.reason}"
-    found = f"num_workers={printable(loader.settings.get('num_workers'))}"
+    found = f"num_workers={loader.settings.num_workers}"
     duration = format_duration(loader.seconds)
-    if loader.settings == loader.users:
+    if loader.settings == loader.original:
         return f"NumWorkersFinder kept {found} after {duration} of trials. {loader.reason}"
     state = "applied" if loader.applied else "not applied"
     return f"NumWorkersFinder found {found} in {duration} ({state}). {loader.reason}"

@@ -33,7 +33,6 @@ draw(scratch, parent)
 """
 _TIMEOUT_S = 120.0  # our default: at its first import on a machine, matplotlib reads all fonts
 _NICENESS = 10  # our default: the next run has priority
-_MAX_DRAWINGS = 4  # our default: at the same time, after fits that take a second
 
 _drawings: list[_Drawing] = []  # the oldest first
 
@@ -55,8 +54,6 @@ def start(report: Report, folder: str, say: Callable[[str], object]) -> Sequence
         files.remove(os.path.join(folder, name))  # of the former report
     if report.diagnosis.verdict == "too_short" or importlib.util.find_spec("matplotlib") is None:
         return ()
-    if len(_drawings) >= _MAX_DRAWINGS:
-        _drawings.pop(0).thread.join()
     _drawings.append(_Drawing(report, folder, say))
     return _DRAWN
 

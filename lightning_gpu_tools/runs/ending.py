@@ -77,10 +77,3 @@ class Ending:
             self.outcome += f": {failure.what}"
         if failure is not None and hasattr(error, "add_note"):  # Python 3.11
             error.add_note(str(failure))
-
-    @property
-    def allocator_failures(self) -> int:
-        """The number of allocator failures on this rank after which training continued."""
-        count = 0 if self.allocator is None else self.allocator.count
-        has_ended = self.out_of_memory is not None and self.out_of_memory.message.source == "allocator"
-        return max(0, count - has_ended)

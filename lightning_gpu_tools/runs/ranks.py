@@ -123,8 +123,8 @@ class Ranks:
             summaries = gpus.summaries(at_end=at_end)
             facts["gpus"] = [dataclasses.asdict(dataclasses.replace(gpu, timelines={})) for gpu in summaries]
         share = own_share(recorder)
-        if share is not None:  # without the long parts
-            share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, timeline=(), recorded=None))
+        if share is not None:  # without the long part
+            share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, recorded=None))
             facts["memory"] = dataclasses.asdict(share)
         self.exchange.publish(**facts)
 

@@ -121,7 +121,7 @@ class RunRecorder:
         self.batch_bytes: int | None = None  # of the first batch
         self.core_users = core_users
         self.lines = LineSampler(clock, timer.worker_lines, lambda: [one.loader for one in run.loaders])
-        self.compilations = Compilations(lambda: clock.steps)
+        self.compilations = Compilations()
         self.facts = Facts()
         self._readings: dict[Quantity, Timeline] = {}
         self._clock = clock
@@ -329,7 +329,7 @@ class RunRecorder:
             memory=None if memory is None else read("the GPU's memory", memory.facts, None),
             watched=clock.watched_steps(),
             replays_per_step=clock.replays / max(1, clock.steps),
-            compiled=read("the compilations of torch.compile", self.compilations.facts, None),
+            recompiled=read("the compilations of torch.compile", self.compilations.facts, None),
             lines=read("source lines", partial(self.lines.seen, self._workers.pids), ()),
             ranks=self._received.ranks,
             contexts=self.contexts(),

@@ -26,7 +26,7 @@ from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.host import processor_name
 from lightning_gpu_tools.processes import process_id
 from lightning_gpu_tools.reports.comparison import confirm, earlier_report, is_of_one_run
-from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, Report, summarize
+from lightning_gpu_tools.reports.report import PREVIOUS_NAME, RUNNING, Report
 from lightning_gpu_tools.reports.report_file import WRITE_EVERY_S, ReportFile, run_folder
 from lightning_gpu_tools.reports.text import render_text
 from lightning_gpu_tools.runs import drawing
@@ -108,10 +108,9 @@ def describe(session: Session, outcome: str, snapshot: Snapshot | None = None) -
         else {phase: s for phase, s in idle.work_s.items() if base_phase(phase) == TRAINING_STEP},
         ranks=measured.ranks,
         memory=session.ranks.memory_accounts(memory, all_ranks=ended),
-        allocator_failures=ending.allocator_failures,
         stalls=session.stalls,
         failure=None if ending.failure is None else str(ending.failure),
-        loader=None if session.loader_result is None else summarize(session.loader_result),
+        loader=session.loader_result,
         settings=settings,
         process=process_id(os.getpid()),
     )

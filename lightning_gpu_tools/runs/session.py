@@ -46,7 +46,6 @@ from lightning_gpu_tools.training.step_clock import WARM_UP_STEPS, StepClock
 _trainings = itertools.count()  # in the same order on all ranks
 _WARM_UP_POLL_S = 0.4
 _LOG_EVERY_S = 1.0  # our default: at most this often, unless the GPUs are polled more often
-_MAX_STEPS_UNCHECKED = 16  # our default: in a row, without a check of whether it is time to log
 
 
 class Session:
@@ -275,9 +274,6 @@ class Session:
             if self.clock.since_s >= self._next_log_s:
                 self._next_log_s = self.clock.since_s + min(_LOG_EVERY_S, self._sampling["interval_s"])
                 self.clock.as_own_work(self._log, step)
-        if every == 1:  # half of the steps until then, at their pace so far, because they may slow down
-            steps, left_s = self.clock.steps, max(0.0, self._next_log_s - self.clock.since_s)
-            return steps + 1 + min(_MAX_STEPS_UNCHECKED, int(left_s / 2 * steps / self.clock.wall_s))
         return self.clock.steps + every - since  # a lower bound: with accumulated gradients, a step has several batches
 
     def _log(self, step: int) -> None:

@@ -267,16 +267,6 @@ def compilations() -> list[Any] | None:
     return None if read is None else read()
 
 
-def recompile_limit() -> tuple[str, int] | None:
-    """Return the name of the setting that limits compilations of a function, which torch 2.7 changed.
-
-    Without it, the advice does not name it.
-    """
-    config = sys.modules.get("torch._dynamo.config")
-    names = ("recompile_limit", "cache_size_limit")
-    return next(((name, limit) for name in names if (limit := getattr(config, name, None)) is not None), None)
-
-
 def compiles_backward() -> bool:
     """Return whether compiled autograd runs backward, so that a hook would become part of the compiled code.
 

@@ -5,26 +5,23 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from lightning_gpu_tools.training import compat
-from lightning_gpu_tools.training.run_measurements import CompiledCode, Recompiled
+from lightning_gpu_tools.training.run_measurements import Recompiled
 from lightning_gpu_tools.training.source_lines import shown_path
 
 _POLL_S = 1.0  # our default: torch keeps only its last 64 compilations
 _MAX_RECOMPILED = 10  # our default: functions to report
-_LIMIT = re.compile("(recompile|cache_size)_limit")  # in the error of an abandoned compilation
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")  # the rest of a function after a graph break
 _NUMBER = re.compile(r"^[\d/!]+: ")  # of the earlier code, before a reason
 
 
 class Compilations:
-    """A reader of that record, for any thread. ``steps`` returns the number of training steps begun."""
+    """A reader of that record, for any thread."""
 
-    def __init__(self, steps: Callable[[], int]) -> None:
-        self._steps = steps
+    def __init__(self) -> None:
         self._began_s = time.time()
         self._last: Any = None  # entry of the record that was read
         self._functions: dict[str, Recompiled] = {}  # by torch's number
@@ -36,18 +33,15 @@ class Compilations:
             self._read()
         return _POLL_S
 
-    def facts(self) -> CompiledCode | None:
-        """Return the compilations so far; ``None`` without any."""
+    def facts(self) -> tuple[Recompiled, ...] | None:
+        """Return the functions compiled again so far, most time first; ``None`` if nothing was compiled."""
         with self._lock:
             self._read()
             if not self._functions:
                 return None
-            again = [one for one in self._functions.values() if one.count or one.stopped_at_step is not None]
+            again = [one for one in self._functions.values() if one.count]
             again.sort(key=lambda one: -one.seconds)
-        return CompiledCode(
-            recompiled=tuple(again[:_MAX_RECOMPILED]),
-            limit=compat.recompile_limit(),
-        )
+        return tuple(again[:_MAX_RECOMPILED])
 
     def _read(self) -> None:
         entries = compat.compilations() or []
@@ -72,11 +66,9 @@ class Compilations:
             return
         function = replace(function, seconds=function.seconds + (one.end_time_us - one.start_time_us) / 1e6)
         if one.is_forward is not False:  # else the second part of a compilation, when backward runs for the first time
-            has_stopped = one.fail_reason and _LIMIT.search(one.fail_reason)
             function = replace(
                 function,
                 reason=_NUMBER.sub("", getattr(one, "recompile_reason", None) or function.reason),
-                count=function.count + (not has_stopped),
-                stopped_at_step=self._steps() if has_stopped else function.stopped_at_step,
+                count=function.count + (not one.fail_reason),
             )
         self._functions[number] = function

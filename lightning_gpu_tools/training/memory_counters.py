@@ -23,7 +23,6 @@ from lightning_gpu_tools.training.memory_lines import MemoryRecorder, by_line, l
 from lightning_gpu_tools.training.memory_readings import (
     MemoryHoldings,
     MemoryLine,
-    MemoryPoint,
     MemoryReading,
     RankMemory,
     RecordedStep,
@@ -43,14 +42,12 @@ from lightning_gpu_tools.training.memory_trace import (
     sizes_in_16_bits,
 )
 from lightning_gpu_tools.training.step_clock import StepClock
-from lightning_gpu_tools.training.timeline import Timeline
 
 # Our defaults.
 _BUDGET_S = 2e-6  # per step on average; reading a step takes about 100 µs
 _MAX_INTERVAL = 200  # steps, even if reading is slow
 _MAX_EARLY_STEPS = 64  # read until the optimizer steps; gradients are rarely accumulated over more steps
 _MAX_SKIPPED_STEPS = 4  # by a gradient scaler; an optimizer that has no state after more steps never has one
-_MAX_POINTS = 200
 _Function = Callable[..., Any]
 
 
@@ -68,7 +65,6 @@ def read_memory(gpu: torch.device) -> MemoryReading | None:
         reserved_bytes=reserved["current"],
         peak_reserved_bytes=reserved["peak"],
         inactive_split_bytes=stats["inactive_split_bytes"]["all"]["current"],
-        inactive_splits=stats["inactive_split"]["all"]["current"],
         retries=stats["num_alloc_retries"],
         allocations=stats["allocation"]["all"]["allocated"],
     )
@@ -116,7 +112,6 @@ class MemoryCounters:
         self._optimizer_steps = training.optimizer_steps
         self._peak_bytes = self._total_bytes = self._kept_bytes = 0
         self._peaks: dict[str, int] = {}
-        self._timelines = [Timeline(_MAX_POINTS, 1.0) for _ in MemoryPoint._fields[1:]]
         self._before: MemoryReading | None = None  # None if CUDA had not started: nothing trains on it
         self._do(self._begin)
 
@@ -288,10 +283,6 @@ class MemoryCounters:
             step=self._clock.steps, batch_shape=self._batch_shape, added_bytes=added_bytes, **self._moments
         )
         self._last = step
-        sizes = [reading.allocated_bytes for reading in step.readings]
-        points = sizes[0], max(sizes), self._moments["end"].reserved_bytes
-        for timeline, size in zip(self._timelines, points, strict=True):
-            timeline.add(self._clock.wall_s, size)
         if self._holdings is None and self._has_optimized():
             self._first = step
             held = count_holdings(self._training, self._batch)
@@ -350,7 +341,6 @@ class MemoryCounters:
         """Return the readings so far; ``None`` if a counter could not be read."""
         if self._latest is None or self.failure is not None:
             return None
-        points = zip(*(timeline.points() for timeline in self._timelines), strict=True)
         return RankMemory(
             latest=self._latest,
             kept_bytes=self._kept_bytes,
@@ -363,5 +353,4 @@ class MemoryCounters:
             peak_lines=self._peak_lines,
             kept_lines=self._left_behind(),
             peaks_bytes=dict(self._peaks),
-            timeline=tuple(MemoryPoint(kept[0], kept[1], step[1], reserved[1]) for kept, step, reserved in points),
         )

@@ -17,7 +17,6 @@ class MemoryReading:
     peak_reserved_bytes: int
     # Free parts of blocks, which cannot be returned to the driver; 0 with expandable segments and cudaMallocAsync.
     inactive_split_bytes: int = 0
-    inactive_splits: int = 0  # number of these parts; 0 = unknown
     retries: int = 0  # allocations retried after the allocator emptied its cache
     allocations: int = 0  # number of tensors allocated so far
 
@@ -113,15 +112,6 @@ class MemoryHoldings:
         )
 
 
-class MemoryPoint(NamedTuple):
-    """A moment of training in a timeline."""
-
-    time_s: float  # since training started
-    kept_bytes: float  # in tensors at the start of a step
-    step_bytes: float  # the largest reading within the step
-    reserved_bytes: float
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
     """The GPU memory of one rank over a run."""
@@ -140,7 +130,6 @@ class RankMemory:
     # Peak of memory in tensors, by where it rose: before_training, forward, backward, optimizer, validation, or
     # training if it rose between two readings.
     peaks_bytes: Mapping[str, int] = field(default_factory=dict)
-    timeline: tuple[MemoryPoint, ...] = ()  # at most 200 points; not sent to other ranks
 
     @property
     def peak_bytes(self) -> int:

@@ -228,7 +228,6 @@ class Recompiled:
         count: Number of compilations after the first.
         seconds: Their duration.
         reason: Last condition of earlier compiled code that failed; empty if unknown, as before torch 2.7.
-        stopped_at_step: Step since which it is no longer compiled, accurate to a second; ``None`` if it still is.
     """
 
     file: str = ""
@@ -237,15 +236,6 @@ class Recompiled:
     count: int = 0
     seconds: float = 0.0
     reason: str = ""
-    stopped_at_step: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompiledCode:
-    """The code that ``torch.compile`` has compiled."""
-
-    recompiled: tuple[Recompiled, ...] = ()  # most time first
-    limit: tuple[str, int] | None = None  # setting of torch._dynamo.config that limits compilations of a function
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -419,7 +409,7 @@ class RunMeasurements:
     memory: RankMemory | None = None
     watched: WatchedSteps | None = None
     replays_per_step: float = 0.0  # of CUDA graphs
-    compiled: CompiledCode | None = None  # None without torch.compile
+    recompiled: tuple[Recompiled, ...] | None = None  # most time first; None without torch.compile
     lines: tuple[SourceLine, ...] = ()  # most frequent first
     ranks: tuple[RankStep, ...] = ()  # empty with one rank
     contexts: tuple[HeldContext, ...] = ()  # of all ranks that see several GPUs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -73,12 +72,6 @@ def test_a_batch_takes_room_too() -> None:
     with_batch, without = (fitting(run, 4 * GIB, batch_bytes=size) for size in (80 * MIB, 0))
     assert with_batch < 0.6 * without
     assert needed(with_batch) + (with_batch - 8) * 10 * MIB <= 0.98 * 4 * GIB
-
-
-def test_elements_count_where_samples_differ() -> None:
-    run = recorded()
-    by_samples, by_items = (fitting(run, 4 * GIB, by_items=by_items) for by_items in (False, True))
-    assert by_items == pytest.approx(512 * by_samples, rel=0.02)
 
 
 def test_a_batch_that_leaves_no_trace_has_no_limit() -> None:

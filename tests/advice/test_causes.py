@@ -34,7 +34,6 @@ from lightning_gpu_tools.advice.examples import (
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.idle_in_step import idle_in_step
 from lightning_gpu_tools.training.run_measurements import (
-    CompiledCode,
     GpuFacts,
     GpuIdle,
     LoadingFacts,
@@ -95,7 +94,7 @@ def test_a_run_that_resembles_a_cause_has_another_or_none(run: RunMeasurements, 
     ("options", "advised", "not_advised"),
     [
         ({}, "torch.compile(model", "already"),
-        ({"compiled": CompiledCode()}, "mode='reduce-overhead' (CUDA graphs) in your torch", "(model"),
+        ({"recompiled": ()}, "mode='reduce-overhead' (CUDA graphs) in your torch", "(model"),
         ({"replays_per_step": 2.0}, "outside of the 2 per step", "torch.compile"),
     ],
 )
@@ -111,9 +110,10 @@ def test_slow_steps_that_compile_again_are_one_finding() -> None:
     times = StepTimes(count=180, seconds=14.0, p50_s=0.05, p95_s=0.05, max_s=1.2, slow=(slow,))
     again = Recompiled(file="train.py", line=41, function="forward", count=5, seconds=5.5)
     steps = gpu_run(STEP, None, on_gpu=False, step_times=times)
-    compiled = CompiledCode(recompiled=(again,))
     assert [one.cause for one in diagnose(steps).findings] == ["slow_steps"]
-    assert [one.cause for one in diagnose(dataclasses.replace(steps, compiled=compiled)).findings] == ["recompilation"]
+    assert [one.cause for one in diagnose(dataclasses.replace(steps, recompiled=(again,))).findings] == [
+        "recompilation"
+    ]
 
 
 @pytest.mark.parametrize(

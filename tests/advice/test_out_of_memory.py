@@ -103,7 +103,7 @@ ERRORS = {
     "callback that takes much": (
         {"phase": "callback/WeightAveraging", **UP_TO_18},
         "spike",
-        "WeightAveraging takes more than 14.2 GiB, in addition to the memory at the start of a step; steps take",
+        "WeightAveraging takes more than 14.2 GiB, in addition to the memory at the start of a step",
     ),
     "the optimizer's states": (
         {"phase": "training_step/optimizer", "begins": FLAT[:1], "gpus": (this_gpu(), FREE_GPU)},
@@ -192,7 +192,6 @@ def test_remedies_at_the_same_batch_size_have_numbers() -> None:
     _, text = said(oom)
     assert "activation checkpointing (about 2.00 GiB instead of 10.0 GiB)" in text
     assert "precision='bf16-mixed' (frees up to 4.00 GiB)" in text
-    assert "optimizer.zero_grad() in on_train_batch_end (frees 2.00 GiB in forward)" in text
     _, text = said(oom, dataclasses.replace(RUN, precision="bf16-mixed"))
     assert "precision" not in text
 
@@ -242,7 +241,6 @@ def test_the_step_and_the_lines_that_hold_the_memory_are_named(options: dict[str
 def test_a_long_batch_is_told_by_its_numbers_and_what_would_fit() -> None:
     _, text = said(MEMORY_CAUSES["spike"].sick)
     assert "This batch has 4 times as many elements as usual (64 x 2048; median 32,768)." in text
-    assert "elements fit in a batch" in text
 
 
 @pytest.mark.parametrize(

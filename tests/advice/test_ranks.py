@@ -109,18 +109,15 @@ def a_job(nodes: int, local_ranks: int, more_s: Over) -> RunMeasurements:
     [
         (128, 8, {17}, "rank 17", "for rank 17 (node 2, GPU 1), which takes"),
         (128, 8, {17, 900}, "rank", "Also slow: rank"),
-        (128, 8, {*range(24, 32)}, "node 3", "for node 3 (ranks 24 to 31), which takes"),
-        (128, 8, {*range(24, 31)}, "rank", "Also slow: ranks"),  # not all of it
+        (128, 8, {*range(24, 32)}, "rank", "Also slow: ranks 2"),
     ],
 )
-def test_a_slow_node_and_a_slow_rank_are_named_as_such(
-    nodes: int, local_ranks: int, slow: set[int], who: str, words: str
-) -> None:
+def test_slow_ranks_are_named(nodes: int, local_ranks: int, slow: set[int], who: str, words: str) -> None:
     finding = straggler_in(a_job(nodes, local_ranks, lambda rank, part: 0.03 * (rank in slow)))
     assert str(finding.evidence["who"]).startswith(who)
     assert finding.evidence["rank"] in slow
     assert words in finding.advice
-    assert "It is late throughout the run." in finding.advice
+    assert "It is late" not in finding.advice
     assert finding.share == pytest.approx(0.30, abs=0.03)  # of the job: 30 of 100 ms
 
 
@@ -139,20 +136,18 @@ def test_among_ranks_that_vary_as_much_none_is_named() -> None:
 @pytest.mark.parametrize(
     ("slow_in", "when"),
     [
-        ({*range(PARTS)}, "It is late throughout the run."),
-        ({2, 7, 8, 13}, "It is late at times, for 40 s of 160 s."),
-        ({*range(10, PARTS)}, "It has been late since about step 1,000, for 60 s."),
-        ({*range(5)}, "It was late up to about step 500, for 50 s."),
+        ({*range(PARTS)}, ""),
+        ({2, 7, 8, 13}, "It is late 25 % of the time."),
         ({3}, None),  # an accident
     ],
 )
-def test_a_straggler_is_said_when_it_is_late(slow_in: set[int], when: str | None) -> None:
+def test_a_straggler_that_is_late_at_times_is_said_to_be(slow_in: set[int], when: str | None) -> None:
     finding = blamed(a_job(16, 8, lambda rank, part: 0.1 * (rank == 9 and part in slow_in)))
     if when is None:
         assert finding is None
     else:
         assert finding is not None
-        assert when.replace("160 s", "2 min 40 s") in finding.advice
+        assert when in finding.advice
         assert finding.evidence["late_percent"] == 100 * len(slow_in) / PARTS
         assert finding.share == pytest.approx(len(slow_in) / PARTS, rel=0.1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
 import re
@@ -112,8 +111,6 @@ def test_a_report_accounts_for_the_memory_of_the_gpu(
     assert parts["optimizer_states"] == STATES
     assert parts["buffers"] == MIB
     assert parts["activations"] >= 2 * HIDDEN
-    moments = account.moments_bytes
-    assert moments["after_forward"] - moments["step_start"] == pytest.approx(2 * HIDDEN, rel=0.05)
     assert parts["earlier_tensors"] >= held.nbytes
     size = max(workspace_sizes("", torch.cuda.get_device_capability()))
     assert parts["workspaces"] == 2 * size  # of the handles in forward and in backward
@@ -122,7 +119,6 @@ def test_a_report_accounts_for_the_memory_of_the_gpu(
     assert 100 * MIB < parts["other_processes"] < 2 * GIB
     (other,) = account.others
     assert (other.pid, other.user is not None) == (other_process, same_namespace)
-    assert [point.kept_bytes for point in account.timeline]
     assert report.unseen == ()
     assert re.search(r"Memory in use on GPU 0 at the peak: \S+ [MG]iB of ", capsys.readouterr().out)
     printed = render_text(report, full=True)
@@ -175,10 +171,6 @@ def test_a_loop_has_an_account_too(tmp_path: Path, zero_at_the_end: bool) -> Non
     assert parts["gradients"] == PARAMETERS
     assert parts["optimizer_states"] == STATES
     assert parts["earlier_tensors"] >= MIB  # nothing leads from a loop to its buffers
-    moments = account.moments_bytes
-    assert moments["after_backward"] - moments["step_start"] == pytest.approx(
-        PARAMETERS if zero_at_the_end else 0, rel=0.1, abs=MIB
-    )
 
 
 def train_two(folder: Path, rank: int) -> None:
@@ -196,5 +188,3 @@ def test_rank_zero_accounts_for_the_gpus_of_all_ranks(tmp_path: Path) -> None:
     for account in accounts:
         assert account.parts_bytes["parameters"] == PARAMETERS
         assert account.parts_bytes["gradient_buckets"] == PARAMETERS
-    raw = json.loads((tmp_path / "gpu_report" / "gpu_report.json").read_text())["memory"]
-    assert [bool(one["timeline"]) for one in raw] == [True, False]

@@ -76,12 +76,6 @@ def smaller_validation_batches(case: Case, advice: str) -> dict[str, Any]:
     return {"validation": partial(runs.Batches, size, count=4)}
 
 
-def shorter_samples(case: Case, advice: str) -> dict[str, Any]:
-    elements = number(r"By measured memory, ([\d,]+) elements fit in a batch", advice)
-    longest = elements // (64 * runs.LENGTH * runs.WIDTH)
-    return {"batches": partial(runs.Batches, 64, lengths=[4] * 15 + [longest])}
-
-
 def other_precision(case: Case, advice: str) -> dict[str, Any]:
     found = re.search(r"precision='([\w-]+)'", advice)
     assert found is not None, advice
@@ -110,7 +104,6 @@ FOLLOWED: list[tuple[Case, Callable[[Case, str], dict[str, Any]]]] = [
     (CASES["a batch too large, accumulated"], smaller_batches),
     (CASES["a second step that does not fit"], smaller_batches),
     (CASES["a validation batch too large"], smaller_validation_batches),
-    (CASES["one long batch"], shorter_samples),
     (
         replace(
             CASES["a batch that fits in forward alone"],
@@ -159,10 +152,6 @@ FOLLOWED: list[tuple[Case, Callable[[Case, str], dict[str, Any]]]] = [
         CASES["a hook that takes too much"],
         changed("and under torch.no_grad()", model=partial(runs.AtEpochEnd, 3, with_graph=False)),
     ),
-    (
-        Case("batch_too_large", "forward", model=runs.ZeroesAfterTheStep),
-        changed("optimizer.zero_grad() in on_train_batch_end", model=partial(runs.ZeroesAfterTheStep, frees=True)),
-    ),
 ]
 
 
@@ -176,7 +165,6 @@ FOLLOWED: list[tuple[Case, Callable[[Case, str], dict[str, Any]]]] = [
     "move kept tensors to the CPU (.cpu())",
     "torch.load(path, map_location='cpu', mmap=True)",
     ", and under torch.no_grad()",
-    "optimizer.zero_grad() in on_train_batch_end",
 )
 @pytest.mark.parametrize(
     ("case", "follow"), FOLLOWED, ids=[f"{number}-{follow.__name__}" for number, (_, follow) in enumerate(FOLLOWED)]
@@ -298,7 +286,6 @@ def test_a_step_that_needs_far_more_for_the_same_batch_is_named(tmp_path: Path) 
     assert first.evidence["step_bytes"] == pytest.approx(2.2 * GIB, rel=0.05)
     assert " in taken" in str(first.evidence["asked_at"])
     assert "times as much as earlier steps (at most 12" in report.diagnosis.why
-    assert report.allocator_failures == 1  # the error at step 4, which did not end the run
 
 
 def test_what_steps_leave_is_named_by_line_before_memory_is_full(tmp_path: Path) -> None:
@@ -321,7 +308,6 @@ def test_torchs_own_error_goes_on_after_the_report(tmp_path: Path, capsys: pytes
     assert report.outcome == "out of memory in forward at step 3"
     assert advisor.diagnosis.verdict == report.diagnosis.verdict == "out_of_memory"
     assert report.diagnosis.findings[0].evidence["requested_bytes"] == 6 * GIB
-    assert report.allocator_failures == 0  # the one that ended the run is not one of them
     printed = capsys.readouterr().out
     assert "Verdict: OUT OF MEMORY (out of memory in forward at step 3" in printed
     assert "Why:     Out of memory in forward at step 3: torch asked for 6.00 GiB" in printed

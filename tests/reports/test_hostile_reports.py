@@ -18,33 +18,34 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sample_report import REPORT
 
+from lightning_gpu_tools.advice.loader_plan import LoaderResult, LoaderTrial
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.comparison import earlier_report
-from lightning_gpu_tools.reports.report import LoaderSummary
 from lightning_gpu_tools.reports.report_file import ReportFile, load_report
 from lightning_gpu_tools.reports.schema import SCHEMA_VERSION, from_json, to_json
-from lightning_gpu_tools.training.run_measurements import RankStep, SourceLine
+from lightning_gpu_tools.training.run_measurements import LoaderSettings, RankStep, SourceLine
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
 from lightning_gpu_tools.units import printable_path
 
-SETTINGS = {"num_workers": 0, "prefetch_factor": None, "batch_size": 64}
+SETTINGS = LoaderSettings(
+    num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False, batch_size=64
+)
 FULL = replace(
     REPORT,
     spans=(PhaseSpan(0.0, 1.5, {"training_step": 1.0, "validation": 0.5}, 20),),
     ranks=(RankStep(rank=0, node=0, own_step_s=0.01), RankStep(rank=1, node=0, own_step_s=0.02)),
     step_s_blocks=tuple(0.05 + i / 1e4 for i in range(8)),
-    loader=LoaderSummary(
-        users=SETTINGS,
+    loader=LoaderResult(
+        original=SETTINGS,
         settings=SETTINGS,
         applied=True,
         confirmed=True,
         reason="It is faster.",
-        users_batches_per_s=10.0,
-        batches_per_s=20.0,
-        wait_share=0.1,
+        trials=(LoaderTrial(settings=SETTINGS, batch_s=0.1),),
         seconds=3.0,
+        wait_share=0.1,
     ),
     diagnosis=replace(REPORT.diagnosis, gpu_idle_percent={"callback/Slow": 12.0}, utilization_percent=34.0),
     settings={**REPORT.settings, "gpu": ["NVIDIA H200"], "precision": "32-true"},

@@ -94,7 +94,7 @@ def peak_in(folder: Path) -> int:
 
 ON_CPU = replace(TRAINED, memory=(), settings={**TRAINED.settings, "device": "cpu"})
 RUNS = {"outcome": "running", "process": process_id(os.getpid())}
-JUST_BEGUN = replace(REPORT, memory=(replace(ACCOUNT, moments_bytes={}),))
+JUST_BEGUN = replace(TRAINED, steps=0)
 
 
 def test_the_newest_run_on_a_gpu_that_has_ended_is_the_last(tmp_path: Path) -> None:

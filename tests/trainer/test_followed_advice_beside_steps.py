@@ -103,10 +103,9 @@ def test_validation_in_fewer_epochs_takes_no_more_than_usual(tmp_path: Path, han
 
 @pytest.mark.follows(
     "Each validation starts {} worker{} anew",
-    "Or load so few batches without workers: num_workers=0",
-    "`persistent_workers=True` for the validation loader, or `num_workers=0` for few batches",
+    "`persistent_workers=True` for the validation loader",
 )
-def test_workers_of_validation_are_kept_or_left_out(tmp_path: Path, hand_clock: HandClock) -> None:
+def test_workers_of_validation_are_kept(tmp_path: Path, hand_clock: HandClock) -> None:
     course = Course(tmp_path, hand_clock, val_check_interval=40)
     train, now = loader(Samples(400)), {"num_workers": 2}
     advice = advice_on(course.report(train, slowly_starting(hand_clock, 4, **now)), "validation")
@@ -114,8 +113,7 @@ def test_workers_of_validation_are_kept_or_left_out(tmp_path: Path, hand_clock: 
     assert "less often" not in advice
     kept = options_in(r"DataLoader\(\.\.\., (.*?)\)", advice)
     assert kept == {**now, "persistent_workers": True}
-    for changed in (kept, options_in(r"(num_workers=0)", advice)):
-        assert not advice_on(course.report(train, slowly_starting(hand_clock, 4, **changed)), "validation")
+    assert not advice_on(course.report(train, slowly_starting(hand_clock, 4, **kept)), "validation")
 
 
 @pytest.mark.follows("Validation waits for its loader in {} % of its time. {} DataLoader(")

@@ -46,7 +46,7 @@ def _fewer_launches(run: RunMeasurements) -> str:
     fused = ", a fused optimizer (AdamW(..., fused=True))" if run.stage == "fit" else ""
     if run.replays_per_step >= _MIN_REPLAYS:
         return f"CUDA graphs for the code outside of the {run.replays_per_step:.0f} per step{fused}"
-    if run.compiled is not None:
+    if run.recompiled is not None:
         return f"mode='reduce-overhead' (CUDA graphs) in your torch.compile call{fused}"
     return f"torch.compile(model, mode='reduce-overhead') (CUDA graphs){fused}"
 

@@ -1,4 +1,4 @@
-"""straggler: all ranks wait in every step for one slow rank, or for the ranks of one node.
+"""straggler: all ranks wait in every step for one slow rank.
 
 Every rank publishes the times of its own work by phase. A rank is a straggler if it works longer than the median rank
 by more than the noise, repeatedly, and the others wait longer than it does.
@@ -7,7 +7,6 @@ by more than the noise, repeatedly, and the others wait longer than it does.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median, median_low
 
@@ -28,8 +27,7 @@ _SIGMA_PER_MAD = 1.4826  # standard deviation per median absolute deviation, of 
 # Our defaults from here on.
 _MIN_WAITED = 0.50  # of the blamed rank's excess: the others' longer wait
 _MOST = 2 / 3  # of the excess: the least for a phase to be reported
-_ALWAYS = 0.90  # of the parts of a run
-_ALIKE = 0.50  # of the slowest rank's excess: from here on, the ranks of a node are slow for the same reason
+_ALWAYS = 0.90  # of the parts of a run: rarer is said
 _MIN_LATE_PARTS = 3  # fewer are chance, unless there are few parts
 
 _GPU_ADVICE = "compare its clocks, its temperature and other jobs on that machine with those of the other ranks"
@@ -48,7 +46,7 @@ _ADVICE = {
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    """Yield the rank or node that all others wait for, with the phase in which it loses time if one explains it.
+    """Yield the rank that all others wait for, with the phase in which it loses time if one explains it.
 
     The share is the gain for the job: the lag behind the slowest rank that is not an outlier.
     """
@@ -68,13 +66,10 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
     is_waited_for = own_wait_s is None or not waits or median(waits) - own_wait_s >= _MIN_WAITED * excess_s
     if share < _MIN_EXCESS or not is_waited_for:
         return
-    late = _lateness(ranks, slow, excess_s, run.step_s)
-    if late is None:
+    late_share = _late_share(ranks, slow, excess_s)
+    if late_share is None:
         return
-    late_share, when = late
-    least_s = median_low(times_s) + _ALIKE * (max(times_s) - median_low(times_s))
-    alike = {ranks[place].rank for place in behind if times_s[place] >= least_s}
-    who, named, others = _names(ranks, slow, {ranks[place].rank for place in behind}, alike)
+    who, others = f"rank {slow.rank}", {ranks[place].rank for place in behind} - {slow.rank}
     evidence: Evidence = {
         "who": who,
         "rank": slow.rank,
@@ -92,11 +87,12 @@ def find(run: RunMeasurements) -> Iterator[Finding]:
         group, _, name = phase.partition("/")
         words = printable(name) or PARTS_OF_STEP.get(group) or PHASES[group].label
         loss = f"It loses {'the' if coverage >= _MIN_COVERAGE else 'most of the'} time in {words}: {_ADVICE[group]}."
+    gpu = "" if slow.gpu is None else f", GPU {slow.gpu}"
     sentences = (
-        f"All ranks wait for {named}, which takes {format_duration(excess_s)} per step longer than the median of "
-        f"{len(ranks):,} ranks.",
-        when,
-        others,
+        f"All ranks wait for {who} (node {slow.node}{gpu}), which takes "
+        f"{format_duration(excess_s)} per step longer than the median of {len(ranks):,} ranks.",
+        f"It is late {100 * late_share:.0f} % of the time." if late_share < _ALWAYS else "",
+        f"Also slow: rank{'s' * (len(others) > 1)} {number_ranges(others)}." if others else "",
         loss,
         _line_behind(slow, phase, evidence),
     )
@@ -112,28 +108,8 @@ def _standing_out(values_s: Sequence[float], step_s: float) -> set[int]:
     return {place for place, one_s in enumerate(values_s) if one_s - typical_s > least_s}
 
 
-def _names(ranks: Sequence[RankStep], slow: RankStep, behind: set[int], alike: set[int]) -> tuple[str, str, str]:
-    """Return a short and a long name of the slowest rank, or of its node if all its ranks are slow, and the others.
-
-    A node is slow if all its ranks are about as far ``behind`` as the slowest one (``alike``).
-    """
-    members: defaultdict[int, set[int]] = defaultdict(set)
-    for rank in ranks:
-        members[rank.node].add(rank.rank)
-    nodes = {node for node, numbers in members.items() if len(numbers) > 1 and numbers <= alike}
-    if slow.node in nodes and len(members) > 1:
-        kind, others = "node", nodes - {slow.node}
-        who = f"node {slow.node}"
-        named = f"{who} (ranks {number_ranges(members[slow.node])})"
-    else:
-        kind, others = "rank", behind - {slow.rank}
-        who = f"rank {slow.rank}"
-        named = f"{who} (node {slow.node}{'' if slow.gpu is None else f', GPU {slow.gpu}'})"
-    return who, named, f"Also slow: {kind}{'s' * (len(others) > 1)} {number_ranges(others)}." if others else ""
-
-
-def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s: float) -> tuple[float, str] | None:
-    """Return the share of the run in which a rank was late, and when; ``None`` if it is chance or noise."""
+def _late_share(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) -> float | None:
+    """Return the share of the run in which a rank was late; ``None`` if it is chance or noise."""
     steps = max(rank.steps_over_time for rank in ranks)
     parts = [_in_parts_of(steps, rank) for rank in ranks]
     count = min(map(len, parts))
@@ -141,21 +117,11 @@ def _lateness(ranks: Sequence[RankStep], slow: RankStep, excess_s: float, step_s
     typical_s = map(median_low, zip(*others, strict=True))  # of the others, so that it can be above
     seen_s = [own_s - median_s for own_s, median_s in zip(_in_parts_of(steps, slow), typical_s, strict=False)]
     if count < 2 or unknown_parts(ranks) or fmean(seen_s) < excess_s / 2:  # it is late outside steady steps
-        return 1.0, ""
-    late = [one_s > fmean(seen_s) / 2 for one_s in seen_s]
-    numbers = [number for number, is_late in enumerate(late) if is_late]
-    lasted, whole = (format_duration(number * steps * step_s) for number in (len(numbers), count))
-    if len(numbers) >= _ALWAYS * count:
-        when = "It is late throughout the run."
-    elif all(late[numbers[0] :]):
-        when = f"It has been late since about step {numbers[0] * steps:,}, for {lasted}."
-    elif all(late[: numbers[-1] + 1]):
-        when = f"It was late up to about step {(numbers[-1] + 1) * steps:,}, for {lasted}."
-    else:
-        when = f"It is late at times, for {lasted} of {whole}."
+        return 1.0
+    late = sum(one_s > fmean(seen_s) / 2 for one_s in seen_s)
     # Noise has both signs: at other times, the rank would be faster by as much.
-    is_certain = len(numbers) >= min(_MIN_LATE_PARTS, count / 2) and excess_s > -min(seen_s)
-    return (len(numbers) / count, when) if is_certain else None
+    is_certain = late >= min(_MIN_LATE_PARTS, count / 2) and excess_s > -min(seen_s)
+    return late / count if is_certain else None
 
 
 def _in_parts_of(steps: int, rank: RankStep) -> list[float]:
@@ -191,7 +157,7 @@ def _phase_behind(ranks: Sequence[RankStep], slow: RankStep, excess_s: float) ->
 
 CAUSE = Cause(
     begins=lambda evidence, has_trainer: f"Waiting for {evidence['who']} takes",
-    says="Waiting for rank ... (or node ...) takes ...; the phase in which it loses time, and since when or how often",
+    says="Waiting for rank ... takes ...; the phase in which it loses time",
     change="by phase: compare its data, storage, clocks and temperature, or make a callback or checkpoint faster",
     find=find,
     counts_while_busy=True,  # a rank that waits for another GPU keeps its own busy

@@ -63,13 +63,10 @@ def why_not(run: RunMeasurements, finding: Finding) -> str:
 def _kept_workers(restarted: list[int], started: float) -> str:
     """Return how to keep the workers of loaders that start them in each validation."""
     which, most, count = f"the validation loader{'s' * (len(restarted) > 1)}", max(restarted), sum(restarted)
-    # One process takes at most as long as all of them together.
-    pays = (most - 1) * (1 - started) > started
-    none = "" if pays else " Or load so few batches without workers: num_workers=0 takes no longer than now."
     return (
         f"Each validation starts {count} worker{'s' * (count > 1)} anew, in {100 * started:.0f} % of its time. "
         f"Keep the workers of {which}: DataLoader(..., num_workers={most}, persistent_workers=True) "
-        f"(now {most}, False).{none}"
+        f"(now {most}, False)."
     )
 
 
@@ -122,7 +119,7 @@ CAUSE = Cause(
         ),
         Shape(
             "Each validation starts ... workers anew, in ... % of its time",
-            "`persistent_workers=True` for the validation loader, or `num_workers=0` for few batches",
+            "`persistent_workers=True` for the validation loader",
         ),
         Shape("Validation waits for its loader in ... % of its time", "the `num_workers` in the advice"),
     ],

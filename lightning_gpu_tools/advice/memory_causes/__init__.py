@@ -46,7 +46,7 @@ def _what(oom: OutOfMemory) -> str:
 
 
 def _common_evidence(oom: OutOfMemory) -> Evidence:
-    reserved, allocated, model = oom.reserved_bytes, oom.allocated_bytes, oom.model
+    reserved, allocated = oom.reserved_bytes, oom.allocated_bytes
     return {
         "phase": oom.phase,
         "step": oom.step,
@@ -59,9 +59,6 @@ def _common_evidence(oom: OutOfMemory) -> Evidence:
         "others_bytes": oom.others_bytes or None,
         "needed_bytes": None if oom.message.source == "host" else needed_bytes(oom),
         "begin_bytes": oom.begin_bytes,
-        "parameters_bytes": model.parameters_bytes or None,
-        "gradients_bytes": model.gradients_bytes or None,
-        "optimizer_bytes": model.optimizer_bytes or None,
         "asked_at": None if oom.asked is None else in_words(*oom.asked[3:]),
         "source_lines": holding(oom.lines),
     }

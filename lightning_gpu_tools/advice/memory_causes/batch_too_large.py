@@ -72,8 +72,7 @@ def has_fitted(oom: OutOfMemory) -> bool:
 CAUSE = MemoryCause(
     says="The batch of ... takes more than ..., in addition to ... of fixed memory; in training or in validation",
     change="the `batch_size` in the advice, with the `accumulate_grad_batches` that keeps the effective batch size; "
-    "or activation checkpointing, `bf16-mixed`, or zeroing gradients before forward, each with the memory that "
-    "it frees",
+    "or activation checkpointing or `bf16-mixed`, each with the memory that it frees",
     find=find,
     after=("model_too_large",),
     settings=SMALLER_STEP,

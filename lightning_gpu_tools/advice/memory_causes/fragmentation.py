@@ -14,7 +14,6 @@ from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes, printable
 
 _EXPANDABLE = "expandable_segments:True"
-_PAGE_BYTES = 20 * MIB  # of expandable segments (kLargeBuffer of torch's allocator); a gap's two ends lose about one
 
 
 def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
@@ -29,29 +28,22 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
         return  # the model alone would not fit even without fragments
     if oom.is_pool_of_driver or unused < MIN_SHARE * reserved or not is_enough:
         return
-    retries = None if oom.reading is None else oom.reading.retries
-    times = "once" if retries == 1 else f"{retries} times"
-    again = f", and emptied its cache {times} to continue" if retries else ""
     together = ""
     if unused < oom.requested_bytes:
         together = f" In one piece, it would suffice together with the {format_bytes(left)} that are free."
     yield Ruling(
-        f"torch holds {format_bytes(unused)} of unused memory, in pieces below {format_bytes(oom.requested_bytes)}"
-        f"{again}.{together}",
-        [_advice(oom, left)],
-        {"fragmented_bytes": unused, "retries": retries},
+        f"torch holds {format_bytes(unused)} of unused memory, in pieces below {format_bytes(oom.requested_bytes)}."
+        f"{together}",
+        [_advice(oom)],
+        {"fragmented_bytes": unused},
     )
 
 
-def _advice(oom: OutOfMemory, left: int) -> str:
-    settings, reading = oom.allocator or "PYTORCH_CUDA_ALLOC_CONF=", oom.reading
+def _advice(oom: OutOfMemory) -> str:
+    settings = oom.allocator or "PYTORCH_CUDA_ALLOC_CONF="
     fewer = "Allocate long-lived tensors before training, or as one tensor, and use only a few batch shapes."
     if _EXPANDABLE in settings.replace(" ", ""):
         return f"{_EXPANDABLE} is set, so only gaps within pages of 20 MiB are lost. {fewer}"
-    if reading is not None and reading.inactive_splits:
-        in_pages = reading.inactive_split_bytes - reading.inactive_splits * _PAGE_BYTES
-        if in_pages + left < oom.requested_bytes:
-            return f"{fewer} The gaps are too small for {_EXPANDABLE}, which needs whole pages of 20 MiB."
     others = "" if settings.endswith("=") else ","
     return (
         f"Set {printable(settings)}{others}{_EXPANDABLE} in the environment before training. Using only a few batch "

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from lightning_gpu_tools.advice.cause import SMALLER_STEP, MemoryCause, Ruling, Shape
 from lightning_gpu_tools.advice.memory_examples import STEPS_OF_64, an_error
-from lightning_gpu_tools.advice.memory_remedies import in_validation, largest_that_fits, levers, raised_limit
+from lightning_gpu_tools.advice.memory_remedies import in_validation, levers, raised_limit
 from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, OutOfMemory
 from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, OUTSIDE_LOOP, base_phase
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
@@ -30,24 +30,18 @@ def find(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Ruling]:
     items = math.prod(oom.batch_shape)
     times = items / oom.usual_items
     if times >= _MIN_TIMES:
-        yield _large_batch(run, oom, items, times)
+        shape = " x ".join(map(str, oom.batch_shape))
+        yield Ruling(
+            f"This batch has {times:.3g} times as many elements as usual ({shape}; median {oom.usual_items:,.0f}).",
+            [
+                "Limit the elements per batch: truncate long samples, or group samples of similar length.",
+                levers(run, oom),
+                raised_limit(oom),
+            ],
+            {"batch_items": items, "usual_items": oom.usual_items},
+        )
     else:
         yield from _usual_batch(oom)
-
-
-def _large_batch(run: RunMeasurements, oom: OutOfMemory, items: int, times: float) -> Ruling:
-    shape = " x ".join(map(str, oom.batch_shape or ()))
-    fits = largest_that_fits(run, oom, by_items=True)
-    return Ruling(
-        f"This batch has {times:.3g} times as many elements as usual ({shape}; median {oom.usual_items:,.0f}).",
-        [
-            "Limit the elements per batch: truncate long samples, or group samples of similar length.",
-            f"By measured memory, {fits.size:,} elements fit in a batch." if fits.size else "",
-            levers(run, oom),
-            raised_limit(oom),
-        ],
-        {"batch_items": items, "usual_items": oom.usual_items, "largest_batch_items": fits.size or None},
-    )
 
 
 def _usual_batch(oom: OutOfMemory) -> Iterator[Ruling]:
@@ -76,15 +70,14 @@ def _between_steps(oom: OutOfMemory) -> Iterator[Ruling]:
     taken, usual_bytes = oom.wanted_bytes - oom.begin_bytes, oom.usual_step_bytes
     if taken < max(usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
         return
-    steps = f"; steps take at most {format_bytes(usual_bytes)}" if usual_bytes else ""
     place = oom.place[:1].upper() + oom.place[1:]
     yield Ruling(
-        f"{place} takes more than {format_bytes(taken)}, in addition to the memory at the start of a step{steps}.",
+        f"{place} takes more than {format_bytes(taken)}, in addition to the memory at the start of a step.",
         [
             f"Do it in parts, or on the CPU{', and under torch.no_grad()' if oom.grad_enabled else ''}.",
             raised_limit(oom),
         ],
-        {"step_bytes": taken, "usual_step_bytes": usual_bytes or None},
+        {"step_bytes": taken},
     )
 
 
@@ -92,7 +85,7 @@ CAUSE = MemoryCause(
     rows=[
         Shape(
             "This batch has ... times as many elements as usual",
-            "limit the elements per batch: the advice says how many fit",
+            "limit the elements per batch",
         ),
         Shape(
             "This step takes ... times as much as earlier steps, with a batch of the same size",
