@@ -6,9 +6,9 @@ from typing import Any
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, OtherProcess
 from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.gpus.timeline import Series
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.training.run_measurements import RankStep
-from lightning_gpu_tools.training.timeline import Series
 
 GIB = 2**30
 

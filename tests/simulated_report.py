@@ -8,11 +8,11 @@ from sample_report import FINDING, GIB, REPORT
 
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, OtherProcess
 from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.gpus.timeline import Series
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.training.memory_readings import MemoryLine
 from lightning_gpu_tools.training.run_measurements import RankStep
 from lightning_gpu_tools.training.stopwatch import PhaseSpan
-from lightning_gpu_tools.training.timeline import Series
 
 DAY_S = 86_400.0
 _SPANS, _POINTS = 400, 2000

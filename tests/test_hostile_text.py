@@ -34,10 +34,10 @@ from lightning_gpu_tools import (
 from lightning_gpu_tools.cli import main
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.gpus.nvml import read_gpus
+from lightning_gpu_tools.gpus.timeline import Series
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.schema import to_json
 from lightning_gpu_tools.runs import drawing
-from lightning_gpu_tools.training.timeline import Series
 from lightning_gpu_tools.units import printable
 
 STEERS = "$\\frac$```|[b]<i>\x1b[2J\x1b]0;x\x07\x9b31m\r\nFORGED\u2028FORGED\u202e"

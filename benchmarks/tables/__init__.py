@@ -20,10 +20,10 @@ from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.dry_run.result import DryRun
 from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.gpus.timeline import Series
 from lightning_gpu_tools.processes import ProcessId
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.training.run_measurements import RankStep, SourceLine
-from lightning_gpu_tools.training.timeline import Series
 
 from . import checkpoints, costs, fields, figures, gpus, loaders, on_hardware, projects, suites
 from .markdown import ROOT

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_gpu_tools.advice.findings import AT_END, MIN_SECONDS
+from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
-    GpuFacts,
-    GpuIdle,
+    IdleTimes,
     LoaderSettings,
     RankStep,
     RunMeasurements,
@@ -26,9 +26,7 @@ LOADER = LoaderSettings(num_workers=4, prefetch_factor=2, persistent_workers=Tru
 NO_WORKERS = LoaderSettings(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
 STEP = {"training_step": 50.0}
 WAITS = {"data_loading": 30.0, "training_step": 10.0}
-HOPPER = GpuFacts(
-    compute_capability=(9, 0), memory_total_bytes=80 * GIB, sm_active_percent=90.0, tensor_active_percent=30.0
-)
+HOPPER = GpuWindow(sm_active_percent=90.0, tensor_active_percent=30.0)
 
 
 def a_host(cores: float = 64, **options: Any) -> HostBudget:
@@ -102,9 +100,9 @@ def watched(operations: float = 400, line: int | None = None) -> dict[str, Any]:
     return {"watched": WatchedSteps(steps=5, operations=operations, syncs=syncs)}
 
 
-def on_hopper(**changes: Any) -> dict[str, Any]:
+def on_hopper(*, compute_capability: tuple[int, int] = (9, 0), **changes: Any) -> dict[str, Any]:
     """Return the options of a run on a GPU that reports how much of it is active."""
-    return {"gpu": replace(HOPPER, **changes)}
+    return {"gpu": replace(HOPPER, **changes), "compute_capability": compute_capability}
 
 
 def ranks(*phase_s: Mapping[str, float], **facts: Any) -> dict[str, Any]:
@@ -116,9 +114,9 @@ def ranks(*phase_s: Mapping[str, float], **facts: Any) -> dict[str, Any]:
     }
 
 
-def sampled_idle(count: int = 20, **ms: tuple[float, float]) -> GpuIdle:
+def sampled_idle(count: int = 20, **ms: tuple[float, float]) -> IdleTimes:
     """Return sampled steps: per phase, the host's milliseconds per step and how many of them the GPU was idle."""
-    return GpuIdle(
+    return IdleTimes(
         samples=count,
         host_s={phase: count * host / 1e3 for phase, (host, _) in ms.items()},
         idle_s={phase: count * idle / 1e3 for phase, (_, idle) in ms.items()},
@@ -154,7 +152,7 @@ def contended(wait_share: float = 0.4, *, others: float = 0.0, allowed: float = 
 
 def capped(percent: float, clock_percent: float | None, limit_watts: float | None = 500.0) -> dict[str, Any]:
     """Return the options of a run on a GPU that an administrator can set to at most 700 W."""
-    gpu = GpuFacts(
+    gpu = GpuWindow(
         power_capped_percent=percent,
         held_clock_percent=clock_percent,
         power_limit_watts=limit_watts,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_gpu_tools.gpus.readings import GpuProcess
+from lightning_gpu_tools.gpus.metrics import GpuSample
 from lightning_gpu_tools.training.memory_readings import (
     MemoryHoldings,
     MemoryLine,
@@ -64,20 +64,6 @@ _ALL_LISTED = 0.98
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DriverMemory:
-    """The driver's report on one GPU at one time; ``None`` = not reported."""
-
-    index: int  # as in the report's ``gpus``
-    uuid: str
-    node: int = 0
-    total_bytes: int | None = None
-    used_bytes: int | None = None  # in total
-    driver_bytes: int | None = None  # the part of it that the driver keeps for itself
-    processes: tuple[GpuProcess, ...] | None = None
-    own_pids: tuple[int, ...] | None = None  # this job's processes, with the driver's PIDs; None e.g. in a container
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class OtherProcess:
     """A process of another job on the GPU.
 
@@ -128,14 +114,28 @@ class MemoryAccount:
     kept_lines: tuple[MemoryLine, ...] = ()
 
 
-def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAccount:
-    """Return the use of a GPU's memory, given the ranks of the job that train on it."""
+def account_for(
+    gpu: tuple[int, int, str],
+    ranks: Sequence[RankMemory],
+    sample: GpuSample | None = None,
+    own_pids: Collection[int] | None = None,
+) -> MemoryAccount:
+    """Return the use of a GPU's memory.
+
+    Args:
+        gpu: Its node, index and UUID.
+        ranks: The counts of the ranks of the job that train on it.
+        sample: The driver's report, if it was read.
+        own_pids: The driver's PIDs of this job's processes; ``None`` if unknown, as in a container.
+    """
+    node, index, uuid = gpu
+    sample = sample or GpuSample(uuid=uuid, time_s=0.0)
     parts = sum((Counter(_torch_parts(rank)) for rank in ranks), Counter())
     reserved_bytes = parts.total()
-    used_bytes, total_bytes = driver.used_bytes, driver.total_bytes
+    used_bytes, total_bytes = sample.memory_used_bytes, sample.memory_total_bytes
     others: list[OtherProcess] = []
-    processes, own_bytes = driver.processes or (), 0
-    own_pids = _own_pids(driver, len(ranks), reserved_bytes)
+    processes, own_bytes = sample.processes or (), 0
+    own_pids = _the_only_large_one(sample, len(ranks), reserved_bytes) if own_pids is None else own_pids
     if own_pids is not None:
         own_bytes = sum(one.memory_used_bytes or 0 for one in processes if one.pid in own_pids)
         others = [
@@ -153,15 +153,15 @@ def account_for(driver: DriverMemory, ranks: Sequence[RankMemory]) -> MemoryAcco
         beyond_torch = {
             "context": max(0, own_bytes - reserved_bytes),
             OTHER_PROCESSES: sum(one.used_bytes or 0 for one in others),
-            "driver": driver.driver_bytes or 0,
+            "driver": sample.driver_memory_bytes or 0,
             "unexplained": used_bytes,
         }
         parts.update(_cut(beyond_torch, used_bytes - reserved_bytes))
     fullest = max(ranks, key=lambda rank: rank.peak_bytes)
     return MemoryAccount(
-        index=driver.index,
-        uuid=driver.uuid,
-        node=driver.node,
+        index=index,
+        uuid=uuid,
+        node=node,
         total_bytes=total_bytes,
         used_bytes=used_bytes,
         free_bytes=None if used_bytes is None or total_bytes is None else max(0, total_bytes - used_bytes),
@@ -222,16 +222,13 @@ def _torch_parts(rank: RankMemory) -> dict[str, int]:
     return {**_cut(at_peak, peak_bytes), **_cut(cache, reserved_bytes - peak_bytes)}
 
 
-def _own_pids(driver: DriverMemory, ranks: int, reserved_bytes: int) -> frozenset[int] | None:
-    """Return this job's PIDs among the processes that the driver lists; ``None`` if they are unknown.
+def _the_only_large_one(sample: GpuSample, ranks: int, reserved_bytes: int) -> frozenset[int] | None:
+    """Return the PID of the only process that is large enough to be ours, if the driver lists all.
 
-    In a container the driver lists the host's PIDs. If all processes are listed, the only one that is large enough is
-    ours.
+    In a container the driver lists the host's PIDs.
     """
-    if driver.own_pids is not None:
-        return frozenset(driver.own_pids)
-    sizes = {one.pid: one.memory_used_bytes or 0 for one in driver.processes or ()}
+    sizes = {one.pid: one.memory_used_bytes or 0 for one in sample.processes or ()}
     large = [pid for pid, size in sizes.items() if size >= reserved_bytes > 0]
-    listed_bytes = sum(sizes.values()) + (driver.driver_bytes or 0)
-    is_unique = ranks == len(large) == 1 and listed_bytes >= _ALL_LISTED * (driver.used_bytes or 0)
+    listed_bytes = sum(sizes.values()) + (sample.driver_memory_bytes or 0)
+    is_unique = ranks == len(large) == 1 and listed_bytes >= _ALL_LISTED * (sample.memory_used_bytes or 0)
     return frozenset(large) if is_unique else None

@@ -7,12 +7,13 @@ for the report a field with the same name in :class:`GpuSummary`. Names include 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from lightning_gpu_tools.gpus.readings import GpuProcess, Sharing, UtilizationSample, not_none
-from lightning_gpu_tools.training.timeline import Series
+from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, not_none
+from lightning_gpu_tools.gpus.timeline import Series
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,7 @@ def _by(reduction: Reduction, source: str = "", *, logged: str = "", name: str =
 class GpuWindow:
     """The metrics of one GPU over a window of time; ``None`` = not reported."""
 
-    uuid: str
+    uuid: str = ""
     utilization_observed_s: float = 0.0  # seconds covered by the driver's utilization samples
     utilization_percent_mean: float | None = _by(
         "mean", "utilization", logged="share of time in which at least one kernel ran", name="utilization_percent/mean"
@@ -105,6 +106,10 @@ class GpuWindow:
     tensor_active_percent: float | None = _by("mean", logged="activity of the tensor cores (Hopper and later)")
     dram_active_percent: float | None = _by("mean", logged="memory bandwidth in use (Hopper and later)")
     processes: tuple[GpuProcess, ...] | None = None  # at the last sample, each with its mean utilization
+    own_memory_bytes: int | None = None  # of the processes of this job
+    others_memory_bytes: int | None = None
+    own_utilization_percent: float | None = None
+    others_utilization_percent: float | None = None
     errors: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -116,13 +121,16 @@ def _metric(field: str, source: str, reduction: Reduction, logged: str, name: st
 METRICS = tuple(
     _metric(field.name, *field.metadata["metric"]) for field in dataclasses.fields(GpuWindow) if field.metadata
 )
-# What gpu_metrics() returns: name after gpu/<i>/ -> meaning
-LOGGED = {
-    **{metric.logged: metric.meaning for metric in METRICS if metric.logged},
+_SHARES = {
     "own_memory_bytes": "used by this job",
     "others_memory_bytes": "used by other jobs",
     "own_utilization_percent": "share of time in which kernels of this job ran",
     "others_utilization_percent": "share of time in which kernels of other jobs ran",
+}
+# What gpu_metrics() returns: name after gpu/<i>/ -> meaning
+LOGGED = {
+    **{metric.logged: metric.meaning for metric in METRICS if metric.logged},
+    **_SHARES,
     "energy_joules": "used since training started, by the driver's counter",
 }
 
@@ -184,14 +192,53 @@ class GpuSummary:
     timelines: Mapping[str, Series] = dataclasses.field(default_factory=dict)
 
 
-def gpu_metrics(
-    index: int, window: GpuWindow, sharing: Sharing, energy_joules: float | None, node: int = 0
-) -> dict[str, float]:
+def gpu_metrics(index: int, window: GpuWindow, energy_joules: float | None, node: int = 0) -> dict[str, float]:
     """Return the metrics to log for one GPU, by name. The energy covers the time since training started."""
     prefix = f"node{node}/gpu/{index}/" if node else f"gpu/{index}/"
     values = {metric.logged: getattr(window, metric.field) for metric in METRICS if metric.logged}
-    values |= {**sharing._asdict(), "energy_joules": energy_joules}
+    values |= {name: getattr(window, name) for name in _SHARES}
+    values["energy_joules"] = energy_joules
     return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
+
+
+def with_shares(window: GpuWindow, own_pids: Collection[int] | None) -> GpuWindow:
+    """Divide the use of a GPU between this job and others, given the driver's PIDs of this job.
+
+    What the driver does not report of one process is unknown of its side.
+    """
+    if not window.processes or own_pids is None:  # an empty list does not mean idle, because containers hide processes
+        return window
+    own = [process for process in window.processes if process.pid in own_pids]
+    others = [process for process in window.processes if process.pid not in own_pids]
+    return dataclasses.replace(
+        window,
+        own_memory_bytes=_total([process.memory_used_bytes for process in own]),
+        others_memory_bytes=_total([process.memory_used_bytes for process in others]),
+        own_utilization_percent=_percent([process.utilization_percent for process in own]),
+        others_utilization_percent=_percent([process.utilization_percent for process in others]),
+    )
+
+
+def _total(sizes: Sequence[int | None]) -> int | None:
+    known = not_none(sizes)
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _percent(percents: Sequence[float | None]) -> float | None:
+    known = not_none(percents)
+    return min(sum(known), 100.0) if len(known) == len(percents) else None
+
+
+def mean_window(windows: Sequence[GpuWindow]) -> GpuWindow:
+    """Return the mean metrics of several GPUs; of what jobs use, the largest."""
+    values = {
+        name: not_none(getattr(window, name) for window in windows)
+        for name in [*(metric.field for metric in METRICS), *_SHARES]
+    }
+    means: dict[str, Any] = {
+        name: (max if name in _SHARES else fmean)(known) for name, known in values.items() if known
+    }
+    return GpuWindow(**means)
 
 
 def rounded(series: Series, begin_s: float) -> Series:
@@ -202,11 +249,10 @@ def rounded(series: Series, begin_s: float) -> Series:
 
 def over_run(window: GpuWindow, validation: GpuWindow) -> dict[str, Any]:
     """Return the report's metrics over a whole run. Peaks and counters include validation; means do not."""
-    found = {}
+    found = {name: getattr(window, name) for name in (*_SHARES, "errors")}
     for metric in METRICS:
-        if metric.field in GpuSummary.__dataclass_fields__:
-            combine: Any = {"max": max, "last": max, "difference": sum}.get(metric.reduction)
-            phases = (window,) if combine is None else (window, validation)
-            values = not_none(getattr(phase, metric.field) for phase in phases)
-            found[metric.field] = None if not values else values[0] if combine is None else combine(values)
-    return found
+        combine: Any = {"max": max, "last": max, "difference": sum}.get(metric.reduction)
+        windows = (window,) if combine is None else (window, validation)
+        values = not_none(getattr(one, metric.field) for one in windows)
+        found[metric.field] = combine(values) if combine is not None and values else next(iter(values), None)
+    return {name: value for name, value in found.items() if name in GpuSummary.__dataclass_fields__}

@@ -1,7 +1,7 @@
-"""Readings of GPUs, claims on them, and this job's share. ``None`` = not reported. Pure data and functions."""
+"""Readings of GPUs, and claims on them. ``None`` = not reported. Pure data and functions."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 _T = TypeVar("_T")
@@ -199,36 +199,3 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float | 
 def mean_percent(samples: Sequence[UtilizationSample]) -> float | None:
     """Return the time-weighted mean of the samples, oldest first; ``None`` without any."""
     return weighted_mean([sample.percent for sample in samples], weights_s(samples))
-
-
-class Sharing(NamedTuple):
-    """The use of a GPU by this job's processes and by all others that the driver lists; ``None`` = unknown, never 0."""
-
-    own_memory_bytes: int | None = None
-    others_memory_bytes: int | None = None
-    own_utilization_percent: float | None = None
-    others_utilization_percent: float | None = None
-
-
-def share_out(processes: Sequence[GpuProcess] | None, own_pids: Collection[int] | None) -> Sharing:
-    """Divide the use of a GPU between this job and others, from the driver's process list and this job's PIDs there."""
-    if not processes or own_pids is None:  # an empty list does not mean idle, because containers hide processes
-        return Sharing()
-    own = [process for process in processes if process.pid in own_pids]
-    others = [process for process in processes if process.pid not in own_pids]
-    return Sharing(
-        own_memory_bytes=_memory(own),
-        others_memory_bytes=_memory(others),
-        own_utilization_percent=_utilization(own),
-        others_utilization_percent=_utilization(others),
-    )
-
-
-def _memory(processes: Sequence[GpuProcess]) -> int | None:
-    sizes = not_none(one.memory_used_bytes for one in processes)
-    return sum(sizes) if len(sizes) == len(processes) else None
-
-
-def _utilization(processes: Sequence[GpuProcess]) -> float | None:
-    percents = not_none(one.utilization_percent for one in processes)
-    return min(sum(percents), 100.0) if len(percents) == len(processes) else None

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from lightning_gpu_tools.errors import NvmlUnavailableError
 from lightning_gpu_tools.gpus import limits
 from lightning_gpu_tools.gpus.metrics import GpuSample, GpuWindow
+from lightning_gpu_tools.gpus.timeline import Series
 from lightning_gpu_tools.gpus.windows import GpuTimelines, Phases, WindowBuilder
-from lightning_gpu_tools.training.timeline import Series
 from lightning_gpu_tools.units import printable
 
 if TYPE_CHECKING:

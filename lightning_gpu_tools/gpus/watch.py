@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from statistics import fmean
 
-from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary, GpuWindow, gpu_metrics, over_run, rounded
-from lightning_gpu_tools.gpus.readings import GpuReading, Sharing, not_none, share_out
+from lightning_gpu_tools.gpus.metrics import (
+    GpuSample,
+    GpuSummary,
+    GpuWindow,
+    gpu_metrics,
+    over_run,
+    rounded,
+    with_shares,
+)
+from lightning_gpu_tools.gpus.readings import GpuReading, not_none
 from lightning_gpu_tools.gpus.sampler import Phase, Sampler
+from lightning_gpu_tools.gpus.windows import WindowBuilder
 
 _LAST_POLL_S = 2.0  # limit for one more poll at the end of a run
 
@@ -57,18 +67,23 @@ class GpuWatch(Sampler):
         lost = (100.0 - (one.held_clock_percent or 100.0) for one in samples if one.throttled_s is not None)
         return max(lost, default=None)
 
-    def sharing(self, window: GpuWindow) -> Sharing:
-        """Return the use of a GPU by this job and by others."""
-        return share_out(window.processes, self.own_pids)
-
     def note_memory(self) -> None:
         """Record the memory use of the last samples, because torch's counters were read at this moment."""
         self._noted = self.latest_listed()
 
-    def noted_memory(self) -> list[tuple[GpuReading, GpuSample]]:
-        """Return the GPUs that train the model, with their last recorded samples."""
-        uuids = self._gpus.keys() & self._noted.keys() & self._trained_on
-        return [(gpu, self._noted[uuid]) for uuid, gpu in self._gpus.items() if uuid in uuids]
+    def noted_memory(self) -> list[GpuSample]:
+        """Return the last recorded samples of the GPUs that train the model, with their processes' owners and names."""
+        from lightning_gpu_tools.gpus import nvml  # imports pynvml
+
+        return [
+            dataclasses.replace(
+                sample,
+                utilization=(),
+                processes=None if sample.processes is None else nvml.identified(sample.processes),
+            )
+            for uuid, sample in self._noted.items()
+            if uuid in self._trained_on
+        ]
 
     def take_metrics(self) -> tuple[dict[str, float], list[str]]:
         """Return the metrics and the descriptions of problems since the last call; empty if there was no new poll."""
@@ -83,19 +98,25 @@ class GpuWatch(Sampler):
             window = windows.get(uuid)
             if window is None:
                 continue
-            sharing = self.sharing(window)
-            self._others_peak_bytes[uuid] = self._peak_of_others(uuid, sharing)
+            self._others_peak_bytes[uuid] = self._peak_of_others(window)
             joules = not_none(one.energy_joules for one in (window, validation[uuid]))
             self._energy_joules[uuid] = self._energy_joules.get(uuid, 0.0) + sum(joules)
             energy = self._energy_joules[uuid] if joules else None  # omitted if the GPU can no longer be read
-            metrics |= gpu_metrics(gpu.index, window, sharing, energy, self._node)
+            metrics |= gpu_metrics(gpu.index, window, energy, self._node)
             node = f" of node {self._node}" if self._node else ""
             problems += [f"GPU {gpu.index}{node} reports an error: {error}." for error in window.errors]
             problems += window.problems
         return metrics, problems
 
-    def _peak_of_others(self, uuid: str, sharing: Sharing) -> int | None:
-        return max(not_none([self._others_peak_bytes.get(uuid), sharing.others_memory_bytes]), default=None)
+    def _peak_of_others(self, window: GpuWindow) -> int | None:
+        return max(not_none([self._others_peak_bytes.get(window.uuid), window.others_memory_bytes]), default=None)
+
+    def _read(
+        self, windows: dict[str, WindowBuilder], read: Callable[[WindowBuilder], GpuWindow], wait_s: float = 0.0
+    ) -> dict[str, GpuWindow]:
+        own_pids = self.own_pids
+        found = super()._read(windows, read, wait_s)
+        return {uuid: with_shares(window, own_pids) for uuid, window in found.items()}
 
     def summaries(self, *, at_end: bool) -> tuple[GpuSummary, ...]:
         """Return each GPU's summary of the run so far, with one more poll at the end. Safe in any thread."""
@@ -105,7 +126,7 @@ class GpuWatch(Sampler):
         return tuple(self._summary(*gpu) for gpu in gpus)
 
     def _summary(self, gpu: GpuReading, window: GpuWindow, validation: GpuWindow) -> GpuSummary:
-        sharing, timelines = self.sharing(window), self.timelines(window.uuid)
+        timelines = self.timelines(window.uuid)
         power = [watts for _, watts in timelines["power_watts"].points()] if "power_watts" in timelines else []
         return GpuSummary(
             index=gpu.index,
@@ -114,11 +135,7 @@ class GpuWatch(Sampler):
             node=self._node,
             validation_utilization_percent_mean=validation.utilization_percent_mean,
             power_watts_mean=fmean(power) if power else None,
-            own_memory_bytes=sharing.own_memory_bytes,
-            others_memory_bytes_max=self._peak_of_others(window.uuid, sharing),
-            own_utilization_percent=sharing.own_utilization_percent,
-            others_utilization_percent=sharing.others_utilization_percent,
-            errors=window.errors,
+            others_memory_bytes_max=self._peak_of_others(window),
             timelines={name: rounded(one, one.begin_s - self._started_s) for name, one in timelines.items()},
             **over_run(window, validation),
         )

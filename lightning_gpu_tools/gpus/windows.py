@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSample, GpuWindow, Metric
 from lightning_gpu_tools.gpus.readings import LONGEST_PERIOD_S, GpuProcess, weights_s
-from lightning_gpu_tools.training.timeline import Series, Timeline
+from lightning_gpu_tools.gpus.timeline import Series, Timeline
 
 _TIMELINES = ("memory_used_bytes", "power_watts")  # besides utilization
 # Metrics of a GPU's state at a sample, and metrics derived from counters.

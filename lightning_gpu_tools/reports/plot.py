@@ -16,10 +16,10 @@ from matplotlib.patches import Patch
 
 from lightning_gpu_tools.files import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.gpus.timeline import Series
 from lightning_gpu_tools.reports.report import PLOT_NAME, Report
 from lightning_gpu_tools.reports.text import gpu_label, phase_groups, phase_label, verdict_label
 from lightning_gpu_tools.training.phases import PHASES
-from lightning_gpu_tools.training.timeline import Series
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
 if TYPE_CHECKING:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from lightning_gpu_tools.advice.memory_account import DriverMemory, MemoryAccount, account_for
-from lightning_gpu_tools.gpus.metrics import GpuSummary
+from lightning_gpu_tools.advice.memory_account import MemoryAccount, account_for
+from lightning_gpu_tools.gpus.metrics import GpuSample, GpuSummary
 from lightning_gpu_tools.gpus.readings import not_none
-from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.runs.run import gpu_readings
 from lightning_gpu_tools.runs.run_recorder import RunRecorder
 from lightning_gpu_tools.training.memory_readings import RankMemory
@@ -31,9 +29,10 @@ _T = TypeVar("_T")
 class MemoryShare:
     """One rank's facts about GPU memory."""
 
-    gpu: DriverMemory  # the GPU on which it trains
+    gpu: tuple[int, int, str]  # on which it trains: node, index and UUID
     memory: RankMemory  # its own counts there
-    drivers: tuple[DriverMemory, ...] = ()  # of the GPUs of its node, if this rank polls the driver
+    samples: tuple[GpuSample, ...] = ()  # of the GPUs of its node, if this rank polls the driver
+    own_pids: tuple[int, ...] | None = None  # the driver's PIDs of this job on its node, as far as known
 
 
 def own_share(recorder: RunRecorder) -> MemoryShare | None:
@@ -45,40 +44,25 @@ def _own_share(recorder: RunRecorder) -> MemoryShare | None:
     run, memory = recorder.run, None if recorder.memory is None else recorder.memory.facts()
     if memory is None or run.gpu is None:
         return None
-    node = run.place.node
     (gpu,) = gpu_readings([run.gpu])
-    drivers = () if recorder.gpus is None else tuple(_driver_memory(recorder.gpus, node))
-    return MemoryShare(gpu=DriverMemory(index=gpu.index, uuid=str(gpu.uuid), node=node), memory=memory, drivers=drivers)
+    share = MemoryShare(gpu=(run.place.node, gpu.index, str(gpu.uuid)), memory=memory)
+    if recorder.gpus is None:
+        return share
+    own_pids = recorder.gpus.own_pids
+    samples = tuple(recorder.gpus.noted_memory())
+    return replace(share, samples=samples, own_pids=None if own_pids is None else tuple(sorted(own_pids)))
 
 
-def _driver_memory(gpus: GpuWatch, node: int) -> Iterable[DriverMemory]:
-    from lightning_gpu_tools.gpus import nvml  # only where there are GPUs: it imports pynvml
-
-    own_pids = gpus.own_pids
-    for gpu, sample in gpus.noted_memory():
-        yield DriverMemory(
-            index=gpu.index,
-            uuid=sample.uuid,
-            node=node,
-            total_bytes=sample.memory_total_bytes,
-            used_bytes=sample.memory_used_bytes,
-            driver_bytes=sample.driver_memory_bytes,
-            processes=None if sample.processes is None else nvml.identified(sample.processes),
-            own_pids=None if own_pids is None else tuple(sorted(own_pids)),
-        )
-
-
-def accounts(shares: Iterable[MemoryShare]) -> tuple[MemoryAccount, ...]:
+def accounts(shares: Sequence[MemoryShare]) -> tuple[MemoryAccount, ...]:
     """Return the use of each GPU's memory."""
-    drivers: dict[tuple[int, str], DriverMemory] = {}
-    ranks: defaultdict[tuple[int, str], list[RankMemory]] = defaultdict(list)
+    drivers = {(share.gpu[0], sample.uuid): (sample, share.own_pids) for share in shares for sample in share.samples}
+    ranks: defaultdict[tuple[int, int, str], list[RankMemory]] = defaultdict(list)
     for share in shares:
-        gpu = share.gpu
-        drivers.setdefault((gpu.node, gpu.uuid), gpu)
-        drivers |= {(driver.node, driver.uuid): driver for driver in share.drivers}
-        ranks[gpu.node, gpu.uuid].append(share.memory)
-    found = (account_for(drivers[gpu], memories) for gpu, memories in ranks.items())
-    return tuple(sorted(found, key=lambda account: (account.node, account.index)))
+        ranks[share.gpu].append(share.memory)
+    return tuple(
+        account_for(gpu, memories, *drivers.get((gpu[0], gpu[2]), (None, None)))
+        for gpu, memories in sorted(ranks.items(), key=lambda item: item[0])
+    )
 
 
 _MAX_LOGGED_RANKS = 64  # our default: eight machines with eight GPUs, each with a dozen metrics
@@ -101,7 +85,7 @@ class Ranks:
         self._metrics: Mapping[str, float] = {}
         self._troubles: list[str] = []
         self.exchange = RankExchange(name, self._place, store, self._receive)
-        self.exchange.publish(pid=os.getpid(), contexts=[*map(dataclasses.asdict, recorder.own_contexts())])
+        self.exchange.publish(pid=os.getpid(), contexts=[*map(asdict, recorder.own_contexts())])
 
     def pids_on_node(self) -> frozenset[int] | None:
         """Return the PIDs of this job on the node; ``None`` until all ranks have published theirs."""
@@ -121,11 +105,11 @@ class Ranks:
             metrics, facts["troubles"] = gpus.take_metrics()
             facts["metrics"] = metrics if self._place.world_size <= _MAX_LOGGED_RANKS else {}
             summaries = gpus.summaries(at_end=at_end)
-            facts["gpus"] = [dataclasses.asdict(dataclasses.replace(gpu, timelines={})) for gpu in summaries]
+            facts["gpus"] = [asdict(replace(gpu, timelines={})) for gpu in summaries]
         share = own_share(recorder)
         if share is not None:  # without the long part
-            share = dataclasses.replace(share, memory=dataclasses.replace(share.memory, recorded=None))
-            facts["memory"] = dataclasses.asdict(share)
+            share = replace(share, memory=replace(share.memory, recorded=None))
+            facts["memory"] = asdict(share)
         self.exchange.publish(**facts)
 
     def finish(self, timeout_s: float) -> list[str]:

@@ -8,20 +8,21 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
-from statistics import fmean, median_high
+from statistics import median_high
 from time import perf_counter  # by name: a program's tests may replace the functions of `time`
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from lightning_gpu_tools.advice.batch_size import largest_batch
-from lightning_gpu_tools.gpus.metrics import GpuWindow
+from lightning_gpu_tools.gpus.metrics import GpuWindow, mean_window
 from lightning_gpu_tools.gpus.readings import not_none, weighted_mean
 from lightning_gpu_tools.gpus.sampler import Phase
+from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.gpus.watch import GpuWatch
 from lightning_gpu_tools.host import (
     HostBudget,
@@ -44,7 +45,6 @@ from lightning_gpu_tools.training.line_sampler import LineSampler
 from lightning_gpu_tools.training.phases import RANK_WAIT, base_phase
 from lightning_gpu_tools.training.run_measurements import (
     CoreFacts,
-    GpuFacts,
     HeldContext,
     LoaderSettings,
     Quantity,
@@ -55,7 +55,6 @@ from lightning_gpu_tools.training.run_measurements import (
 from lightning_gpu_tools.training.stacks import ThreadTimes, added_times, thread_times
 from lightning_gpu_tools.training.step_clock import StepClock
 from lightning_gpu_tools.training.storage import Storage, path_of_data, storage_of
-from lightning_gpu_tools.training.timeline import Timeline
 from lightning_gpu_tools.training.worker_watch import LONG_WAIT_S, WorkerWatch
 from lightning_gpu_tools.units import printable
 
@@ -64,17 +63,6 @@ _SEARCH_EVERY_S = 1.0  # our default: until the steps for the largest batch are 
 _READ_EVERY_S, _MAX_READINGS = 0.25, 120  # our defaults: of what may change along with the step time
 _MAX_LINES = 8  # our default: that a rank sends to rank 0
 _MAX_BATCHES = 101  # our default: whose median is the usual size of a batch
-# Fields of GpuFacts that are means over windows of the GPUs.
-_GPU_MEANS = (
-    "sm_active_percent",
-    "tensor_active_percent",
-    "thermal_throttled_percent",
-    "power_capped_percent",
-    "held_clock_percent",
-    "power_limit_watts",
-    "power_limit_watts_max",
-)
-
 
 _Fact = TypeVar("_Fact")
 
@@ -270,7 +258,7 @@ class RunRecorder:
 
     def measurements(self, now: HostReading | None = None) -> RunMeasurements:
         """Return everything measured so far, in the training thread; ``now`` may come from another thread."""
-        clock, run, gpus, memory, read = self._clock, self.run, self.gpus, self.memory, self.facts.read
+        clock, run, memory, read = self._clock, self.run, self.memory, self.facts.read
         waits = clock.validation_waits
         now = now or self.read_host()
         used, idle = self._used_and_idle(now)
@@ -292,9 +280,7 @@ class RunRecorder:
                 worker_s, self.loader.num_workers * loading.worker_cores * clock.wall_s / max(1, clock.steps)
             )
 
-        def utilization(phase: Phase) -> float | None:
-            return None if gpus is None else _utilization(gpus.trained_on(phase))
-
+        windows, in_validation = self._windows("training"), self._windows("validation")
         return RunMeasurements(
             wall_s=sum(phase_s.values()),
             steps=max(1, clock.steps),
@@ -311,9 +297,9 @@ class RunRecorder:
             step_times=clock.times.facts(),
             host=replace(now.budget, cores_in_reach=in_reach),
             on_gpu=self._on_gpu,
-            utilization_percent=read("the GPU's utilization", partial(utilization, "training"), None),
-            own_utilization_percent=read("the GPU's utilization", self._own_utilization, None),
-            validation_utilization_percent=read("the GPU's utilization", partial(utilization, "validation"), None),
+            utilization_percent=_utilization(windows),
+            own_utilization_percent=read("the GPU's utilization", partial(self._own_utilization, windows), None),
+            validation_utilization_percent=_utilization(in_validation),
             loader=self.loader,
             loader_began=loader_began,
             loader_now=loader_now,
@@ -324,7 +310,8 @@ class RunRecorder:
             storage=self._storage,
             checkpoint_storage=self._checkpoint_storage,
             cores=read("the use of the cores", partial(self._core_facts, now), None),
-            gpu=read("the GPU's properties", self._gpu_facts, GpuFacts()) if self._on_gpu else None,
+            gpu=mean_window(windows) if self._on_gpu else None,
+            compute_capability=read("the GPU's properties", lambda: _compute_capability(run.device), None),
             gpu_idle=read("the GPU's idle time", clock.gpu_idle, None),
             memory=None if memory is None else read("the GPU's memory", memory.facts, None),
             watched=clock.watched_steps(),
@@ -345,12 +332,17 @@ class RunRecorder:
             stage=run.stage,
         )
 
-    def _own_utilization(self) -> float | None:
-        run, gpus = self.run, self.gpus
-        if gpus is None or run.gpu is None or len(run.gpus) == 1:
+    def _windows(self, phase: Phase) -> Sequence[GpuWindow]:
+        gpus, nothing = self.gpus, tuple[GpuWindow, ...]()
+        return (
+            nothing if gpus is None else self.facts.read("the GPU's metrics", lambda: gpus.trained_on(phase), nothing)
+        )
+
+    def _own_utilization(self, windows: Sequence[GpuWindow]) -> float | None:
+        if self.run.gpu is None or len(self.run.gpus) == 1:
             return None
-        (own,) = gpu_readings([run.gpu])
-        return _utilization([window for window in gpus.trained_on() if window.uuid == own.uuid])
+        (own,) = gpu_readings([self.run.gpu])
+        return _utilization([window for window in windows if window.uuid == own.uuid])
 
     def _used_and_idle(self, now: HostReading) -> tuple[float | None, float | None]:
         """Return the mean numbers of this job's cores that it used, and that were idle."""
@@ -404,24 +396,6 @@ class RunRecorder:
             return None
         return min(not_none([self.largest_batch_size, *self._received.batch_sizes]), default=None)
 
-    def _gpu_facts(self) -> GpuFacts:
-        facts = _properties(self.run.device)
-        windows = self.gpus.trained_on() if self.gpus else []
-        if self.gpus is None or not windows:
-            return facts
-        sharing = [self.gpus.sharing(window) for window in windows]
-        means: dict[str, Any] = {
-            name: fmean(values) for name in _GPU_MEANS if (values := not_none(getattr(one, name) for one in windows))
-        }
-        return replace(
-            facts,
-            **means,
-            memory_total_bytes=facts.memory_total_bytes or _largest(window.memory_total_bytes for window in windows),
-            own_memory_bytes=_largest(one.own_memory_bytes for one in sharing),
-            others_memory_bytes=_largest(one.others_memory_bytes for one in sharing),
-            others_utilization_percent=_largest(one.others_utilization_percent for one in sharing),
-        )
-
 
 def _per(now_s: float | None, before_s: float | None, amount: float) -> float | None:
     """Return the growth of a counter per unit of ``amount``; ``None`` if the counter cannot be read."""
@@ -434,17 +408,5 @@ def _utilization(windows: Sequence[GpuWindow]) -> float | None:
     return weighted_mean(percents, [one.utilization_observed_s for one in observed])
 
 
-def _largest(values: Iterable[Any]) -> Any:
-    return max(not_none(values), default=None)
-
-
-def _properties(device: torch.device) -> GpuFacts:
-    """Return torch's facts about a GPU; empty for other devices."""
-    if device.type != "cuda":
-        return GpuFacts()
-    properties = torch.cuda.get_device_properties(device)
-    return GpuFacts(
-        name=properties.name,
-        compute_capability=(properties.major, properties.minor),
-        memory_total_bytes=properties.total_memory,
-    )
+def _compute_capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

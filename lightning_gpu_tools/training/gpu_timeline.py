@@ -38,7 +38,7 @@ from lightning_gpu_tools.training.phases import (
     VALIDATION,
     base_phase,
 )
-from lightning_gpu_tools.training.run_measurements import GpuIdle
+from lightning_gpu_tools.training.run_measurements import IdleTimes
 from lightning_gpu_tools.training.stopwatch import Stopwatch
 from lightning_gpu_tools.training.sync_lines import SyncLines
 
@@ -184,13 +184,13 @@ class GpuTimeline:
         """GPU seconds in forward, backward, and optimizer over the sampled steps."""
         return sum(self._step_s.get(phase, 0.0) for phase in (FORWARD, BACKWARD, OPTIMIZER, CAPTURED))
 
-    def facts(self) -> GpuIdle:
+    def facts(self) -> IdleTimes:
         """Return the measurements so far."""
         self._guard(self._read)
         idle_s = self._idle_s.copy()
         for gap in self._gaps:
             _add(idle_s, self._idle_in(gap))
-        return GpuIdle(
+        return IdleTimes(
             samples=self.samples,
             host_s=dict(self._host_s),
             idle_s=idle_s,

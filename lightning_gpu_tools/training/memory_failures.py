@@ -12,11 +12,11 @@ from weakref import WeakSet
 
 import torch
 
+from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.training import compat
 from lightning_gpu_tools.training.memory_counters import read_memory
 from lightning_gpu_tools.training.memory_lines import MemoryRecorder, by_line, live_blocks
 from lightning_gpu_tools.training.memory_readings import MemoryLine, MemoryReading
-from lightning_gpu_tools.training.timeline import Timeline
 
 # Our defaults.
 _EARLY_STEPS, _EVERY_STEPS = 64, 64  # reads at the start of the first steps, then of one step in 64; 10 to 20 µs each

@@ -8,10 +8,10 @@ from statistics import median
 from time import monotonic  # by name: a program's tests may replace those of `time`
 from typing import get_args
 
+from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.host import private_memory_bytes, read_host_budget, resident_memory_bytes
 from lightning_gpu_tools.training.memory_counters import MemoryCounters
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, Whose
-from lightning_gpu_tools.training.timeline import Timeline
 
 # Our defaults.
 _MAX_HISTORY_POINTS = 500

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
+from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.host import HostBudget
 from lightning_gpu_tools.training import phases
 from lightning_gpu_tools.training.memory_readings import RankMemory
@@ -154,7 +155,7 @@ class LoaderFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GpuIdle:
+class IdleTimes:
     """The GPU's idle time between training steps and its time for the parts of a step, by its own clock."""
 
     samples: int  # sampled gaps between two steps, each with the following step
@@ -168,25 +169,6 @@ class GpuIdle:
     rank_wait_s: Mapping[int, float] = field(default_factory=dict)
     # GPU work per step, by part, and after and before a step; parts with unknown work are left out.
     work_s: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuFacts:
-    """Facts about the GPU apart from its utilization: means, for the first GPU if there are several."""
-
-    name: str | None = None
-    compute_capability: tuple[int, int] | None = None
-    memory_total_bytes: int | None = None
-    own_memory_bytes: int | None = None  # of this job, including memory outside torch's allocator
-    others_memory_bytes: int | None = None
-    others_utilization_percent: float | None = None
-    sm_active_percent: float | None = None  # share of the multiprocessors that had work; Hopper and later
-    tensor_active_percent: float | None = None  # Hopper and later
-    thermal_throttled_percent: float | None = None  # share of time
-    power_capped_percent: float | None = None  # share of time
-    held_clock_percent: float | None = None  # of the highest clock, while power or heat throttled it
-    power_limit_watts: float | None = None
-    power_limit_watts_max: float | None = None  # that an administrator can set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -404,8 +386,9 @@ class RunMeasurements:
     storage: Storage | None = None  # of the dataset
     checkpoint_storage: Storage | None = None
     cores: CoreFacts | None = None
-    gpu: GpuFacts | None = None
-    gpu_idle: GpuIdle | None = None
+    gpu: GpuWindow | None = None  # mean of the GPUs that train, over the run outside validation
+    compute_capability: tuple[int, int] | None = None
+    gpu_idle: IdleTimes | None = None
     memory: RankMemory | None = None
     watched: WatchedSteps | None = None
     replays_per_step: float = 0.0  # of CUDA graphs

@@ -38,7 +38,7 @@ from lightning_gpu_tools.training.phases import (
     is_outside_step,
     rank_wait_in,
 )
-from lightning_gpu_tools.training.run_measurements import GpuIdle, StepBlock, WatchedSteps
+from lightning_gpu_tools.training.run_measurements import IdleTimes, StepBlock, WatchedSteps
 from lightning_gpu_tools.training.step_times import StepTimeRecord
 from lightning_gpu_tools.training.stopwatch import LoaderWaits, PhaseTimeline, Stopwatch
 
@@ -223,7 +223,7 @@ class StepClock(Stopwatch):
         """Number of CUDA graphs replayed so far."""
         return 0 if self._gpu is None else self._gpu.replays
 
-    def gpu_idle(self) -> GpuIdle | None:
+    def gpu_idle(self) -> IdleTimes | None:
         """Return the GPU's idle time between sampled steps; ``None`` without samples."""
         facts = None if self._gpu is None else self._gpu.facts()
         return facts if facts is not None and facts.samples else None

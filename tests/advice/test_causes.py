@@ -33,9 +33,9 @@ from lightning_gpu_tools.advice.examples import (
 )
 from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.idle_in_step import idle_in_step
+from lightning_gpu_tools.gpus.metrics import GpuWindow
 from lightning_gpu_tools.training.run_measurements import (
-    GpuFacts,
-    GpuIdle,
+    IdleTimes,
     LoadingFacts,
     Recompiled,
     RunMeasurements,
@@ -70,8 +70,8 @@ def first(run: RunMeasurements) -> Finding:
     return diagnose(run).findings[0]
 
 
-NEIGHBOR = {"gpu": GpuFacts(others_memory_bytes=3 * GIB)}  # whose utilization the driver does not report
-BUSY = GpuIdle(samples=20, host_s={}, idle_s={}, seen={}, work_s={"forward": 0.048})
+NEIGHBOR = {"gpu": GpuWindow(others_memory_bytes=3 * GIB)}  # whose utilization the driver does not report
+BUSY = IdleTimes(samples=20, host_s={}, idle_s={}, seen={}, work_s={"forward": 0.048})
 ALIKE = {
     "tiny, slow loader": (gpu_run({"training_step": 1, "data_loading": 3}, 12.0), ["data_loading"]),
     "no room for a larger batch": (
@@ -79,7 +79,7 @@ ALIKE = {
         ["unexplained"],
     ),
     "rarely capped": (gpu_run(STEP, 99.0, **capped(40.0, 70.0)), []),
-    "a small neighbor": (gpu_run(WAITS, 30.0, gpu=GpuFacts(others_memory_bytes=2**20)), ["data_loading"]),
+    "a small neighbor": (gpu_run(WAITS, 30.0, gpu=GpuWindow(others_memory_bytes=2**20)), ["data_loading"]),
     "perhaps an idle neighbor": (gpu_run(WAITS, 30.0, **NEIGHBOR), ["data_loading", "shared_gpu"]),
     "a neighbor beside own work": (gpu_run(STEP, 97.0, **NEIGHBOR, gpu_idle=BUSY), []),
 }

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.memory_account import PARTS, DriverMemory, MemoryAccount, account_for
+from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount, account_for
+from lightning_gpu_tools.gpus.metrics import GpuSample
 from lightning_gpu_tools.gpus.readings import GpuProcess
 from lightning_gpu_tools.training.memory_readings import MemoryHoldings, MemoryReading, RankMemory, StepMemory
 
@@ -44,15 +45,18 @@ RANK = RankMemory(
 )
 OWN = GpuProcess(pid=1, memory_used_bytes=25 * GIB)
 OTHER = GpuProcess(pid=2, memory_used_bytes=10 * GIB, user="ada", name="python")
-DRIVER = DriverMemory(
-    index=0,
+DRIVER = GpuSample(
     uuid="GPU-0",
-    total_bytes=80 * GIB,
-    used_bytes=int(35.5 * GIB),
-    driver_bytes=GIB // 2,
+    time_s=0.0,
+    memory_total_bytes=80 * GIB,
+    memory_used_bytes=int(35.5 * GIB),
+    driver_memory_bytes=GIB // 2,
     processes=(OWN, OTHER),
-    own_pids=(1,),
 )
+
+
+def account_of(ranks: list[RankMemory], own_pids: set[int] | None = {1}, **driver: Any) -> MemoryAccount:  # noqa: B006
+    return account_for((0, 0, "GPU-0"), ranks, replace(DRIVER, **driver), own_pids)
 
 
 def in_gib(account: MemoryAccount) -> dict[str, float]:
@@ -64,7 +68,7 @@ TORCH = {**TENSORS, "cache_reusable": 4}
 
 
 def test_every_part_of_the_memory_is_named() -> None:
-    account = account_for(DRIVER, [RANK])
+    account = account_of([RANK])
     assert in_gib(account) == {**TORCH, "context": 1, "other_processes": 10, "driver": 0.5}
     assert (account.used_bytes, account.free_bytes) == (35.5 * GIB, 44.5 * GIB)
     assert account.explained_share == 1
@@ -80,20 +84,20 @@ def test_every_part_of_the_memory_is_named() -> None:
         ({"own_pids": None, "processes": (OWN,)}, {"driver": 0.5, "unexplained": 11}),
         # WSL: no memory of processes.
         ({"processes": (OWN._replace(memory_used_bytes=None),)}, {"driver": 0.5, "unexplained": 11}),
-        ({"processes": None, "driver_bytes": None}, {"unexplained": 11.5}),
+        ({"processes": None, "driver_memory_bytes": None}, {"unexplained": 11.5}),
         # Sampled before torch took what it has now; nothing said (an integrated GPU).
-        ({"used_bytes": 8 * GIB}, {}),
+        ({"memory_used_bytes": 8 * GIB}, {}),
     ],
 )
 def test_memory_without_a_known_owner_stays_unexplained(driver: dict[str, Any], beyond_torch: dict[str, float]) -> None:
-    account = account_for(replace(DRIVER, **driver), [RANK])
+    account = account_of([RANK], **driver)
     assert in_gib(account) == {**TORCH, **beyond_torch}
     assert (account.explained_share is None) == (not beyond_torch)
 
 
 def test_pieces_between_tensors_are_told_from_whole_segments() -> None:
     step = replace(RANK.last_step, after_forward=reading(18, in_pieces=1.5))  # type: ignore[type-var]
-    parts = in_gib(account_for(DRIVER, [replace(RANK, last_step=step)]))
+    parts = in_gib(account_of([replace(RANK, last_step=step)]))
     assert (parts["cache_fragmented"], parts["cache_reusable"]) == (1.5, 2.5)
 
 
@@ -103,7 +107,7 @@ def held(now: float, peak: float, *, before: float = 0.0) -> int:
     first = StepMemory(step=1, begin=reading(4, reserved=20), end=reading(4, reserved=20))
     last = StepMemory(step=2, begin=latest)
     rank = RankMemory(latest=latest, before_training=reading(0, reserved=before), first_step=first, last_step=last)
-    return (account_for(DRIVER, [rank]).peak_reserved_bytes or 0) // GIB
+    return (account_of([rank]).peak_reserved_bytes or 0) // GIB
 
 
 def test_the_peak_of_what_torch_held_outlasts_its_cache_and_is_this_trainings() -> None:
@@ -111,12 +115,12 @@ def test_the_peak_of_what_torch_held_outlasts_its_cache_and_is_this_trainings() 
     assert held(8, 30) == 30  # the program has emptied the cache
     assert held(24, 70, before=70) == 24  # a search for the largest batch had all of the GPU
     assert held(8, 8) == 20  # the program has reset the peak
-    assert account_for(DRIVER, [RANK, RANK]).peak_reserved_bytes == 48 * GIB
+    assert account_of([RANK, RANK]).peak_reserved_bytes == 48 * GIB
 
 
 def test_ranks_that_share_a_gpu_add_up() -> None:
-    driver = replace(DRIVER, used_bytes=int(60.5 * GIB), processes=(OWN, OTHER, OWN._replace(pid=3)), own_pids=(1, 3))
-    account = account_for(driver, [RANK, RANK])
+    processes = OWN, OTHER, OWN._replace(pid=3)
+    account = account_of([RANK, RANK], {1, 3}, memory_used_bytes=int(60.5 * GIB), processes=processes)
     both = {name: 2 * size for name, size in TORCH.items()}
     assert in_gib(account) == {**both, "context": 2, "other_processes": 10, "driver": 0.5}
 
@@ -137,21 +141,23 @@ ranks = st.builds(
 )
 processes = st.builds(GpuProcess, pid=st.integers(1, 5), memory_used_bytes=st.none() | sizes)
 drivers = st.builds(
-    DriverMemory,
-    index=st.just(0),
+    GpuSample,
     uuid=st.just("GPU-0"),
-    total_bytes=st.none() | sizes,
-    used_bytes=st.none() | st.integers(0, 2**43),
-    driver_bytes=st.none() | sizes,
+    time_s=st.just(0.0),
+    memory_total_bytes=st.none() | sizes,
+    memory_used_bytes=st.none() | st.integers(0, 2**43),
+    driver_memory_bytes=st.none() | sizes,
     processes=st.none() | st.lists(processes, max_size=4).map(tuple),
-    own_pids=st.none() | st.lists(st.integers(1, 5), max_size=3).map(tuple),
 )
+pids = st.none() | st.sets(st.integers(1, 5), max_size=3)
 
 
 @settings(max_examples=25)
-@given(drivers, st.lists(ranks, min_size=1, max_size=3))
-def test_the_parts_add_up_and_none_is_negative(driver: DriverMemory, ranks: list[RankMemory]) -> None:
-    account = account_for(driver, ranks)
+@given(drivers, pids, st.lists(ranks, min_size=1, max_size=3))
+def test_the_parts_add_up_and_none_is_negative(
+    driver: GpuSample, own_pids: set[int] | None, ranks: list[RankMemory]
+) -> None:
+    account = account_for((0, 0, "GPU-0"), ranks, driver, own_pids)
     assert all(size > 0 for size in account.parts_bytes.values())
     assert account.parts_bytes.keys() <= PARTS.keys()
     reserved = sum(max(rank.latest.reserved_bytes, rank.latest.allocated_bytes) for rank in ranks)

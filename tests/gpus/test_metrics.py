@@ -10,7 +10,6 @@ from typing import get_args, get_type_hints
 
 from lightning_gpu_tools import GPUUtilizationMonitor
 from lightning_gpu_tools.gpus.metrics import LOGGED, GpuSummary, GpuWindow, gpu_metrics
-from lightning_gpu_tools.gpus.readings import Sharing
 from lightning_gpu_tools.reports.gpu_table import COLUMNS
 
 # Numbers of GpuSummary that only gpu_report.json has, and why.
@@ -26,7 +25,7 @@ NOT_IN_TABLES = {
 
 def test_docs_and_docstring_list_the_logged_metrics() -> None:
     window = GpuWindow(**{field.name: 1 for field in dataclasses.fields(GpuWindow)})  # type: ignore[arg-type]
-    logged = gpu_metrics(0, window, Sharing(*[1] * len(Sharing._fields)), energy_joules=1.0)
+    logged = gpu_metrics(0, window, energy_joules=1.0)
     assert {f"gpu/0/{name}" for name in LOGGED} == {*logged}, "describe it in LOGGED of gpus/metrics.py"
 
     listed = set()

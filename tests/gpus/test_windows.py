@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_gpu_tools.gpus.metrics import GpuSample, over_run
 from lightning_gpu_tools.gpus.readings import GpuProcess, UtilizationSample, mean_percent, weights_s
+from lightning_gpu_tools.gpus.timeline import Timeline
 from lightning_gpu_tools.gpus.windows import PercentHistogram, WindowBuilder
-from lightning_gpu_tools.training.timeline import Timeline
 
 
 def utilization_samples(*pairs: tuple[float, float]) -> tuple[UtilizationSample, ...]:

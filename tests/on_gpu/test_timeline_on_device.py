@@ -17,7 +17,7 @@ from trainings import Model, Samples, Spending, Watch, loader, quiet_trainer
 from lightning_gpu_tools import load_report, watch
 from lightning_gpu_tools.training.gpu_timeline import AFTER_STEP, BEFORE_STEP
 from lightning_gpu_tools.training.phases import BACKWARD, FORWARD, OPTIMIZER
-from lightning_gpu_tools.training.run_measurements import GpuIdle
+from lightning_gpu_tools.training.run_measurements import IdleTimes
 from lightning_gpu_tools.training.step_clock import StepClock
 
 STEPS = 100
@@ -53,7 +53,7 @@ class Busy(Model):
 
 def train(
     folder: Path, model: Model, *others: Callback, data: DataLoader[torch.Tensor] | None = None
-) -> tuple[StepClock, GpuIdle]:
+) -> tuple[StepClock, IdleTimes]:
     """Train and return the host's times and the GPU's idle times."""
     watch = Watch()
     trainer = quiet_trainer(folder, accelerator="gpu", callbacks=[watch, *others])
@@ -65,7 +65,7 @@ def slow_data(seconds: float) -> DataLoader[torch.Tensor]:
     return loader(Samples(STEPS, time.sleep, seconds))
 
 
-def idle_share(idle: GpuIdle, phase: str) -> float:
+def idle_share(idle: IdleTimes, phase: str) -> float:
     """Return the idle share of the host's time for a phase; on a busy host both are longer."""
     return idle.idle_s.get(phase, 0.0) / idle.host_s[phase]
 

@@ -22,7 +22,7 @@ _SPEEDUP = 2.0  # our default: half the bytes, where memory is the limit
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
     active_percent = None if run.gpu is None else run.gpu.tensor_active_percent
-    capability = (run.gpu and run.gpu.compute_capability) or (0, 0)
+    capability = run.compute_capability or (0, 0)
     precision = run.precision or ""
     if active_percent is None or active_percent >= _IDLE_PERCENT or capability < _VOLTA:
         return

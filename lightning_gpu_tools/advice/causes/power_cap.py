@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, capped, gpu_run
 from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Finding, counted
-from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasurements
+from lightning_gpu_tools.gpus.metrics import GpuWindow
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 # Our defaults. Reaching the limit is normal at full load, but not for this long with clocks this far below the highest.
 _MIN_PERCENT = 50.0  # of the time
@@ -19,7 +20,7 @@ _MAX_CLOCK_PERCENT = 85.0  # of the highest clock
 
 
 def find(run: RunMeasurements) -> Iterator[Finding]:
-    gpu, busy_percent = run.gpu or GpuFacts(), run.utilization_percent or 0.0
+    gpu, busy_percent = run.gpu or GpuWindow(), run.utilization_percent or 0.0
     capped_percent, clock_percent = gpu.power_capped_percent, gpu.held_clock_percent
     limit_watts, max_watts = gpu.power_limit_watts, gpu.power_limit_watts_max
     if capped_percent is None or clock_percent is None or busy_percent < BUSY_PERCENT:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import GIB, WAITS, gpu_run
 from lightning_gpu_tools.advice.findings import Finding, counted
-from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasurements
+from lightning_gpu_tools.gpus.metrics import GpuWindow
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import format_bytes
 
 # Our defaults.
@@ -61,6 +62,6 @@ CAUSE = Cause(
     find=find,
     needs=("gpu",),
     verified_on="hardware",
-    sick=gpu_run(WAITS, 30.0, gpu=GpuFacts(others_utilization_percent=40.0, others_memory_bytes=3 * GIB)),
-    healthy=gpu_run(WAITS, 30.0, gpu=GpuFacts(others_utilization_percent=1.0, others_memory_bytes=3 * GIB)),
+    sick=gpu_run(WAITS, 30.0, gpu=GpuWindow(others_utilization_percent=40.0, others_memory_bytes=3 * GIB)),
+    healthy=gpu_run(WAITS, 30.0, gpu=GpuWindow(others_utilization_percent=1.0, others_memory_bytes=3 * GIB)),
 )

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.findings import Basis, Finding, counted
-from lightning_gpu_tools.training.run_measurements import GpuFacts, RunMeasurements
+from lightning_gpu_tools.gpus.metrics import GpuWindow
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
 
 _MIN_PERCENT = 5.0  # our default: of the time
 
@@ -40,6 +41,6 @@ CAUSE = Cause(
     needs=("gpu.thermal_throttled_percent",),
     is_remark=True,
     verified_on="measurements",
-    sick=gpu_run(STEP, 100.0, gpu=GpuFacts(thermal_throttled_percent=60.0, held_clock_percent=70.0)),
-    healthy=gpu_run(STEP, 100.0, gpu=GpuFacts(thermal_throttled_percent=4.0)),
+    sick=gpu_run(STEP, 100.0, gpu=GpuWindow(thermal_throttled_percent=60.0, held_clock_percent=70.0)),
+    healthy=gpu_run(STEP, 100.0, gpu=GpuWindow(thermal_throttled_percent=4.0)),
 )
