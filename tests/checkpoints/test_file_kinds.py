@@ -56,7 +56,6 @@ def compressed(path: Path) -> None:
     ("make", "name", "called"),
     [
         (unpacked, "folder", "is an unpacked checkpoint"),
-        (lambda path: unpacked(path.parent), "folder/m", "is an unpacked checkpoint"),
         (lambda path: unpacked(path.parents[1]), "folder/m/data.pkl", "is an unpacked checkpoint"),
         (compressed, "it's a.pt", "another program has compressed"),
     ],
@@ -137,21 +136,17 @@ DETECTRON2 = {"model": ARRAYS, "__author__": "Detectron2 Model Zoo"}
     ("make", "called"),
     [
         (lambda path: np.savez(path.open("wb"), **ARRAYS), "holds NumPy arrays (.npz)"),
-        (lambda path: np.savez_compressed(path.open("wb"), **ARRAYS), "holds NumPy arrays (.npz)"),
         (lambda path: path.write_bytes(pickle.dumps(DETECTRON2, 2)), "such as Detectron2's weights in NumPy arrays"),
-        (lambda path: path.write_bytes(pickle.dumps(ARRAYS, 4)), "such as Detectron2's weights in NumPy arrays"),
         (lambda path: torch.save(DETECTRON2, path), "holds its weights as NumPy arrays"),
-        (lambda path: torch.save(ARRAYS, path, pickle_protocol=5), "holds its weights as NumPy arrays"),
     ],
 )
-@pytest.mark.parametrize("weights_only", [True, False])
 def test_numpy_arrays_are_saved_as_tensors(
-    make: Callable[[Path], Any], called: str, weights_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Path], Any], called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "a file")
     with pytest.raises(BrokenCheckpointError) as refusal:
-        load_weights(nn.Linear(3, 2), tmp_path / "a file", weights_only=weights_only)
+        load_weights(nn.Linear(3, 2), tmp_path / "a file")
     assert called in str(refusal.value)
     exec(str(refusal.value).partition("ave them as tensors: ")[2], {"torch": torch})
     load_weights(model := nn.Linear(3, 2), "weights.pt")
@@ -169,18 +164,13 @@ NAMED: dict[str, tuple[bytes | Callable[[Path], Any], str]] = {
     "package.pt": (package, "is a torch.package archive"),
     "m.tar": (in_tar, "is a tar archive. Unpack it, and use the checkpoint inside"),
     "outer.zip": (in_zip, "is a zip archive but not a checkpoint; it holds models/best one.pt. Unpack it"),
-    "a.npy": (lambda path: np.save(path, ARRAYS["weight"]), "is a NumPy array. Read it with the library"),
     "m.pt.gz": (gzip.compress(saved(WEIGHTS)), "is compressed .gzip.*Unpack it"),
     "weights.h5": (hdf5, "is an HDF5 file, as Keras writes"),
     "model.onnx": (b"\x08\x08\x12\x07pytorch" + bytes(64), "is an ONNX model"),
     "model.tflite": (b"\x1c\0\0\0TFL3" + bytes(64), "is a TFLite model. Use the checkpoint that it was exported from"),
-    "saved_model.pb": (b"\x08\x01\x12\xa0\x1f" + bytes(64), "is a TensorFlow SavedModel"),
-    "zeros.ckpt": (bytes(4096), "begins with zeros instead of a checkpoint: 4.00 KiB"),
     "hf.bin": (b"Entry not found", 'is a text file, "Entry not found". .*download it again'),
-    "cut in a letter.txt": (("ä" * 1000).encode(), "is a text file"),
     "page.pt": (b"\xef\xbb\xbf <HTML><body>Sign in", 'is a web page .*, "Sign in". Download the file itself'),
     "error.pt": (b'{"error":"Repository not found"}', 'is a JSON file, "{"error":"Repository not found"}"'),
-    "escapes.txt": (b"\x1b[31mred", r"is not a checkpoint: 8 B that begin with b'\\x1b"),
 }
 
 

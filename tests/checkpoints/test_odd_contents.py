@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_files import lightning_checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -207,6 +207,7 @@ plain = st.recursive(
 )
 
 
+@settings(max_examples=20)
 @given(entry=st.sampled_from([*odd_checkpoint(), "hparams_type", "current_model_state"]), value=plain)
 def test_any_plain_data_in_any_entry_is_loaded_or_refused(
     entry: str, value: Any, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]

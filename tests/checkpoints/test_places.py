@@ -17,7 +17,7 @@ from wrapped_models import contents
 
 from lightning_gpu_tools import load_from_checkpoint, load_weights
 from lightning_gpu_tools.cli import main
-from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError
+from lightning_gpu_tools.errors import BrokenCheckpointError
 
 
 def net() -> nn.Module:
@@ -88,25 +88,13 @@ def test_a_folder_by_hugging_face_leads_to_its_weights(tmp_path: Path) -> None:
     assert has_loaded(tmp_path)
 
 
-def test_links_to_nothing_and_to_themselves_are_no_checkpoints(tmp_path: Path) -> None:
-    os.symlink("gone.ckpt", tmp_path / "last.ckpt")
-    with pytest.raises(BrokenCheckpointError, match="is a folder"):
-        load_weights(net(), tmp_path)
-    (tmp_path / "last.ckpt").unlink()
-    os.symlink(".", tmp_path / "last.ckpt")
-    with pytest.raises((CheckpointError, OSError)):
-        load_weights(net(), tmp_path)
-
-
 # -- lists and pairs -------------------------------------------------------------------------------------------------
 
 PAIRED: dict[str, tuple[Any, str]] = {
     "a pair": ((3, WEIGHTS), "[1]"),
-    "a list of one": ([WEIGHTS], "[0]"),
     "a pair with a dictionary": ((3, {"model": WEIGHTS}), "[1].model"),
     "a dictionary with a list": ({"models": [WEIGHTS, 1]}, "models[0]"),
     "a list of pairs": ([("net", WEIGHTS)], "[0][1]"),
-    "scores beside it": ([{"loss": torch.tensor(1.0)}, WEIGHTS], "[1]"),
     "averages beside it": ({"nets": [WEIGHTS], "ema": [nn.Sequential(*net()).state_dict()]}, "nets[0]"),
 }
 

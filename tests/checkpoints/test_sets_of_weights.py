@@ -1,6 +1,5 @@
 """Files with several sets of weights: which one is taken, what is said of the others, and how to get them."""
 
-import ast
 import itertools
 import re
 import warnings
@@ -16,7 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.key_renaming import ModelKeys, is_average, plan_renaming
+from lightning_gpu_tools.checkpoints.key_renaming import is_average
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
 
 
@@ -156,35 +155,3 @@ def test_each_root_in_a_message_loads_what_it_names(
 def test_names_of_averages_are_known(name: str) -> None:
     assert is_average(name)
     assert not is_average(name.replace("ema", "schema").replace("swa", "swap").replace("avg", "gavg"))
-
-
-# -- roots ---------------------------------------------------------------------------------------------------------
-
-attributes = st.lists(st.sampled_from(["bert", "encoder", "m", "net", "module_list"]), max_size=2)
-bodies = st.dictionaries(
-    st.sampled_from(["w", "b", "0.w", "0.b", "1.w", "head.w", "norm.g"]), st.integers(1, 3).map(lambda n: (n,)),
-    min_size=2, max_size=7,
-)  # fmt: skip
-
-
-@given(body=bodies, dropped=attributes, added=attributes, more=bodies, beside=st.booleans())
-def test_a_refusal_names_roots_that_fit(
-    body: dict[str, Any], dropped: list[str], added: list[str], more: dict[str, Any], beside: bool
-) -> None:
-    checkpoint = below(dropped, body) | (below(["beside"], more) if beside else {})
-    model = ModelKeys(shapes=below(added, body))
-    try:
-        plan = plan_renaming(checkpoint, model)
-    except (CheckpointMismatchError, AmbiguousCheckpointError) as refusal:
-        words = str(refusal)
-    else:
-        assert plan.missing == ()
-        return
-    choices = re.findall(r'root=(".*?")( and strict=False)?', words) if "Choose one with" in words else ()
-    for root, loosely in choices:
-        assert plan_renaming(checkpoint, model, root=ast.literal_eval(root), strict=not loosely).missing == ()
-    advice = re.findall(r"(\d+) fit with root=(\".*?\")( and strict=False)?\.", words)
-    assert advice or beside or "Choose" in words or (dropped and added), words
-    for count, root, loosely in advice:
-        plan = plan_renaming(checkpoint, model, root=ast.literal_eval(root), strict=not loosely)
-        assert len(plan.renames) == int(count)

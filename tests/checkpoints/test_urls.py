@@ -124,4 +124,4 @@ def test_the_package_to_install_opens_the_url(
     needed = importlib.import_module(known_implementations["http"]["class"].rpartition(".")[0])
     assert importlib.util.find_spec(advised[1]) is not None  # type: ignore[index]
     assert hasattr(needed, advised[1])  # type: ignore[index]
-    assert run_python("-c", f"import sys; {call}").returncode == 0
+    assert main(["checkpoint", "verify", url]) == 0

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from wrapped_models import ARCHITECTURES, WRAPPINGS, contents, fill, quantized
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError
+from lightning_gpu_tools.errors import CheckpointMismatchError
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -136,15 +136,10 @@ def test_the_report_of_a_partial_load_is_true(
 
 def test_any_set_of_weights_can_be_chosen_by_root(tmp_path: Path) -> None:
     one, two, target = (nn.Linear(2, 2) for _ in range(3))
-    sets = {"teacher": one.state_dict(), "ema": two.state_dict(), "optimizer": {"state": {}, "param_groups": []}}
-    torch.save({**sets, "student": one.state_dict()}, tmp_path / "a.pt")
-    with pytest.raises(AmbiguousCheckpointError, match=r'"teacher" and "ema" and "student".*root="teacher" or'):
-        load_weights(target, tmp_path / "a.pt")
     # A "state_dict" is meant where nobody names another.
     torch.save({"state_dict": one.state_dict(), "teacher": two.state_dict()}, tmp_path / "b.pt")
     torch.save({"state": {"model": {f"net.{k}": v for k, v in one.state_dict().items()}}}, tmp_path / "c.pt")
     for name, root, entry, expected in (
-        ("a.pt", "ema", "ema", two),
         ("b.pt", None, "state_dict", one),
         ("b.pt", "teacher", "teacher", two),
         ("b.pt", "state_dict", "state_dict", one),

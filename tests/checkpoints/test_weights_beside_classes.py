@@ -6,16 +6,13 @@ import copy
 import dataclasses
 import enum
 import re
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import TENSORS, Exploit
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from checkpoint_files import Exploit
 from torch import nn
 from wrapped_models import ARCHITECTURES, TiedTransformer, contents, normed, quantized
 
@@ -96,46 +93,6 @@ def test_a_pickled_module_has_the_weights_of_its_state_dict(make: Callable[[], n
     assert (report.loaded, report.unread) == ((*expected,), ())
 
 
-views = st.sampled_from(
-    [
-        lambda t: t,
-        lambda t: t.t() if t.ndim == 2 else t,
-        lambda t: t[1:] if t.ndim and len(t) else t,
-        lambda t: t[::2] if t.ndim else t,
-        lambda t: t.unsqueeze(0).expand(3, *t.shape),
-        lambda t: nn.Parameter(t, requires_grad=False),
-    ]
-)
-
-
-@given(drawn=st.lists(st.tuples(TENSORS, views), min_size=1, max_size=5), tied=st.booleans(), legacy=st.booleans())
-def test_described_weights_are_those_that_torch_loads(
-    drawn: list[Any], tied: bool, legacy: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path, plain = (tmp_path_factory.getbasetemp() / name for name in ("classes.pt", "plain.pt"))
-    weights = OrderedDict((f"{i}.w", view(value)) for i, (value, view) in enumerate(drawn))
-    weights["more"] = torch.ones(2)  # scalars alone are no model
-    assume(not (legacy and any(value.dtype is torch.uint16 for value in weights.values())))  # torch cannot load it
-    if tied:
-        weights["tied"] = weights["0.w"]
-        weights["row"] = weights["0.w"][:1] if weights["0.w"].ndim else weights["0.w"]
-    for held, file in (({"state_dict": weights}, plain), ({"state_dict": weights, "mode": Mode.FAST}, path)):
-        torch.save(held, file, _use_new_zipfile_serialization=not legacy)
-    (described, unread), loaded = read_weights(path), torch.load(plain)["state_dict"]
-    assert unread
-    assert list(described["state_dict"]) == list(loaded)
-    places: dict[int, int] = {}
-    for key, value in described["state_dict"].items():
-        other = loaded[key]
-        assert (value.shape, value.dtype, value.stride(), value.storage_offset()) == (
-            *(other.shape, other.dtype, other.stride()),
-            other.storage_offset(),
-        )
-        mine, theirs = (t.detach().untyped_storage() for t in (value, other))
-        assert bytes(mine) == bytes(theirs), key
-        assert places.setdefault(theirs.data_ptr(), mine.data_ptr()) == mine.data_ptr() or not other.numel()
-
-
 def test_extra_states_of_plain_data_are_kept_and_others_left_out(tmp_path: Path) -> None:
     states = {"a": {"n": [1, (2.5, None, torch.ones(2))]}, "b": Config(), "c": {1, 2}, "d": [Mode]}
     weights = nn.Sequential(nn.Linear(2, 2)).state_dict()
@@ -161,7 +118,6 @@ class Packed:
 SPECIAL: dict[str, Callable[[], Any]] = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     f"{Subclass.__module__}.Packed": lambda: Packed(torch.ones(2)),
     f"{Subclass.__module__}.Subclass": lambda: torch.ones(3).as_subclass(Subclass),
 }
@@ -181,22 +137,12 @@ def in_itself() -> nn.Module:
     return one
 
 
-def in_a_billion_places() -> nn.Module:
-    one: nn.Module = nn.Linear(2, 2)
-    for _ in range(30):
-        above = nn.Module()
-        above.a, above.b = one, one
-        one = above
-    return one
-
-
-@pytest.mark.parametrize("make", [in_itself, in_a_billion_places])
 def test_modules_without_end_are_refused_by_every_command(
-    make: Callable[[], nn.Module], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(content, "_MAX_PARTS", 10_000)  # which are counted in a hundredth of the time
     path = str(tmp_path / "a.pt")
-    torch.save({"model": make()}, path)
+    torch.save({"model": in_itself()}, path)
     for arguments in (("inspect", path), ("verify", path), ("convert", path, f"{path}h", "--weights")):
         assert main(["checkpoint", *arguments]) == 1
         assert "endless recursion" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from checkpoint_files import described_by, number, storage, tensor
+from checkpoint_files import described_by, storage, tensor
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Trainer
@@ -28,7 +28,6 @@ from lightning_gpu_tools.errors import (
     AmbiguousCheckpointError,
     BrokenCheckpointError,
     CheckpointError,
-    CheckpointMismatchError,
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
@@ -62,7 +61,7 @@ class Configured(Lit):
 
 @pytest.mark.follows("If you trust its author, open all of it, which may run code: ")
 @pytest.mark.skipif("weights_only" not in inspect.signature(Trainer.fit).parameters, reason="Lightning 2.6 added it")
-@pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("function", ["fit", "predict"])
 def test_settings_of_omegaconf_are_opened_as_the_error_says(function: str, tmp_path: Path) -> None:
     omegaconf = pytest.importorskip("omegaconf")
     settings = omegaconf.OmegaConf.create({"width": 4, "layers": [1, {"name": "x"}]})
@@ -96,17 +95,13 @@ def test_arguments_that_a_trainer_lacks_are_passed_to_load_weights(tmp_path: Pat
         assert same(net, model)
 
 
-# torch before 2.10 sets the item, and reads beyond the record (CVE-2026-24747); mapped, newer ones load what there is.
-CRAFTED = {
-    "an item put into a tensor": tensor(storage()) + number(0) + number(9) + b"s",
-    "more numbers than the record has": tensor(storage(5)),
-}
+# Torch before 2.10 reads beyond the record (CVE-2026-24747).
+CRAFTED = tensor(storage(5))
 
 
-@pytest.mark.parametrize("case", CRAFTED)
-def test_no_way_to_load_leads_past_the_reader(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_way_to_load_leads_past_the_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, match = tmp_path / "a.bin", "its description and its contents do not match"
-    path.write_bytes(described_by(CRAFTED[case]))
+    path.write_bytes(described_by(CRAFTED))
     (tmp_path / "a.bin.index.json").write_text('{"weight_map": {"w": "a.bin"}}')
     plugins = [
         PortableCheckpointIO(),
@@ -244,13 +239,6 @@ def test_remote_files_are_written_whole_or_not_at_all(
     target = Lit("DataParallel", seed=1)
     trainer(tmp_path).test(target, ckpt_path="memory://bucket/run/last.ckpt", verbose=False)
     assert same(source, target)
-    with pytest.raises(CheckpointNotFoundError, match=r"memory://bucket/gone\.ckpt"):
-        PortableCheckpointIO().load_checkpoint("memory://bucket/gone.ckpt")
-    memory_files.store["/bucket/cut.ckpt"] = type(memory_files.store["/bucket/run/last.ckpt"])(
-        memory_files(), "/bucket/cut.ckpt", b"PK\x03\x04 and no more"
-    )
-    with pytest.raises(BrokenCheckpointError, match=r"^memory://bucket/cut\.ckpt is cut short"):
-        PortableCheckpointIO().load_checkpoint("memory://bucket/cut.ckpt")
 
     def breaks_off(self: MemoryFileSystem, source: str, target: str, **options: Any) -> None:
         self.pipe_file(target, Path(source).read_bytes()[:100])
@@ -304,10 +292,6 @@ def test_bare_weights_and_safetensors_can_be_tested_too(tmp_path: Path) -> None:
         target = Lit("DataParallel", seed=1)
         trainer(tmp_path).test(target, ckpt_path=tmp_path / name, verbose=False)
         assert same(net, target), name
-    with pytest.raises(
-        CheckpointMismatchError, match=r'a\.safetensors holds weights, but no "optimizer_states".*load_weig'
-    ):
-        trainer(tmp_path, epochs=2).fit(Lit(), ckpt_path=tmp_path / "a.safetensors")
     torch.save({"one": net.state_dict(), "two": net.state_dict()}, tmp_path / "two.pt")
     with pytest.raises(AmbiguousCheckpointError, match=r'entries .* fit: "one" and "two".*load_weights with root='):
         trainer(tmp_path).test(Lit(), ckpt_path=tmp_path / "two.pt")
@@ -332,11 +316,6 @@ def train_save_and_test(folder: Path, rank: int) -> None:
     target = Lit("compile", seed=1)
     trainer(folder, strategy="ddp", devices=2).test(target, ckpt_path=folder / "two.ckpt", verbose=False)
     assert same(model, target)
-    run.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-    other = Lit(seed=2)
-    with pytest.raises(CheckpointMismatchError, match="optimizer_states"):
-        trainer(folder, strategy="ddp", devices=2).fit(other, ckpt_path=folder / "weights.ckpt")
-    assert same(other, Lit(seed=2))
 
 
 def test_two_ranks_save_one_file_and_load_it(tmp_path: Path) -> None:
