@@ -220,11 +220,6 @@ def are_weights(part: Any) -> bool:
     return is_state_dict(part) and _has_more_than_numbers(part)
 
 
-def are_tensors(part: Any) -> bool:
-    """Return whether these are tensors without names."""
-    return isinstance(part, (list, tuple)) and bool(part) and all(isinstance(item, _tensor_classes()) for item in part)
-
-
 def are_arrays(part: Any) -> bool:
     """Return whether these are NumPy arrays with names, opened or not."""
     return is_named(part) and bool(part) and all(map(_is_array, part.values()))
@@ -251,26 +246,6 @@ def unopened_objects(content: Any) -> set[str]:
             seen.add(id(value))
             stack += [*value, *value.values()] if isinstance(value, Mapping) else value
     return found
-
-
-def check_depth(content: Any) -> None:
-    """Raise ``RecursionError`` if described content is nested too deeply to be copied.
-
-    Takes the same way through shared parts as a recursive copy, which does not enter a part twice.
-    """
-    seen: set[int] = set()
-    stack = [iter([content])]
-    while stack:
-        value = next(stack[-1], None)
-        if value is None:
-            stack.pop()
-        elif isinstance(value, (dict, list, tuple, Opaque)) and id(value) not in seen:
-            seen.add(id(value))
-            parts = (value.state, value.items) if isinstance(value, Opaque) else value
-            inside = parts.values() if isinstance(parts, dict) else parts
-            stack.append(part for part in inside if part is not None)
-            if len(stack) > MAX_DEPTH:
-                raise RecursionError
 
 
 def shown_shape(shape: Iterable[int]) -> str:

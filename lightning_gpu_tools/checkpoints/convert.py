@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from lightning_gpu_tools.checkpoints.reading import read_checkpoint, read_weight
 from lightning_gpu_tools.checkpoints.state_dicts import (
     check_numbers,
     check_repetition,
-    choose_weights,
+    choose_entry,
     errors_about,
     is_dense,
     others_of_this_model,
@@ -37,36 +36,47 @@ from lightning_gpu_tools.files import behind_links
 from lightning_gpu_tools.units import printable, printable_path
 
 
-@dataclass(frozen=True, kw_only=True)
-class Changes:
-    """The requested changes, named like the command's options."""
-
-    entry: str | None = None  # None: the only one
-    keep_prefix: bool = False  # private segments such as _orig_mod are always removed
-    drop_root: str = ""
-    add_root: str = ""
-    dtype: torch.dtype | None = None  # None: as in the file
-    weights_only: bool = False
-
-
-def convert(source: str, target: str, changes: Changes) -> str:
+def convert(
+    source: str,
+    target: str,
+    *,
+    entry: str | None,
+    keep_prefix: bool,
+    drop_root: str,
+    add_root: str,
+    dtype: torch.dtype | None,
+    weights_only: bool,
+) -> str:
     """Convert ``source`` to ``target``, as safetensors if it ends in ``.safetensors``, and return a summary.
 
-    If ``target`` is a symbolic link, the file that it points to is replaced or created, and the link stays.
+    The other arguments are the command's options. If ``target`` is a symbolic link, the file that it points to is
+    replaced or created, and the link stays.
     """
     as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
-    leaves_out_rest = as_safetensors or changes.weights_only
+    leaves_out_rest = as_safetensors or weights_only
     content, unread = read_weights(source) if leaves_out_rest else (read_checkpoint(source), None)
     entries = weights_in(content, source)
-    entry, _ = choose_weights(source, entries, changes.entry)
+    entry = choose_entry(source, entries, entry)
     others = others_of_this_model(entry, entries)
     only_weights = leaves_out_rest or not entry
     plans: dict[str, RenamePlan] = {}
     converted: dict[str, OrderedDict[str, Any]] = {}
     for name in (entry,) if only_weights else (entry, *others):
         weights = whole_weights(source, entries[name])
-        plans[name] = _plan(source, name, weights, content, changes)
-        converted[name] = _converted(source, weights, plans[name], changes.dtype, as_safetensors)
+        # Lightning removes its own wrappers, so a `module` in its files is an attribute of the model.
+        is_lightnings = is_lightning_checkpoint(content) and name in MODEL_STATES
+        around_all = not (keep_prefix or is_lightnings or drop_root.startswith(f"{WRAPPER_SEGMENT}."))
+        with errors_about(source):
+            names = clean_names(weights, around_all=around_all)
+        kept = {key: clean for key, clean in names.items() if clean.startswith(drop_root)}
+        if drop_root and not kept:
+            root = printable(repr(drop_root))
+            raise CheckpointMismatchError(f"{printable_path(source)}: no key begins with {root}. Check --drop-root.")
+        plans[name] = RenamePlan(
+            renames={key: add_root + clean.removeprefix(drop_root) for key, clean in kept.items()},
+            unused=tuple(key for key in weights if key not in kept),
+        )
+        converted[name] = _converted(source, weights, plans[name], dtype, as_safetensors)
     plan = plans[entry]
     if as_safetensors:
         write_safetensors(converted[entry], file)
@@ -89,23 +99,6 @@ def convert(source: str, target: str, changes: Changes) -> str:
     return f"{where}: {', '.join(filter(None, done))}"
 
 
-def _plan(path: str, entry: str, weights: Mapping[str, Any], content: Any, changes: Changes) -> RenamePlan:
-    source = printable_path(path)
-    # Lightning removes its own wrappers, so a `module` in its files is an attribute of the model.
-    is_lightnings = is_lightning_checkpoint(content) and entry in MODEL_STATES
-    around_all = not (changes.keep_prefix or is_lightnings or changes.drop_root.startswith(f"{WRAPPER_SEGMENT}."))
-    with errors_about(source):
-        names = clean_names(weights, around_all=around_all)
-    kept = {key: name for key, name in names.items() if name.startswith(changes.drop_root)}
-    if changes.drop_root and not kept:
-        root = printable(repr(changes.drop_root))
-        raise CheckpointMismatchError(f"{source}: no key begins with {root}. Check --drop-root.")
-    return RenamePlan(
-        renames={key: changes.add_root + name.removeprefix(changes.drop_root) for key, name in kept.items()},
-        unused=tuple(key for key in weights if key not in kept),
-    )
-
-
 def _converted(
     path: str, weights: Mapping[str, Any], plan: RenamePlan, dtype: torch.dtype | None, as_safetensors: bool
 ) -> OrderedDict[str, Any]:
@@ -123,7 +116,7 @@ def _converted(
             made[same] = value
             is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
             if dtype is not None and is_number and value.dtype is not dtype:
-                made[same] = _to_dtype(key, value, dtype)
+                made[same] = value.detach().to(dtype)
                 if changed_number(value, dtype):
                     beyond_range.append(key)
             elif type(value) is torch.Tensor and is_dense(value) and value.untyped_storage().nbytes() > value.nbytes:
@@ -135,12 +128,3 @@ def _converted(
             "and would become infinite. Use a dtype with a larger range, bfloat16 or float64, or omit --dtype."
         )
     return converted
-
-
-def _to_dtype(key: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    try:
-        return value.detach().to(dtype)
-    except NotImplementedError:
-        raise CheckpointError(
-            f"Torch cannot convert {printable(key)} from {value.dtype} to {dtype}. Omit --dtype to keep {value.dtype}."
-        ) from None

@@ -155,7 +155,12 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
     if fault := fault_of_parts(fit.weights):
         raise CheckpointMismatchError(f"{fault} Nothing was changed.")
     refused = _different_for_tied(fit)
-    if fit.offered() or _has_loading_code(model, fit.keys):
+    has_loading_code = (
+        bool(fit.keys.self_loading)
+        or type(model).load_state_dict is not nn.Module.load_state_dict
+        or any(has_own_hooks(module._load_state_dict_post_hooks) for module in model.modules())
+    )
+    if fit.offered() or has_loading_code:
         refused |= _rehearse(model, fit, leave_out_misfits)
     else:
         for old, new in fit.plan.renames.items():
@@ -171,14 +176,6 @@ def check_before_copying(model: nn.Module, fit: Fit, *, leave_out_misfits: bool)
                 "strict=False."
             )
         raise CheckpointMismatchError(message)
-
-
-def _has_loading_code(model: nn.Module, keys: ModelKeys) -> bool:
-    return (
-        bool(keys.self_loading)
-        or type(model).load_state_dict is not nn.Module.load_state_dict
-        or any(has_own_hooks(module._load_state_dict_post_hooks) for module in model.modules())
-    )
 
 
 def _rehearse(model: nn.Module, fit: Fit, leave_out_misfits: bool) -> dict[str, str]:
@@ -241,22 +238,12 @@ def _load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outc
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # Torch lists keys of the file, one per line. The traceback also shows this error.
-        error.args = ("\n  ".join(map(_line_of_torch, str(error).split("\n\t"))),)
+        # Torch lists keys of the file, one per line. Only these lists are shortened, not its advice. The traceback also
+        # shows this error.
+        lists = ("Missing key(s)", "Unexpected key(s)", "size mismatch")
+        lines = [printable(line, 300 if line.startswith(lists) else 3000) for line in str(error).split("\n\t")]
+        error.args = ("\n  ".join(lines),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
-    except KeyError as error:  # from quantized modules, which load themselves
-        key = error.args[0] if error.args else None
-        if key in renamed or key not in model.state_dict():
-            raise
-        raise CheckpointMismatchError(
-            f"The key {printable(key)} is missing, and the model's own loading code needs it. {outcome}", [key]
-        ) from None
-
-
-def _line_of_torch(line: str) -> str:
-    """Return a line of torch's error. Only its lists of keys are shortened, not its advice."""
-    is_list = line.startswith(("Missing key(s)", "Unexpected key(s)", "size mismatch"))
-    return printable(line, 300 if is_list else 3000)
 
 
 @contextlib.contextmanager

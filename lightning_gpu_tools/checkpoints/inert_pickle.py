@@ -66,10 +66,6 @@ class InertUnpickler(pickle._Unpickler):
             self._stand_ins[module, name] = StandIn(module, name)
         return self._stand_ins[module, name]
 
-    def get_extension(self, code: int) -> None:
-        """Push a stand-in for the object that ``copyreg`` registers with this code."""
-        self.append(self.find_class("copyreg", f"extension_{code}"))
-
     def persistent_load(self, pid: Any) -> Any:
         """Return the storage that ``("storage", class, key, location, numel)`` describes."""
         if pid[0] in ("module", b"module"):  # a class; its source follows. Only in torch's legacy format.

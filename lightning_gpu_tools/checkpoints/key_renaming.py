@@ -241,6 +241,7 @@ class _Search:
     average: bool
 
     def __post_init__(self) -> None:
+        self.given = as_root(self.root or "")
         self.overlay = Overlay(self.shapes, self.model.shapes)
         self.required = {self._leader(key) for key in self.model.shapes.keys() - self.model.optional}
 
@@ -280,7 +281,7 @@ class _Search:
     def _levels(self, unchanged: Overlap) -> Iterable[list[_Reading]]:
         checkpoint, model = self.checkpoint_tree.root, self.model_tree.root
         if self.root:
-            for dropped, added in self._given():
+            for dropped, added in ((self.given, ""), ("", self.given)):
                 part, place = self.checkpoint_tree.find(dropped), self.model_tree.find(added)
                 if part is not None and place is not None:
                     yield [self._reading((dropped, part), (added, place))]
@@ -294,11 +295,6 @@ class _Search:
         if self.root is None:
             yield [*self._inside("", checkpoint, ("", model), self.average)]
             yield [self._reading(("", checkpoint), place) for place in child_modules(model)]
-
-    def _given(self) -> list[tuple[str, str]]:
-        """Return the attributes of checkpoint and model that the given root may mean."""
-        root = as_root(self.root or "")
-        return [(root, ""), ("", root)]
 
     def _inside(
         self, path: str, node: Node, place: tuple[str, Node], average: bool, levels: int = 2
@@ -324,7 +320,7 @@ class _Search:
     def _is_meant(self, plan: RenamePlan) -> bool:
         """Return whether the root was given, or matches most keys. A single bias can fit by chance."""
         roots = (plan.dropped_root, plan.added_root)
-        is_guess = any(roots) and roots not in self._given()
+        is_guess = any(roots) and roots not in ((self.given, ""), ("", self.given))
         named = len(plan.renames) + len(plan.clashes)
         return not is_guess or 2 * named > min(len(self.required), len(self.shapes))
 
@@ -336,9 +332,8 @@ class _Search:
             weights = ((key, same_tensor.get(source, source)) for source, key in reading.overlap.pairs)
             different.setdefault(frozenset(weights), reading)
         found = list(different.values())
-        given = self._given()[0][0]
-        averages = self.average or is_average(given)
-        chosen = preferred(found, lambda reading: reading.roots[0].removeprefix(given), averages=averages)
+        averages = self.average or is_average(self.given)
+        chosen = preferred(found, lambda reading: reading.roots[0].removeprefix(self.given), averages=averages)
         whole = [reading for reading in chosen if self._is_whole(reading)] if len(chosen) > 1 else []
         if len(whole) == 1:
             chosen = whole
@@ -446,10 +441,6 @@ class _Search:
                 f"The model's {' and '.join(sorted(map(printable, norms)))} keeps no running statistics; files of "
                 "torch 0.3 always hold them. To use them, create the model with track_running_stats=True."
             )
-        if resized := [key for key in plan.unexpected if plan.rename(key) in self.model.unsaved]:
-            lines.append(
-                f"The model does not save {list_groups(resized)} (persistent=False), and has other shapes there."
-            )
         lines += [*self._suggestions(covered), *plan.hints()]
         return CheckpointMismatchError("\n  ".join(lines), plan.missing, plan.unexpected)
 
@@ -471,7 +462,7 @@ class _Search:
         """Return a root as Python code, after the name of the entry."""
         dropped, added = roots
         inside = ".".join(filter(None, (self.entry, dropped)))
-        return f'"{_name(inside or added)}"'
+        return f'"{printable(inside or added, MAX_NAME)}"'
 
     def _large(self, node: Node) -> Iterator[tuple[str, Node]]:
         """Yield (name, node) for nodes at most two levels below that could hold half of the model."""
@@ -495,7 +486,3 @@ def _roots(tree: Tree) -> str:
 def as_root(name: str) -> str:
     """Return an attribute as a key prefix, ``"model."``; ``""`` for none."""
     return f"{name.rstrip('.')}." if name else ""
-
-
-def _name(name: str) -> str:
-    return printable(name, MAX_NAME)

@@ -66,7 +66,12 @@ def read_model(model: nn.Module, checkpoint_keys: Collection[str] = ()) -> tuple
 
 def wrapper_paths(model: nn.Module) -> frozenset[str]:
     """Return the path of every wrapper with a child called ``module``."""
-    return frozenset(path for path, module in model.named_modules(remove_duplicate=False) if _is_wrapper(module))
+    paths = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        classes = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(module).__mro__)
+        if isinstance(module, _WRAPPERS) or not _WRAPPERS_BY_NAME.isdisjoint(classes):
+            paths.add(path)
+    return frozenset(paths)
 
 
 def module_versions(model: nn.Module) -> dict[str, dict[str, int]]:
@@ -81,11 +86,6 @@ def _live_state(model: nn.Module) -> dict[str, Any]:
     except TypeError:  # an override that takes no options
         live = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
         return {key: live.get(key, value) for key, value in model.state_dict().items()}
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    classes = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(module).__mro__)
-    return isinstance(module, _WRAPPERS) or not _WRAPPERS_BY_NAME.isdisjoint(classes)
 
 
 def _inside(path: str, name: str) -> str:

@@ -17,7 +17,6 @@ from lightning_gpu_tools.checkpoints.content import (
     Entries,
     all_state_dicts,
     are_arrays,
-    are_tensors,
     are_weights,
     check_contents,
     describe_content,
@@ -26,6 +25,7 @@ from lightning_gpu_tools.checkpoints.content import (
     place_of,
     unopened_objects,
 )
+from lightning_gpu_tools.checkpoints.faults import faults_of
 from lightning_gpu_tools.checkpoints.file_tensors import LazyTensor
 from lightning_gpu_tools.checkpoints.key_renaming import RenamePlan, is_average, preferred, quoted
 from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, Shape, list_groups, shortened, without_wrappers
@@ -85,16 +85,14 @@ def part_of(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def errors_about(file: str, model: str = "", note: str = "") -> Iterator[None]:
+def errors_about(path: object, model_class: type | None = None, note: str = "") -> Iterator[None]:
     """Prefix checkpoint errors with the file. Name the model in mismatches, and append ``note`` to them."""
     try:
         yield
     except CheckpointError as error:
-        message = error.args[0]
-        if isinstance(error, CheckpointMismatchError):
-            message = f"{file} does not fit {model}. {message}{note}"
-        else:
-            message = f"{file}: {message}"
+        message = f"{printable_path(path)}: {error.args[0]}"
+        if model_class is not None and isinstance(error, CheckpointMismatchError):
+            message = f"{printable_path(path)} does not fit {printable(model_class.__name__)}. {error.args[0]}{note}"
         error.args = (message, *error.args[1:])
         raise
 
@@ -113,7 +111,12 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
             f"torch.save({{name: torch.as_tensor(array) for name, array in {saved}.items()}}, 'weights.pt')"
         )
     if not kinds:
-        raise BrokenCheckpointError(f"{printable_path(path)} holds {_other_content(content, path)}")
+        place = place_of(content, are_weights)
+        what = f"no weights, only {describe_content(content)}."
+        if place is not None:
+            saved = f"torch.load({printable_path(path)!r}){printable(place, 2 * MAX_NAME)}"
+            what = f"weights, but deeper than it is searched. Save them alone: torch.save({saved}, 'weights.pt')"
+        raise BrokenCheckpointError(f"{printable_path(path)} holds {what}")
     objects = describe_content(content)
     if isinstance(content, (Mapping, list, tuple)):  # somewhere in it
         objects = shortened([f"an object of {printable(kind)}" for kind in sorted(kinds)])
@@ -124,30 +127,19 @@ def weights_in(content: Any, path: object) -> dict[str, Mapping[str, Any]]:
     )
 
 
-def _other_content(content: Any, path: object) -> str:
-    """Return what a file holds instead of weights where they are searched."""
-    place = place_of(content, are_weights)
-    if place is not None:
-        saved = f"torch.load({printable_path(path)!r}){printable(place, 2 * MAX_NAME)}"
-        return f"weights, but deeper than it is searched. Save them alone: torch.save({saved}, 'weights.pt')"
-    place = place_of(content, are_tensors)
-    if place:
-        return f"no weights by name, only a list of tensors at {printable(place, 2 * MAX_NAME)}."
-    return f"no weights, only {describe_content(content)}."
-
-
 def others_of_this_model(entry: str, entries: Entries) -> list[str]:
     """Return the other entries of the same model: averages, and entries with most of its keys."""
-    weights = entries[entry]
+    keys = {*map(without_wrappers, entries[entry])}
+    return [
+        name
+        for name, others in entries.items()
+        if name != entry
+        and (is_average(name) or 2 * len(keys & {*map(without_wrappers, others)}) > len(entries[entry]))
+    ]
 
-    def are_alike(others: Mapping[str, Any]) -> bool:
-        return 2 * len({*map(without_wrappers, weights)} & {*map(without_wrappers, others)}) > len(weights)
 
-    return [name for name in entries if name != entry and (is_average(name) or are_alike(entries[name]))]
-
-
-def choose_weights(path: str, entries: Entries, entry: str | None) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and weights of an entry, or of the default one."""
+def choose_entry(path: str, entries: Entries, entry: str | None) -> str:
+    """Return the entry, or the default one; raise unless there is one."""
     names = ", ".join(map(printable, entries)) or "only one set"
     if entry is None:
         entry, *others = preferred([*likely(entries)], str)
@@ -159,7 +151,7 @@ def choose_weights(path: str, entries: Entries, entry: str | None) -> tuple[str,
         raise CheckpointMismatchError(
             f"{printable_path(path)} has no weights called {printable(repr(entry))}; it has {names}."
         )
-    return entry, whole_weights(path, entries[entry])
+    return entry
 
 
 def fault_of_parts(weights: Mapping[str, Any]) -> str:
@@ -251,7 +243,7 @@ def rename_optimizers(states: Any, plan: RenamePlan) -> Any:
     return [*map(one, states)] if isinstance(states, list) else states
 
 
-def own_all_but_weights(content: Any) -> Any:
+def own_all_but_weights(content: Any, path: object) -> Any:
     """Return the content with everything except the model's weights copied out of the mapped file.
 
     Weights are copied into the model, but optimizers and callbacks keep their objects. Overwriting the file would
@@ -260,7 +252,8 @@ def own_all_but_weights(content: Any) -> Any:
     if not isinstance(content, dict) or is_state_dict(content):
         return content
     mapped = {*likely(all_state_dicts(content)), *MODEL_STATES}
-    return {
-        name: value if name in mapped and is_state_dict(value) else copy.deepcopy(value)
-        for name, value in content.items()
-    }
+    with faults_of(path):
+        return {
+            name: value if name in mapped and is_state_dict(value) else copy.deepcopy(value)
+            for name, value in content.items()
+        }

@@ -34,7 +34,15 @@ def summarize(structure: Structure) -> dict[str, Any]:
     top = content if isinstance(content, Mapping) else {}
     entries = check_contents(content, structure.path)
     version, states = top.get(LIGHTNING_VERSION), top.get("optimizer_states")
-    kind = _kind_of(content, entries)
+    kind = "state_dict" if "" in entries else "dictionary"
+    if is_lightning_checkpoint(content):
+        kind = "lightning"
+    elif not isinstance(content, Mapping) or {"param_groups", "state"} <= content.keys():
+        kind = "other"
+    wrappers: dict[str, Counter[str]] = {name: Counter() for name in entries}
+    for name, weights in entries.items():
+        for key in weights:
+            wrappers[name].update({segment for segment in key.split(".")[:-1] if is_wrapper_name(segment)})
     return {
         "schema_version": SCHEMA_VERSION,
         "path": structure.path,
@@ -45,13 +53,13 @@ def summarize(structure: Structure) -> dict[str, Any]:
         "kind": kind,
         "content": describe_content(content),
         "lightning_version": version if isinstance(version, str) and version else None,
-        "epoch": _count(top.get("epoch")),
-        "global_step": _count(top.get("global_step")),
+        "epoch": top["epoch"] if isinstance(top.get("epoch"), int) else None,
+        "global_step": top["global_step"] if isinstance(top.get("global_step"), int) else None,
         "hyper_parameters": _names(top.get("hyper_parameters")),
         "callbacks": _names(top.get("callbacks")),
         "optimizers": len(states) if kind == "lightning" and isinstance(states, list) else None,
         "devices": sorted(structure.devices) or None,
-        "wrappers_in_keys": {name: _wrappers_in(weights) for name, weights in entries.items()},
+        "wrappers_in_keys": {name: dict(sorted(counts.items())) for name, counts in wrappers.items()},
         "beyond_plain_data": beyond_plain_data(structure.globals),
         "entries": {} if "" in entries else {_text(name): describe_content(value) for name, value in top.items()},
         "weights": {name: [_describe(key, info) for key, info in w.items()] for name, w in entries.items()},
@@ -152,28 +160,8 @@ def _describe(key: str, info: Any) -> dict[str, Any]:
     }
 
 
-def _wrappers_in(weights: Mapping[str, Any]) -> dict[str, int]:
-    """Count the keys with each name that a wrapper may have added."""
-    counts: Counter[str] = Counter()
-    for key in weights:
-        counts.update({segment for segment in key.split(".")[:-1] if is_wrapper_name(segment)})
-    return dict(sorted(counts.items()))
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
-
-
 def _text(name: Any) -> str:
     return name if isinstance(name, str) else printable(name)
-
-
-def _kind_of(content: Any, entries: Mapping[str, Any]) -> str:
-    if is_lightning_checkpoint(content):
-        return "lightning"
-    if not isinstance(content, Mapping) or {"param_groups", "state"} <= content.keys():
-        return "other"
-    return "state_dict" if "" in entries else "dictionary"
 
 
 def _names(value: Any) -> list[str]:

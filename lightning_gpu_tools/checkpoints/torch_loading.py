@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from lightning_gpu_tools.checkpoints.content import Entries, check_depth, put_weights
+from lightning_gpu_tools.checkpoints.content import Entries, put_weights
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
 from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, path_of
-from lightning_gpu_tools.checkpoints.structure import Opaque, StorageInfo, Structure, TensorInfo
+from lightning_gpu_tools.checkpoints.structure import MAX_DEPTH, Opaque, StorageInfo, Structure, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable
@@ -37,7 +37,6 @@ def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *
         if map_location == "cpu":
             with contextlib.suppress(NotPlainError):
                 return build_plain(structure)
-        check_depth(structure.content)
     file = structure.file
     mapped = can_be_mapped and not isinstance(file, io.BytesIO)
     file.seek(0)
@@ -98,10 +97,12 @@ class _Builder:
         self._weights_alone = weights_alone
         self._made: dict[int, Any] = {}  # so that shared objects stay shared
 
-    def build(self, value: Any) -> Any:
+    def build(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
         if kind in _ATOMS:
             return value
+        if depth > MAX_DEPTH:
+            raise RecursionError
         if id(value) in self._made:
             return self._made[id(value)]
         built: Any
@@ -113,11 +114,11 @@ class _Builder:
         elif kind in (dict, OrderedDict, Counter):
             built = kind()
             for key, item in value.items():
-                built[self.build(key)] = self.build(item)
+                built[self.build(key, depth + 1)] = self.build(item, depth + 1)
             if attributes := getattr(value, "__dict__", None):
-                vars(built).update(self.build(attributes))
+                vars(built).update(self.build(attributes, depth + 1))
         elif kind in (list, tuple):
-            built = kind(map(self.build, value))
+            built = kind(self.build(item, depth + 1) for item in value)
         else:
             raise NotPlainError(value.kind if isinstance(value, Opaque) else kind.__name__)
         self._made[id(value)] = built

@@ -135,7 +135,7 @@ def load_weights(
         f"{printable(k)} ({printable(kind)})" for values in unread.values.values() for k, kind in values.items()
     ]
     note = f"\n  not opened, because this would run code: {shortened(unopened)}" if unopened else ""
-    with naming_file(path, type(model), note):
+    with errors_about(path, type(model), note):
         fit = fit_weights(model, entries, root, strict)
         plan, loaded = copy_weights(model, fit)
     warn_of_what_is_left(path, model, fit)
@@ -148,11 +148,6 @@ def _no_model(given: object) -> str:
         name = printable(given.__name__)
         return f"the class {name}. Create a model: load_weights({name}(...), path)"
     return f"{printable(type(given).__name__)}. The model comes first: load_weights(model, path)"
-
-
-def naming_file(path: object, model_class: type, note: str = "") -> contextlib.AbstractContextManager[None]:
-    """Prefix checkpoint errors with the file. Name the model in mismatches, and append ``note`` to them."""
-    return errors_about(printable_path(path), printable(model_class.__name__), note)
 
 
 def warn_of_what_is_left(path: str | os.PathLike[str], model: nn.Module, fit: Fit) -> None:

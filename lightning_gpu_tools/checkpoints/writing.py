@@ -35,7 +35,14 @@ def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
 
     For the format, see https://huggingface.co/docs/safetensors#format.
     """
-    unfit = [key for key, value in weights.items() if not _fits_safetensors(key, value)]
+    # Half of a surrogate pair is not valid Unicode, and __metadata__ is the format's own entry.
+    unfit = [
+        key
+        for key, value in weights.items()
+        if key == "__metadata__"
+        or key.encode(errors="ignore").decode() != key
+        or not (is_dense(value) and value.dtype in _SAFETENSORS_DTYPES)
+    ]
     if unfit:
         raise CheckpointError(
             f"{printable_path(path)}: safetensors cannot store {list_groups(unfit)}. It stores only plain tensors with "
@@ -63,13 +70,6 @@ def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
         for _, value in order:
             flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)
-
-
-def _fits_safetensors(key: str, value: Any) -> bool:
-    # Half of a surrogate pair is not valid Unicode, and __metadata__ is the format's own entry.
-    if key == "__metadata__" or not (key.isascii() or key.encode(errors="ignore").decode() == key):
-        return False
-    return is_dense(value) and value.dtype in _SAFETENSORS_DTYPES
 
 
 class _Watched:

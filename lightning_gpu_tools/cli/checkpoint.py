@@ -121,19 +121,20 @@ def _convert(args: argparse.Namespace) -> int:
             raise CheckpointError(f"{printable_path(args.target)} exists. Use --force to replace it.")
     import torch
 
-    from lightning_gpu_tools.checkpoints.convert import Changes, convert
+    from lightning_gpu_tools.checkpoints.convert import convert
     from lightning_gpu_tools.checkpoints.key_renaming import as_root
 
-    changes = Changes(
-        entry=args.entry,
-        keep_prefix=args.keep_prefix,
-        drop_root=as_root(args.drop_root),
-        add_root=as_root(args.add_root),
-        dtype=getattr(torch, args.dtype) if args.dtype else None,
-        weights_only=args.weights,
-    )
     with _errors_reported():
-        result = convert(args.source, args.target, changes)
+        result = convert(
+            args.source,
+            args.target,
+            entry=args.entry,
+            keep_prefix=args.keep_prefix,
+            drop_root=as_root(args.drop_root),
+            add_root=as_root(args.add_root),
+            dtype=getattr(torch, args.dtype) if args.dtype else None,
+            weights_only=args.weights,
+        )
     _print(result)
     return 0
 

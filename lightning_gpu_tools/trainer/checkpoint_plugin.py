@@ -27,11 +27,10 @@ from lightning_gpu_tools.checkpoints.key_tree import is_wrapper_name, list_group
 from lightning_gpu_tools.checkpoints.model_keys import module_versions, read_model, wrapper_paths
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
-from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, rename_optimizers, weights_in
+from lightning_gpu_tools.checkpoints.state_dicts import errors_about, own_all_but_weights, rename_optimizers, weights_in
 from lightning_gpu_tools.checkpoints.structure import compare_with_checksums
-from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file
+from lightning_gpu_tools.checkpoints.weights import fit_weights
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
-from lightning_gpu_tools.environment import is_disabled
 from lightning_gpu_tools.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -145,7 +144,7 @@ class PortableCheckpointIO(CheckpointIO):
                     verify=self.verify,
                 )
             check_contents(content, path)
-            checkpoint = own_all_but_weights(content)
+            checkpoint = own_all_but_weights(content, path)
         fitted: dict[str, Any] = self._fit_to_model(checkpoint, path)
         return fitted
 
@@ -199,11 +198,7 @@ class PortableCheckpointIO(CheckpointIO):
             except KeyCollisionError as error:
                 why_kept = str(error)
         elif any(is_wrapper_name(segment) for key in portable["state_dict"] for segment in key.split(".")):
-            why_kept = (
-                "LIGHTNING_GPU_TOOLS_DISABLE hides the model from PortableCheckpointIO."
-                if is_disabled()
-                else "this PortableCheckpointIO is not used by a Trainer that has begun a run."
-            )
+            why_kept = "no Trainer that has begun a run uses this plugin, or LIGHTNING_GPU_TOOLS_DISABLE is set."
         if why_kept:  # the same file as without this plugin
             warnings.warn(f"The keys of the checkpoint keep the prefixes of wrappers: {why_kept}", stacklevel=3)
         return portable
@@ -224,7 +219,7 @@ class PortableCheckpointIO(CheckpointIO):
         if trainer.state.fn == "fit" and not may_still_change:
             _refuse_weights_alone(checkpoint, trainer, path)
         try:
-            with naming_file(path, type(model)):
+            with errors_about(path, type(model)):
                 fit = fit_weights(model, weights_in(checkpoint, path), None, model.strict_loading)
         except CheckpointError as error:
             is_lax = not model.strict_loading and isinstance(error, CheckpointMismatchError)
@@ -241,7 +236,7 @@ class PortableCheckpointIO(CheckpointIO):
             own_what_modules_keep(checkpoint["state_dict"], read_model(model)[0])
             return checkpoint
         if not may_still_change:
-            with naming_file(path, type(model)):
+            with errors_about(path, type(model)):
                 check_before_copying(model, fit, leave_out_misfits=False)
         plan = fit.plan
         if plan.changes_names:

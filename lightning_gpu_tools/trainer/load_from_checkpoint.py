@@ -24,8 +24,8 @@ from lightning_gpu_tools.checkpoints.content import (
 from lightning_gpu_tools.checkpoints.copying import copy_weights
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at
-from lightning_gpu_tools.checkpoints.state_dicts import own_all_but_weights, weights_in
-from lightning_gpu_tools.checkpoints.weights import fit_weights, naming_file, warn_of_what_is_left
+from lightning_gpu_tools.checkpoints.state_dicts import errors_about, own_all_but_weights, weights_in
+from lightning_gpu_tools.checkpoints.weights import fit_weights, warn_of_what_is_left
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from lightning_gpu_tools.trainer.families import LightningModule, lookup, version_of
 from lightning_gpu_tools.units import printable, printable_path
@@ -37,29 +37,20 @@ _CLI_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_light
 
 
 def as_lightning_checkpoint(content: Any, path: str | os.PathLike[str], taker: object) -> dict[str, Any]:
-    """Return a checkpoint, or bare weights, as a checkpoint of ``taker``'s version of Lightning.
+    """Return a copy of a checkpoint, or bare weights, as a checkpoint of ``taker``'s version of Lightning.
 
     Raises:
         BrokenCheckpointError: There are no weights in it, or Lightning cannot migrate it from its version.
     """
-    if is_lightning_checkpoint(content):
-        return migrated(content, path, taker)
-    entries = weights_in(content, path)
-    return {LIGHTNING_VERSION: version_of(taker)[1], **({"state_dict": entries[""]} if "" in entries else entries)}
-
-
-def migrated(checkpoint: Mapping[str, Any], path: str | os.PathLike[str], taker: object) -> dict[str, Any]:
-    """Return a copy of a Lightning checkpoint, migrated to ``taker``'s version of Lightning.
-
-    Raises:
-        BrokenCheckpointError: Lightning cannot migrate it from the version in it.
-    """
-    changed_in_place = {name: checkpoint[name] for name in ("callbacks", "loops") if name in checkpoint}
+    if not is_lightning_checkpoint(content):
+        entries = weights_in(content, path)
+        return {LIGHTNING_VERSION: version_of(taker)[1], **({"state_dict": entries[""]} if "" in entries else entries)}
+    changed_in_place = {name: content[name] for name in ("callbacks", "loops") if name in content}
     try:
         migrate = lookup(taker, "utilities.migration.utils:migrate_checkpoint")
-        return cast(dict[str, Any], migrate({**checkpoint, **copy.deepcopy(changed_in_place)})[0])
+        return cast(dict[str, Any], migrate({**content, **copy.deepcopy(changed_in_place)})[0])
     except Exception as error:  # noqa: BLE001 - Lightning's own functions do not check the file's content
-        version = printable(checkpoint[LIGHTNING_VERSION])
+        version = printable(content[LIGHTNING_VERSION])
         raise BrokenCheckpointError(
             f'{printable_path(path)} claims to be from Lightning "{version}", but cannot be migrated from that version '
             f"({type(error).__name__}: {printable(error)}). Use an earlier checkpoint, or load its weights with "
@@ -194,18 +185,18 @@ def load_from_checkpoint(
         )
         raise
     check_contents(content, path)
-    checkpoint = as_lightning_checkpoint(own_all_but_weights(content), path, model_class)
+    checkpoint = as_lightning_checkpoint(own_all_but_weights(content, path), path, model_class)
     model = _build_module(model_class, checkpoint, path, hparams_file, kwargs)
     strict = model.strict_loading if strict is None else strict
     model.configure_model()
     # The hook sees the model's own names, as in a Trainer, and may make the weights fit.
     may_wait = (CheckpointError,) if "state_dict" in checkpoint else ()
     chosen = None
-    with naming_file(path, model_class), contextlib.suppress(*may_wait):
+    with errors_about(path, model_class), contextlib.suppress(*may_wait):
         chosen = fit_weights(model, weights_in(checkpoint, path), root, strict)
         checkpoint["state_dict"], root = chosen.renamed(chosen.weights), None
     model.on_load_checkpoint(checkpoint)
-    with naming_file(path, model_class):
+    with errors_about(path, model_class):
         fit = fit_weights(model, weights_in(checkpoint, path), root, strict)
         copy_weights(model, fit)
     warn_of_what_is_left(path, model, chosen or fit)

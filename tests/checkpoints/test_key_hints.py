@@ -131,11 +131,11 @@ def test_flat_parameters_are_saved_again_as_weights(tmp_path: Path) -> None:
 class Embedding(nn.Module):
     """A model that keeps its positions, in its older version also in its ``state_dict()``."""
 
-    def __init__(self, *, saves: bool, size: int = 8, dtype: torch.dtype = torch.int64) -> None:
+    def __init__(self, *, saves: bool, dtype: torch.dtype = torch.int64) -> None:
         super().__init__()
         self.embed = nn.Embedding(8, 4)
         self.register_buffer(
-            "positions", torch.arange(size)[None].to(dtype) * (0.1 if dtype.is_floating_point else 1), persistent=saves
+            "positions", torch.arange(8)[None].to(dtype) * (0.1 if dtype.is_floating_point else 1), persistent=saves
         )
 
 
@@ -154,14 +154,13 @@ def test_a_buffer_that_is_no_longer_saved_is_no_reason_to_refuse(wrap: Any, dtyp
     assert torch.equal(next(model.parameters()), source.embed.weight.float())
 
 
-@pytest.mark.follows("To keep the model's numbers, use strict=False", "(persistent=False), and has other shapes there")
-@pytest.mark.parametrize(("size", "words"), [(8, "and has other numbers there"), (9, "and has other shapes there")])
-def test_other_numbers_in_such_a_buffer_are_refused(size: int, words: str, tmp_path: Path) -> None:
-    source, model = Embedding(saves=True, size=size), Embedding(saves=False)
+@pytest.mark.follows("To keep the model's numbers, use strict=False")
+def test_other_numbers_in_such_a_buffer_are_refused(tmp_path: Path) -> None:
+    source, model = Embedding(saves=True), Embedding(saves=False)
     source.positions += 1
     torch.save(source.state_dict(), tmp_path / "a.pt")
     message = refusal(model, tmp_path / "a.pt")
-    assert f"The model does not save positions (persistent=False), {words}" in message
+    assert "The model does not save positions (persistent=False), and has other numbers there" in message
     advice = re.search(r"use (strict=False)", message)
     assert advice is not None
     report = eval(f"load_weights(model, path, {advice[1]})", {**globals(), "model": model, "path": tmp_path / "a.pt"})

@@ -131,7 +131,6 @@ def test_weights_that_are_deeper_are_saved_alone(content: Any, tmp_path: Path, m
         ([], "no weights, only an empty list"),
         ({"state": {0: {"mean": torch.ones(2)}}, "param_groups": []}, "no weights, only the state of an optimizer"),
         ([[1.0, torch.tensor(1.0)]], "no weights, only a list of 1"),
-        ({"shadow_params": [torch.ones(2)]}, r"no weights by name, only a list of tensors at \['shadow_params'\]"),
     ],
 )
 def test_what_is_no_weights_is_called_what_it_is(content: Any, words: str, tmp_path: Path) -> None:

@@ -186,8 +186,5 @@ def test_wrapped_keys_are_never_stored_without_a_word(tmp_path: Path, monkeypatc
     monkeypatch.setenv("LIGHTNING_GPU_TOOLS_DISABLE", "1")
     run = trainer(tmp_path)
     run.fit(Lit("DataParallel"))
-    with pytest.warns(UserWarning, match="keep the prefixes of wrappers: LIGHTNING_GPU_TOOLS_DISABLE hides"):
-        run.save_checkpoint(tmp_path / "a.ckpt")
-    monkeypatch.delenv("LIGHTNING_GPU_TOOLS_DISABLE")
-    with pytest.warns(UserWarning, match="keep the prefixes of wrappers: this PortableCheckpointIO"):
+    with pytest.warns(UserWarning, match="keep the prefixes of wrappers: no Trainer that has begun a run"):
         run.save_checkpoint(tmp_path / "a.ckpt")

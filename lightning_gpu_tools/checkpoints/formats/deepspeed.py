@@ -117,16 +117,14 @@ def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _count(ranks: Any) -> Any:
-    return max(ranks) if isinstance(ranks, list) and ranks and are_sizes(ranks) else ranks  # a list has one per group
-
-
 def _check_ranks(shards: Shards) -> None:
     """Raise unless there is one file for each rank, all of the same checkpoint."""
     there = [int(re.findall(r"pp_rank_(\d+)", shard.name)[0]) for shard in shards]
     for shard in shards:
         content = shard.content
-        ranks = _count(content[_OPTIMIZER][_RANKS]) if _OPTIMIZER in content else content["dp_world_size"]
+        ranks = content[_OPTIMIZER][_RANKS] if _OPTIMIZER in content else content["dp_world_size"]
+        if isinstance(ranks, list) and ranks and are_sizes(ranks):  # one per group
+            ranks = max(ranks)
         if ranks != len(there) or there != [*range(len(there))]:
             what = f"is not complete: {printable(shard.name)} is from {printable(ranks)} ranks, but it has {len(there)}"
             raise Fault(

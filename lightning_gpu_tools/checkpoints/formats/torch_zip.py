@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from io import BytesIO
 from typing import Any, BinaryIO
 from zipfile import ZIP_STORED
@@ -13,8 +12,8 @@ from lightning_gpu_tools.checkpoints.content import all_state_dicts
 from lightning_gpu_tools.checkpoints.faults import Fault
 from lightning_gpu_tools.checkpoints.file_kinds import compressed, is_torchs, other_zip
 from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
-from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, StorageInfo, Structure
-from lightning_gpu_tools.checkpoints.zip_records import Record, read_index, read_records
+from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, Structure
+from lightning_gpu_tools.checkpoints.zip_records import read_index, read_records
 
 NAME = "zip"
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
@@ -45,6 +44,13 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     if is_script and not all_state_dicts(content):
         what = "is a TorchScript program without plain weights, as after torch.jit.freeze or quantization"
         raise Fault(what, "Use the checkpoint that it was exported from.")
+    places = {}
+    for key, storage in reader.storages.items():
+        numbers = records[f"data/{storage.key}"]
+        # At most part of an element is left over.
+        if not 0 <= numbers.size_bytes - storage.size_bytes < BYTES_OF_DTYPE[storage.dtype]:
+            raise ValueError("a record of another length than its storage")
+        places[key] = numbers.start
     return Structure(
         file,
         path,
@@ -54,7 +60,7 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         reader.globals,
         {storage.location for storage in reader.storages.values()},
         records=records,
-        places={key: _start_of(storage, records) for key, storage in reader.storages.items()},
+        places=places,
         filled=reader.filled,
     )
 
@@ -64,10 +70,3 @@ def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
     from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
 
     return load_by_torch(structure, map_location, weights_only, can_be_mapped=True)
-
-
-def _start_of(storage: StorageInfo, records: Mapping[str, Record]) -> int:
-    record = records[f"data/{storage.key}"]
-    if not 0 <= record.size_bytes - storage.size_bytes < BYTES_OF_DTYPE[storage.dtype]:  # at most part of an element
-        raise ValueError("a record of another length than its storage")
-    return record.start
