@@ -168,15 +168,6 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             _upload(filesystem, temporary.name, name)
 
 
-def behind_links(path: str | os.PathLike[str]) -> str:
-    """Return the target of a symbolic link, or the path itself. :func:`writing`, by contrast, replaces a link.
-
-    If ``last.ckpt`` links to the best checkpoint, saving ``last.ckpt`` therefore does not change the best checkpoint.
-    """
-    filesystem, name = _place(path)
-    return os.path.realpath(name) if filesystem is None and os.path.islink(name) else os.fspath(path)
-
-
 def exists(path: str | os.PathLike[str]) -> bool:
     """Return whether anything exists at a local path or URL."""
     filesystem, name = _place(path)
@@ -206,14 +197,10 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     Until then, ``path`` keeps its old content, even if the process is killed or the machine loses power. Afterwards,
     the new content is on disk. The file name of an ``OSError`` is ``path``.
     """
-    directory, target = os.path.dirname(path) or ".", Path(path)
+    directory = os.path.dirname(path) or "."
     temporary = ""
     try:
         os.makedirs(directory, exist_ok=True)
-        if target.is_char_device() or target.is_block_device() or target.is_fifo():  # never replace /dev/null
-            with open(path, "wb") as device:
-                yield device
-            return
         sweep(directory)
         temporary, file = _open_temporary(directory)
         with file:

@@ -152,21 +152,6 @@ def test_the_content_is_on_disk_before_the_name(tmp_path: Path, monkeypatch: pyt
     assert (target, folder) == (str(path), str(tmp_path))
 
 
-def test_a_failed_block_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    path.write_bytes(b"old")
-
-    def interrupted_save() -> None:
-        with replacing(str(path)) as file:
-            file.write(b"new")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_save()
-    assert path.read_bytes() == b"old"
-    assert parts(tmp_path) == []
-
-
 def test_a_full_disk_is_reported_and_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     write_checkpoint({"v": 1}, path)
@@ -184,15 +169,6 @@ def test_a_full_disk_is_reported_and_keeps_the_old_file(tmp_path: Path) -> None:
     assert "an older file at this path is unchanged" in str(error)
     assert read_checkpoint(path) == {"v": 1}
     assert parts(tmp_path) == []
-
-
-def test_no_space_left_is_reported_as_such() -> None:
-    # A device is written to, not replaced; this one is always full.
-    with pytest.raises(OSError, match=r"No space left on device.*/dev/full") as caught:
-        write_checkpoint({"v": torch.zeros(1 << 20)}, "/dev/full")
-    assert caught.value.errno == errno.ENOSPC
-    write_checkpoint({}, os.devnull)
-    assert Path(os.devnull).is_char_device()
 
 
 def test_a_closed_folder_raises_with_the_path(open_folder: Path) -> None:

@@ -169,7 +169,7 @@ def hostile_report() -> str:
 
 
 COMMANDS = (
-    ["inspect", "FILE", "--all"],
+    ["inspect", "FILE"],
     ["verify", "FILE"],
     ["convert", "FILE", "TARGET.ckpt"],
     ["convert", "FILE", "TARGET.safetensors"],

@@ -32,7 +32,6 @@ from lightning_gpu_tools.checkpoints.state_dicts import (
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint, write_safetensors
 from lightning_gpu_tools.errors import CheckpointError, CheckpointMismatchError
-from lightning_gpu_tools.files import behind_links
 from lightning_gpu_tools.units import printable, printable_path
 
 
@@ -49,10 +48,9 @@ def convert(
 ) -> str:
     """Convert ``source`` to ``target``, as safetensors if it ends in ``.safetensors``, and return a summary.
 
-    The other arguments are the command's options. If ``target`` is a symbolic link, the file that it points to is
-    replaced or created, and the link stays.
+    The other arguments are the command's options.
     """
-    as_safetensors, file = target.endswith(".safetensors"), behind_links(target)
+    as_safetensors = target.endswith(".safetensors")
     leaves_out_rest = as_safetensors or weights_only
     content, unread = read_weights(source) if leaves_out_rest else (read_checkpoint(source), None)
     entries = weights_in(content, source)
@@ -79,14 +77,14 @@ def convert(
         converted[name] = _converted(source, weights, plans[name], dtype, as_safetensors)
     plan = plans[entry]
     if as_safetensors:
-        write_safetensors(converted[entry], file)
+        write_safetensors(converted[entry], target)
     elif only_weights:
-        write_checkpoint(converted[entry], file)
+        write_checkpoint(converted[entry], target)
     else:
         whole = put_weights(content, converted)
         if is_lightning_checkpoint(content) and entry in MODEL_STATES and "optimizer_states" in content:
             whole["optimizer_states"] = rename_optimizers(content["optimizer_states"], plan)
-        write_checkpoint(whole, file)
+        write_checkpoint(whole, target)
     done = [counted(len(converted[entry]), "weight") + (f" of {quoted(entry)}" if others else ""), plan.describe()]
     if plan.unused:
         done.append(f"dropped: {list_groups(plan.unused)}")
@@ -95,8 +93,7 @@ def convert(
         done.append(f"without {named} (select with --entry)" if only_weights else f"also converted {named}")
     if unread is not None:
         done.append(describe_unread(unread.classes))
-    where = printable_path(target) if file == target else f"{printable_path(target)}, a link to {printable_path(file)}"
-    return f"{where}: {', '.join(filter(None, done))}"
+    return f"{printable_path(target)}: {', '.join(filter(None, done))}"
 
 
 def _converted(

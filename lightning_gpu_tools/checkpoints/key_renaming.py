@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from lightning_gpu_tools.checkpoints.key_hints import hints
 from lightning_gpu_tools.checkpoints.key_tree import (
     MAX_NAME,
     PRIVATE_SEGMENTS,
@@ -34,6 +33,14 @@ from lightning_gpu_tools.checkpoints.key_tree import (
 )
 from lightning_gpu_tools.errors import AmbiguousCheckpointError, CheckpointMismatchError, KeyCollisionError
 from lightning_gpu_tools.units import printable
+
+# Names of the two factors in peft, loralib and diffusers.
+_LORA = re.compile(r"(?<![A-Za-z])lora[._](?:A|B|down|up|embedding_A|embedding_B)(?![A-Za-z])")
+# A model by get_peft_model.
+_PEFT = re.compile(r"^base_model\.model\.|\.base_layer\.")
+_FSDP = re.compile(r"(?:^|\.)_?flat_param(?:_\d+)?$")
+# One of the two parts of a weight by torch.nn.utils.weight_norm, or by that of torch.nn.utils.parametrizations.
+_WEIGHT_NORM = re.compile(r"(?:^|\.)(?:weight_g|parametrizations\.\w+\.original0)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +114,31 @@ class RenamePlan:
         return moved
 
     def hints(self) -> Iterator[str]:
-        """Yield what to do about the keys without a match."""
-        return hints(self.missing, map(self.rename, self.unexpected))
+        """Yield what to do about keys without a match, if they show which tool has changed file or model."""
+        unexpected = [*map(self.rename, self.unexpected)]
+        if any(map(_LORA.search, unexpected)):
+            yield (
+                "The checkpoint holds LoRA weights, which modify a base model. Merge them first (peft: "
+                "merge_and_unload()), or load them with peft."
+            )
+        elif any(_LORA.search(key) or _PEFT.search(key) for key in self.missing):
+            yield "The model has been changed by peft. Load the weights before get_peft_model."
+        if any(map(_FSDP.search, unexpected)):
+            yield (
+                "The checkpoint holds FSDP's flat parameters, each with parts of several weights. During training, "
+                "save the full weights from torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+                "StateDictOptions(full_state_dict=True)."
+            )
+        saved, own = (
+            [key[: found.start()] for key in keys if (found := _WEIGHT_NORM.search(key))]
+            for keys in (unexpected, self.missing)
+        )
+        if saved:
+            do = "Create the model with" if own else "Before loading, call"
+            function = "torch.nn.utils.parametrizations.weight_norm"
+            yield f"It was saved with weight_norm on {list_groups(saved)}. {do} {function} on these layers."
+        elif own:
+            yield f"The model has weight_norm on {list_groups(own)}. Load the weights before weight_norm is called."
 
     def left_over(self, *, strict: bool) -> dict[str, str]:
         """Return key -> name for keys without a match. Hooks of the model may use these names.

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,12 +41,7 @@ def _open(path: str) -> BinaryIO:
             if os.path.isfile(os.path.join(folder, "data.pkl")):
                 raise unpacked(os.path.abspath(folder))
         raise Fault("is a folder without shards of a checkpoint", "Use a file, or the folder with all shards.")
-    # Without O_NONBLOCK, opening a pipe blocks until something writes to it.
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise Fault("is a pipe or a device, not a file")
+    return open(path, "rb")
 
 
 def describe(file: BinaryIO, path: str) -> Structure:

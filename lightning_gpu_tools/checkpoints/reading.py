@@ -133,20 +133,17 @@ def read_weights(
 def verify_checkpoint(path: str | os.PathLike[str]) -> tuple[Structure, Unread]:
     """Compare each whole file with its checksums, then load everything, or only the weights next to foreign classes.
 
-    Returns the description, and what was not read. A checkpoint without an error here can be loaded, except a single
-    shard, of which only the checksums are compared: ``Structure.part``.
+    Returns the description, and what was not read. A checkpoint without an error here can be loaded.
     """
     with opened_source(path) as structure:
-        for file in structure.files:
-            compare_with_checksums(file)
+        compare_with_checksums(structure)
         unread = Unread((), {})
-        if structure.part is None:
-            try:
-                content = read_checkpoint(path, opened=structure)
-            except UnsafeCheckpointError:
-                content, unread = read_weights(path, opened=structure)
-            _check_weights(content, unread, path)
-            check_training_state(content, path)
+        try:
+            content = read_checkpoint(path, opened=structure)
+        except UnsafeCheckpointError:
+            content, unread = read_weights(path, opened=structure)
+        _check_weights(content, unread, path)
+        check_training_state(content, path)
         return structure, unread
 
 
@@ -191,10 +188,8 @@ def _read(
     opened: Structure | None = None,
 ) -> Any:
     with contextlib.nullcontext(opened) if opened else opened_source(path) as structure, faults_of(path):
-        if structure.part is not None:
-            raise structure.part
-        for file in structure.files if verify else ():
-            compare_with_checksums(file)
+        if verify:
+            compare_with_checksums(structure)
         if structure.assembly is None:
             return load(structure)
         return structure.form.load(structure.assembly, load, map_location)

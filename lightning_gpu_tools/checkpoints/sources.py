@@ -6,7 +6,6 @@ import contextlib
 import glob
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from lightning_gpu_tools.arguments import path_text
@@ -18,7 +17,6 @@ from lightning_gpu_tools.checkpoints.formats import (
     file_formats,
     folder_formats,
     shard_index,
-    torch_distributed,
 )
 from lightning_gpu_tools.checkpoints.key_tree import shortened
 from lightning_gpu_tools.checkpoints.opening import Folder, describe, opened
@@ -87,7 +85,6 @@ def opened_source(path: str | os.PathLike[str], *, to_load: bool = True) -> Iter
             structure = _described_folder(text, stack, to_load)
         if structure is None:
             structure = describe(stack.enter_context(opened(text)), text)
-            structure = replace(structure, part=_part(text))
         yield structure
 
 
@@ -96,18 +93,18 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
     local = os.path.expanduser(path)
     folder, name = os.path.split(local)
     is_index = shard_index.INDEX.fullmatch(name)
-    if "://" in path:
-        if is_index:
-            raise Fault("lists shards at a URL", "Download the whole folder, and use the local copy.")
-    elif os.path.isdir(local):
+    if os.path.isdir(local):
         if form := _folder_format(local):
             place = deepspeed.folder_in(local)
             names = set(os.listdir(place))
             return _assembled(path, form.describe(Folder(place, stack), names, to_load=to_load), form)
-    elif (part := _part(path)) and torch_distributed.PART.fullmatch(name):  # cannot be described alone
-        raise part
+    elif any(form.PART.fullmatch(name) for form in folder_formats()):
+        advice = f"Use the folder with all files: {printable_path(os.path.dirname(path) or '.')}"
+        raise Fault("is one of several files of a checkpoint", advice)
+    elif is_index and "://" in path:
+        raise Fault("lists shards at a URL", "Download the whole folder, and use the local copy.")
     elif is_index and os.path.isfile(local):
-        return _assembled(path, shard_index.describe_index(Folder(folder, stack), name), shard_index)
+        return _assembled(path, shard_index.describe(Folder(folder, stack), {name}, to_load=to_load), shard_index)
     return None
 
 
@@ -132,15 +129,6 @@ def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:
         assembly=assembly,
         form=form,
     )
-
-
-def _part(path: str) -> Fault | None:
-    """Return a fault if the name of a file marks it as one of several; otherwise ``None``."""
-    folder, name = os.path.split(path)
-    if not any(form.PART.fullmatch(name) for form in folder_formats()):
-        return None
-    advice = f"Use the folder with all files: {printable_path(folder or '.')}"
-    return Fault("is one of several files of a checkpoint", advice)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_gpu_tools.checkpoints.faults import Fault, faults_of
+from lightning_gpu_tools.checkpoints.faults import faults_of
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.checkpoints.zip_records import Record
 
@@ -137,7 +137,6 @@ class Structure:
     records: Mapping[str, Record] = field(default_factory=dict)  # of a zip file
     places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages
     filled: set[str] = field(default_factory=set)  # as in InertUnpickler
-    part: Fault | None = None  # set if it is one shard of a checkpoint
     assembly: Assembly | None = None  # of a folder
     form: Any = None  # the module of ``formats`` that has described it, and loads it
 
@@ -175,8 +174,9 @@ LoadFile = Callable[[Structure], Any]
 
 
 def compare_with_checksums(structure: Structure) -> None:
-    """Read a whole file, and compare it with its checksums, if it has any."""
-    with faults_of(structure.path):
-        for record in structure.records.values():
-            for _ in record.chunks():
-                pass
+    """Read all files, and compare them with their checksums, if they have any."""
+    for file in structure.files:
+        with faults_of(file.path):
+            for record in file.records.values():
+                for _ in record.chunks():
+                    pass

@@ -14,7 +14,7 @@ from lightning_gpu_tools.checkpoints.content import (
     is_lightning_checkpoint,
     shown_shape,
 )
-from lightning_gpu_tools.checkpoints.key_tree import MAX_NAME, group_keys, is_wrapper_name
+from lightning_gpu_tools.checkpoints.key_tree import group_keys, is_wrapper_name
 from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, Opaque, Structure, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.units import format_bytes, line_width, printable, printable_path, wrapped
@@ -48,7 +48,6 @@ def summarize(structure: Structure) -> dict[str, Any]:
         "path": structure.path,
         "format": structure.format,
         "shards": len(structure.assembly.shards) if structure.assembly else None,
-        "part": structure.part and f"{structure.part.what}. {structure.part.advice}",
         "size_bytes": structure.size_bytes,
         "kind": kind,
         "content": describe_content(content),
@@ -66,15 +65,13 @@ def summarize(structure: Structure) -> dict[str, Any]:
     }
 
 
-def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
+def render(summary: Mapping[str, Any]) -> str:
     """Return the summary as text, as wide as the terminal except for longer names."""
     kind = {"lightning": "Lightning checkpoint", "other": summary["content"]}.get(summary["kind"], summary["kind"])
     size = format_bytes(summary["size_bytes"])
     how = {"dcp": "torch.distributed.checkpoint", "deepspeed": "DeepSpeed"}.get(summary["format"], summary["format"])
     files = f" in {summary['shards']} files" if (summary["shards"] or 0) > 1 else ""
     lines = _prose(f"{printable_path(summary['path'])}: {kind}, {size}, {how}{files}")
-    if summary["part"]:
-        lines += _prose(f"  This file {summary['part']}")
     facts = {
         "epoch": summary["epoch"],
         "step": summary["global_step"],
@@ -96,7 +93,7 @@ def render(summary: Mapping[str, Any], *, all_keys: bool = False) -> str:
     if summary["beyond_plain_data"]:
         lines += _prose(f"  holds more than plain data: {', '.join(map(printable, summary['beyond_plain_data']))}")
     for name, weights in summary["weights"].items():
-        lines += ["", *_weights(name, weights, summary["wrappers_in_keys"][name], all_keys)]
+        lines += ["", *_weights(name, weights, summary["wrappers_in_keys"][name])]
     return "\n".join(lines)
 
 
@@ -105,7 +102,7 @@ def _prose(line: str) -> list[str]:
     return wrapped(line, others="    ").splitlines()
 
 
-def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str, int], all_keys: bool) -> list[str]:
+def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str, int]) -> list[str]:
     numbers = sum(weight["numel"] or 0 for weight in weights)
     total = sum(weight["bytes"] or 0 for weight in weights)
     lines = [f"{printable(name or 'weights')}: {len(weights)} keys, {numbers:,} numbers, {format_bytes(total)}"]
@@ -113,15 +110,14 @@ def _weights(name: str, weights: list[Mapping[str, Any]], wrappers: Mapping[str,
         lines.append("  in the keys: " + ", ".join(f'"{segment}." ({count})' for segment, count in wrappers.items()))
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for weight in weights:
-        words = [segment for segment in weight["key"].split(".") if all_keys or not segment.isdigit()]
+        words = [segment for segment in weight["key"].split(".") if not segment.isdigit()]
         groups.setdefault((*words, str(weight["shape"]), weight["dtype"], weight["kind"]), []).append(weight)
     rows = [("key", "shape", "dtype", "size")]
     for members in groups.values():
         shape = "-" if members[0]["shape"] is None else shown_shape(members[0]["shape"])
         sizes = [member["bytes"] for member in members if member["bytes"] is not None]
         size = format_bytes(sum(sizes)) if sizes else "-"
-        names = [member["key"] for member in members]
-        keys = [printable(key, MAX_NAME) for key in names] if all_keys else group_keys(names)
+        keys = group_keys(member["key"] for member in members)
         kind = (members[0]["kind"] or "").rpartition(".")[2]
         dtype = printable(f"{members[0]['dtype'] or '-'}{kind and f' ({kind})'}", 40)
         rows += [(key, shape, dtype, size if i == 0 else '"') for i, key in enumerate(keys)]

@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog=_EXIT_CODES,
     )
     inspect.add_argument("file", metavar="FILE", help=_ANY)
-    inspect.add_argument("--all", action="store_true", help="print one line per key, not per group")
     inspect.add_argument("--json", action="store_true", help="print JSON (sizes in bytes, null = unknown)")
     inspect.set_defaults(run=_inspect)
 
@@ -79,9 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="convert floating-point weights to this dtype",
     )
     convert.add_argument("--weights", action="store_true", help="write only the weights")
-    convert.add_argument(
-        "--force", action="store_true", help="overwrite TARGET; if it is a symlink, overwrite the file it points to"
-    )
+    convert.add_argument("--force", action="store_true", help="overwrite TARGET")
     convert.set_defaults(run=_convert)
 
 
@@ -89,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     with _errors_reported():
         found = summary.summarize(sources.read_structure(args.file))
-    _print(found if args.json else summary.render(found, all_keys=args.all))
+    _print(found if args.json else summary.render(found))
     return 0
 
 
@@ -108,9 +105,8 @@ def _verify(args: argparse.Namespace) -> int:
         if not structure.has_checksums:
             sound = "the structure is valid (this format has no checksums)"
         size, took = format_bytes(structure.size_bytes), format_duration(time.monotonic() - start)
-        part = f". This file {structure.part.what}" if structure.part else ""
-        note = unread.classes and f"; {describe_unread(unread.classes)}"
-        _print(f"{printable_path(args.file)}: {sound}, {size} in {took}{note or part}")
+        note = f"; {describe_unread(unread.classes)}" if unread.classes else ""
+        _print(f"{printable_path(args.file)}: {sound}, {size} in {took}{note}")
     return 0
 
 

@@ -104,7 +104,7 @@ class PortableCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise TypeError(
                 f"PortableCheckpointIO does not support storage_options, got {storage_options!r}. Set them in fsspec's "
-                "configuration, or use an inner plugin that supports them."
+                "configuration."
             )
         write_checkpoint(portable, path)
 
@@ -128,8 +128,7 @@ class PortableCheckpointIO(CheckpointIO):
         if self.inner is not None and not compat.loads_with_torch(self.inner):
             if self.verify:
                 with opened_source(path, to_load=False) as structure:
-                    for file in structure.files:
-                        compare_with_checksums(file)
+                    compare_with_checksums(structure)
             given = {"map_location": map_location, "weights_only": weights_only}
             options.update((name, value) for name, value in given.items() if value is not None)
             checkpoint = self.inner.load_checkpoint(path, **options)

@@ -204,12 +204,6 @@ def test_a_file_replaced_after_the_check_is_not_loaded(tmp_path: Path, monkeypat
     assert not other.exists()
 
 
-def test_a_pipe_is_no_checkpoint_and_nobody_waits_for_it(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "last.ckpt")
-    with pytest.raises(BrokenCheckpointError, match="is a pipe or a device"):
-        read_checkpoint(tmp_path / "last.ckpt")
-
-
 @given(
     source=st.sampled_from([GOOD, LEGACY]),
     edits=EDITS,

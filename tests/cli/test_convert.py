@@ -1,23 +1,19 @@
 """``checkpoint convert``: names, roots, wrappers, precision, formats; what it cannot do, it refuses."""
 
 import json
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_files import Tied, lightning_checkpoint, wrapped
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from wrapped_models import compiled
 
 from lightning_gpu_tools import load_weights
-from lightning_gpu_tools.checkpoints.key_renaming import clean_names
 from lightning_gpu_tools.checkpoints.reading import read_checkpoint
 from lightning_gpu_tools.checkpoints.writing import write_checkpoint
 from lightning_gpu_tools.cli import main
@@ -88,21 +84,6 @@ def test_convert_refuses_what_it_cannot_do(net: Tied, last: str, tmp_path: Path,
     advised = re.search(r"exists\. Use (\S+) to replace it", run("convert", last, tmp_path / "there.ckpt")[2])
     assert run("convert", last, tmp_path / "there.ckpt", advised[1])[0] == 0  # type: ignore[index]
     assert torch.load(tmp_path / "there.ckpt")["epoch"] == 3
-
-
-def test_convert_writes_through_a_link(last: str, tmp_path: Path, run: Run) -> None:
-    (tmp_path / "disk").mkdir()
-    real, link = tmp_path / "disk" / "real.pt", tmp_path / "link.pt"
-    link.symlink_to("disk/real.pt")
-    assert "link to" in run("convert", last, str(link))[1]  # its file is not there yet
-    first = real.read_bytes()
-    assert "exists" in run("convert", last, str(link))[2]
-    assert run("convert", last, str(link), "--add-root", "net", "--force")[0] == 0
-    assert link.is_symlink()
-    assert os.readlink(link) == "disk/real.pt"
-    assert real.read_bytes() != first
-    assert next(iter(torch.load(link)["state_dict"])).startswith("net.")
-    assert os.listdir(tmp_path / "disk") == ["real.pt"]
 
 
 def test_convert_renames_all_that_goes_by_the_models_names(net: Tied, tmp_path: Path, run: Run) -> None:
@@ -187,17 +168,3 @@ def test_wrong_endings_are_errors(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert ended.value.code == 2
     words = " ".join(capfd.readouterr().err.split())
     assert "b.onnx must end in .ckpt, .pt, .pth, .bin, .safetensors" in words
-
-
-segments = st.sampled_from(["module", "net", "0", "w"])
-keys = st.lists(st.lists(segments, min_size=1, max_size=4).map(".".join), min_size=1, max_size=5, unique=True)
-
-
-@given(keys=keys)
-def test_only_what_all_keys_begin_with_is_taken_off(keys: list[str]) -> None:
-    names: Mapping[str, str] = clean_names(keys, around_all=True)
-    assert len({*names.values()}) == len(keys) == len(names)
-    taken = {key.removesuffix(name) for key, name in names.items()}
-    assert len(taken) == 1
-    assert {*taken.pop().split(".")} <= {"module", ""}
-    assert not all(name.startswith("module.") for name in names.values())

@@ -206,25 +206,14 @@ class Keyed(MemoryFileSystem):
         super().__init__(*arguments, **options)
 
 
-class Opening(TorchCheckpointIO):
-    """A plugin that supports storage_options."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        with fsspec.open(path, "wb", **storage_options) as file:
-            torch.save(checkpoint, file)
-
-
 @pytest.mark.follows("Set them in fsspec's ")
 def test_storage_options_are_set_where_the_error_says(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("keyed", Keyed, clobber=True)
     path, options = "keyed://bucket/a.ckpt", {"key": "secret"}
-    with pytest.raises(TypeError, match=r"storage_options, got \{'key': 'secret'\}") as refusal:
+    with pytest.raises(TypeError, match=r"storage_options, got .* Set them in fsspec's configuration"):
         PortableCheckpointIO().save_checkpoint({}, path, storage_options=options)
-    assert "Set them in fsspec's configuration, or use an inner plugin that supports them" in str(refusal.value)
-    PortableCheckpointIO(Opening()).save_checkpoint({"a": 1}, path, storage_options=options)
     monkeypatch.setitem(fsspec.config.conf, "keyed", options)
     plugin = PortableCheckpointIO()
-    assert plugin.load_checkpoint(path) == {"a": 1}
     plugin.save_checkpoint({"a": 2}, path)
     assert plugin.load_checkpoint(path) == {"a": 2}
 

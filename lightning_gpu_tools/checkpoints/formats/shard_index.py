@@ -28,21 +28,16 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     indexes = sorted(filter(INDEX.fullmatch, names))
     if len(indexes) > 1:
         raise Fault("is a folder", f"It holds {len(indexes)} checkpoints. Use one of them: {listed(indexes)}")
-    if indexes:
-        return describe_index(folder, indexes[0])
-    raise Fault("holds shards of a checkpoint without their index", "Copy or download all files.")
-
-
-def describe_index(folder: Folder, name: str) -> Assembly:
-    """Describe the shards that an index lists."""
-    file_of = _read_index(folder.open(name))
-    names = folder.check_names(file_of.values())
-    numbered = [match for match in map(_SHARD.fullmatch, names) if match]
-    if len(numbered) == len(names) and {int(match[1]) for match in numbered} != set(range(1, int(numbered[0][2]) + 1)):
+    if not indexes:
+        raise Fault("holds shards of a checkpoint without their index", "Copy or download all files.")
+    file_of = _read_index(folder.open(indexes[0]))
+    files = folder.check_names(file_of.values())
+    numbered = [match for match in map(_SHARD.fullmatch, files) if match]
+    if len(numbered) == len(files) and {int(match[1]) for match in numbered} != set(range(1, int(numbered[0][2]) + 1)):
         raise Fault(f"lists only {len(numbered)} of {int(numbered[0][2])} shards", RESTORE)
-    shards = {shard: folder.describe(shard) for shard in names}
+    shards = {shard: folder.describe(shard) for shard in files}
     return Assembly(
-        next(iter(shards.values())).format, shards, tuple(names), lambda contents: _merged(file_of, contents)
+        next(iter(shards.values())).format, shards, tuple(files), lambda contents: _merged(file_of, contents)
     )
 
 
