@@ -244,6 +244,13 @@ def _load_state(model: nn.Module, renamed: Mapping[str, Any], strict: bool, outc
         lines = [printable(line, 300 if line.startswith(lists) else 3000) for line in str(error).split("\n\t")]
         error.args = ("\n  ".join(lines),)
         raise CheckpointMismatchError(f"{error}\n  {outcome}") from error
+    except KeyError as error:  # from quantized modules, which load themselves
+        key = error.args[0] if error.args else None
+        if key in renamed or key not in model.state_dict():
+            raise
+        raise CheckpointMismatchError(
+            f"The key {printable(key)} is missing, and the model's own loading code needs it. {outcome}", [key]
+        ) from None
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def read_weights(
 
     def load(structure: Structure) -> Any:
         entries = check_contents(structure.content, structure.path)
-        if structure.form.HOLDS_ONLY_WEIGHTS or not weights_only:
+        if not weights_only:
             return structure.form.load(structure, "cpu", weights_only)
         content, left_out = described_weights(structure, entries)
         refused = refusal(structure)

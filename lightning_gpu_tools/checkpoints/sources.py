@@ -14,16 +14,12 @@ from lightning_gpu_tools.checkpoints.faults import Fault, any_error_is, damaged,
 from lightning_gpu_tools.checkpoints.formats import (
     FolderFormat,
     deepspeed,
-    file_formats,
     folder_formats,
     shard_index,
 )
 from lightning_gpu_tools.checkpoints.key_tree import shortened
 from lightning_gpu_tools.checkpoints.opening import Folder, describe, opened
-from lightning_gpu_tools.checkpoints.structure import (
-    Assembly,
-    Structure,
-)
+from lightning_gpu_tools.checkpoints.structure import SUFFIXES, Assembly, Structure
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
 from lightning_gpu_tools.units import printable_path
@@ -48,10 +44,9 @@ def checkpoint_at(path: str | os.PathLike[str]) -> str:
     if "://" in text or not os.path.isdir(local) or _folder_format(local):
         return text
     known = [file for file in (os.path.join(local, name) for name in _HUGGING_FACE) if os.path.isfile(file)]
-    suffixes = tuple(suffix for form in file_formats() for suffix in form.SUFFIXES)
     for place in ("", "checkpoints", "version_*/checkpoints"):  # the others are those of Lightning's loggers
         folder = os.path.join(glob.escape(local), place)
-        found = (file for suffix in suffixes for file in glob.glob(os.path.join(folder, f"*{suffix}")))
+        found = (file for suffix in SUFFIXES for file in glob.glob(os.path.join(folder, f"*{suffix}")))
         files = sorted(filter(os.path.exists, found), reverse=True)
         different = {os.path.realpath(file): file for file in files}  # last.ckpt may be a link
         if known or len(different) == 1:

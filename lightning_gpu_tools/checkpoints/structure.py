@@ -12,7 +12,7 @@ from lightning_gpu_tools.checkpoints.faults import faults_of
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
 from lightning_gpu_tools.checkpoints.zip_records import Record
 
-WRITTEN_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")  # of files that this package writes
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")  # usual ends of the names of checkpoint files
 BYTES_OF_DTYPE = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32", "bcomplex32"), 4),

@@ -23,8 +23,8 @@ from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable
 
 
-def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *, can_be_mapped: bool) -> Any:
-    """Return the contents of an open file. ``can_be_mapped`` is whether ``torch.load`` can map it.
+def load_by_torch(structure: Structure, map_location: Any, weights_only: bool) -> Any:
+    """Return the contents of an open file.
 
     Raises:
         UnsafeCheckpointError: The file holds more than plain data, and ``weights_only`` is true.
@@ -38,7 +38,7 @@ def load_by_torch(structure: Structure, map_location: Any, weights_only: bool, *
             with contextlib.suppress(NotPlainError):
                 return build_plain(structure)
     file = structure.file
-    mapped = can_be_mapped and not isinstance(file, io.BytesIO)
+    mapped = bool(structure.records) and not isinstance(file, io.BytesIO)  # torch maps only zip files
     file.seek(0)
     try:
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call] # off by default in torch

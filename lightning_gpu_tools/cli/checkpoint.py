@@ -9,14 +9,13 @@ import time
 from collections.abc import Iterator
 
 from lightning_gpu_tools.checkpoints import sources, summary
-from lightning_gpu_tools.checkpoints.structure import WRITTEN_SUFFIXES
+from lightning_gpu_tools.checkpoints.structure import SUFFIXES
 from lightning_gpu_tools.checkpoints.unsafe_globals import describe_unread
 from lightning_gpu_tools.collector import collector_paused
 from lightning_gpu_tools.errors import CheckpointError
 from lightning_gpu_tools.files import exists
 from lightning_gpu_tools.units import format_bytes, format_duration, printable_path
 
-_SUFFIXES = ", ".join(WRITTEN_SUFFIXES)
 _ANY = "a file, a folder with a checkpoint or its shards, their index file, or the URL of a file"
 _EXIT_CODES = "Exit code: 0 done; 1 failed, with the reason on stderr; 2 wrong usage."
 
@@ -63,9 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"bfloat16. {_EXIT_CODES} On failure TARGET is unchanged.",
     )
     convert.add_argument("source", metavar="SOURCE", help=_ANY)
-    convert.add_argument(
-        "target", metavar="TARGET", type=_target, help=f"output file, ends in {', '.join(WRITTEN_SUFFIXES)}"
-    )
+    convert.add_argument("target", metavar="TARGET", type=_target, help=f"output file, ends in {', '.join(SUFFIXES)}")
     convert.add_argument("--entry", metavar="NAME", help="entry of SOURCE with the weights, if it has several")
     convert.add_argument("--keep-prefix", action="store_true", help="keep a `module.` that all keys begin with")
     convert.add_argument(
@@ -136,8 +133,8 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _target(path: str) -> str:
-    if not path.endswith(WRITTEN_SUFFIXES):
-        raise argparse.ArgumentTypeError(f"{printable_path(path)} must end in {_SUFFIXES}")
+    if not path.endswith(SUFFIXES):
+        raise argparse.ArgumentTypeError(f"{printable_path(path)} must end in {', '.join(SUFFIXES)}")
     return path
 
 

@@ -24,8 +24,6 @@ class FileFormat(Protocol):
     """The names of a module for a format of single files."""
 
     NAME: str  # in the output of ``checkpoint inspect``
-    SUFFIXES: Sequence[str]  # usual ends of the names of its files
-    HOLDS_ONLY_WEIGHTS: bool  # whether its files have no objects, so that all their tensors are plain
 
     def recognizes(self, head: bytes) -> bool:
         """Return whether a file that begins with ``head``, its first KiB, is of this format."""

@@ -22,8 +22,6 @@ from lightning_gpu_tools.checkpoints.structure import (
 from lightning_gpu_tools.units import printable
 
 NAME = "safetensors"
-SUFFIXES = (".safetensors",)
-HOLDS_ONLY_WEIGHTS = True
 _MAX_HEADER_BYTES = 100_000_000  # as in the format's own library
 DTYPE_OF_SAFETENSORS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",

@@ -11,8 +11,6 @@ from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
 from lightning_gpu_tools.checkpoints.structure import Structure
 
 NAME = "legacy"
-SUFFIXES = ()  # those of torch_zip
-HOLDS_ONLY_WEIGHTS = False
 # torch.serialization.MAGIC_NUMBER, pickled: in protocol 2 to 5, or 0.
 _LEGACY_START = re.compile(
     rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L119547037146038801333356L\n\.", re.DOTALL
@@ -52,4 +50,4 @@ def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
     """Build the described content, mapped, or let torch load it, which reads it into memory."""
     from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
 
-    return load_by_torch(structure, map_location, weights_only, can_be_mapped=False)
+    return load_by_torch(structure, map_location, weights_only)

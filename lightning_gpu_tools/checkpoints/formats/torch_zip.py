@@ -16,8 +16,6 @@ from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, Structure
 from lightning_gpu_tools.checkpoints.zip_records import read_index, read_records
 
 NAME = "zip"
-SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
-HOLDS_ONLY_WEIGHTS = False
 _CODE = re.compile(r"[^/]+/code/")  # of TorchScript, which compresses it
 
 
@@ -69,4 +67,4 @@ def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
     """Build the described content, or let torch load it; tensors are mapped either way."""
     from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
 
-    return load_by_torch(structure, map_location, weights_only, can_be_mapped=True)
+    return load_by_torch(structure, map_location, weights_only)
