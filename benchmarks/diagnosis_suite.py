@@ -52,7 +52,9 @@ def in_words(diagnosis: Diagnosis) -> str:
     if not diagnosis.findings:
         return diagnosis.verdict
     first = diagnosis.findings[0]
-    detail = first.evidence.get("name", first.evidence.get("kind", first.evidence.get("phase", "")))
+    detail = first.evidence.get("name", first.evidence.get("kind", ""))
+    if first.cause in ("unexplained", "slow_steps", "straggler"):
+        detail = first.evidence.get("phase", "")
     return f"{first.cause} {detail}".strip()
 
 

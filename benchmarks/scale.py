@@ -38,7 +38,7 @@ sys.path.append(str(TESTS))
 from simulated_report import simulated_report
 
 from lightning_gpu_tools import GPUUtilizationMonitor
-from lightning_gpu_tools.advice.causes import straggler
+from lightning_gpu_tools.advice.causes.time import straggler
 from lightning_gpu_tools.advice.examples import gpu_run
 from lightning_gpu_tools.gpus.metrics import METRICS, GpuSummary
 from lightning_gpu_tools.reports.plot import save_plot

@@ -17,7 +17,7 @@ FINDING = Finding(
     share=0.61,
     ceiling=1 / 0.39,
     ceiling_lower=2.4,
-    evidence={"kind": "too_few_workers", "wait_ms_per_step": 31.0, "step_ms": 51.0},
+    evidence={"phase": "data_loading", "kind": "too_few_workers", "wait_ms_per_step": 31.0, "step_ms": 51.0},
     advice="Set DataLoader(..., num_workers=6) (now 0).",
 )
 REPORT = Report(

@@ -8,10 +8,9 @@ from gpu_cases import MEASURED
 from out_of_memory import CASES
 from toys import TOYS
 
-from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Verdict
-from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.order import MEMORY_CAUSES, TIME_CAUSES
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -29,7 +28,9 @@ def test_every_cause_and_every_verdict_has_a_case() -> None:
     known += [case.known for case in CASES.values() if case.known]
     known += [case.known for case in MEASURED.values()]
     missing = (
-        {*CAUSES, *MEMORY_CAUSES, *get_args(Verdict)} - {"low", "out_of_memory"} - {one.split()[0] for one in known}
+        {*TIME_CAUSES, *MEMORY_CAUSES, *get_args(Verdict)}
+        - {"low", "out_of_memory"}
+        - {one.split()[0] for one in known}
     )
     assert not missing, "add a case to benchmarks/gpu_cases.py, benchmarks/toys.py or benchmarks/out_of_memory.py"
     kinds = {one.split()[1] for one in known if one.startswith("data_loading ")}

@@ -14,10 +14,8 @@ from tables.markdown import ROOT, results
 
 import lightning_gpu_tools
 from lightning_gpu_tools import errors, strategies, types
-from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.findings import Verdict
-from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
-from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.advice.order import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.cli.explain import GROUPS
 from lightning_gpu_tools.reports.report_file import load_report
 from lightning_gpu_tools.reports.schema import SCHEMA_VERSION
@@ -36,7 +34,7 @@ READ = (DOCS / "how_to_read_the_report.md").read_text()
 
 def test_every_cause_is_explained() -> None:
     first_column = "".join(re.findall(r"^\| ([^|]+) \|", LOW + FULL + HANGS, re.MULTILINE))
-    for cause in (*CAUSES, *MEMORY_CAUSES, *STALL_CAUSES):
+    for cause in (*TIME_CAUSES, *MEMORY_CAUSES, *STALL_CAUSES):
         assert f"`{cause}`" in first_column, f"{cause}; run: python -m benchmarks.tables"
 
 

@@ -12,11 +12,10 @@ import functools
 import re
 from collections.abc import Callable
 
-from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.findings import Diagnosis, Finding
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
 from lightning_gpu_tools.advice.memory_account import MemoryAccount, OtherProcess
-from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.order import MEMORY_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.dry_run.result import DryRun
 from lightning_gpu_tools.gpus.metrics import GpuSummary
@@ -62,7 +61,7 @@ TABLES: dict[str, Callable[[], str]] = {
             figures.figures,
         )
     },
-    "causes": functools.partial(fields.causes, CAUSES),
+    "causes": functools.partial(fields.causes, TIME_CAUSES),
     "memory_causes": functools.partial(fields.causes, MEMORY_CAUSES),
     **{f"case_{name.replace('-', '_')}": functools.partial(projects.case, name) for name in projects.CASES},
     **{

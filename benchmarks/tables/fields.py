@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from lightning_gpu_tools.advice.cause import AnyCause
+from lightning_gpu_tools.advice.cause import Cause
 from lightning_gpu_tools.advice.memory_account import PARTS
-from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.advice.order import STALL_CAUSES
 from lightning_gpu_tools.cli import parser
 from lightning_gpu_tools.cli.explain import GROUPS
 from lightning_gpu_tools.gpus.metrics import LOGGED
@@ -100,7 +100,7 @@ def phases() -> str:
     return table(("phase", "the training thread is"), *rows)
 
 
-def causes(known: Mapping[str, AnyCause]) -> str:
+def causes(known: Mapping[str, Cause[Any]]) -> str:
     """Return causes with the report's words, the change to make, and where the cause was verified."""
     rows = [
         (_named(name, shape.kind), shape.says, shape.change, cause.verified_on)

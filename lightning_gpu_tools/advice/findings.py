@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
-from lightning_gpu_tools.training.phases import PHASES
-from lightning_gpu_tools.units import printable
+from lightning_gpu_tools.advice.lines import sentence, where
+from lightning_gpu_tools.training.phases import PHASES, TRAINING_STEP, base_phase
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_duration, printable
 
 Verdict = Literal["healthy", "low", "too_short", "shared_gpu", "unknown", "out_of_memory"]
 Basis = Literal["measured", "heuristic"]
@@ -25,6 +27,7 @@ MIN_UTILIZATION_PERCENT = 70.0  # SageMaker's LowGPUUtilization rule
 MIN_STEPS = 50  # steady steps before a verdict
 MIN_SECONDS = 20.0  # of steady steps, before a warning
 AT_END = 0.25  # of MIN_SECONDS, before the verdict on a finished run, which cannot be measured longer
+MAX_UNNAMED = 0.10  # our default, of the wall time: from here on, no run is healthy
 BUSY_PERCENT = 80.0  # a GPU that runs a kernel for this much of the time looks well used
 FIND_FUNCTION = (
     "Find the slow function: py-spy record --pid PID --duration 30, or python -m cProfile -s tottime SCRIPT."
@@ -33,29 +36,32 @@ FIND_FUNCTION = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One reason why training is slow, or memory is full.
+    """One reason why training is slow or has stalled, or memory is full.
 
     Attributes:
-        cause: Name of the cause: that of a file in ``advice/causes`` or ``advice/memory_causes``.
+        cause: Name of the cause: that of a file in ``advice/causes``.
         share: Fraction of the wall time lost to it; 0 for memory. On a GPU, at most the GPU's idle time, except for
             causes that make a busy GPU slower.
         ceiling: Largest possible speedup from removing it: 1.31 = +31 %. If more workers are advised, at most the
             upper end of the range predicted for them.
         ceiling_lower: Lower 95 % bound of ``ceiling``; equal to it if the share was counted, not sampled.
-        evidence: Numbers with the unit in the name, and text. ``"kind"`` is the subtype of ``data_loading``,
-            ``slowing_down`` and ``cpu_contention``. ``"source_lines"`` are the program's lines that take most of the
-            time: ``"data.py:41 in decode (62 %)"``. ``"storage_path"`` is where the data or the checkpoints are, and
-            ``"file_system"`` its type: ``"nfs4"``. For a torch DataLoader, ``"speedup"`` is the estimate for
-            ``"predicted_num_workers"`` workers, with a range from ``"speedup_lower"`` to ``"speedup_upper"``.
+        evidence: Numbers with the unit in the name, and text. ``"phase"`` is its line of the time tree, and
+            ``"kind"`` the subtype of ``data_loading``, ``slowing_down`` and ``cpu_contention``. ``"source_lines"``
+            are the program's lines that take most of the time: ``"data.py:41 in decode (62 %)"``. ``"storage_path"``
+            is where the data or the checkpoints are, and ``"file_system"`` its type: ``"nfs4"``. For a torch
+            DataLoader, ``"speedup"`` is the estimate for ``"predicted_num_workers"`` workers, with a range from
+            ``"speedup_lower"`` to ``"speedup_upper"``.
+        why: What happens and what it costs, in sentences.
         advice: Exact change to make.
         basis: ``measured``, or ``heuristic`` if it relies on a rule of thumb.
     """
 
     cause: str
-    share: float
-    ceiling: float
-    ceiling_lower: float
-    evidence: Mapping[str, int | float | str]
+    share: float = 0.0
+    ceiling: float = 1.0
+    ceiling_lower: float = 1.0
+    evidence: Mapping[str, int | float | str] = field(default_factory=dict)
+    why: str = ""
     advice: str
     basis: Basis = "measured"
 
@@ -104,9 +110,11 @@ class Diagnosis:
         }
 
 
-def label_of(phase: str) -> str:
+def label_of(phase: str, activity: str = "training") -> str:
     """Return the label of the phase's line in the time tree, without its group."""
     group, _, name = phase.partition("/")
+    if phase == TRAINING_STEP:
+        return f"{activity} step"
     return printable(name) or (PHASES[group].label if group in PHASES else printable(group))
 
 
@@ -130,27 +138,89 @@ def gain(finding: Finding) -> str:
     return f"Speedup: up to {finding.ceiling:.3g}x."
 
 
-def counted(
+def known(evidence: Mapping[str, float | str | None]) -> dict[str, float | str]:
+    """Return the evidence without what is unknown."""
+    return {name: value for name, value in evidence.items() if value is not None}
+
+
+def new_finding(
+    cause: str, why: str, advice: Sequence[str], evidence: Mapping[str, float | str | None] = {}
+) -> Finding:
+    """Return a finding that costs no time by itself. ``advice`` has sentences; empty ones are left out."""
+    return Finding(cause=cause, why=why, advice=" ".join(filter(None, advice)), evidence=known(evidence))
+
+
+def lost_time(
+    run: RunMeasurements,
     cause: str,
     share: float,
-    evidence: Mapping[str, float | str | None],
-    advice: str,
-    basis: Basis = "measured",
     *,
+    begins: str,
+    advice: str,
+    evidence: Mapping[str, float | str | None],
+    phase: str | None = None,
+    per_step_s: float | None = None,
+    detail: str = "",
+    lines: Sequence[str] = (),
+    whose: str = "this time",
+    has_function: bool = False,
+    basis: Basis = "measured",
     avoidable: float | None = None,
+    lower: float | None = None,
 ) -> Finding:
-    """Return a finding whose share was counted, not sampled; ``avoidable`` is the removable part, by default all."""
+    """Return a finding on this share of the wall time.
+
+    Args:
+        run: The measurements.
+        cause: Name of the cause.
+        share: Share of the wall time.
+        begins: The beginning of the reason, before "... % of the wall time".
+        advice: The change to make.
+        evidence: Numbers and texts; ``None`` = unknown.
+        phase: The phase of the training thread that it is about, if it is one.
+        per_step_s: Its seconds per step.
+        detail: More numbers, in parentheses; by default ``per_step_s``.
+        lines: Phases, or groups of them, whose source lines it reports.
+        whose: Words for the time spent in these lines.
+        has_function: Whether a function is to be found, if no line is known.
+        basis: ``measured`` or ``heuristic``.
+        avoidable: The removable part of the share, by default all.
+        lower: Lower bound of the share, if it was sampled or may be due to chance.
+    """
+    if per_step_s is not None:
+        evidence = {**evidence, "ms_per_step": 1e3 * per_step_s}
+        detail = detail or f"{format_duration(per_step_s)} per step"
+    if lines:
+        evidence = {**evidence, "source_lines": where(run.lines, *lines)}
+    hint = sentence(run.lines, *lines, whose=whose) or (FIND_FUNCTION if has_function else "")
     bound = ceiling(share if avoidable is None else avoidable)
-    known = {name: value for name, value in evidence.items() if value is not None}
+    # If the GPU's times contradict the driver's utilization, the share may be too large by the difference.
+    surely = (share if lower is None else lower) - run.idle_residual
     return Finding(
-        cause=cause, share=share, ceiling=bound, ceiling_lower=bound, evidence=known, advice=advice, basis=basis
+        cause=cause,
+        share=share,
+        ceiling=bound,
+        ceiling_lower=min(bound, ceiling(surely)),
+        evidence=known({"phase": phase, **evidence}),
+        why=f"{begins} {100 * share:.0f} % of the wall time{detail and f' ({detail})'}.",
+        advice=f"{advice} {hint}".strip(),
+        basis=basis,
     )
 
 
-def with_share(finding: Finding, share: float) -> Finding:
-    """Return a finding with a smaller share, because the rest belongs to another finding, and matching bounds."""
-    bounds = {name: min(getattr(finding, name), ceiling(share)) for name in ("ceiling", "ceiling_lower")}
-    return replace(finding, share=share, **bounds)
+def without_added_time(finding: Finding, slower: Finding) -> Finding:
+    """Return a finding without the time by which steps have become longer, if both are about the same phase."""
+    phase = str(slower.evidence["phase"])
+    if finding.evidence.get("phase") not in (phase, base_phase(phase)):
+        return finding
+    share = max(0.0, finding.share - slower.share)
+    return replace(
+        finding,
+        share=share,
+        ceiling=min(finding.ceiling, ceiling(share)),
+        ceiling_lower=min(finding.ceiling_lower, ceiling(share)),
+        why=f"{finding.why} Without the time by which steps have become longer, it is {100 * share:.0f} %.",
+    )
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from statistics import fmean
 from typing import NamedTuple
 
-from lightning_gpu_tools.advice.findings import Evidence
+from lightning_gpu_tools.advice.findings import MIN_CEILING, Finding, ceiling, lost_time, mean_interval
 from lightning_gpu_tools.training.run_measurements import RunMeasurements
 from lightning_gpu_tools.units import printable
 
@@ -16,10 +17,11 @@ _REST_SHARE = 0.02  # our default: the share of the cause after the change in th
 class HostPhase(NamedTuple):
     """A phase of a callback, a logger, ..., and its cost."""
 
-    name: str  # of the callback, logger, ..., to print
+    phase: str  # as in phase_s
+    name: str  # of the callback, logger, ..., to print; that of the group if it has none
     method: str  # "optimizer_step" of "LitModel.optimizer_step"; empty if it is not a method
     share: float  # of the wall time; on a GPU, while it was idle
-    evidence: Evidence
+    seconds: float
 
     @property
     def times(self) -> int:
@@ -33,18 +35,39 @@ def phases_of(run: RunMeasurements, group: str) -> Iterator[HostPhase]:
         base, _, name = phase.partition("/")
         if base == group:
             share = min(run.lost_share(phase), run.idle_share)
-            evidence = {**seconds_of(run, seconds), "name": name or None}
-            yield HostPhase(printable(name or group), name.partition(".")[2], share, evidence)
+            yield HostPhase(phase, printable(name or group), name.partition(".")[2], share, seconds)
 
 
-def named_phase(group: str) -> Callable[[Mapping[str, float | str]], Sequence[str]]:
-    """Return a function that gives the phase of a finding made from a phase of this group."""
-    return lambda evidence: [f"{group}/{evidence['name']}" if "name" in evidence else group]
+def lost_in(
+    run: RunMeasurements, part: HostPhase, *, begins: str, advice: str, evidence: Mapping[str, float | str | None] = {}
+) -> Finding:
+    """Return a finding on a phase that occurs now and then. The cause has the name of its group."""
+    group, _, name = part.phase.partition("/")
+    return lost_time(
+        run,
+        group,
+        part.share,
+        begins=begins,
+        advice=advice,
+        phase=part.phase,
+        per_step_s=part.seconds / run.steps,
+        evidence={"seconds": part.seconds, "name": name or None, **evidence},
+        lines=[part.phase],
+        lower=part.share * _repeated(run, group, part.share),
+    )
 
 
-def seconds_of(run: RunMeasurements, seconds: float) -> Evidence:
-    """Return seconds of a run as evidence."""
-    return {"seconds": seconds, "ms_per_step": seconds / run.steps * 1e3}
+def _repeated(run: RunMeasurements, group: str, share: float) -> float:
+    """Return the part of a share that is not due to chance, from how it is spread over the run.
+
+    Up to three events may be chance: one in twenty runs would have none of them.
+    """
+    seconds = [span.phase_s.get(group, 0.0) for span in run.spans]
+    # An interval takes milliseconds of the training thread, and a smaller finding is left out in any case.
+    if ceiling(share) < MIN_CEILING or not any(seconds):
+        return 1.0
+    interval = mean_interval(seconds)
+    return 1.0 if interval is None else min(1.0, interval[0] / fmean(seconds))
 
 
 def times_less(share: float, rest: float = _REST_SHARE) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.out_of_memory import (
+    MemoryFacts,
     ModelSize,
     OutOfMemory,
     OutOfMemoryMessage,
@@ -94,6 +96,11 @@ def an_error(
     return OutOfMemory(
         **{"message": message, "phase": "training_step/forward", "step": 12, "uuid": "GPU-0", "model": model, **known}
     )
+
+
+def failed(**options: Any) -> MemoryFacts:
+    """Return the same error of a run on this GPU."""
+    return MemoryFacts(gpu_run(STEP, 95.0), an_error(**options))
 
 
 STEPS_OF_64 = counted_steps(64, 8 * GIB, 18 * GIB)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine, MemoryReading, RankMemory
 from lightning_gpu_tools.training.phases import OPTIMIZER, OUTSIDE_LOOP, VALIDATION, base_phase
-from lightning_gpu_tools.training.run_measurements import HeldContext
+from lightning_gpu_tools.training.run_measurements import HeldContext, RunMeasurements
 from lightning_gpu_tools.units import MAX_BYTES, printable
 
 Source = Literal["allocator", "library", "driver", "host"]
@@ -333,6 +333,13 @@ class OutOfMemory:
     def kept_bytes(self) -> int:
         """The part of ``begin_bytes`` that does not belong to the model; 0 if unknown."""
         return max(0, (self.begin_bytes or 0) - self.model.total_bytes) if self.model.total_bytes else 0
+
+
+class MemoryFacts(NamedTuple):
+    """An out-of-memory error and the run that it ended."""
+
+    run: RunMeasurements
+    oom: OutOfMemory
 
 
 def is_out_of_memory(oom: OutOfMemory) -> bool:

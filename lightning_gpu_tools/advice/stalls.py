@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_gpu_tools.advice.cause import Explanation
-from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.order import STALL_CAUSES
 from lightning_gpu_tools.advice.stall_words import during
 from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
 from lightning_gpu_tools.units import format_duration, printable
@@ -42,9 +42,9 @@ class Stall:
     ranks: tuple[str, ...] = ()
 
 
-def explain(facts: StallFacts) -> Explanation:
+def explain(facts: StallFacts) -> Finding:
     """Return why training makes no progress, by the first cause that applies."""
-    return next(found._replace(cause=name) for name, cause in STALL_CAUSES.items() for found in cause.find(facts))
+    return next(finding for cause in STALL_CAUSES.values() for finding in cause.find(facts))
 
 
 def headline(phase: str, stuck_s: float, step: int) -> str:

@@ -8,24 +8,22 @@ import inspect
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lightning_gpu_tools.advice.cause import AnyCause, Cause
-from lightning_gpu_tools.advice.causes import CAUSES
-from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
-from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.order import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.units import wrapped
 
 SITE = "https://lightning-gpu-tools.github.io/lightning_gpu_tools"
 
 
 class Group(NamedTuple):
-    """Causes of the same kind, in a folder of ``advice`` of their own."""
+    """Causes of the same kind, in a folder of ``advice/causes``."""
 
     title: str
     place: str  # in gpu_report.json
     folder: str
-    causes: Mapping[str, AnyCause]
+    causes: Mapping[str, Cause[Any]]
     page: str  # of docs/
     heading: str  # of the table in it
 
@@ -33,9 +31,9 @@ class Group(NamedTuple):
 _FINDINGS, _STALLS = "diagnosis.findings[].cause", "stalls[].cause"
 _FIXES, _SEEN = "causes-and-fixes", "what-it-looks-like-and-what-to-change"
 GROUPS = (
-    Group("slow training", _FINDINGS, "causes", CAUSES, "low_gpu_utilization.md", _FIXES),
-    Group("out of memory", _FINDINGS, "memory_causes", MEMORY_CAUSES, "out_of_memory.md", _FIXES),
-    Group("no progress", _STALLS, "stall_causes", STALL_CAUSES, "hanging_training.md", _SEEN),
+    Group("slow training", _FINDINGS, "time", TIME_CAUSES, "low_gpu_utilization.md", _FIXES),
+    Group("out of memory", _FINDINGS, "memory", MEMORY_CAUSES, "out_of_memory.md", _FIXES),
+    Group("no progress", _STALLS, "stalls", STALL_CAUSES, "hanging_training.md", _SEEN),
 )
 
 
@@ -92,7 +90,7 @@ def _lines(group: Group, name: str) -> Iterator[str]:
     yield "\n\n".join(wrapped(" ".join(part.split()), others="") for part in _docstring(group, name).split("\n\n"))
     yield ""
     yield wrapped(f"{group.title.capitalize()} ({group.place} in gpu_report.json); found on: {cause.verified_on}")
-    if isinstance(cause, Cause) and cause.needs:
+    if cause.needs:
         yield wrapped(f"Requires: {', '.join(cause.needs)}")
     yield "\nWhat you see, and what to change:"
     for shape in cause.shapes:
@@ -105,12 +103,12 @@ def _lines(group: Group, name: str) -> Iterator[str]:
 
 
 def _docstring(group: Group, name: str) -> str:
-    return inspect.getdoc(import_module(f"lightning_gpu_tools.advice.{group.folder}.{name}")) or ""
+    return inspect.getdoc(import_module(f"lightning_gpu_tools.advice.causes.{group.folder}.{name}")) or ""
 
 
 def _constants(group: Group, name: str) -> str:
     """Return the lines of a cause's file between its imports and its first function, with their comments."""
-    source = inspect.getsource(import_module(f"lightning_gpu_tools.advice.{group.folder}.{name}"))
+    source = inspect.getsource(import_module(f"lightning_gpu_tools.advice.causes.{group.folder}.{name}"))
     body = ast.parse(source).body
     imports = [node.end_lineno or 0 for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
     functions = [node.lineno for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]

@@ -12,14 +12,13 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from lightning_gpu_tools.advice.cause import LOADER_SETTINGS
-from lightning_gpu_tools.advice.causes import CAUSES
-from lightning_gpu_tools.advice.findings import Finding, mean_interval, median_interval
-from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
+from lightning_gpu_tools.advice.findings import Finding, label_of, mean_interval, median_interval
+from lightning_gpu_tools.advice.order import MEMORY_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.errors import ReportError
 from lightning_gpu_tools.files import last_modified, matching
 from lightning_gpu_tools.reports.report import FILE_NAME, PREVIOUS_NAME, Report
 from lightning_gpu_tools.reports.report_file import load_report, run_folder
-from lightning_gpu_tools.reports.text import escape_markdown, phase_label
+from lightning_gpu_tools.reports.text import escape_markdown
 from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP, base_phase
 from lightning_gpu_tools.units import format_duration, printable, wrapped
 
@@ -29,7 +28,10 @@ _MUST_MATCH = (
     *LOADER_SETTINGS,
 )
 _SAME_PROGRAM = ("model", "dataset", "stage")
-_SETTINGS = {name: cause.settings for name, cause in {**CAUSES, **MEMORY_CAUSES}.items()}
+_SETTINGS = {
+    **{name: cause.settings for name, cause in MEMORY_CAUSES.items()},
+    **{name: cause.settings for name, cause in TIME_CAUSES.items()},
+}
 # The phases that a setting cannot speed up, with one rank. Several ranks wait for each other in their steps.
 _UNTOUCHED: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(LOADER_SETTINGS, frozenset({TRAINING_STEP, "callback", "logging", "trainer"})),
@@ -173,7 +175,7 @@ def _doubt(new: Report, old: Report, followed: Sequence[Change]) -> str | None:
     times = f"{format_duration(before.get(phase, 0.0))} -> {format_duration(now.get(phase, 0.0))} per step"
     return (
         f"the machine was not the same: {100 * min(elsewhere / whole, 1.0):.0f} % of the gain is in phases that this "
-        f'change cannot speed up, mostly in "{phase_label(phase)}" ({times})'
+        f'change cannot speed up, mostly in "{label_of(phase)}" ({times})'
     )
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from lightning_gpu_tools.advice.findings import gain
+from lightning_gpu_tools.advice.findings import gain, label_of
 from lightning_gpu_tools.advice.memory_account import PARTS, MemoryAccount
 from lightning_gpu_tools.files import replacing
 from lightning_gpu_tools.reports.gpu_table import gpu_rows
@@ -24,7 +24,6 @@ from lightning_gpu_tools.reports.text import (
     measuring_lines,
     paragraphs,
     phase_groups,
-    phase_label,
     sentences,
     verdict_line,
 )
@@ -101,7 +100,7 @@ def _time(report: Report) -> Iterator[Sequence[object]]:
     cause = cause_phase(report)
     for group, parts in phase_groups(report.phase_s).items():
         named = [(f"{group}/{name}", f"– {name}", seconds) for name, seconds in parts.items() if name]
-        for phase, label, seconds in [(group, phase_label(group, report.activity), sum(parts.values())), *named]:
+        for phase, label, seconds in [(group, label_of(group, report.activity), sum(parts.values())), *named]:
             share = f"{100 * seconds / max(report.wall_s, 1e-9):.1f} %"
             per_step = format_duration(seconds / max(1, report.steps))
             yield f"{label} ◀ cause" if phase == cause else label, format_duration(seconds), share, per_step

@@ -14,11 +14,12 @@ from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from lightning_gpu_tools.advice.findings import label_of
 from lightning_gpu_tools.files import replacing
 from lightning_gpu_tools.gpus.metrics import GpuSummary
 from lightning_gpu_tools.gpus.timeline import Series
 from lightning_gpu_tools.reports.report import PLOT_NAME, Report
-from lightning_gpu_tools.reports.text import gpu_label, phase_groups, phase_label, verdict_label
+from lightning_gpu_tools.reports.text import gpu_label, phase_groups, verdict_label
 from lightning_gpu_tools.training.phases import PHASES
 from lightning_gpu_tools.units import format_bytes, format_duration, printable
 
@@ -142,7 +143,7 @@ def _phase_bands(report: Report) -> list[_Band]:
         whole = sum(parts.values()) / max(report.wall_s, 1e-9)
         amount = f"{100 * whole:.0f} %" if whole >= 0.005 else "< 1 %"
         color = PHASES[group].color if group in PHASES else _UNKNOWN_COLOR
-        label = f"{phase_label(group, report.activity)} {amount}"
+        label = f"{label_of(group, report.activity)} {amount}"
         bands.append(_Band(label, color, top, max([whole, *shares]) >= _MIN_VISIBLE))
     return bands
 

@@ -139,7 +139,7 @@ def _largest_first(values: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def _idle_label(phase: str) -> str:
     group, _, name = phase.partition("/")
-    return printable(name) or ("inside the training step" if phase == TRAINING_STEP else phase_label(group))
+    return printable(name) or ("inside the training step" if phase == TRAINING_STEP else label_of(group))
 
 
 def _rank_line(report: Report) -> Iterator[str]:
@@ -247,13 +247,6 @@ def gpu_label(gpu: GpuSummary | MemoryAccount) -> str:
     return f"{f'node {gpu.node} ' if gpu.node else ''}GPU {gpu.index}"
 
 
-def phase_label(group: str, activity: str = "training") -> str:
-    """Return the label of a group of phases; a file may have unknown ones."""
-    if group == TRAINING_STEP:
-        return f"{activity} step"
-    return label_of(group)
-
-
 def line_rows(report: Report, *, full: bool = False) -> list[tuple[str, str, str, str]]:
     """Return the rows of a table of source lines: phase, share of its samples, line, samples; most sampled first."""
     samples: Counter[str] = Counter()
@@ -283,7 +276,7 @@ def _label_of_lines(phase: str) -> str:
     if phase == IN_WORKER:
         return "loading in a worker"
     group, _, name = phase.partition("/")
-    return f"{phase_label(group)}: {printable(name)}" if name else phase_label(group)
+    return f"{label_of(group)}: {printable(name)}" if name else label_of(group)
 
 
 def phase_groups(phase_s: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -299,14 +292,11 @@ def cause_phase(report: Report) -> str | None:
     """Return the phase of the first finding in the time tree, if any."""
     if not report.diagnosis.findings:
         return None
-    first = report.diagnosis.findings[0]
-    cause = first.cause
-    if cause == "communication" or (cause == "straggler" and first.evidence.get("rank") != 0):
+    evidence = report.diagnosis.findings[0].evidence
+    if evidence.get("rank", 0) != 0:
         return RANK_WAIT  # the tree is that of rank 0
-    has_phase = cause in ("unexplained", "slow_steps", "slowing_down", "straggler", "cpu_contention")
-    name = first.evidence.get("phase" if has_phase else "name")
-    phases = (str(name), f"{cause}/{name}", f"{TRAINING_STEP}/{name}", cause)
-    return next((phase for phase in phases if phase in report.phase_s), None)
+    phase = evidence.get("phase")
+    return next((name for name in (str(phase), f"{TRAINING_STEP}/{phase}") if name in report.phase_s), None)
 
 
 _Line = tuple[str, str]  # a label, and the text after it
@@ -343,7 +333,7 @@ def _time_tree(report: Report, full: bool) -> list[str]:
         named = [(name, parts[name]) for name, phase in phases.items() if is_shown(parts[name], phase)]
         leaves = [line(name, seconds, phases.get(name, "")) for name, seconds in _limited(named, _MAX_NAMES, full)]
         if leaves or is_shown(sum(parts.values()), group):
-            branches.append((line(phase_label(group, report.activity), sum(parts.values()), group), leaves))
+            branches.append((line(label_of(group, report.activity), sum(parts.values()), group), leaves))
         else:
             folded.append(sum(parts.values()))
     if folded:

@@ -12,11 +12,11 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
+from lightning_gpu_tools.advice.causes.memory.memory_growth import pace
+from lightning_gpu_tools.advice.causes.memory.stray_contexts import stray_contexts
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.findings import Diagnosis
 from lightning_gpu_tools.advice.loader_plan import LoaderResult
-from lightning_gpu_tools.advice.memory_causes.memory_growth import pace
-from lightning_gpu_tools.advice.memory_causes.stray_contexts import stray_contexts
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage
 from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.advice.stalls import Stall

@@ -214,7 +214,7 @@ class StallWatch:
             line=where([frame for frame in stack if not frame.is_library]),
             groups=self._groups,
             why=found.why,
-            next_step=found.next_step,
+            next_step=found.advice,
             stack=[str(frame) for frame in stack[-_MAX_CALLS:]],
         )
 
@@ -253,11 +253,12 @@ class StallWatch:
 
     def _report(self, facts: StallFacts) -> None:
         found, lasted_s, step = explain(facts), self._patience.stuck_s, self._clock.steps
-        rank = next((rank for rank in facts.ranks if rank.rank == found.rank and rank.stack), self._own_rank())
-        whose = "" if found.rank is None else f" of rank {rank.rank}"
+        waited_for = found.evidence.get("rank")
+        rank = next((rank for rank in facts.ranks if rank.rank == waited_for and rank.stack), self._own_rank())
+        whose = "" if waited_for is None else f" of rank {rank.rank}"
         lines = [
             headline(facts.phase, lasted_s, step),
-            f"{found.why} {found.next_step}",
+            f"{found.why} {found.advice}",
             f"Stack of the training thread{whose}, innermost call last:",
             *(f"  {printable(call, 200)}" for call in rank.stack),
         ]
@@ -270,7 +271,10 @@ class StallWatch:
             phase=facts.phase,
             stack=tuple(rank.stack),
             ranks=tuple(map(describe_rank, facts.ranks[:_MAX_RANKS])) if len(facts.ranks) > 1 else (),
-            **found._asdict(),
+            cause=found.cause,
+            why=found.why,
+            next_step=found.advice,
+            rank=None if waited_for is None else int(waited_for),
         )
         self.stalls = (*self.stalls[-_MAX_STALLS:], stall)
         self._is_reported = True

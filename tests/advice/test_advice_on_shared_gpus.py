@@ -19,9 +19,10 @@ from launched_jobs import claims_in
 from slurm_cluster import wait_for
 
 from lightning_gpu_tools import select_gpus
-from lightning_gpu_tools.advice.causes import shared_gpu
-from lightning_gpu_tools.advice.memory_causes import leftover_process, other_processes
+from lightning_gpu_tools.advice.causes.memory import leftover_process, other_processes
+from lightning_gpu_tools.advice.causes.time import shared_gpu
 from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, an_error
+from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
 from lightning_gpu_tools.gpus import nvml
 from lightning_gpu_tools.gpus.readings import GpuReading
 
@@ -45,8 +46,9 @@ def test_the_advised_ways_to_a_free_gpu_find_it(driver: Driver, in_shell: InShel
 
 def advice(*gpus: GpuReading) -> str:
     run = dataclasses.replace(RUN, has_trainer=False)
-    (ruling,) = other_processes.find(run, an_error(begins=FLAT, others={9: 6 * GIB}, gpus=gpus))
-    return " ".join(filter(None, ruling.advice))
+    error = an_error(begins=FLAT, others={9: 6 * GIB}, gpus=gpus)
+    (finding,) = other_processes.find(MemoryFacts(run, error))
+    return finding.advice
 
 
 @pytest.mark.follows(
@@ -85,8 +87,9 @@ def test_the_advised_size_is_claimed(driver: Driver, claims_dir: Path) -> None:
 def test_the_advised_kill_ends_the_leftover_process(in_shell: InShell) -> None:
     script = "import subprocess as s; print(s.Popen(['sleep', '100'], stdout=s.DEVNULL).pid)"
     pid = int(subprocess.check_output([sys.executable, "-c", script]))
-    (ruling,) = leftover_process.find(RUN, an_error(begins=FLAT, others={pid: 6 * GIB}, orphans=(pid,)))
-    command = re.search(r"end it: (kill [\d ]+)\.", " ".join(ruling.advice))[1]
+    error = an_error(begins=FLAT, others={pid: 6 * GIB}, orphans=(pid,))
+    (finding,) = leftover_process.find(MemoryFacts(RUN, error))
+    command = re.search(r"end it: (kill [\d ]+)\.", finding.advice)[1]
     assert in_shell(command).returncode == 0
     with contextlib.suppress(psutil.NoSuchProcess):
         process, end_s = psutil.Process(pid), time.monotonic() + 30

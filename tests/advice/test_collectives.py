@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.cause import Explanation
 from lightning_gpu_tools.advice.collectives import collective_of, hanging_call
+from lightning_gpu_tools.advice.findings import Finding
 from lightning_gpu_tools.advice.stall_examples import a_rank, a_stack, a_stall
 from lightning_gpu_tools.advice.stalls import explain
 from lightning_gpu_tools.training.phases import FORWARD, RANK_WAIT
@@ -17,7 +17,7 @@ REDUCE, BROADCAST = "all_reduce of 7 float32 numbers", "broadcast of 4 float32 n
 DONE, OPEN = Call(3, REDUCE, True), Call(4, REDUCE, False)
 
 
-def explained(*ranks: RankFacts) -> Explanation:
+def explained(*ranks: RankFacts) -> Finding:
     return explain(a_stall(FORWARD, *ranks))
 
 
@@ -28,16 +28,16 @@ def of_groups(rank: int, *groups: GroupCalls) -> RankFacts:
 
 def test_ranks_that_wait_and_the_rank_that_has_not_called_it_are_named() -> None:
     found = explained(a_rank(0, DONE, OPEN), a_rank(1, DONE), a_rank(2, DONE, OPEN))
-    assert (found.cause, found.rank) == ("rank_behind", 1)
+    assert (found.cause, found.evidence.get("rank")) == ("rank_behind", 1)
     assert found.why.endswith(f" Collective no. 4: ranks 0 and 2 called {REDUCE}; rank 1 did not call it.")
 
 
 @pytest.mark.parametrize("text", [BROADCAST, "all_reduce of 8 float32 numbers", "all_reduce of 7 int64 numbers"])
 def test_calls_that_differ_are_named(text: str) -> None:
     found = explained(a_rank(0, DONE, OPEN), a_rank(1, DONE, Call(4, text, False)))
-    assert (found.cause, found.rank) == ("collective", None)
+    assert (found.cause, found.evidence.get("rank")) == ("collective", None)
     assert found.why.endswith(f" Collective no. 4: rank 0 called {REDUCE}; rank 1 called {text}.")
-    assert explained(a_rank(0, OPEN), a_rank(1, Call(4, text, False)), a_rank(2, OPEN)).rank == 1
+    assert explained(a_rank(0, OPEN), a_rank(1, Call(4, text, False)), a_rank(2, OPEN)).evidence["rank"] == 1
 
 
 def test_a_difference_counts_although_the_call_has_ended() -> None:
@@ -54,7 +54,7 @@ def test_the_group_counts_whose_missing_rank_waits_for_nobody() -> None:
         of_groups(1, GroupCalls("nccl 1", "a", [DONE]), GroupCalls("nccl 2", "b", [OPEN])),
         of_groups(2, GroupCalls("nccl 2", "b", [DONE])),
     )
-    assert found.rank == 2
+    assert found.evidence.get("rank") == 2
     assert f"Collective no. 4 of group b: rank 1 called {REDUCE}; rank 2 did not call it." in found.why
 
 
@@ -64,7 +64,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
         of_groups(1, GroupCalls("nccl 1", "tp", [DONE]), GroupCalls("nccl 0", "", [OPEN])),
     )
     assert found.cause == "collective"
-    assert "sizes" in found.next_step
+    assert "sizes" in found.advice
 
 
 @pytest.mark.parametrize(

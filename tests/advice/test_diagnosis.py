@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import LOADER, NO_WORKERS, a_block, cpu_run, gpu_run, sampled_idle
 from lightning_gpu_tools.advice.findings import MIN_CEILING
@@ -70,7 +69,7 @@ def spans(*seconds: float, phase: str) -> dict[str, Any]:
     return {"spans": [PhaseSpan(end_s, end_s, part, 10) for end_s, part in zip(ends, parts, strict=True)]}
 
 
-@pytest.mark.parametrize("phase", [name for name, cause in CAUSES.items() if cause.is_of_events])
+@pytest.mark.parametrize("phase", ["callback", "logging", "checkpoint", "epoch_start", "garbage_collection"])
 @pytest.mark.parametrize(("events", "verdict"), [(1, "healthy"), (3, "healthy"), (8, "low")])
 def test_an_accident_decides_no_verdict(phase: str, events: int, verdict: str) -> None:
     run = cpu_run({"training_step": 80, phase: 20}, **spans(*[4 / events] * events, phase=phase))
@@ -101,7 +100,7 @@ def test_an_accident_decides_no_verdict(phase: str, events: int, verdict: str) -
         ),
         (
             gpu_run({"callback/A": 10, "training_step": 40}, 80.0),
-            "The callback A takes 20 % of the wall time, but a GPU that is busy 70 % of the time is well used.",
+            "The callback A takes 20 % of the wall time (10 ms per step), but a GPU that is busy 70 % of the time is",
         ),
         (cpu_run({"training_step": 2, "trainer": 0.9}), "Trainer overhead takes 31 %"),
         (dataclasses.replace(cpu_run(waiting(9)), blocks=[a_block(waiting(0.1), 1000)] * 6), "waits only 100 µs"),

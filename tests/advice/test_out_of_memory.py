@@ -14,8 +14,8 @@ from out_of_memory_texts import torch_text
 from lightning_gpu_tools.advice import examples
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import GIB, gpu_run
-from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
 from lightning_gpu_tools.advice.memory_examples import FLAT, GROWING, MIB, an_error, counted_steps
+from lightning_gpu_tools.advice.order import MEMORY_CAUSES
 from lightning_gpu_tools.advice.out_of_memory import OutOfMemory, OutOfMemoryMessage, is_out_of_memory, parse
 from lightning_gpu_tools.gpus.readings import GpuProcess, GpuReading
 from lightning_gpu_tools.training.memory_readings import (
@@ -239,7 +239,7 @@ def test_the_step_and_the_lines_that_hold_the_memory_are_named(options: dict[str
 
 
 def test_a_long_batch_is_told_by_its_numbers_and_what_would_fit() -> None:
-    _, text = said(MEMORY_CAUSES["spike"].sick)
+    _, text = said(MEMORY_CAUSES["spike"].sick.oom)
     assert "This batch has 4 times as many elements as usual (64 x 2048; median 32,768)." in text
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measured_runs import waiting_ranks
 
-from lightning_gpu_tools.advice.causes import straggler
+from lightning_gpu_tools.advice.causes.time import straggler
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import cpu_run, gpu_run
 from lightning_gpu_tools.advice.examples import ranks as a_job_of

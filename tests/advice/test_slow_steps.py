@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measured_runs import run_of
 
-from lightning_gpu_tools.advice.causes.slow_steps import _period
+from lightning_gpu_tools.advice.causes.time.slow_steps import _period
 from lightning_gpu_tools.advice.diagnosis import diagnose
 
 WARM_UP = 20

@@ -17,7 +17,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_cases import MEASURED
 
-from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
 from lightning_gpu_tools.advice.examples import (
     COPIES,
@@ -32,8 +31,7 @@ from lightning_gpu_tools.advice.examples import (
     ranks,
 )
 from lightning_gpu_tools.advice.findings import Diagnosis
-from lightning_gpu_tools.advice.memory_causes import MEMORY_CAUSES
-from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.advice.order import MEMORY_CAUSES, STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.advice.stalls import explain
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.training.phases import LOGGING, OUTSIDE_LOOP, PHASES, SELF_LOG, TRAINER, base_phase
@@ -62,7 +60,7 @@ def uneven(phase: str, every: int, slow_s: float, **options: Any) -> RunMeasurem
 
 RUNS = [
     *(case.run for case in MEASURED.values()),
-    *(cause.sick for cause in CAUSES.values()),
+    *(cause.sick for cause in TIME_CAUSES.values()),
     *map(work, ("callback", "callback/StepLR.step", "callback/LitModel.optimizer_step", "callback/a.log")),
     *map(work, ("logging", "logging/self.log", "host_to_device_copy", "training_step", TRAINER, OUTSIDE_LOOP)),
     cpu_run(WAITS, loader=None),
@@ -86,7 +84,7 @@ DIAGNOSES = [
     *(
         (gpu_run(STEP), {"out_of_memory": error})
         for cause in MEMORY_CAUSES.values()
-        for error in (cause.sick, cause.healthy)
+        for error in (cause.sick.oom, cause.healthy.oom)
     ),
     *(
         (gpu_run(STEP, 97.0), {"growth": [MemoryGrowth(whose=whose, bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)]})
@@ -97,7 +95,7 @@ DIAGNOSES = [
 
 SHAPES = [
     text
-    for known in (CAUSES, MEMORY_CAUSES, STALL_CAUSES)
+    for known in (TIME_CAUSES, MEMORY_CAUSES, STALL_CAUSES)
     for cause in known.values()
     for shape in cause.shapes
     for text in (shape.says, shape.change)
@@ -137,7 +135,7 @@ def texts_of_stalls() -> Iterator[str]:
     for cause in STALL_CAUSES.values():
         for facts in (cause.sick, cause.healthy):
             found = explain(facts)
-            yield from (found.why, found.next_step)
+            yield from (found.why, found.advice)
 
 
 def test_variables_commands_classes_and_options_in_advice_exist() -> None:
@@ -157,7 +155,10 @@ def test_variables_commands_classes_and_options_in_advice_exist() -> None:
     [
         (cpu_run(WAITS), "find_loader_settings(loader, step_time_s=...) finds them."),
         (work("logging/CSVLogger"), "Pass on_step=False to self.log: CSVLogger then writes once, at the end."),
-        (CAUSES["unexplained"].sick, "the prediction step: Trainer(profiler='pytorch', limit_predict_batches=50)."),
+        (
+            TIME_CAUSES["unexplained"].sick,
+            "the prediction step: Trainer(profiler='pytorch', limit_predict_batches=50).",
+        ),
         (cpu_run(STEP), "Nothing on the host slows prediction down"),
         (waiting_ranks("backward"), "Pass on_step=False to self.log to synchronize less often"),
     ],

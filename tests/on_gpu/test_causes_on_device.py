@@ -19,8 +19,8 @@ from toys import occupy
 from trainings import Boom, Model, Raise, Samples, Watch, burn, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.examples import NO_WORKERS
+from lightning_gpu_tools.advice.order import TIME_CAUSES
 from lightning_gpu_tools.reports.report import Report
 from lightning_gpu_tools.runs import run_recorder
 from lightning_gpu_tools.training.phases import FORWARD
@@ -122,7 +122,7 @@ def test_batches_are_in_page_locked_memory_as_advised(tmp_path: Path) -> None:
             pinned.append(batch.is_pinned())
             return batch
 
-    cause = CAUSES["host_to_device_copy"]
+    cause = TIME_CAUSES["host_to_device_copy"]
     (finding,) = cause.find(replace(cause.sick, loader=NO_WORKERS))
     option = re.search(r"DataLoader\((\w+)=True\)", finding.advice)
     assert option is not None

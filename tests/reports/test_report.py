@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_report import REPORT, with_finding
 
+from lightning_gpu_tools.advice.examples import STEP, gpu_run
 from lightning_gpu_tools.advice.loader_plan import LoaderResult, LoaderTrial
-from lightning_gpu_tools.advice.memory_causes.memory_growth import growing_memory
+from lightning_gpu_tools.advice.memory_errors import early_warnings
 from lightning_gpu_tools.advice.stalls import Stall
 from lightning_gpu_tools.reports.report_file import ReportFile, load_report
 from lightning_gpu_tools.reports.schema import from_json, to_json
@@ -127,7 +128,8 @@ def test_growing_memory_errors_others_and_overhead_are_reported() -> None:
         power_watts_mean=300.0,
         throttled_percent=12.0,
     )
-    growth = growing_memory(MemoryGrowth(whose="process", bytes_per_s=2**20, grown_bytes=1e9, left_s=7200))
+    growing = MemoryGrowth(whose="process", bytes_per_s=2**20, grown_bytes=1e9, left_s=7200)
+    (growth,) = early_warnings(gpu_run(STEP), [growing])
     diagnosis = replace(REPORT.diagnosis, findings=(*REPORT.diagnosis.findings, growth))
     text = " ".join(render_text(replace(REPORT, gpus=(gpu,), diagnosis=diagnosis, monitor_us_per_step=14.2)).split())
     for words in (

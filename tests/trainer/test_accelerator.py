@@ -21,8 +21,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sample_report import TRAINED
 
 from lightning_gpu_tools import FreeMemoryCUDAAccelerator, select_gpus
-from lightning_gpu_tools.advice.causes import shared_gpu
-from lightning_gpu_tools.advice.memory_causes import other_processes
+from lightning_gpu_tools.advice.causes.memory import other_processes
+from lightning_gpu_tools.advice.causes.time import shared_gpu
 from lightning_gpu_tools.advice.shortcomings import shortcomings
 from lightning_gpu_tools.errors import NotEnoughGpusError, ReportError
 from lightning_gpu_tools.reports.report_file import ReportFile
@@ -201,8 +201,8 @@ def test_last_is_what_the_last_run_needed_on_each_gpu(
 def test_advised_accelerators_find_a_free_gpu_and_claim_what_is_needed(driver: Driver, claims_dir: Path) -> None:
     driver.gpus[3].processes = [process(1)]
     (finding,) = shared_gpu.find(shared_gpu.CAUSE.sick)
-    (ruling,) = other_processes.find(shared_gpu.CAUSE.sick, other_processes.CAUSE.sick)
-    texts = re.search(r", or (\S+)\), then", finding.advice), re.search(r"(\S+) claims it", " ".join(ruling.advice))
+    (other,) = other_processes.find(other_processes.CAUSE.sick)
+    texts = re.search(r", or (\S+)\), then", finding.advice), re.search(r"(\S+) claims it", other.advice)
     free, claiming = (eval(text[1], {"FreeMemoryCUDAAccelerator": FreeMemoryCUDAAccelerator}) for text in texts)
     assert cpu_as_cuda.positions(Trainer(accelerator=free, devices=1, logger=False), driver) == [2]
     for claim in held_claims():

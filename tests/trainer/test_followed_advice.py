@@ -26,18 +26,17 @@ from toys import CollectingModel
 from trainings import Model, Samples, loader, quiet_trainer
 
 from lightning_gpu_tools import GPUUtilizationAdvisor, GPUUtilizationMonitor, load_report
-from lightning_gpu_tools.advice.causes import CAUSES
-from lightning_gpu_tools.advice.causes.unexplained import idle_in_step
+from lightning_gpu_tools.advice.causes.time.unexplained import explain_rest
 from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper, ranks
 from lightning_gpu_tools.advice.findings import FIND_FUNCTION, Finding
-from lightning_gpu_tools.advice.stall_causes import STALL_CAUSES
+from lightning_gpu_tools.advice.order import STALL_CAUSES, TIME_CAUSES
 from lightning_gpu_tools.trainer.accelerator import why_no_cuda
 from lightning_gpu_tools.training.run_measurements import LoaderSettings, LoadingFacts, RunMeasurements
 
 
 def found(cause: str, run: RunMeasurements) -> Finding | None:
     """Return what a cause says of a run."""
-    find = CAUSES[cause].find
+    find = TIME_CAUSES[cause].find
     assert find is not None
     return next(iter(find(run)), None)
 
@@ -136,7 +135,7 @@ class OneWaits(Dataset[int]):
 def test_others_go_on_beside_a_slow_worker_as_advised() -> None:
     waits = LoadingFacts(long_waits=20, ready_out_of_order_share=0.9)
     loader_now = LoaderSettings(num_workers=2, prefetch_factor=2, persistent_workers=False, pin_memory=False)
-    sick = CAUSES["data_loading"].sick
+    sick = TIME_CAUSES["data_loading"].sick
     finding = found("data_loading", replace(sick, loader=loader_now, loading=waits))
     assert finding is not None
     assert finding.evidence["kind"] == "slow_worker"
@@ -171,7 +170,7 @@ def test_collections_skip_what_is_frozen_as_advised(tmp_path: Path, unfrozen: No
         quiet_trainer(folder, callbacks=callbacks).fit(CollectingModel(), loader(Samples(200)))
         return load_report(folder).phase_s["garbage_collection"]
 
-    finding = found("garbage_collection", CAUSES["garbage_collection"].sick)
+    finding = found("garbage_collection", TIME_CAUSES["garbage_collection"].sick)
     assert finding is not None
     before_s = collecting_s(tmp_path / "before")
     for call in re.findall(r"gc\.\w+\(\)", finding.advice)[:2]:
@@ -211,7 +210,7 @@ def test_the_precision_that_is_advised_ends_the_advice(tmp_path: Path) -> None:
 
 @pytest.mark.follows("administrator to raise it: sudo nvidia-smi -pl")
 def test_the_power_limit_that_is_advised_ends_the_advice() -> None:
-    sick = CAUSES["power_cap"].sick
+    sick = TIME_CAUSES["power_cap"].sick
     finding = found("power_cap", sick)
     assert finding is not None
     assert sick.gpu is not None
@@ -235,7 +234,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.follows("a fused optimizer (AdamW(..., fused=True))")
 def test_a_fused_optimizer_has_fewer_operations_as_advised() -> None:
-    finding = found("launch_bound", CAUSES["launch_bound"].sick)
+    finding = found("launch_bound", TIME_CAUSES["launch_bound"].sick)
     assert finding is not None
     option = value(r"AdamW\(\.\.\., (\w+)=True\)", finding.advice)
     counts = []
@@ -255,7 +254,7 @@ def test_a_fused_optimizer_has_fewer_operations_as_advised() -> None:
 
 @pytest.mark.follows("step: Trainer(profiler='pytorch', {})")
 def test_the_profiler_that_is_advised_shows_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    advice = idle_in_step(gpu_run(STEP), 0.5).advice
+    advice = explain_rest(gpu_run(STEP), 0.5).advice
     profiler, steps = value(r"profiler='(\w+)'", advice), int(value(r"max_steps=(\d+)", advice))
     trainer = quiet_trainer(tmp_path, profiler=profiler, max_steps=steps)
     messages = logging.getLogger("lightning.pytorch")
@@ -283,7 +282,7 @@ def test_the_profile_that_is_advised_names_the_slow_function(tmp_path: Path) -> 
 def test_the_command_that_is_advised_lists_large_programs_first() -> None:
     cause = STALL_CAUSES["swap"]
     (explained,) = cause.find(cause.sick)
-    command = value(r"`(ps aux [^`]+)`", explained.next_step)
+    command = value(r"`(ps aux [^`]+)`", explained.advice)
     _, *rows = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout.splitlines()
     sizes = [int(row.split()[5]) for row in rows]
     assert sizes == sorted(sizes, reverse=True)

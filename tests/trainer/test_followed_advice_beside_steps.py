@@ -24,9 +24,9 @@ from lightning_gpu_tools import (
     PortableCheckpointIO,
     load_report,
 )
-from lightning_gpu_tools.advice.causes import CAUSES
 from lightning_gpu_tools.advice.diagnosis import diagnose
-from lightning_gpu_tools.advice.memory_causes.memory_growth import growing_memory
+from lightning_gpu_tools.advice.memory_errors import early_warnings
+from lightning_gpu_tools.advice.order import TIME_CAUSES
 from lightning_gpu_tools.training.memory_readings import MemoryGrowth
 from lightning_gpu_tools.types import Report
 
@@ -206,7 +206,7 @@ def test_some_steps_of_each_stage_are_profiled_as_advised(
     tmp_path: Path, stage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
-    run = dataclasses.replace(CAUSES["unexplained"].sick, stage=stage)
+    run = dataclasses.replace(TIME_CAUSES["unexplained"].sick, stage=stage)
     options = options_in(r"Trainer\((profiler='pytorch', \w+=50)\)", diagnose(run).next_step)
     (few,) = options.keys() - {"profiler"}
     model, batches = Model(), []
@@ -221,9 +221,10 @@ def test_some_steps_of_each_stage_are_profiled_as_advised(
 
 @pytest.mark.follows("Trainer.predict keeps all outputs: pass return_predictions=False, and write them in a")
 def test_predictions_are_written_and_not_kept_as_advised(tmp_path: Path) -> None:
+    run = dataclasses.replace(TIME_CAUSES["unexplained"].sick, stage="predict")
     growth = MemoryGrowth(whose="process", bytes_per_s=1e6, grown_bytes=1e9, left_s=60.0)
     option, writer = re.findall(
-        r"pass (\w+=False), and write them in a (\w+)\.", growing_memory(growth, stage="predict").advice
+        r"pass (\w+=False), and write them in a (\w+)\.", early_warnings(run, [growth])[0].advice
     )[0]
     written: list[torch.Tensor] = []
 

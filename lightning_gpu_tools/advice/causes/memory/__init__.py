@@ -1,0 +1,1 @@
+"""Causes of out-of-memory errors. All sizes are in bytes."""

@@ -1,0 +1,65 @@
+"""fragmentation: torch holds enough free memory, but only in pieces that are too small.
+
+Reads the counters of torch's allocator: the memory reserved beyond its tensors would suffice, but not in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
+from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, MIB, failed
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
+from lightning_gpu_tools.units import format_bytes, printable
+
+_EXPANDABLE = "expandable_segments:True"
+
+
+def find(facts: MemoryFacts) -> Iterator[Finding]:
+    oom = facts.oom
+    allocated, reserved = oom.allocated_bytes, oom.reserved_bytes
+    if allocated is None or reserved is None or not oom.requested_bytes:
+        return
+    # Memory kept by CUDA graphs is not a fragment.
+    unused = reserved - allocated - (oom.message.graph_pool_bytes or 0)
+    left = max(0, (oom.room_bytes or 0) - reserved)
+    is_enough = unused >= oom.requested_bytes or left < oom.requested_bytes <= unused + left
+    if oom.room_bytes is not None and oom.model.total_bytes > oom.room_bytes:
+        return  # the model alone would not fit even without fragments
+    if oom.is_pool_of_driver or unused < MIN_SHARE * reserved or not is_enough:
+        return
+    together = ""
+    if unused < oom.requested_bytes:
+        together = f" In one piece, it would suffice together with the {format_bytes(left)} that are free."
+    yield new_finding(
+        "fragmentation",
+        f"torch holds {format_bytes(unused)} of unused memory, in pieces below {format_bytes(oom.requested_bytes)}."
+        f"{together}",
+        [_advice(oom)],
+        {"fragmented_bytes": unused},
+    )
+
+
+def _advice(oom: OutOfMemory) -> str:
+    settings = oom.allocator or "PYTORCH_CUDA_ALLOC_CONF="
+    fewer = "Allocate long-lived tensors before training, or as one tensor, and use only a few batch shapes."
+    if _EXPANDABLE in settings.replace(" ", ""):
+        return f"{_EXPANDABLE} is set, so only gaps within pages of 20 MiB are lost. {fewer}"
+    others = "" if settings.endswith("=") else ","
+    return (
+        f"Set {printable(settings)}{others}{_EXPANDABLE} in the environment before training. Using only a few batch "
+        "shapes also helps."
+    )
+
+
+CAUSE = Cause(
+    says="torch holds ... of unused memory, in pieces below ...",
+    change="`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` (advised only here, because it frees no memory that is "
+    "in use). If it is already set: allocate long-lived tensors before training, or as one tensor",
+    find=find,
+    settings=SMALLER_STEP,
+    verified_on="hardware",
+    sick=failed(begins=FLAT, allocated=18 * GIB, cached=5 * GIB),
+    healthy=failed(begins=FLAT, cached=300 * MIB),
+)

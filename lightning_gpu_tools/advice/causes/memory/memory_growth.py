@@ -1,0 +1,162 @@
+"""memory_growth: something keeps more memory with each step, or with each validation batch.
+
+The memory in tensors at the start of each step, or of each validation batch, grows in all parts of the run. The memory
+of the training process and of the DataLoader's workers is tracked as well. Growth is reported before memory is full.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.lines import holding
+from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, GROWING, failed
+from lightning_gpu_tools.advice.memory_remedies import fewer_workers, in_validation, why_host_is_full
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth, MemoryLine
+from lightning_gpu_tools.training.run_measurements import RunMeasurements, Stage
+from lightning_gpu_tools.units import format_bytes, format_duration
+
+# Memory grows if the medians of four consecutive parts of the run rise. By chance they do in 1 of 4! = 24 runs.
+_PARTS = 4
+_WHOSE = {
+    "gpu": "GPU memory in tensors between steps",
+    "process": "Memory of the training process",
+    "workers": "Memory of the DataLoader's workers",
+}
+_IN_LISTS = (
+    "Find what is kept from step to step: losses and outputs in lists (keep loss.item() or loss.detach()), caches, "
+)
+_KEPT = {
+    "gpu": _IN_LISTS + "metrics that are never reset.",
+    "process": _IN_LISTS + "figures and loggers that are never closed.",
+    # https://github.com/pytorch/pytorch/issues/13246: reading an object writes its reference count, so the kernel
+    # copies its page.
+    "workers": (
+        "A worker copies each Python object of the dataset that it reads. Keep file names and labels in arrays (numpy, "
+        "torch, pyarrow), not in lists or dicts. Caches in the dataset also grow in each worker."
+    ),
+}
+
+
+_OF_PREDICTIONS = (
+    "Trainer.predict keeps all outputs: pass return_predictions=False, and write them in a BasePredictionWriter."
+)
+
+
+def find(facts: MemoryFacts) -> Iterator[Finding]:
+    run, oom = facts
+    if oom.message.source == "host":
+        yield from _on_host(run, oom)
+        return
+    if not oom.grad_enabled:
+        yield from kept_in_validation(
+            "memory_growth",
+            oom,
+            "because something keeps its outputs.",
+            "Reduce outputs to numbers in each validation batch, or move kept tensors to the CPU (.cpu()).",
+        )
+    grown = _growth(oom.begins, oom)
+    if grown is not None:
+        per_step, since, total = grown
+        yield new_finding(
+            "memory_growth",
+            f"Memory kept from step to step has grown by {format_bytes(per_step)} per step since step {since:.0f}, "
+            f"{format_bytes(total)} in total.{left(oom.lines)}",
+            [_KEPT["gpu"]],
+            {"bytes_per_step": per_step, "since_step": since, "grown_bytes": total},
+        )
+
+
+def find_early(run: RunMeasurements, growth: Sequence[MemoryGrowth]) -> Iterator[Finding]:
+    """Yield a finding on each memory that grows, before it is full."""
+    # Lines whose blocks on the GPU were still in use some steps later.
+    kept_lines = () if run.memory is None else run.memory.kept_lines
+    for one in growth:
+        yield _growing(one, kept_lines, run.stage)
+
+
+def _on_host(run: RunMeasurements, oom: OutOfMemory) -> Iterator[Finding]:
+    of_host = [growth for growth in oom.growth if growth.whose != "gpu"]
+    if of_host:
+        grown = _growing(of_host[0], (), run.stage)
+        evidence = {**grown.evidence, "phase": oom.phase}
+        yield new_finding("memory_growth", why_host_is_full(run, oom), [grown.advice, fewer_workers(run)], evidence)
+
+
+def kept_in_validation(cause: str, oom: OutOfMemory, reason: str, advice: str) -> Iterator[Finding]:
+    """Yield a finding that each validation batch keeps memory, if the error occurred there and memory grew."""
+    grown = _growth(oom.validation_begins, oom) if in_validation(oom) else None
+    if grown is not None:
+        per_batch, _, total = grown
+        yield new_finding(
+            cause,
+            f"Each validation batch keeps {format_bytes(per_batch)} on the GPU, {format_bytes(total)} so far, {reason}"
+            f"{left(oom.lines)}",
+            [advice],
+            {"bytes_per_batch": per_batch, "grown_bytes": total, "batch": oom.validation_begins[-1][0]},
+        )
+
+
+def left(lines: Sequence[MemoryLine]) -> str:
+    found = holding(lines)
+    return f" The recorded part of it was allocated at {found}." if found else ""
+
+
+def _growth(points: Sequence[tuple[float, float]], oom: OutOfMemory) -> tuple[float, float, float] | None:
+    """Return bytes per step, the first such step, and the total; ``None`` if growth is not steady, or not a cause."""
+    points = [point for point in points if point[0] > 1]  # the first step creates the optimizer's states
+    if len(points) < _PARTS or oom.room_bytes is None:
+        return None
+    bounds = [round(i * len(points) / _PARTS) for i in range(_PARTS + 1)]
+    parts = [points[begin:end] for begin, end in itertools.pairwise(bounds)]
+    sizes = [median(size for _, size in part) for part in parts]
+    total = points[-1][1] - min(size for _, size in points)
+    if sorted(set(sizes)) != sizes or total < max(MIN_SHARE * oom.room_bytes, oom.requested_bytes):
+        return None
+    since = max(step for step, size in points if size <= points[-1][1] - 0.95 * total)
+    slope = median(
+        (later - size) / (after - step)
+        for i, (step, size) in enumerate(points)
+        for after, later in points[i + 1 :]
+        if step >= since
+    )
+    return slope, since, total
+
+
+def pace(growth: MemoryGrowth) -> str:
+    """Return a sentence about how fast memory grows."""
+    end = "" if growth.left_s is None else f"; at this rate it is full in {format_duration(growth.left_s)}"
+    rate = format_bytes(growth.bytes_per_s * 60)
+    return f"{_WHOSE[growth.whose]} grows steadily, by {rate} per minute{end}."
+
+
+def _growing(growth: MemoryGrowth, kept_lines: Sequence[MemoryLine], stage: Stage) -> Finding:
+    lines = kept_lines if growth.whose == "gpu" else ()
+    evidence = {
+        "whose": growth.whose,
+        "bytes_per_minute": growth.bytes_per_s * 60,
+        "grown_bytes": growth.grown_bytes,
+        "left_s": growth.left_s,
+        "source_lines": holding(lines),
+    }
+    is_of_predictions = stage == "predict" and growth.whose == "process"
+    advice = _OF_PREDICTIONS if is_of_predictions else _KEPT[growth.whose]
+    why = f"{pace(growth)}{left(lines)}"
+    return new_finding("memory_growth", why, [why, advice], evidence)
+
+
+CAUSE = Cause(
+    says="Memory kept from step to step, or from validation batch to validation batch, has grown by ... per step "
+    "since step ...",
+    change="`loss.item()` or `.detach()` for kept tensors, `.cpu()` for outputs",
+    find=find,
+    is_on_host=True,
+    find_early=find_early,
+    verified_on="hardware",
+    sick=failed(begins=GROWING),
+    healthy=failed(begins=[*FLAT[:50], *((step, 20.0 * GIB) for step in range(51, 100))]),
+)

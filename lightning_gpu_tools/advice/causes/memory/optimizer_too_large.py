@@ -1,0 +1,58 @@
+"""optimizer_too_large: forward and backward fit, but the optimizer's step does not.
+
+Memory ran out in the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause
+from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.memory_examples import FLAT, MIB, failed
+from lightning_gpu_tools.advice.memory_remedies import more_room, sharded
+from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
+from lightning_gpu_tools.training.phases import BACKWARD, OPTIMIZER
+from lightning_gpu_tools.units import format_bytes, printable
+
+_SAVED_BY_8_BITS = 0.75  # of states in 32 bits: bitsandbytes
+_WORKSPACES_BYTES = 2 * 32 * MIB  # of cuBLAS and cuBLASLt, on Hopper
+
+
+def find(facts: MemoryFacts) -> Iterator[Finding]:
+    oom = facts.oom
+    if oom.phase != OPTIMIZER:
+        return
+    model, names = oom.model, " and ".join(map(printable, oom.model.fusible))
+    states = f" Its states need {format_bytes(model.optimizer_bytes)}." if model.optimizer_bytes else ""
+    first = "the optimizer" if oom.has_completed_steps else "the optimizer's first step, which creates its states,"
+    # What cannot suffice is not advised: the weights, their gradients, and what else is kept stay.
+    kept = oom.kept_bytes
+    if not oom.has_completed_steps:  # the first step begins without gradients, states, and workspaces
+        kept = max(0, (oom.begin_bytes or 0) - model.parameters_bytes) + _WORKSPACES_BYTES
+    left = math.inf if oom.room_bytes is None else oom.room_bytes - kept - model.total_bytes
+    fits_in_8_bits = left + _SAVED_BY_8_BITS * model.optimizer_bytes >= 0
+    smaller = "with 8-bit states, or without momentum," if fits_in_8_bits else "without momentum"
+    fused = f"Set {names}(..., fused=True): its step needs up to {format_bytes(model.parameters_bytes)} less."
+    yield new_finding(
+        "optimizer_too_large",
+        f"Forward and backward fit; {first} did not.{states}",
+        [
+            fused if names and left > 0 else "",
+            f"An optimizer {smaller} needs less.",
+            sharded(oom),
+            more_room(oom),
+        ],
+    )
+
+
+CAUSE = Cause(
+    says="Forward and backward fit; the optimizer's first step, which creates its states, did not",
+    change="`fused=True`, an optimizer with 8-bit states, FSDP",
+    find=find,
+    settings=SMALLER_STEP,
+    verified_on="hardware",
+    sick=failed(phase=OPTIMIZER, begins=FLAT[:1]),
+    healthy=failed(phase=BACKWARD, begins=FLAT[:1]),
+)

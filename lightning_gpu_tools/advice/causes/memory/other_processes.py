@@ -1,0 +1,83 @@
+"""other_processes: other processes hold so much of the GPU that this one does not fit.
+
+Without the processes that the driver lists, and the used memory that it lists for no process, this job would fit. If
+this job needs more than it could have had after its first step, others are not the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, STEPS_OF_64, failed
+from lightning_gpu_tools.advice.memory_remedies import another_gpu, needed, needed_bytes
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
+from lightning_gpu_tools.gpus.readings import FOREIGN, GpuProcess
+from lightning_gpu_tools.units import format_bytes, printable
+
+_LEFT_OVER_SHARE = 0.5  # our default: of other jobs' memory; from here on, leftover processes are the cause
+
+
+def find(facts: MemoryFacts) -> Iterator[Finding]:
+    run, oom = facts
+    if not others_are_the_cause(oom) or left_over(oom):
+        return
+    pick = "FreeMemoryCUDAAccelerator" if run.has_trainer else "select_gpus"
+    run_later = f"lightning-gpu-tools run --min-free {needed(oom)} --wait 2h -- CMD"
+    wait = f"No other GPU has that much free. Wait for one: {run_later}."
+    who = [named(oom.others[:3])] if oom.others else []
+    if oom.unlisted_bytes:
+        hidden = f"{format_bytes(oom.unlisted_bytes)} belong to processes that are not visible from here"
+        who.append(f"{hidden} (in another container, or another user's)")
+    yield new_finding(
+        "other_processes",
+        f"Other processes hold {format_bytes(oom.others_bytes)} of this GPU: {', '.join(who)}.",
+        [f"This job needs {needed(oom)}.", another_gpu(oom) or wait, f"{pick}(min_free='{needed(oom)}') claims it."],
+        {"pids": " ".join(str(one.pid) for one in oom.others) or None, "unlisted_bytes": oom.unlisted_bytes or None},
+    )
+
+
+def others_are_the_cause(oom: OutOfMemory) -> bool:
+    """Return whether this job would fit, or would still fit, without other jobs' memory."""
+    size, total, room = oom.others_bytes, oom.total_bytes, oom.room_bytes
+    missing = max(0, oom.requested_bytes - (oom.free_bytes or 0))
+    if not size or size < missing or total is None or room is None or oom.message.allowed_bytes is not None:
+        return False
+    if oom.has_completed_full_steps and oom.memory is not None:
+        # It would fit in what torch has held, or in the room that it had before others came.
+        held = (oom.reading or oom.memory.latest).peak_reserved_bytes
+        had = 0 if oom.memory.recorded is None else oom.memory.recorded.room_bytes
+        have_come = min(size, had - room) >= MIN_SHARE * total
+        return room + missing <= (max(held, had) if have_come else held)
+    return size >= MIN_SHARE * total and needed_bytes(oom) <= total
+
+
+def left_over(oom: OutOfMemory) -> list[GpuProcess]:
+    """Return processes left over by ended programs; none if they hold too little of the others' memory."""
+    orphans = [one for one in oom.others if one.pid in oom.orphans]
+    size = sum(one.memory_used_bytes or 0 for one in orphans)
+    return orphans if size >= _LEFT_OVER_SHARE * oom.others_bytes else []
+
+
+def named(processes: Sequence[GpuProcess]) -> str:
+    """Return a phrase with the processes, their owners, and their memory."""
+    found = []
+    for one in processes:
+        name = f" ({printable(one.name, 40)})" if one.name else ""
+        owner = f" of {printable(one.user, 40)}" if one.user else ""
+        size = "an unknown amount" if one.memory_used_bytes is None else format_bytes(one.memory_used_bytes)
+        process = FOREIGN if one.is_foreign else f"process {one.pid}{name}{owner}"
+        found.append(f"{process} holds {size}")
+    return ", ".join(found)
+
+
+CAUSE = Cause(
+    says="Other processes hold ... of this GPU, with PID, owner and name, or without them if they are in another "
+    "container",
+    change="another GPU of this machine, if one has enough room, with the `pick` command; `min_free`",
+    find=find,
+    verified_on="hardware",
+    sick=failed(begins=FLAT, others={9: 6 * GIB}),
+    healthy=failed(begins=FLAT, others={9: 6 * GIB}, memory=STEPS_OF_64),
+)

@@ -1,0 +1,108 @@
+"""spike: this batch is much larger than others, or this step or a callback takes much more memory than other steps.
+
+Compares the number of elements in this batch with the median batch, and the memory of this step, callback or checkpoint
+with the largest earlier step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import SMALLER_STEP, Cause, Shape
+from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.memory_examples import STEPS_OF_64, failed
+from lightning_gpu_tools.advice.memory_remedies import in_validation, levers, raised_limit
+from lightning_gpu_tools.advice.out_of_memory import MIN_SHARE, MemoryFacts, OutOfMemory
+from lightning_gpu_tools.training.phases import CALLBACK, CHECKPOINT, LOGGING, OUTSIDE_LOOP, base_phase
+from lightning_gpu_tools.units import format_bytes
+
+_MIN_TIMES = 1.5  # our default: how many times the elements of the median batch, or the memory of other steps
+_BETWEEN_STEPS = (CALLBACK, LOGGING, CHECKPOINT, OUTSIDE_LOOP)
+
+
+def find(facts: MemoryFacts) -> Iterator[Finding]:
+    run, oom = facts
+    if base_phase(oom.phase) in _BETWEEN_STEPS:
+        yield from _between_steps(oom)
+        return
+    if in_validation(oom) or not oom.batch_shape or not oom.usual_items or not oom.has_completed_steps:
+        return
+    items = math.prod(oom.batch_shape)
+    times = items / oom.usual_items
+    if times >= _MIN_TIMES:
+        shape = " x ".join(map(str, oom.batch_shape))
+        yield new_finding(
+            "spike",
+            f"This batch has {times:.3g} times as many elements as usual ({shape}; median {oom.usual_items:,.0f}).",
+            [
+                "Limit the elements per batch: truncate long samples, or group samples of similar length.",
+                levers(run, oom),
+                raised_limit(oom),
+            ],
+            {"batch_items": items, "usual_items": oom.usual_items},
+        )
+    else:
+        yield from _usual_batch(oom)
+
+
+def _usual_batch(oom: OutOfMemory) -> Iterator[Finding]:
+    """Yield a ruling if the step takes much more than others did with a batch of the same size."""
+    usual_bytes = oom.usual_step_bytes
+    if not usual_bytes or oom.begin_bytes is None or oom.allocated_bytes is None:
+        return
+    taken = oom.wanted_bytes - oom.begin_bytes
+    if taken < max(_MIN_TIMES * usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
+        return
+    yield new_finding(
+        "spike",
+        f"Step {oom.step} takes more than {format_bytes(taken)}, {taken / usual_bytes:.3g} times as much as earlier "
+        f"steps (at most {format_bytes(usual_bytes)}), with a batch of the same size.",
+        [
+            "Find what only this step does: a rarely taken branch, a longer generation, or an evaluation in between.",
+            raised_limit(oom),
+        ],
+        {"step_bytes": taken, "usual_step_bytes": usual_bytes},
+    )
+
+
+def _between_steps(oom: OutOfMemory) -> Iterator[Finding]:
+    """Yield a ruling if a callback, a hook, or a checkpoint takes more than steps do."""
+    if oom.begin_bytes is None or oom.allocated_bytes is None:
+        return
+    taken, usual_bytes = oom.wanted_bytes - oom.begin_bytes, oom.usual_step_bytes
+    if taken < max(usual_bytes, MIN_SHARE * (oom.room_bytes or 0), oom.kept_bytes):
+        return
+    place = oom.place[:1].upper() + oom.place[1:]
+    yield new_finding(
+        "spike",
+        f"{place} takes more than {format_bytes(taken)}, in addition to the memory at the start of a step.",
+        [
+            f"Do it in parts, or on the CPU{', and under torch.no_grad()' if oom.grad_enabled else ''}.",
+            raised_limit(oom),
+        ],
+        {"step_bytes": taken},
+    )
+
+
+CAUSE = Cause(
+    rows=[
+        Shape(
+            "This batch has ... times as many elements as usual",
+            "limit the elements per batch",
+        ),
+        Shape(
+            "This step takes ... times as much as earlier steps, with a batch of the same size",
+            "find what only this step does, at the line that asked for more",
+        ),
+        Shape(
+            "A callback, a hook, or a checkpoint takes more than ..., in addition to the memory at the start of a step",
+            "do it in parts, or on the CPU, and under `torch.no_grad()`",
+        ),
+    ],
+    find=find,
+    settings=SMALLER_STEP,
+    verified_on="hardware",
+    sick=failed(batch_shape=(64, 2048), usual_items=64 * 512, memory=STEPS_OF_64),
+    healthy=failed(batch_shape=(64, 512), usual_items=64 * 512, memory=STEPS_OF_64),
+)

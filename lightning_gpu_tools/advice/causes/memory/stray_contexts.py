@@ -1,0 +1,109 @@
+"""stray_contexts: ranks of this job also hold CUDA contexts on GPUs that are not theirs.
+
+Every rank asks the driver on which GPUs its process holds memory: before training, after the first step, and about once
+a minute. Without an out-of-memory error it is also a finding, but does not change the verdict.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.memory_examples import FLAT, GIB, failed
+from lightning_gpu_tools.advice.memory_remedies import needed_bytes
+from lightning_gpu_tools.advice.out_of_memory import MemoryFacts
+from lightning_gpu_tools.training.memory_readings import MemoryGrowth
+from lightning_gpu_tools.training.run_measurements import HeldContext, RunMeasurements
+from lightning_gpu_tools.units import format_bytes, number_ranges
+
+# Our default: on a GPU where no rank trains, a process with more than this in torch's allocator uses it on purpose.
+_MAX_RESERVED = 32 * 2**20
+
+
+def strays(contexts: Sequence[HeldContext]) -> list[list[HeldContext]]:
+    """Return the contexts on GPUs that are not their rank's, by GPU: those with most memory first."""
+    trained_on = {one.uuid for one in contexts if one.is_own}
+    of_gpus: defaultdict[str, list[HeldContext]] = defaultdict(list)
+    for one in contexts:
+        if not one.is_own and (one.uuid in trained_on or one.reserved_bytes <= _MAX_RESERVED):
+            of_gpus[one.uuid].append(one)
+    return sorted(of_gpus.values(), key=lambda those: (-_size(those), those[0].node, those[0].gpu))
+
+
+def find_early(run: RunMeasurements, growth: Sequence[MemoryGrowth]) -> Iterator[Finding]:
+    """Yield a finding on the GPU with most of this memory, if there is any."""
+    yield from stray_contexts(run.contexts)
+
+
+def stray_contexts(contexts: Sequence[HeldContext]) -> Iterator[Finding]:
+    """Yield the same finding."""
+    found = strays(contexts)
+    if found:
+        is_alone, own = len({one.rank for one in contexts}) == 1, [str(one.gpu) for one in contexts if one.is_own]
+        why = _description(found[0], "This process" if is_alone else "")
+        advice = _advice(found[0], own[0] if is_alone and own else "local_rank")
+        yield new_finding("stray_contexts", why, [why, advice], _evidence(found[0]))
+
+
+def find(facts: MemoryFacts) -> Iterator[Finding]:
+    oom = facts.oom
+    here = [one for those in strays(oom.contexts) for one in those if one.uuid == oom.uuid]
+    if not here or oom.total_bytes is None or oom.message.allowed_bytes is not None:
+        return
+    # If a size was known, PIDs are the driver's, which may have a newer size, read after the error.
+    listed = {one.pid: one.memory_used_bytes for one in oom.others}
+    here = [replace(one, held_bytes=one.held_bytes and listed.get(one.pid, one.held_bytes)) for one in here]
+    size, free = _size(here), oom.free_bytes or 0
+    needed = needed_bytes(oom) - _size(one for one in here if one.pid not in listed)
+    if size and oom.requested_bytes <= free + size and needed <= oom.total_bytes:
+        without = "them" if len(here) > 1 else "it"
+        why = f"{_description(here)} Without {without}, {format_bytes(free + size)} would be free."
+        yield new_finding("stray_contexts", why, [_advice(here, "local_rank")], _evidence(here))
+
+
+def _size(those: Iterable[HeldContext]) -> int:
+    return sum(one.held_bytes or 0 for one in those)
+
+
+def _evidence(those: Sequence[HeldContext]) -> dict[str, float | str | None]:
+    return {
+        "gpu": those[0].gpu,
+        "node": those[0].node,
+        "ranks": number_ranges(one.rank for one in those),
+        "held_bytes": _size(those) or None,
+    }
+
+
+def _description(those: Sequence[HeldContext], who: str = "") -> str:
+    """Return a sentence with the rank, the size, and the GPU."""
+    many, size = len(those) > 1, _size(those)
+    who = who or f"Rank{'s' * many} {number_ranges(one.rank for one in those)}"
+    what = format_bytes(size) if size else "CUDA contexts" if many else "a CUDA context"
+    own = "their" if many else "its"
+    return f"{who} hold{'s' * (not many)} {what} on GPU {those[0].gpu}, which is not {own} GPU."
+
+
+def _advice(those: Sequence[HeldContext], own: str) -> str:
+    frees = f" That frees {format_bytes(_size(those))} on GPU {those[0].gpu}." if _size(those) else ""
+    return (
+        f"Call torch.cuda.set_device({own}) before anything else uses CUDA, and use no other GPU, as 'cuda:0' and "
+        f"torch.load without map_location do.{frees}"
+    )
+
+
+_OWN = [HeldContext(rank=rank, node=0, pid=40 + rank, gpu=rank, uuid=f"GPU-{rank}", is_own=True) for rank in range(4)]
+_STRAY = [replace(one, gpu=0, uuid="GPU-0", is_own=False, held_bytes=GIB // 2) for one in _OWN[1:]]
+
+CAUSE = Cause(
+    says="Rank ... holds ... on GPU ..., which is not its GPU; also reported, without a change of the "
+    "verdict, if no error occurred",
+    change="`torch.cuda.set_device(local_rank)` before anything else uses CUDA, `map_location` in `torch.load`",
+    find=find,
+    find_early=find_early,
+    verified_on="simulated GPU",
+    sick=failed(begins=FLAT, contexts=(*_OWN, *_STRAY)),
+    healthy=failed(begins=FLAT, contexts=tuple(_OWN)),
+)

@@ -1,0 +1,64 @@
+"""unexplained: no known cause filled the memory.
+
+More was free than was requested, or no counter shows what filled the memory. On the host, the report lists the
+processes that grew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.causes.memory.batch_too_large import has_fitted
+from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.lines import holding
+from lightning_gpu_tools.advice.memory_examples import FLAT, failed
+from lightning_gpu_tools.advice.memory_remedies import fewer_workers, more_room, why_host_is_full
+from lightning_gpu_tools.advice.out_of_memory import MemoryFacts, OutOfMemory
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_bytes
+
+_RECORD = "Record a torch memory snapshot: https://pytorch.org/blog/understanding-gpu-memory-1/."
+
+
+def find(facts: MemoryFacts) -> Iterator[Finding]:
+    run, oom = facts
+    if oom.message.source == "host":
+        yield _on_host(run, oom)
+        return
+    free, requested = oom.free_bytes, oom.requested_bytes
+    if free is not None and requested and free > requested and oom.message.allowed_bytes is None:
+        why = "More was free than was requested: another process held it a moment before, or a limit applies."
+    elif has_fitted(oom) and oom.memory is not None:
+        why = f"Batches of this size fit before, and no step took more than {format_bytes(oom.memory.peak_bytes)}."
+    elif kept := oom.kept_bytes:
+        why = f"When the step began, tensors outside the model held {format_bytes(kept)}, and did not grow."
+    else:
+        why = f"It is unknown what filled the memory. It was full in {oom.place}."
+    if lines := holding(oom.lines):
+        why += f" Most of the recorded memory was allocated at {lines}."
+    yield new_finding("unexplained", why, [_RECORD, more_room(oom)])
+
+
+def _on_host(run: RunMeasurements, oom: OutOfMemory) -> Finding:
+    return new_finding(
+        "unexplained",
+        why_host_is_full(run, oom),
+        ["Find the processes that hold it with smem, or with top sorted by memory.", fewer_workers(run)],
+        {
+            "workers": ", ".join(map(str, oom.message.workers)) or None,
+            "memory_available_bytes": run.host.memory_available_bytes,
+        },
+    )
+
+
+CAUSE = Cause(
+    says="More was free than was requested, or it is unknown what filled the memory",
+    change="a torch memory snapshot",
+    find=find,
+    is_on_host=True,
+    is_last_resort=True,
+    verified_on="cpu",
+    sick=failed(phase="callback/A"),
+    healthy=failed(begins=FLAT),
+)

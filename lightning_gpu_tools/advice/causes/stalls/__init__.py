@@ -1,0 +1,1 @@
+"""Causes of stalls: training makes no progress."""

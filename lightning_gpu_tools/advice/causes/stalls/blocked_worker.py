@@ -1,0 +1,64 @@
+"""blocked_worker: a worker of the DataLoader has died, or does not finish its batch.
+
+Reads the state, the CPU time and the system call of each worker (/proc), and the Python stack of the worker that has to
+deliver the next batch, if it was forked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.stall_examples import a_stack, a_stall
+from lightning_gpu_tools.advice.stall_words import does, is_idle, where
+from lightning_gpu_tools.training.phases import DATA_LOADING
+from lightning_gpu_tools.training.stall_facts import ProcessFacts, StallFacts
+
+
+def find(facts: StallFacts) -> Iterator[Finding]:
+    workers, number = facts.workers, facts.awaited_worker
+    if not workers:
+        return
+    for dead, worker in enumerate(workers):
+        if worker.has_ended:
+            yield new_finding(
+                "blocked_worker",
+                f"Worker {dead} (PID {worker.pid}) of {len(workers)} has exited, and training waits for its batch.",
+                ["Check its last output on the terminal. `dmesg` shows whether the kernel killed it."],
+            )
+    worker = workers[number]
+    if len(workers) > 1 and all(is_idle(one) and one.waits_for == "lock" for one in workers):
+        yield new_finding(
+            "blocked_worker",
+            f"All {len(workers)} workers wait for a lock{where(worker.stack)}. "
+            "A process that was forked while a thread held a lock waits for it forever.",
+            [
+                'Set multiprocessing_context="spawn" or "forkserver", or call cv2.setNumThreads(0) first. '
+                "Start no threads before the DataLoader starts its workers."
+            ],
+        )
+    yield new_finding(
+        "blocked_worker",
+        f"Worker {number} (PID {worker.pid}) of {len(workers)} {does(worker)}. It has to deliver the next batch.",
+        [
+            "Check __getitem__ of the dataset, and the sample that it loads.",
+            "DataLoader(timeout=60) raises an error instead.",
+        ],
+    )
+
+
+CAUSE = Cause(
+    says="GPU-Util is 0 %; one worker of the DataLoader waits, computes or has exited, or all wait for a lock that a "
+    "thread held when they were forked",
+    change="check the line of the dataset in the report; `DataLoader(timeout=60)`; for a lock "
+    '`multiprocessing_context="spawn"`, `cv2.setNumThreads(0)`; if it has exited, see [below](#a-worker-died)',
+    find=find,
+    verified_on="cpu",
+    sick=a_stall(
+        DATA_LOADING,
+        workers=(ProcessFacts(101, waits_for="lock"), ProcessFacts(102, stack=a_stack("train.py:decode"))),
+        awaited_worker=1,
+    ),
+    healthy=a_stall(DATA_LOADING),
+)

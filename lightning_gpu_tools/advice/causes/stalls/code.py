@@ -1,0 +1,33 @@
+"""code: a callback, a logger, the training step, validation or other code hangs at the reported line.
+
+Takes the stack of the training thread and its CPU time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.stall_examples import a_stall
+from lightning_gpu_tools.advice.stall_words import does
+from lightning_gpu_tools.training.phases import DATA_LOADING
+from lightning_gpu_tools.training.stall_facts import StallFacts
+
+
+def find(facts: StallFacts) -> Iterator[Finding]:
+    yield new_finding(
+        "code",
+        f"The training process {does(facts.process)}.",
+        ["Check that code: often it calls a network or another process without a timeout."],
+    )
+
+
+CAUSE = Cause(
+    says="training hangs in a callback, a logger, a model hook, the training step or validation",
+    change="check the line in the report: often a network call without a timeout",
+    find=find,
+    verified_on="cpu",
+    sick=a_stall(),
+    healthy=a_stall(DATA_LOADING),
+)

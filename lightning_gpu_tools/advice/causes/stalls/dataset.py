@@ -1,0 +1,34 @@
+"""dataset: the training process itself loads data, and does not finish.
+
+Takes the current phase of the training thread, and its stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.stall_examples import a_stall
+from lightning_gpu_tools.advice.stall_words import does
+from lightning_gpu_tools.training.phases import DATA_LOADING, EPOCH_START, VALIDATION, base_phase
+from lightning_gpu_tools.training.stall_facts import StallFacts
+
+
+def find(facts: StallFacts) -> Iterator[Finding]:
+    if base_phase(facts.phase) in (DATA_LOADING, EPOCH_START):
+        yield new_finding(
+            "dataset",
+            f"The training process itself loads data, and {does(facts.process)}.",
+            ["Check __getitem__ of the dataset, and the sample that it loads."],
+        )
+
+
+CAUSE = Cause(
+    says="training hangs while the training process itself loads data",
+    change="check the line of the dataset in the report",
+    find=find,
+    verified_on="cpu",
+    sick=a_stall(DATA_LOADING),
+    healthy=a_stall(VALIDATION),
+)

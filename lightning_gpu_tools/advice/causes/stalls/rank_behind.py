@@ -1,0 +1,67 @@
+"""rank_behind: one rank is behind, has left, or is silent, and the others wait for it.
+
+Reads the job's key-value store, to which each rank regularly writes its step, its phase, how its training has ended,
+and once it has stalled, the collective in which it waits for other ranks, if any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.collectives import SAME_BATCHES, hanging_call, name_ranks
+from lightning_gpu_tools.advice.findings import Finding, new_finding
+from lightning_gpu_tools.advice.stall_examples import a_rank, a_stall
+from lightning_gpu_tools.advice.stall_words import during
+from lightning_gpu_tools.training.phases import DATA_LOADING, FORWARD
+from lightning_gpu_tools.training.stall_facts import RankFacts, StallFacts
+from lightning_gpu_tools.units import format_duration, printable
+
+_ERRORS = "Let the error end the process: do not catch it, or call sys.exit(), on one rank only."
+_SILENCE = "It was killed or stopped, or C code in it holds the GIL. Check its output, and `dmesg` on its node."
+
+
+def find(facts: StallFacts) -> Iterator[Finding]:
+    if len(facts.ranks) < 2:
+        return
+    call = hanging_call(facts.ranks)
+    missing = () if call is None else call.missing
+    gone = [rank for rank in facts.ranks if rank.ended is not None] or [rank for rank in facts.ranks if rank.silent_s]
+    # A rank may have called other collectives on the GPU before it hangs on the host.
+    behind = [rank for rank in facts.ranks if rank.waits_in is None]
+    behind.sort(key=lambda rank: rank.rank not in missing)
+    if not gone + behind:
+        return
+    rank = (gone + behind)[0]
+    why, next_step = _left(rank, facts.ranks) if gone else _works(rank)
+    yield new_finding("rank_behind", why if call is None else f"{why} {call}", [next_step], {"rank": rank.rank})
+
+
+def _left(rank: RankFacts, ranks: Sequence[RankFacts]) -> tuple[str, str]:
+    others = [other.rank for other in ranks if other.ended is None and not other.silent_s]
+    wait = f"{name_ranks(others)} wait{'s' * (len(others) == 1)} for it."
+    if rank.ended == "completed":
+        return f"Rank {rank.rank} finished training after {rank.step} steps; {wait}", SAME_BATCHES
+    if rank.ended is not None:
+        return f"Rank {rank.rank} stopped training at step {rank.step} ({printable(rank.ended)}); {wait}", _ERRORS
+    silent = f"Rank {rank.rank} (PID {rank.pid} on node {rank.node}) has been silent for"
+    since = f"{format_duration(rank.silent_s)}, since step {rank.step}, {during(rank.phase)}"
+    return f"{silent} {since}; {wait}", _SILENCE
+
+
+def _works(rank: RankFacts) -> tuple[str, str]:
+    where = f"All ranks wait for rank {rank.rank}, at step {rank.step}, {during(rank.phase)}."
+    return f"{where} {rank.why}", rank.next_step
+
+
+CAUSE = Cause(
+    says="all ranks wait for one that loads data, computes, has stopped training with an error that was caught, or was "
+    "killed",
+    change="check the line of that rank in the report, or its output; let errors end the process",
+    find=find,
+    verified_on="simulated GPU",
+    sick=a_stall(
+        FORWARD, a_rank(0, waits_in="all_reduce"), a_rank(1, phase=DATA_LOADING, why="It waits.", next_step="Check it.")
+    ),
+    healthy=a_stall(FORWARD, a_rank(0, waits_in="all_reduce"), a_rank(1, waits_in="barrier")),
+)

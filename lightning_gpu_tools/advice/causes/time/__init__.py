@@ -1,0 +1,1 @@
+"""Causes that slow training down."""

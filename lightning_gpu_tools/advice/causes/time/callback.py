@@ -1,0 +1,59 @@
+"""callback: callbacks, model hooks and schedulers take up the training thread.
+
+Times each callback, hook and scheduler separately, by class or by class and method. On a GPU, only time during which
+the GPU was idle counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
+from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.host_phases import HostPhase, lost_in, phases_of
+from lightning_gpu_tools.training.phases import CALLBACK
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+# The methods that a Trainer calls in every step.
+_IN_EVERY_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
+
+
+def _advice(one: HostPhase, has_trainer: bool) -> str:
+    name, times = one.name, one.times
+    if not has_trainer:
+        return f"Run {name} {times} times less often, or make it faster."
+    if one.method == "step":  # of a scheduler
+        return (
+            f'Step it less often ("interval": "epoch", or "frequency": {times}, in the scheduler\'s configuration), or '
+            "make it faster."
+        )
+    if one.method in _IN_EVERY_STEP:
+        return f"Make {name} faster: it runs in every step."
+    if "epoch" in one.method:
+        return f"Make {name} faster: Lightning calls it in every epoch. Do less in it, or make epochs longer."
+    if one.method:
+        return (
+            f"Make {name} faster: Lightning calls it in every step. Or return early from it, except in every "
+            f"{times}th step."
+        )
+    return f"Make {name} faster, or do its work only in every {times}th step."
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    for one in phases_of(run, CALLBACK):
+        what = one.name if one.method else f"The callback {one.name}"
+        if not run.has_trainer:
+            what = f'The phase "{one.name}"'
+        yield lost_in(run, one, begins=f"{what} takes", advice=_advice(one, run.has_trainer))
+
+
+CAUSE = Cause(
+    says="The callback ... takes ..., `LitModel.on_train_batch_start` takes ..., `StepLR.step` takes ...",
+    change="run it less often, by the factor in the advice; make a hook that runs in every step faster, or return "
+    "early from it in most steps",
+    find=find,
+    verified_on="hardware",
+    sick=cpu_run({"callback/A": 20, **STEP}),
+    healthy=cpu_run({"callback/A": 0.4, **STEP}),
+)

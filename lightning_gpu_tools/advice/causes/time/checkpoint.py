@@ -1,0 +1,49 @@
+"""checkpoint: training waits while checkpoints are written.
+
+Times checkpoint callbacks and every save. On a GPU, only time during which the GPU was idle counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
+from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.host_phases import lost_in, phases_of
+from lightning_gpu_tools.advice.storage import described, evidence_of
+from lightning_gpu_tools.training.phases import CHECKPOINT
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    plugin = ": Trainer(plugins=[AsyncCheckpointIO(PortableCheckpointIO())])" if run.has_trainer else ""
+    storage = run.checkpoint_storage
+    where = described(storage, subject="Their folder ")
+    if storage is not None and storage.is_network:
+        where += " Saving to a local disk and copying them later may be faster."
+    for one in phases_of(run, CHECKPOINT):
+        rarely = f"Save {one.times} times less often{_interval(run, one.times)}"
+        advice = f"{rarely}. Or save in the background{plugin}.{where}"
+        yield lost_in(run, one, begins="Writing checkpoints takes", advice=advice, evidence=evidence_of(storage))
+
+
+def _interval(run: RunMeasurements, times: int) -> str:
+    """Return the option for saving so much less often, after a colon; empty if the present interval is unknown."""
+    if not run.checkpoints:
+        return ""
+    steps = max(1, round(run.steps / run.checkpoints))
+    if run.epoch_steps and steps >= run.epoch_steps:
+        return f": ModelCheckpoint(every_n_epochs={times * round(steps / run.epoch_steps)})"
+    return f": ModelCheckpoint(every_n_train_steps={times * steps})"
+
+
+CAUSE = Cause(
+    says="Writing checkpoints takes ...; their folder is on `nfs4`, `ext4`, ...",
+    change="save less often, by the factor in the advice; `AsyncCheckpointIO`; save to a local disk",
+    find=find,
+    is_however_short=True,
+    verified_on="cpu",
+    sick=cpu_run({"checkpoint": 30, **STEP}),
+    healthy=cpu_run({"checkpoint": 1, **STEP}),
+)

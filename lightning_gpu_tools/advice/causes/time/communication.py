@@ -1,0 +1,97 @@
+"""communication: ranks wait for each other, and no slow rank is the reason.
+
+Averages the time that ranks spend in collectives per step. On a GPU, CUDA events in sampled steps separate waiting for
+a late rank from sending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run, ranks
+from lightning_gpu_tools.advice.findings import Finding, lost_time
+from lightning_gpu_tools.advice.ranks import mean_wait_s
+from lightning_gpu_tools.training.phases import RANK_WAIT, RANK_WAIT_IN_STEP
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+_MIN_SHARE = 0.10  # of the step: torch's TensorBoard plugin
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    mean_s = mean_wait_s(run.ranks)
+    if mean_s is None:
+        yield from _seen_by_one_gpu(run)
+        return
+    late_s = fmean(rank.others_late_s or 0.0 for rank in run.ranks)
+    if run.on_gpu and late_s < mean_s / 2:
+        yield _sending(run, mean_s)
+        return
+    if all("backward" in rank.phase_s for rank in run.ranks):
+        why = "No rank is always slower than the others: the network is slow, or a different rank is late each time."
+    else:
+        why = "The slow rank is unknown: with this strategy, ranks also wait in forward, backward and optimizer."
+    change = "Set Trainer(accumulate_grad_batches=...)"
+    if run.stage != "fit":
+        change = "Pass on_step=False to self.log"
+    elif not run.has_trainer:
+        change = "Accumulate gradients over several batches (no_sync)"
+    yield _waiting(run, mean_s, f"{why} {change} to synchronize less often, or use fewer ranks.")
+
+
+def _seen_by_one_gpu(run: RunMeasurements) -> Iterator[Finding]:
+    idle = run.gpu_idle
+    if not run.on_gpu or idle is None:
+        return
+    wait_s = idle.step_s.get(RANK_WAIT_IN_STEP, 0.0) / max(1, idle.samples)
+    yield _sending(run, wait_s)
+
+
+def why_not(run: RunMeasurements, finding: Finding) -> str:
+    """Return why these waits need no change; empty if they do."""
+    if float(finding.evidence["ms_per_step"]) >= 1e3 * _MIN_SHARE * run.step_s:
+        return ""
+    return "less than 10 % of a step is usual"
+
+
+def _sending(run: RunMeasurements, wait_s: float) -> Finding:
+    if run.has_trainer:
+        seldom, ddp = "Trainer(accumulate_grad_batches=4)", "DDPStrategy"
+        half = "DDPStrategy(ddp_comm_hook=...bf16_compress_hook)"
+    else:
+        seldom, ddp = "no_sync() in 3 of 4 batches", "DistributedDataParallel"
+        half = "register_comm_hook(None, bf16_compress_hook)"
+    advice = (
+        f"Average gradients less often ({seldom}) or send half the bytes ({half}). Also set "
+        f"{ddp}(gradient_as_bucket_view=True)."
+    )
+    if run.stage != "fit":
+        advice = "Pass on_step=False to self.log, so that ranks exchange metrics once, at the end."
+    return _waiting(run, wait_s, f"The GPU waits for other GPUs. {advice}")
+
+
+def _waiting(run: RunMeasurements, wait_s: float, advice: str) -> Finding:
+    return lost_time(
+        run,
+        "communication",
+        min(wait_s / run.step_s, 1.0),
+        begins="Waiting for other ranks takes",
+        advice=advice,
+        phase=RANK_WAIT,
+        per_step_s=wait_s,
+        evidence={"ranks": max(1, len(run.ranks))},
+    )
+
+
+CAUSE = Cause(
+    says="Waiting for other ranks takes ..., and no single rank is the reason",
+    change="`accumulate_grad_batches`, compressed gradients",
+    find=find,
+    why_not=why_not,
+    silenced_by=("straggler",),
+    kind="busy",  # a GPU that waits for another one is busy
+    verified_on="simulated GPU",
+    sick=cpu_run(STEP, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.02)),
+    healthy=cpu_run(STEP, **ranks({"backward": 0.01}, {"backward": 0.01}, wait_s=0.001)),
+)

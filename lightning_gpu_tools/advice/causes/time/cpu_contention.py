@@ -1,0 +1,160 @@
+"""cpu_contention: the training thread was ready to run but had no CPU core.
+
+Linux counts how long a thread was runnable without a core (schedstat). The CPU times of all processes, and the runnable
+threads of this job, show who used the cores: other programs, processes that the program started, or threads of its own.
+Other findings count the same time again if they include it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import contended
+from lightning_gpu_tools.advice.findings import Evidence, Finding, lost_time
+from lightning_gpu_tools.training.phases import PAUSES, RANK_WAIT, base_phase
+from lightning_gpu_tools.training.run_measurements import MANY_THREADS, CoreFacts, LoadingFacts, RunMeasurements
+from lightning_gpu_tools.units import format_duration, printable
+
+# Our defaults.
+_MIN_WAITING = 0.10  # of the wall time: from here on, no run is healthy
+_MIN_OTHERS = 0.20  # of the cores: with less, this job's own threads compete with each other,
+_FEW_OTHERS = 0.05  # unless they are fewer than the cores, and other programs use at least this much
+_FULL = 1.1  # runnable threads per core: more than measuring adds
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    cores = run.cores
+    assert cores is not None
+    assert cores.wait_share is not None
+    share = min(cores.wait_share, run.idle_share, 1.0)
+    if share < _MIN_WAITING:
+        return
+    kind, taken_by, advice = _taken(run, cores)
+    evidence: Evidence = {
+        "kind": kind,
+        "taken_by": taken_by,
+        "cores": run.host.cores,
+        "own_cores": cores.own_cores,
+        "others_cores": cores.others_cores,
+        "children_cores": None if cores.children is None else cores.children.cores,
+        "runnable_threads": cores.runnable_threads,
+    }
+    per_step_s = share * run.step_s
+    yield lost_time(
+        run,
+        "cpu_contention",
+        share,
+        begins="Waiting for a CPU core takes",
+        advice=advice,
+        phase=_longest_phase(run),
+        per_step_s=per_step_s,
+        evidence=evidence,
+        detail=f"{format_duration(per_step_s)} per step; {taken_by}",
+    )
+
+
+def _longest_phase(run: RunMeasurements) -> str:
+    """Return the longest phase of the steps, for the tree of the report: the wait is measured only in total."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for phase, phase_s in run.phase_s.items():
+        if base_phase(phase) not in (RANK_WAIT, *PAUSES):
+            seconds[base_phase(phase)] += phase_s
+    return max(seconds, key=lambda phase: seconds[phase], default="")
+
+
+def _taken(run: RunMeasurements, cores: CoreFacts) -> tuple[str, str, str]:
+    """Return the kind, a phrase about who uses the cores, and the advice."""
+    allowed, threads = run.host.cores, cores.runnable_threads or 0.0
+    # With a quota below the number of cores, others take nothing from this job as long as so many remain.
+    by_others = max(0.0, allowed - (cores.affinity_cores - cores.others_cores)) / allowed
+    by_children = 0.0 if cores.children is None else cores.children.cores / allowed
+    if cores.children is not None and (by_children >= _MIN_OTHERS or by_children >= max(by_others, _FEW_OTHERS)):
+        children = f"child processes of this job ({printable(cores.children.name)}) use {cores.children.cores:.1f}"
+        advice = f"Start fewer of them, or start them with nice -n 19, so that {run.activity} goes first."
+        return "own_children", f"{children} of {_cores(allowed)}", advice
+    own = f"this job has {threads:.1f} runnable threads on {_cores(allowed)}"
+    if by_others >= _MIN_OTHERS or (by_others >= _FEW_OTHERS and threads <= _FULL * allowed):
+        others = f"other programs keep {cores.others_cores:.1f} of {_cores(cores.affinity_cores)} busy"
+        if cores.other is not None:
+            others += f", {printable(cores.other.user)}'s {printable(cores.other.name)} {cores.other.cores:.1f} of them"
+        # Threads of one operator wait for the slowest of them: of two on one free core, each waits for the other.
+        free_cores = max(1, round(min(allowed, cores.affinity_cores - cores.others_cores)))
+        fewer = _fewer_threads(run, cores, free_cores) if threads > _FULL * free_cores else ""
+        stop = "Stop the other programs, or use a machine with free cores."
+        return "other_programs", f"{own}, and {others}" if fewer else others, f"{fewer} {stop}".strip()
+    fewer = _fewer_threads(run, cores, allowed)
+    advice = fewer or "Find which threads compute: top -H -p PID, or py-spy dump --pid PID."
+    if cores.machine_cores > allowed:
+        advice += (
+            f" Or give it more of the {cores.machine_cores} cores: sbatch --cpus-per-task, docker run --cpus, taskset."
+        )
+    return "own_threads", own, advice
+
+
+def one_thread_per_worker(run: RunMeasurements) -> str:
+    """Return how to end the thread pools of libraries in the workers; empty unless they take more than all cores."""
+    workers, seen = 0 if run.loader is None else run.loader.num_workers, run.loading or LoadingFacts()
+    threads = seen.runnable_threads or 0.0
+    if threads < MANY_THREADS or workers * run.host.local_ranks * threads <= _FULL * run.host.cores:
+        return ""
+    calls = ("cv2.setNumThreads(0), " if seen.pool_library else "") + "torch.set_num_threads(1)"
+    return (
+        f"Each of the {workers} workers keeps {threads:.1f} threads runnable, on {_cores(run.host.cores)}. Limit their "
+        f"libraries to one thread in worker_init_fn: {calls}, and for NumPy threadpoolctl.threadpool_limits(1)."
+    )
+
+
+def _fewer_threads(run: RunMeasurements, cores: CoreFacts, free_cores: float) -> str:
+    """Return how to run at most one thread per free core; empty if there is no way."""
+    if pools := one_thread_per_worker(run):
+        return pools
+    ranks, workers = run.host.local_ranks, 0 if run.loader is None else run.loader.num_workers
+    most_workers = max(1, math.floor(run.host.cores / ranks) - 1)
+    most_threads = max(1, round(min(run.host.cores, free_cores)) // ranks - (workers > 0))  # leaves the workers a core
+    change = []
+    if cores.torch_threads > most_threads:
+        change.append(f"torch.set_num_threads({most_threads}) (now {cores.torch_threads})")
+    if workers > most_workers:
+        change.append(f"num_workers={most_workers} (now {workers})")
+    if ranks > max(1.0, run.host.cores):
+        most_ranks = max(1, math.floor(run.host.cores))
+        change.append(f"at most {most_ranks} rank{'s' * (most_ranks > 1)} on this machine (now {ranks})")
+    return f"Use fewer threads: {', '.join(change)}." if change else ""
+
+
+def _cores(count: float) -> str:
+    return f"{count:g} core{'s' * (count != 1)}"
+
+
+CAUSE = Cause(
+    rows=[
+        Shape(
+            "Waiting for a CPU core takes ...; other programs keep ... of ... cores busy, the largest by user and name",
+            "`torch.set_num_threads(...)` if the job has more threads than free cores; stop the others, or use a "
+            "machine with free cores",
+            "other_programs",
+        ),
+        Shape(
+            "child processes of this job (...) use ... of ... cores",
+            "start fewer of them, or with `nice -n 19`",
+            "own_children",
+        ),
+        Shape(
+            "this job has ... runnable threads on ... cores",
+            "`torch.set_num_threads(...)`, fewer workers, fewer ranks; or more cores: `--cpus-per-task` under SLURM, "
+            "`docker run --cpus`, `taskset`",
+            "own_threads",
+        ),
+    ],
+    find=find,
+    needs=("cores.wait_share",),
+    kind="busy",
+    is_in_step=True,
+    settings=("num_workers",),
+    verified_on="cpu",
+    sick=contended(),
+    healthy=contended(0.05),
+)

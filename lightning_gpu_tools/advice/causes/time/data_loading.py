@@ -1,0 +1,449 @@
+"""data_loading: training waits for batches.
+
+Takes the median wait in steady steps. On a GPU, only waits during which the GPU was idle count, by CUDA events around
+sampled steps. The kind comes from polls of the workers (/proc: running, without a core, waiting for storage), from
+batches that are ready early or late, and from CPU times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from statistics import median
+
+from lightning_gpu_tools.advice.cause import LOADER_SETTINGS, Cause, Shape
+from lightning_gpu_tools.advice.causes.time.cpu_contention import one_thread_per_worker
+from lightning_gpu_tools.advice.examples import STEP, WAITS, cpu_run
+from lightning_gpu_tools.advice.findings import (
+    MIN_CEILING,
+    MIN_CEILING_LOWER,
+    Evidence,
+    Finding,
+    as_times,
+    known,
+    lost_time,
+    median_interval,
+)
+from lightning_gpu_tools.advice.lines import MIN_SAMPLES, is_of_program, seen_in, sentence, where
+from lightning_gpu_tools.advice.loader_plan import (
+    BETWEEN_RUNS,
+    BY_THE_FINDER,
+    LoadCost,
+    LoaderPlan,
+    LoaderResult,
+    advised,
+    as_searched,
+    plan_loader,
+    predict_step,
+    settings_line,
+    with_range,
+)
+from lightning_gpu_tools.advice.storage import described, evidence_of, may_be_remote
+from lightning_gpu_tools.advice.workers_allowed import why_not_searched, why_not_switched, workers_allowed
+from lightning_gpu_tools.training.phases import IN_WORKER, PAUSES
+from lightning_gpu_tools.training.run_measurements import (
+    DATA_LOADING,
+    LoaderFacts,
+    LoaderSettings,
+    LoadingFacts,
+    RunMeasurements,
+    StepBlock,
+    without_warm_up,
+)
+from lightning_gpu_tools.units import format_bytes, format_duration, printable
+
+# Our defaults, unless a source is named.
+# Storage is the limit if the workers wait for it in more than the first share of polls, and compute for less than the
+# second share of the time. SageMaker's IOBottleneck rule requires an I/O wait of 50 %, of a single process.
+_STORAGE_WAIT = 0.30
+_COMPUTING = 0.50
+_FINDER = "NumWorkersFinder()"
+# Cores are the limit if the workers are runnable for the first share of the time, and find no free core in the second
+# share of it. loadtune calls a CPU saturated at 85 %.
+_RUNNABLE = 0.80
+_DELAYED = 0.20
+_READY = 0.90  # the workers are fast enough if a batch is ready before this share of steps
+# One worker lags if half of all prefetched batches are ready when its batch arrives.
+_READY_OUT_OF_ORDER = 0.5
+_MIN_LONG_WAITS = 5
+# A cold page cache: the first third of a run reads three times as much from storage as the last third (gpuprof's rule),
+# and waits twice as long.
+_COLD_READS = 3.0
+_COLD_WAIT = 0.5
+_MIN_COLD_BLOCKS = 6
+_MIN_STORAGE_BYTES = 64 * 2**10  # per batch
+_UNPACKING = 0.5  # of its wait: a training process that computes for this part is unpacking batches
+# Receiving a batch of one tensor took 0.5 to 2.3 ms, which no setting changes.
+_MIN_UNPACKING_S = 0.005  # twice the longest
+# Indexing a few tensors and putting the rows together takes 5 to 20 us per sample (measured), decoding an image 100 us
+# or more.
+_MAX_SAMPLE_S = 50e-6
+_MIN_BATCH = 32  # samples
+_MAX_OWN = 0.20  # of the sampled lines: those of functions that the dataset calls
+_SAMPLERS = ("RandomSampler", "SequentialSampler")
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    for finding in _waiting(run):
+        yield _with_lines(run, finding)
+
+
+def find_searched(run: RunMeasurements, searched: LoaderResult) -> Iterator[Finding]:
+    """Yield the same finding with the measurements of a search for settings instead of the predictions."""
+    for finding in _waiting(run):
+        yield _with_lines(run, as_searched(finding, searched))
+
+
+def _waiting(run: RunMeasurements) -> Iterator[Finding]:
+    blocks = without_warm_up(run.blocks)
+    # Of the loader that training waits for most.
+    wait_s = run.loader_wait_share * median(block.data_loading_s / block.steps for block in blocks)
+    step_s = median(block.step_s for block in blocks)
+    paused_s = sum(run.phase_s.get(phase, 0.0) for phase in PAUSES)
+    # A wait that overlaps GPU work costs nothing.
+    scale = max(0.0, 1 - paused_s / run.wall_s) * run.exposed(DATA_LOADING)
+    share = min(wait_s / step_s * scale, run.idle_share) if step_s > 0 else 0.0
+    if share <= 0:
+        return
+    shares = [block.data_loading_s / block.steps / block.step_s for block in blocks if block.step_s > 0]
+    lower, _ = median_interval(shares) or (min(shares), 1.0)
+    lower *= run.loader_wait_share
+    evidence: Evidence = {
+        "wait_ms_per_step": wait_s * 1e3,
+        "step_ms": step_s * 1e3,
+        "cores": run.host.cores,
+        "exposed_percent": None if run.gpu_idle is None else 100 * run.exposed(DATA_LOADING),
+        "loader": None if run.loader_now is None else run.loader_now.name or None,
+    }
+    found = lost_time(
+        run,
+        DATA_LOADING,
+        share,
+        begins="Waiting for data takes",
+        advice=_of_another_loader(run),
+        phase=DATA_LOADING,
+        evidence=evidence,
+        detail=f"{format_duration(wait_s)} of {format_duration(step_s)} per steady step",
+        lower=min(lower * scale, share),
+    )
+    if run.loader is None:
+        yield found
+        return
+    yield _of_torch_loader(found, run, run.loader, run.loading or LoadingFacts(), wait_s, step_s)
+
+
+def why_not(run: RunMeasurements, finding: Finding) -> str:
+    """Return why a steady wait needs no change; empty if it does."""
+    wait_s = float(finding.evidence["wait_ms_per_step"]) / 1e3
+    is_ready = run.loading is not None and (run.loading.ready_share or 0.0) >= _READY
+    if wait_s < _MIN_UNPACKING_S and (is_ready or finding.evidence.get("kind") == "main_process"):
+        return f"it is {format_duration(wait_s)} per step, about the time to receive a ready batch"
+    return ""
+
+
+def _of_another_loader(run: RunMeasurements) -> str:
+    facts = run.loader_now
+    if facts is not None and facts.is_iterator and not run.has_trainer:
+        kind = printable(facts.kind.rpartition(".")[2])
+        return (
+            f"watch() sees no DataLoader inside of this {kind}. Pass the DataLoader itself: "
+            "enumerate(run.batches(loader)), not run.batches(enumerate(loader))."
+        )
+    kind = "" if facts is None else f" but a {printable(facts.kind)}"
+    return (
+        f"The loader{_name(facts)} is not a torch DataLoader{kind}. Use its own settings to load in parallel, or cache "
+        "what it computes for each batch."
+    )
+
+
+def _name(facts: LoaderFacts | None) -> str:
+    """Return the name of a loader among several, after a space; empty if it is the only one."""
+    if facts is None or not facts.name:
+        return ""
+    return f" {printable(facts.name)}" + (f" ({printable(facts.dataset)})" if facts.dataset else "")
+
+
+def _of_torch_loader(
+    found: Finding, run: RunMeasurements, loader: LoaderSettings, seen: LoadingFacts, wait_s: float, step_s: float
+) -> Finding:
+    # While training waits, the loader delivers all it can: its workers together deliver one batch per step.
+    wall_s, cpu_s, delayed = loader.num_workers * step_s, run.worker_cpu_s_per_batch, seen.delayed_share or 0.0
+    if not loader.num_workers:
+        steady = sum(run.blocks, StepBlock())
+        wall_s, cpu_s = wait_s, steady.data_loading_cpu_s / steady.steps
+        delayed = min(1.0, steady.data_loading_core_wait_s / steady.data_loading_s)
+    # Waiting for a core is no waiting for storage.
+    wall_s = max((1 - delayed) * wall_s, min(wall_s, cpu_s or 0.0), 1e-6)
+    cost = LoadCost(wall_s=wall_s, cpu_s=cpu_s, batch_bytes=run.batch_bytes)
+    own_s = max(step_s - wait_s, 1e-6)
+    step_cpu_s = min(run.busy_cores, run.host.cores) * own_s
+    most = workers_allowed(run.loader_began).most
+    plan = plan_loader(
+        loader, cost, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores, most_workers=most
+    )
+    tried = max(plan.settings.num_workers, loader.num_workers + 1)
+    after = predict_step(loader, cost, tried, step_s=own_s, host=run.host, cuda=run.on_gpu, step_cores=run.busy_cores)
+    # The saved part of the wall time. A wait that overlaps GPU work counts only if the GPU was idle.
+    saved = [found.share * (step_s - one_s) / wait_s for one_s in after]
+    upper, expected, lower = (1 / (1 - one) for one in saved)
+    if _has_no_free_core(seen):
+        lower, expected, upper = (min(1.0, one) for one in (lower, expected, upper))
+    if upper >= MIN_CEILING_LOWER:
+        lower, upper = lower / (1 + BETWEEN_RUNS), upper * (1 + BETWEEN_RUNS)
+    speedup = (lower, expected, upper)
+    computing = 1.0 if cpu_s is None or cpu_s >= wall_s else cpu_s / wall_s
+    cpu_times = _cpu_times(run, cpu_s or 0.0, step_cpu_s)
+    at_once = _fetched_at_once(run, loader, min(cpu_s or 0.0, wall_s), computes=computing >= _COMPUTING)
+    if at_once is not None:
+        kind, advice = "cpu_bound", at_once
+    else:
+        kind, advice = _shortage(run, loader, seen, plan, computing, tried, speedup, cpu_times)
+    evidence: Evidence = {
+        "kind": kind,
+        "num_workers": loader.num_workers,
+        "num_workers_needed": plan.workers_needed,
+        "load_ms_per_batch": wall_s * 1e3,
+        "step_cpu_ms": step_cpu_s * 1e3,
+        "load_cpu_ms_per_batch": None if cpu_s is None else cpu_s * 1e3,
+    }
+    for name, value in asdict(seen).items():
+        is_share = value is not None and name.endswith("_share")
+        shown = f"workers_{name}" if name in ("runnable_share", "delayed_share", "runnable_threads") else name
+        evidence[shown.replace("_share", "_percent")] = 100 * value if is_share else value
+    evidence |= evidence_of(run.storage)
+    found = replace(found, advice=advice, evidence={**found.evidence, **known(evidence)})
+    if at_once is not None:
+        return found
+    found = with_range(found, tried, *speedup)
+    # Other advice may end the whole wait.
+    has_advice = kind == "too_few_workers" and plan.settings.num_workers > loader.num_workers
+    return advised(found) if has_advice and not workers_allowed(run.loader_began).obstacles else found
+
+
+def _shortage(
+    run: RunMeasurements,
+    now: LoaderSettings,
+    seen: LoadingFacts,
+    plan: LoaderPlan,
+    computing: float,
+    tried: int,
+    speedup: tuple[float, float, float],
+    cpu_times: str,
+) -> tuple[str, str]:
+    """Return the kind and the advice.
+
+    ``computing`` is the share of loading that is CPU time, and ``speedup`` the prediction for ``tried`` workers.
+    """
+    waiting_s = sum(block.data_loading_s for block in run.blocks)
+    computing_s = sum(block.data_loading_cpu_s for block in run.blocks)
+    is_unpacking = now.num_workers > 0 and computing_s > _UNPACKING * waiting_s
+    out_of_order = (seen.ready_out_of_order_share or 0.0) if seen.long_waits >= _MIN_LONG_WAITS else 0.0
+    early_bytes, late_bytes = seen.early_storage_bytes_per_batch or 0.0, seen.late_storage_bytes_per_batch or 0.0
+    allowed, search = workers_allowed(run.loader_began), _search(run)
+    lower, expected, upper = speedup
+    no_workers = now.num_workers == plan.settings.num_workers == 0
+    is_certain = expected >= MIN_CEILING and lower > MIN_CEILING_LOWER
+    name = _name(run.loader_now)
+    settings = settings_line(now, plan.settings) + (f" for the loader{name}" if name else "")
+    in_memory = run.storage is not None and run.storage.is_memory
+    if plan.settings.num_workers > run.host.cores:
+        waiting = f"{100 * (1 - computing):.0f} % of the time"
+        settings += f". torch warns about more workers than cores: ignore it, because they wait {waiting}"
+    if now.num_workers > 1 and out_of_order >= _READY_OUT_OF_ORDER:
+        kind = "slow_worker"
+        advice = (
+            f"Some batches delay the others: when a late one arrives, {100 * out_of_order:.0f} % of the batches "
+            "prefetched by other workers are ready. Find the slow samples, or the slow worker. To bridge the gaps, set "
+            f"prefetch_factor={2 * (now.prefetch_factor or 2)} (now {now.prefetch_factor}), or in_order=False, which "
+            "changes the order of batches."
+        )
+    elif not in_memory and early_bytes >= max(_MIN_STORAGE_BYTES, _COLD_READS * late_bytes) and _waits_less(run):
+        kind = "cold_cache"
+        advice = (
+            f"Early batches read {format_bytes(early_bytes)} each from storage, later ones from the page cache."
+            f"{described(run.storage)} Later epochs need no change."
+            f"{' For the first one, copy the data to a local disk.' if may_be_remote(run.storage) else ''}"
+        )
+    elif not in_memory and computing < _COMPUTING and (seen.storage_wait_share or 0.0) > _STORAGE_WAIT:
+        kind = "io_bound"
+        changes = "pack small files into large ones, or keep decoded samples in memory"
+        changes = f"Copy the data to a local disk, {changes}" if may_be_remote(run.storage) else changes.capitalize()
+        advice = (
+            f"The workers were waiting for storage in {100 * (seen.storage_wait_share or 0.0):.0f} % of the polls."
+            f"{described(run.storage)} {changes}."
+        )
+        if plan.settings.num_workers > now.num_workers:
+            more = f"{allowed.reasons} Then more" if allowed.obstacles else "More"
+            advice += f" {more} workers help if the storage serves them in parallel: {settings}."
+            advice += f" {search} measures it." if search else ""
+    elif not is_unpacking and (one_thread := one_thread_per_worker(run)):
+        kind, advice = "cpu_bound", one_thread
+    elif not is_unpacking and (
+        _has_no_free_core(seen) or (plan.limited_by == "cores" and not is_certain) or no_workers
+    ):
+        kind = "cpu_bound"
+        no_help = f"More workers will not help, because the CPU is the limit: {cpu_times}"
+        may_help = (
+            f"The CPU is the limit: {cpu_times}. Speedup with num_workers={tried}: {as_times(lower)} to "
+            f"{as_times(upper)}{f'; {search} measures it' if search else ''}"
+        )
+        if allowed.obstacles or (allowed.most is not None and tried > allowed.most):
+            may_help = f"The CPU is the limit: {cpu_times}"
+        advice = (
+            f"{no_help if upper < MIN_CEILING_LOWER else may_help}. Do less work per sample: cache what is computed "
+            "each time (decoding, tokenizing), store smaller samples, or get more cores."
+        )
+    elif not is_unpacking and (plan.settings.num_workers > now.num_workers or plan.limited_by in ("shm", "shards")):
+        kind = "too_few_workers"
+        needs = f"{run.activity.capitalize()} needs {plan.workers_needed} workers (now {now.num_workers}), but"
+        limits = {
+            "cores": f"Beyond that, the CPU is the limit: {cpu_times}.",
+            "shm": f"{needs} /dev/shm is too small for their batches. Enlarge it: docker run --shm-size=..., or "
+            "--ipc=host.",
+            "shards": f"{needs} {allowed.why_most}. Store the data in more shards.",
+        }
+        sentences = [limits.get(plan.limited_by or "", "")]
+        if plan.settings.num_workers > now.num_workers:
+            found = BY_THE_FINDER if search == _FINDER else f"{search} finds them."
+            sentences = [f"Set {settings}.", found if search else "", *sentences]
+        if allowed.obstacles:
+            sentences = [allowed.reasons, f"Then set {settings}."]
+        advice = " ".join(filter(None, sentences))
+    else:
+        kind = "main_process"
+        advice = (
+            f"The limit is unpacking what the {now.num_workers} workers send; more workers will not help. Return a "
+            "few large tensors, not many small ones or Python objects, and collate in the workers."
+        )
+    return kind, advice
+
+
+def _fetched_at_once(run: RunMeasurements, loader: LoaderSettings, cpu_s: float, *, computes: bool) -> str | None:
+    """Return how to fetch whole batches, which take this CPU time; ``None`` if that is not what takes the time.
+
+    ``computes`` is whether loading computes for most of its time. What is in memory always does, if it has a core.
+    """
+    facts, size = run.loader_now, loader.batch_size or 0
+    if facts is None or facts.is_iterable or size < _MIN_BATCH or cpu_s > _MAX_SAMPLE_S * size:
+        return None
+    lines = seen_in(run.lines, IN_WORKER if loader.num_workers else DATA_LOADING)
+    own = sum(one.share for one in lines if is_of_program(one.file) and one.function != "__getitem__")
+    is_known = computes and sum(one.samples for one in lines) >= MIN_SAMPLES
+    if not facts.is_table and not (is_known and own <= _MAX_OWN):
+        return None
+    begin = f"Fetching takes {format_duration(cpu_s / size)} for each of the {size} samples of a batch"
+    end = "More workers would help less."
+    if not facts.is_table or not facts.collates or not facts.sampler:
+        return (
+            f"{begin}. Give the dataset a method `__getitems__(self, indices)` that returns a whole batch, fetched in "
+            f"one operation, and the loader a collate_fn that returns it unchanged. {end}"
+        )
+    sampler = f"{facts.sampler}(dataset)" if facts.sampler in _SAMPLERS else "sampler"
+    return (
+        f"{begin}, which are in memory. Fetch each batch by one index: DataLoader(dataset, batch_size=None, "
+        f"sampler=BatchSampler({sampler}, {size}, drop_last={facts.drop_last})). {end}"
+    )
+
+
+def _search(run: RunMeasurements) -> str:
+    """Return the search that would act on the loader; empty if it would leave it alone."""
+    began, now = run.loader_began, run.loader_now
+    if run.has_trainer and run.stage == "fit":
+        return "" if began and now and why_not_switched(began, now) else _FINDER
+    return "" if began and why_not_searched(began) else "find_loader_settings(loader, step_time_s=...)"
+
+
+def _has_no_free_core(seen: LoadingFacts) -> bool:
+    return (seen.runnable_share or 0.0) >= _RUNNABLE and (seen.delayed_share or 0.0) >= _DELAYED
+
+
+def _waits_less(run: RunMeasurements) -> bool:
+    waits, third = [block.data_loading_s / block.steps for block in run.blocks], len(run.blocks) // 3
+    return len(waits) >= _MIN_COLD_BLOCKS and median(waits[-third:]) <= _COLD_WAIT * median(waits[:third])
+
+
+def _cpu_times(run: RunMeasurements, load_cpu_s: float, step_cpu_s: float) -> str:
+    host = run.host
+    cores = f"{host.cores:g} core{'s' if host.cores > 1 else ''}"
+    if host.cores_in_reach is not None and host.cores_in_reach < 0.9 * host.cores:
+        cores += f" ({host.cores_in_reach:.2g} free of other jobs)"
+    if host.local_ranks > 1:
+        cores += f" for {host.local_ranks} ranks"
+    return (
+        f"a batch takes {format_duration(load_cpu_s)} of CPU time, a step {format_duration(step_cpu_s)}, and this job "
+        f"has {cores}"
+    )
+
+
+def _with_lines(run: RunMeasurements, finding: Finding) -> Finding:
+    """Add the source lines that take the time, unless the workers are not the limit."""
+    evidence = finding.evidence
+    phase = IN_WORKER if evidence.get("num_workers") else DATA_LOADING
+    lines = where(run.lines, phase)
+    if lines is None or (phase == IN_WORKER and evidence["kind"] == "main_process"):
+        return finding
+    line = sentence(run.lines, phase, whose="the loader's time")
+    return replace(finding, evidence={**evidence, "source_lines": lines}, advice=f"{finding.advice} {line}".strip())
+
+
+CAUSE = Cause(
+    rows=[
+        Shape(
+            "Waiting for data takes ...; *Next* has `DataLoader(..., num_workers=...)` and a range of the speedup",
+            "set these values, or let `NumWorkersFinder()` measure and apply them. If that is not enough, the limit is "
+            "the step itself, the CPU cores, or /dev/shm",
+            "too_few_workers",
+        ),
+        Shape(
+            "... is open, and forked workers would share it; ... is iterable and does not split by worker; this "
+            "process may not start workers",
+            "first what the advice says: open the file in the worker, split the stream by `get_worker_info()`, start "
+            "the process by `multiprocessing.Process(daemon=False)`; then `num_workers`",
+            "too_few_workers",
+        ),
+        Shape(
+            "Fetching takes ... for each of the ... samples of a batch",
+            "fetch a batch by one index: `sampler=BatchSampler(...)` with `batch_size=None`, or `__getitems__` in the "
+            "dataset",
+            "cpu_bound",
+        ),
+        Shape(
+            "The CPU is the limit: a batch takes ... of CPU time, a step ..., and this job has ... cores",
+            "cache what is computed each time (decoded, tokenized or featurized samples), store smaller samples, get "
+            "more cores",
+            "cpu_bound",
+        ),
+        Shape(
+            "Each of the ... workers keeps ... threads runnable, on ... cores",
+            "`cv2.setNumThreads(0)`, `torch.set_num_threads(1)` and the like in `worker_init_fn`",
+            "cpu_bound",
+        ),
+        Shape(
+            "The workers were waiting for storage in ... % of the polls",
+            "copy the data to a local disk; a few large files instead of many small ones",
+            "io_bound",
+        ),
+        Shape(
+            "When a late batch arrives, ... % of the prefetched batches are ready",
+            "find the slow samples; `prefetch_factor`, or `in_order=False`",
+            "slow_worker",
+        ),
+        Shape(
+            "Early batches read ... each from storage, later ones from the page cache",
+            "no change: it ends after the first epoch",
+            "cold_cache",
+        ),
+        Shape(
+            "The limit is unpacking what the workers send",
+            "a few large tensors instead of many small objects",
+            "main_process",
+        ),
+    ],
+    find=find,
+    why_not=why_not,
+    find_searched=find_searched,
+    settings=LOADER_SETTINGS,
+    verified_on="cpu",
+    sick=cpu_run(WAITS),
+    healthy=cpu_run({"data_loading": 0.2, **STEP}),
+)

@@ -1,0 +1,59 @@
+"""device_sync: the host waits for the GPU inside the step, and then the GPU waits for the host.
+
+A few steps run under torch.cuda.set_sync_debug_mode, which reports the lines that wait. Calls of
+torch.cuda.synchronize() are counted as well. The time that a step would take without these waits limits the gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
+from lightning_gpu_tools.advice.findings import Evidence, Finding, lost_time
+from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE, idle_in_step, syncs_in_step
+from lightning_gpu_tools.advice.lines import in_words
+from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
+
+_MAX_LINES = 3  # our default: lines in the advice
+_LOG_WITHOUT_SYNC = " Pass the tensor itself to self.log; prog_bar=True syncs each time the bar is drawn."
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    idle = idle_in_step(run)
+    if run.watched is None or idle is None or idle.syncs < MIN_SHARE:
+        return
+    syncs = syncs_in_step(run)
+    per_step = sum(one.samples for one in syncs) / run.watched.steps
+    lines = ", ".join(in_words(one.file, one.line, one.function) for one in syncs[:_MAX_LINES])
+    evidence: Evidence = {
+        "syncs_per_step": per_step,
+        "source_lines": lines,
+    }
+    advice = (
+        f"The host waits for the GPU {per_step:.3g}x per step, at {lines}. Remove .item(), .cpu(), float(), print, "
+        "nonzero and synchronize() there, or call them every 50 steps."
+        f"{_LOG_WITHOUT_SYNC if run.has_trainer else ''}"
+    )
+    yield lost_time(
+        run,
+        "device_sync",
+        idle.syncs,
+        begins=f"Waiting for GPU results inside the {run.activity} step takes",
+        advice=advice,
+        phase=TRAINING_STEP,
+        per_step_s=idle.syncs * run.step_s,
+        evidence=evidence,
+    )
+
+
+CAUSE = Cause(
+    says="Waiting for GPU results inside the training step, with the source line",
+    change="remove `.item()`, `print(tensor)`, `.cpu()`, `torch.cuda.synchronize()` there",
+    find=find,
+    needs=("watched",),
+    is_in_step=True,
+    verified_on="hardware",
+    sick=gpu_run(STEP, 50.0, **watched(line=42)),
+    healthy=gpu_run(STEP, 97.0, **watched(line=42)),
+)

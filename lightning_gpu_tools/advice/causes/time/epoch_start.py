@@ -1,0 +1,38 @@
+"""epoch_start: epochs are short, and starting one takes long.
+
+Times the iterator, the start of the workers, and the first batch. It is judged even if epochs are too short for steady
+steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
+from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.host_phases import lost_in, phases_of
+from lightning_gpu_tools.training.phases import EPOCH_START
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+MIN_EPOCHS = 5  # our default, without enough steady steps: in fewer epochs, only the first start may have been slow
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    ends_workers = run.loader is not None and run.loader.num_workers > 0 and not run.loader.persistent_workers
+    keep = ", or keep the loader's workers between epochs (persistent_workers=True)" if ends_workers else ""
+    for one in phases_of(run, EPOCH_START):
+        yield lost_in(run, one, begins="Starting epochs takes", advice=f"Make epochs longer{keep}.")
+
+
+CAUSE = Cause(
+    says="Starting epochs takes ...",
+    change="longer epochs; `persistent_workers=True`",
+    find=find,
+    is_however_short=True,
+    is_judged_early=lambda run: run.epochs >= MIN_EPOCHS,
+    settings=("persistent_workers",),
+    verified_on="cpu",
+    sick=cpu_run({"epoch_start": 20, **STEP}),
+    healthy=cpu_run({"epoch_start": 0.4, **STEP}),
+)

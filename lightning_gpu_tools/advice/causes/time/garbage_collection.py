@@ -1,0 +1,35 @@
+"""garbage_collection: Python's garbage collector scans all objects again and again.
+
+Times collections beyond the youngest generation, with Python's gc.callbacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
+from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.host_phases import lost_in, phases_of
+from lightning_gpu_tools.training.phases import GARBAGE_COLLECTION
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    for one in phases_of(run, GARBAGE_COLLECTION):
+        advice = (
+            f"Call gc.collect() and gc.freeze() once before {run.activity}, so that later collections skip existing "
+            "objects. "
+            f"If the program calls gc.collect() itself, call it {one.times} times less often."
+        )
+        yield lost_in(run, one, begins="Garbage collection takes", advice=advice)
+
+
+CAUSE = Cause(
+    says="Garbage collection takes ...",
+    change="call `gc.collect()` and `gc.freeze()` once before training; call `gc.collect()` less often",
+    find=find,
+    verified_on="cpu",
+    sick=cpu_run({"garbage_collection": 10, **STEP}),
+    healthy=cpu_run({"garbage_collection": 0.4, **STEP}),
+)

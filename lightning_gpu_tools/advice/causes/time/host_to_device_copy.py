@@ -1,0 +1,83 @@
+"""host_to_device_copy: the GPU waits for batches to be copied; on the CPU, transfer hooks take long.
+
+On a GPU, only time during which the GPU was idle counts, by CUDA events around sampled steps. On the CPU, all time in
+the transfer hooks counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import COPIES, gpu_run, sampled_idle
+from lightning_gpu_tools.advice.findings import Finding, lost_time
+from lightning_gpu_tools.advice.host_phases import lost_in, phases_of
+from lightning_gpu_tools.advice.idle_in_step import MIN_SHARE
+from lightning_gpu_tools.training.run_measurements import COPY, RunMeasurements
+
+_BEGINS = "Moving batches to the device takes"
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    yield from _to_gpu(run) if run.on_gpu else _on_cpu(run)
+
+
+def _on_cpu(run: RunMeasurements) -> Iterator[Finding]:
+    hooks = "the transfer hooks faster (transfer_batch_to_device, on_after_batch_transfer), or do their"
+    advice = f"Make {hooks if run.has_trainer else 'moving the batch faster, or do that'} work in the dataset, where "
+    for one in phases_of(run, COPY):
+        yield lost_in(run, one, begins=_BEGINS, advice=f"{advice}workers run it in parallel.")
+
+
+def _to_gpu(run: RunMeasurements) -> Iterator[Finding]:
+    between = 0.0 if run.gpu_idle is None else run.lost_share(COPY)
+    share = min(between, run.idle_share)
+    if share < MIN_SHARE:
+        return
+    copy_s = share * run.step_s
+    evidence = {
+        "batch_bytes": run.batch_bytes or None,
+        "bytes_per_second": run.batch_bytes / copy_s if run.batch_bytes else None,
+    }
+    yield lost_time(
+        run,
+        COPY,
+        share,
+        begins=_BEGINS,
+        advice=_advice(run),
+        phase=COPY,
+        per_step_s=copy_s,
+        evidence=evidence,
+        lines=[COPY],
+    )
+
+
+def _advice(run: RunMeasurements) -> str:
+    if run.loader is not None and not run.loader.pin_memory:
+        by_itself, by_hand = (
+            ("Lightning", "transfer_batch_to_device") if run.has_trainer else ("Fabric", "batch.to(device)")
+        )
+        advice = (
+            "Set DataLoader(pin_memory=True) (now False): the GPU copies page-locked memory in the background. "
+            f"{by_itself} passes non_blocking=True; your own {by_hand} must do so as well."
+        )
+    else:
+        hook = " in on_after_batch_transfer" if run.has_trainer else ""
+        advice = f"Copy less: send images as uint8 and convert them on the GPU{hook}."
+    if len(run.ranks) > 1 and run.has_trainer:
+        advice += (
+            " With several ranks, no copy overlaps the previous step, because Lightning synchronizes before each copy "
+            "(Lightning issue 21487)."
+        )
+    return advice
+
+
+CAUSE = Cause(
+    says="Moving batches to the device takes ...",
+    change="`pin_memory=True`; `uint8` images",
+    find=find,
+    settings=("pin_memory",),
+    verified_on="hardware",
+    sick=gpu_run(**COPIES),
+    healthy=gpu_run(**{**COPIES, "utilization": 97.0, "gpu_idle": sampled_idle(host_to_device_copy=(20.0, 0.5))}),
+)

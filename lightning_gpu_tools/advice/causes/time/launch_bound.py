@@ -1,0 +1,75 @@
+"""launch_bound: the host launches kernels more slowly than the GPU runs them.
+
+Takes the GPU's idle time inside the step, by CUDA events and the driver's utilization, if no line waits for the GPU and
+the host needs little time per operation. A short step that hardly uses the GPU counts as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, watched
+from lightning_gpu_tools.advice.findings import Finding, lost_time
+from lightning_gpu_tools.advice.idle_in_step import caveat_of_larger_batch, idle_in_step, is_tiny, larger_batch
+from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
+
+# Our defaults.
+_MIN_SHARE = 0.15  # even a well-fed GPU has some gaps
+_MIN_REPLAYS = 0.5  # of CUDA graphs per step; fewer are not part of the steps
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    if not run.on_gpu:
+        return
+    idle, tiny = idle_in_step(run), is_tiny(run)
+    share = (run.idle_in_step_share or 0.0) if tiny else 0.0 if idle is None else idle.launches
+    if share < _MIN_SHARE:
+        return
+    evidence = {
+        "step_ms": run.step_s * 1e3,
+        "operations_per_step": None if run.watched is None else run.watched.operations,
+    }
+    larger, caveat = larger_batch(run), caveat_of_larger_batch(run)
+    if tiny:
+        larger = larger or "a larger batch_size"
+        advice = f"The model is too small for this GPU. Set {larger}, or train on the CPU.{caveat}"
+    else:
+        advice = f"The host launches kernels more slowly than the GPU runs them. Use {_fewer_launches(run)}" + (
+            f", or {larger}.{caveat}" if larger else "."
+        )
+    yield lost_time(
+        run,
+        "launch_bound",
+        share,
+        begins="Launching many small kernels takes",
+        advice=advice,
+        phase=TRAINING_STEP,
+        per_step_s=share * run.step_s,
+        evidence=evidence,
+        lines=[TRAINING_STEP],
+        basis="heuristic" if idle is None else "measured",
+    )
+
+
+def _fewer_launches(run: RunMeasurements) -> str:
+    fused = ", a fused optimizer (AdamW(..., fused=True))" if run.stage == "fit" else ""
+    if run.replays_per_step >= _MIN_REPLAYS:
+        return f"CUDA graphs for the code outside of the {run.replays_per_step:.0f} per step{fused}"
+    if run.recompiled is not None:
+        return f"mode='reduce-overhead' (CUDA graphs) in your torch.compile call{fused}"
+    return f"torch.compile(model, mode='reduce-overhead') (CUDA graphs){fused}"
+
+
+CAUSE = Cause(
+    says="Launching many small kernels takes ...",
+    change="`torch.compile`, a fused optimizer, a larger batch; train a very small model on the CPU",
+    find=find,
+    is_in_step=True,
+    is_however_short=True,  # a larger batch makes launches rarer
+    is_of_tiny_models=True,
+    settings=("batch_size",),
+    verified_on="hardware",
+    sick=gpu_run(STEP, 40.0, **watched(1500)),
+    healthy=gpu_run(STEP, 97.0, **watched(1500)),
+)

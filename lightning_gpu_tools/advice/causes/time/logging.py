@@ -1,0 +1,50 @@
+"""logging: loggers, or ``self.log``, take up the training thread.
+
+Times each logger by class, and collecting the metrics of self.log. On a GPU, only time during which the GPU was idle
+counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
+from lightning_gpu_tools.advice.findings import Finding
+from lightning_gpu_tools.advice.host_phases import HostPhase, lost_in, phases_of
+from lightning_gpu_tools.training.phases import LOGGING
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+_USUAL_STEPS = 50  # Lightning's default of log_every_n_steps; that in the advice is a multiple
+_MAX_STEPS = 1000  # our default, the most in the advice: less frequent metrics show too little
+
+
+def _advice(one: HostPhase, run: RunMeasurements) -> str:
+    if not run.has_trainer:
+        return f"Log {one.times} times less often. Training waits while it logs."
+    if one.method == "log":
+        return "Pass fewer metrics to self.log, without prog_bar=True, which syncs in every step."
+    if run.stage != "fit":  # where Lightning logs metrics of steps in each of them
+        return f"Pass on_step=False to self.log: {one.name} then writes once, at the end."
+    now = max(1, run.log_every_n_steps)
+    steps = min(_USUAL_STEPS * math.ceil(one.times * now / _USUAL_STEPS), max(_MAX_STEPS, 2 * now))
+    return f"Log less often: Trainer(log_every_n_steps={steps}). Training waits while {one.name} writes."
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    for one in phases_of(run, LOGGING):
+        what = one.name if one.method else f"The logger {one.name}"
+        if one.phase == LOGGING:
+            what = "Logging"
+        yield lost_in(run, one, begins=f"{what} takes", advice=_advice(one, run))
+
+
+CAUSE = Cause(
+    says="The logger ... takes ..., `self.log` takes ...",
+    change="`log_every_n_steps`; fewer metrics in `self.log`",
+    find=find,
+    verified_on="cpu",
+    sick=cpu_run({"logging/CSVLogger": 20, **STEP}),
+    healthy=cpu_run({"logging/CSVLogger": 0.4, **STEP}),
+)

@@ -1,0 +1,64 @@
+"""low_precision: the model computes in 32-bit, and the GPU's tensor cores are idle.
+
+The driver's counter of active tensor cores (GPM, on Hopper and later) is near zero at 32-bit precision. A speedup of 2
+for matrix products is a rule of thumb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
+from lightning_gpu_tools.advice.findings import Finding, lost_time
+from lightning_gpu_tools.advice.idle_in_step import is_tiny
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+_IDLE_PERCENT = 1.0  # torch's TensorBoard plugin: 0
+_VOLTA = (7, 0)  # has tensor cores
+_AMPERE = (8, 0)  # has bfloat16 and TF32
+_SPEEDUP = 2.0  # our default: half the bytes, where memory is the limit
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    active_percent = None if run.gpu is None else run.gpu.tensor_active_percent
+    capability = run.compute_capability or (0, 0)
+    precision = run.precision or ""
+    if active_percent is None or active_percent >= _IDLE_PERCENT or capability < _VOLTA:
+        return
+    if not precision.startswith("32") or is_tiny(run):
+        return
+    # The precision of a plain loop is unknown, so without a Trainer it is Fabric's.
+    driver = "Trainer" if run.has_trainer else "Fabric"
+    if capability >= _AMPERE:
+        advice = f"Set {driver}(precision='bf16-mixed')"
+        if run.matmul_precision == "highest":
+            advice += ", or for a smaller change torch.set_float32_matmul_precision('high') (TF32)"
+        advice += ", and compare the validation metric."
+    else:
+        advice = (
+            f"Set {driver}(precision='16-mixed'); this GPU does not support bf16. Watch for a loss of inf or nan: fp16 "
+            "overflows above 65504."
+        )
+    yield lost_time(
+        run,
+        "low_precision",
+        (run.utilization_percent or 0.0) / 100 * (1 - 1 / _SPEEDUP),
+        begins="Computing in 32-bit leaves the tensor cores idle and costs",
+        advice=f"The tensor cores are idle at precision {precision!r}. {advice}",
+        evidence={"tensor_active_percent": active_percent, "precision": precision},
+        basis="heuristic",
+    )
+
+
+CAUSE = Cause(
+    says="Computing in 32-bit leaves the tensor cores idle and costs ...",
+    change='`precision="bf16-mixed"` (`"16-mixed"` before Ampere, where numbers above 65504 overflow)',
+    find=find,
+    needs=("gpu.tensor_active_percent",),
+    kind="remark",
+    settings=("precision",),
+    verified_on="measurements",
+    sick=gpu_run(STEP, 97.0, **on_hopper(tensor_active_percent=0.0)),
+    healthy=gpu_run(STEP, 97.0, precision="bf16-mixed", **on_hopper(tensor_active_percent=0.0)),
+)

@@ -1,0 +1,58 @@
+"""power_cap: the driver lowers the clocks of a busy GPU at its power limit.
+
+Reads the driver's throttling reasons and clocks while the GPU is busy. A GPU at its highest possible limit is not
+reported, because nothing can be changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, capped, gpu_run
+from lightning_gpu_tools.advice.findings import BUSY_PERCENT, Finding, lost_time
+from lightning_gpu_tools.gpus.metrics import GpuWindow
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+# Our defaults. Reaching the limit is normal at full load, but not for this long with clocks this far below the highest.
+_MIN_PERCENT = 50.0  # of the time
+_MAX_CLOCK_PERCENT = 85.0  # of the highest clock
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    gpu, busy_percent = run.gpu or GpuWindow(), run.utilization_percent or 0.0
+    capped_percent, clock_percent = gpu.power_capped_percent, gpu.held_clock_percent
+    limit_watts, max_watts = gpu.power_limit_watts, gpu.power_limit_watts_max
+    if capped_percent is None or clock_percent is None or busy_percent < BUSY_PERCENT:
+        return
+    # An H100 is delivered at its highest limit; dense matrix products reach it, and nothing can be changed.
+    if limit_watts is None or max_watts is None or limit_watts >= max_watts:
+        return
+    if capped_percent <= _MIN_PERCENT or clock_percent >= _MAX_CLOCK_PERCENT:
+        return
+    advice = (
+        f"The power limit of {limit_watts:.0f} W throttled the clocks for {capped_percent:.0f} % of the time. Ask the "
+        f"administrator to raise it: sudo nvidia-smi -pl {max_watts:.0f} sets the highest limit of this GPU."
+    )
+    evidence = {
+        "power_capped_percent": capped_percent,
+        "held_clock_percent": clock_percent,
+        "power_limit_watts": limit_watts,
+        "power_limit_watts_max": max_watts,
+    }
+    share = capped_percent / 100 * busy_percent / 100 * (1 - clock_percent / 100)
+    yield lost_time(
+        run, "power_cap", share, begins="Throttling at the power limit costs", advice=advice, evidence=evidence
+    )
+
+
+CAUSE = Cause(
+    says="Throttling at the power limit costs ...",
+    change="raise the power limit. Throttling slows a busy GPU down but never leaves it idle",
+    find=find,
+    needs=("gpu.power_capped_percent", "gpu.held_clock_percent", "gpu.power_limit_watts", "gpu.power_limit_watts_max"),
+    kind="remark",
+    verified_on="measurements",
+    sick=gpu_run(STEP, 99.0, **capped(90.0, 70.0)),
+    healthy=gpu_run(STEP, 99.0, **capped(90.0, 70.0, 700.0)),
+)

@@ -1,0 +1,88 @@
+"""recompilation: torch.compile compiles the same function again and again.
+
+Reads torch's own record of compilations once a second: how often each function was compiled again, how long it took,
+and which guard failed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
+from lightning_gpu_tools.advice.findings import Finding, lost_time
+from lightning_gpu_tools.advice.lines import in_words, is_of_program
+from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, Recompiled, RunMeasurements
+from lightning_gpu_tools.units import printable
+
+# Our defaults. Compiling a function again to make a size dynamic is normal, and happens for a few sizes.
+_MIN_COUNT = 3
+_MAX_LINES = 3  # in the report
+_MAX_REASON = 200  # characters of torch's reason in the report
+_SIZE = re.compile(r"tensor '(?P<tensor>.+?)' (?:size|stride) mismatch at index (?P<dimension>\d+)")
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    again = run.recompiled or ()
+    count, seconds = sum(one.count for one in again), sum(one.seconds for one in again)
+    if count < _MIN_COUNT:
+        return
+    share = min(run.idle_share, seconds / run.wall_s)
+    reason = printable(again[0].reason.partition("\n")[0].partition("  #")[0].strip(), _MAX_REASON)
+    lines = [
+        f"{in_words(one.file, one.line, one.function)} ({100 * one.seconds / max(seconds, 1e-9):.0f} %)"
+        for one in again[:_MAX_LINES]
+        if is_of_program(one.file)
+    ]
+    evidence = {
+        "recompilations": count,
+        "recompile_s": seconds,
+        "reason": reason or None,
+        "source_lines": ", ".join(lines) or None,
+    }
+    yield lost_time(
+        run,
+        "recompilation",
+        share,
+        begins="Compiling the same code again takes",
+        advice=_advice(again[0], reason),
+        phase=TRAINING_STEP,
+        per_step_s=share * run.step_s,
+        evidence=evidence,
+    )
+
+
+def _advice(worst: Recompiled, reason: str) -> str:
+    name = printable(worst.function)
+    where = f"{name} ({printable(worst.file)}:{worst.line})" if is_of_program(worst.file) else name
+    advice = f"torch recompiled {where} {worst.count:,} time{'s' * (worst.count > 1)}"
+    advice += f"; the last reason was: {reason}." if reason else "."
+    if size := _SIZE.search(worst.reason):
+        tensor = re.sub(r"^L\['(.+?)'\]", r"\1", size["tensor"])
+        advice += (
+            f" Pad batches to a few lengths, or call torch._dynamo.mark_dynamic({printable(tensor)}, "
+            f"{size['dimension']}) before the compiled code runs."
+        )
+    else:
+        advice += " Keep the value it depends on constant, or pass it as a tensor."
+    return advice
+
+
+def _compiled_again(count: int, seconds: float) -> RunMeasurements:
+    """Return 200 steps of 50 ms with a function that was compiled again."""
+    reason = "tensor 'x' size mismatch at index 1. expected 128, actual 131"
+    again = Recompiled(file="train.py", line=41, function="forward", count=count, seconds=seconds, reason=reason)
+    return cpu_run(STEP, recompiled=(again,))
+
+
+CAUSE = Cause(
+    says="Compiling the same code again takes ...: the function, its line, and why",
+    change="pad to a few lengths, `mark_dynamic`",
+    find=find,
+    needs=("recompiled",),
+    is_in_step=True,
+    verified_on="cpu",
+    sick=_compiled_again(7, 2.0),
+    healthy=_compiled_again(1, 0.3),
+)

@@ -1,0 +1,139 @@
+"""slow_steps: a few steps take much longer than the rest.
+
+Finds steps that take twice the median, the line of the report in which they lose most of that time, the interval at
+which they come, and whether their batches are longer. On a GPU, only time during which the GPU was idle counts. Lines
+that have a cause of their own, such as callbacks and logging, do not count here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import cpu_run
+from lightning_gpu_tools.advice.findings import Evidence, Finding, label_of, lost_time
+from lightning_gpu_tools.training.phases import DATA_LOADING, TRAINER, TRAINING_STEP, UNEXPLAINED, base_phase
+from lightning_gpu_tools.training.run_measurements import RunMeasurements, SlowSteps, StepTimes
+
+# Our defaults.
+_MIN_SHARE = 0.10  # of the wall time
+_TIMES = 2.0  # as long as the median
+_MIN_SLOW_STEPS = 3  # fewer are chance, which no change would prevent
+# 75 % of the intervals are multiples of the period. At least two, and 50 % of all, equal it.
+_REGULAR = 0.75
+_MIN_INTERVALS = 2
+_LONGER = 1.5  # times as many elements as in other batches
+
+_PHASES = (TRAINING_STEP, DATA_LOADING, TRAINER, UNEXPLAINED)
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    times = run.step_times
+    if times is None:
+        return
+    # A step that was slow by the median at that time may not be slow by the median of the run.
+    found = [
+        one
+        for one in times.slow
+        if base_phase(one.phase) in _PHASES
+        and one.count >= _MIN_SLOW_STEPS
+        and one.seconds >= _TIMES * one.count * times.p50_s
+    ]
+    if not found:
+        return
+    slow = max(found, key=lambda one: one.excess_s)
+    label, every = label_of(slow.phase, run.activity), _period(slow.steps)
+    share = _lost(run, slow)
+    if share < _MIN_SHARE or every == run.accumulate_grad_batches:  # the optimizer's step is due then
+        return
+    longer = slow.batch_items / times.batch_items if slow.batch_items and times.batch_items else 1.0
+    times_median = slow.seconds / slow.count / max(times.p50_s, 1e-9)
+    latest = ", ".join(map(str, slow.steps[-5:]))
+    evidence: Evidence = {
+        "slow_steps": slow.count,
+        "of_steps": times.count,
+        "times_median": times_median,
+        "latest_steps": latest,
+        "every_steps": every,
+        "batch_items_times": longer if longer >= _LONGER else None,
+    }
+    if longer >= _LONGER:
+        advice = (
+            f"Slow steps have {longer:.1f} times as many elements per batch. Put samples of similar length into one "
+            "batch, or limit its tokens."
+        )
+    elif every is not None:
+        advice = f'Find what runs every {every} steps in "{label}". Run it less often, or make it faster.'
+    else:
+        advice = (
+            f'Find what the slow steps have in common in "{label}"; the latest are {latest}. Possible reasons: unusual '
+            "samples, a full disk, or other programs."
+        )
+    regularly = "" if every is None else f", every {every} steps"
+    yield lost_time(
+        run,
+        "slow_steps",
+        share,
+        begins=f"{slow.count:,} of {times.count:,} steps took {times_median:.1f} times the median"
+        f'{regularly}, in "{label}". The extra time is',
+        advice=advice,
+        phase=slow.phase,
+        evidence=evidence,
+        lines=[slow.phase],
+        whose="the time in this line",
+        basis="heuristic" if longer >= _LONGER else "measured",
+    )
+
+
+def _is_explained(finding: Finding, others: Sequence[Finding]) -> bool:
+    causes, group = {one.cause for one in others}, base_phase(str(finding.evidence["phase"]))
+    return group in causes or (group == TRAINING_STEP and not causes.isdisjoint(("recompilation", "straggler")))
+
+
+def _lost(run: RunMeasurements, slow: SlowSteps) -> float:
+    share = min(slow.excess_s / run.wall_s, 1.0)
+    if base_phase(slow.phase) != TRAINING_STEP:
+        return min(share * run.exposed(slow.phase), run.idle_share)
+    # While the GPU is busy, the host may only be waiting for it.
+    in_step = run.idle_in_step_share
+    return share if in_step is None else min(share, in_step)
+
+
+def _period(steps: Sequence[int]) -> int | None:
+    """Return the interval at which these steps come, if it is regular. Neighbors count as one."""
+    firsts = [step for before, step in pairwise((0, *steps)) if step - before > 1]
+    apart = Counter(after - before for before, after in pairwise(firsts))
+    if not apart:
+        return None
+    every, often = min(apart.items(), key=lambda item: (-item[1], item[0]))
+    regular = sum(count for interval, count in apart.items() if interval % every == 0)
+    intervals = apart.total()
+    return every if often >= max(_MIN_INTERVALS, intervals / 2) and regular >= _REGULAR * intervals else None
+
+
+def _with_slow_steps(times: float) -> RunMeasurements:
+    """Return 250 steps of 40 ms; every 50th takes ``times`` as long."""
+    steps = (50, 100, 150, 200, 250)
+    excess_s = len(steps) * (times - 1) * 0.04
+    slow = SlowSteps(
+        phase=TRAINING_STEP, count=len(steps), seconds=len(steps) * times * 0.04, excess_s=excess_s, steps=steps
+    )
+    facts = StepTimes(count=230, seconds=9.2 + excess_s, p50_s=0.04, p95_s=0.04, max_s=times * 0.04, slow=(slow,))
+    run = cpu_run({"training_step": 40.0})
+    wall_s = run.wall_s + excess_s
+    return replace(run, wall_s=wall_s, phase_s={"training_step": wall_s}, step_times=facts)
+
+
+CAUSE = Cause(
+    says="... of ... steps took ... times the median: in which line of the tree, and how often",
+    change="what the advice says: group samples of similar length, or find what runs at that period",
+    find=find,
+    left_to=_is_explained,
+    is_in_step=True,
+    verified_on="cpu",
+    sick=_with_slow_steps(15.0),
+    healthy=_with_slow_steps(3.0),
+)

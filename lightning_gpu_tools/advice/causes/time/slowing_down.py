@@ -1,0 +1,149 @@
+"""slowing_down: steps take longer and longer over the run.
+
+Compares steady steps in the last third of the run with those in the first third. Noise is ruled out by the interval of
+either median. Waits for CPU cores or other ranks, and pauses such as validation, do not count. The share is the time
+added since the first third. Batch size, the GPU's clock, and the memory of the process are sampled in the background;
+the first of them that changed too is reported as the likely reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import fmean, median
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import a_block, cpu_run
+from lightning_gpu_tools.advice.findings import (
+    Evidence,
+    Finding,
+    label_of,
+    lost_time,
+    median_interval,
+)
+from lightning_gpu_tools.training.phases import MONITORING, PAUSES, RANK_WAIT, TRAINING_STEP, base_phase
+from lightning_gpu_tools.training.run_measurements import RunMeasurements, StepBlock
+from lightning_gpu_tools.units import format_bytes
+
+# Our defaults.
+_MIN_TIMES = 1.2  # as long as in the first third
+_MIN_BATCH_TIMES = 1.2  # as many elements
+_MIN_LOST_CLOCK_PERCENT = 5.0  # of the highest clock, more than before
+_MIN_MEMORY_BYTES = 2**20  # more than before: a steady step keeps nothing
+
+_NOT_OF_STEP = (*PAUSES, MONITORING, RANK_WAIT)
+_ADVICE = {
+    "larger_batches": "If batches are not meant to grow, shuffle the samples, or limit the elements per batch.",
+    "lower_clock": "Heat or the power limit lowers the clock more and more: nvidia-smi -q -d PERFORMANCE shows the "
+    "reason. Check the air flow and the fans.",
+    "kept_memory": "Each step works on all that earlier steps have kept. Keep loss.detach() or loss.item() instead of "
+    "a loss with its graph, and only the latest values: collections.deque(maxlen=1000).",
+    "unknown": "Batches, clock and memory are as before.",
+}
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    third, steps_s = len(run.blocks) // 3, [_own_s(block) for block in run.blocks]
+    early, late = median_interval(steps_s[:third]), median_interval(steps_s[-third:])
+    if early is None or late is None or early[0] <= 0:
+        return
+    first_s, last_s = median(steps_s[:third]), median(steps_s[-third:])
+    times, lower, upper = last_s / first_s, late[0] / early[1], late[1] / early[0]
+    if times < _MIN_TIMES:
+        return
+    added_s = {
+        phase: _mean_s(run.blocks[-third:], phase) - _mean_s(run.blocks[:third], phase)
+        for block in run.blocks
+        for phase in block.phase_s
+        if base_phase(phase) not in _NOT_OF_STEP
+    }
+    phase, whole_s = max(added_s, key=added_s.__getitem__), sum(max(0.0, one_s) for one_s in added_s.values())
+    longer_s = [block.steps * max(0.0, own_s - first_s) for block, own_s in zip(run.blocks, steps_s, strict=True)]
+    share = sum(longer_s) / run.wall_s
+    if base_phase(phase) != TRAINING_STEP:  # even while the GPU is busy, a step may have more to do
+        share = min(share * run.exposed(phase), run.idle_share)
+    kind, what = _what_changed(run)
+    percent = 100 * added_s[phase] / (whole_s or 1.0)
+    evidence: Evidence = {
+        "kind": kind,
+        "phase_percent": percent,
+        "times": times,
+        "times_lower": lower,
+        "times_upper": upper,
+        "first_step_ms": 1e3 * first_s,
+        "last_step_ms": 1e3 * last_s,
+        "what_grew": what or None,
+    }
+    where = f'{percent:.0f} % of it in "{label_of(phase, run.activity)}"{what and f", {what}"}'
+    yield lost_time(
+        run,
+        "slowing_down",
+        share,
+        begins=f"Steps in the last third took {times:.1f} times as long as in the first (95 % interval {lower:.1f} to "
+        f"{upper:.1f}), {where}. The added time is",
+        advice=_ADVICE[kind],
+        phase=phase,
+        evidence=evidence,
+        lines=[phase],
+        has_function=kind in ("kept_memory", "unknown"),
+        basis="heuristic" if what else "measured",
+        lower=share * (lower - 1) / (times - 1),
+    )
+
+
+def _own_s(block: StepBlock) -> float:
+    """Return the mean time of a step without pauses and waits."""
+    parts_s = [seconds for phase, seconds in block.phase_s.items() if base_phase(phase) not in _NOT_OF_STEP]
+    return (sum(parts_s) - block.core_wait_s) / block.steps
+
+
+def _mean_s(blocks: Sequence[StepBlock], phase: str) -> float:
+    return fmean(block.phase_s.get(phase, 0.0) / block.steps for block in blocks)
+
+
+def _what_changed(run: RunMeasurements) -> tuple[str, str]:
+    """Return the kind, and a phrase about the quantity that changed along with the step time."""
+    ends = {
+        name: (median(values[: len(values) // 3]), median(values[-(len(values) // 3) :]))
+        for name, values in run.readings.items()
+        if len(values) >= 3
+    }
+    first_items, last_items = ends.get("batch_items", (1.0, 1.0))
+    first_percent, last_percent = ends.get("lost_clock_percent", (0.0, 0.0))
+    first_bytes, last_bytes = ends.get("resident_bytes", (0.0, 0.0))
+    if 0 < _MIN_BATCH_TIMES * first_items <= last_items:
+        return "larger_batches", f"as batches have {last_items / first_items:.1f} times as many elements"
+    if last_percent - first_percent >= _MIN_LOST_CLOCK_PERCENT:
+        return "lower_clock", f"as the GPU's clock has lost {last_percent - first_percent:.0f} % of its maximum"
+    if last_bytes - first_bytes >= _MIN_MEMORY_BYTES:
+        return "kept_memory", f"as memory has grown by {format_bytes(last_bytes - first_bytes)}"
+    return "unknown", ""
+
+
+def _with_callback(times_ms: Iterable[float]) -> RunMeasurements:
+    """Return blocks of ten steps of 20 ms, with these milliseconds in a callback that keeps everything."""
+    blocks = [a_block({TRAINING_STEP: 20.0, "callback/Recorder": ms}) for ms in times_ms]
+    total, memory = sum(blocks, StepBlock()), [1e6 * number for number in range(len(blocks))]
+    times = {"wall_s": total.wall_s, "steps": total.steps, "phase_s": total.phase_s}
+    return cpu_run({}, **times, blocks=blocks, readings={"resident_bytes": memory})
+
+
+_SAYS = "Steps in the last third took ... times as long as in the first, "
+CAUSE = Cause(
+    rows=[
+        Shape(
+            f"{_SAYS}as batches have ... times as many elements",
+            "no change if they are meant to grow; otherwise shuffle samples, or limit the elements per batch",
+            "larger_batches",
+        ),
+        Shape(f"{_SAYS}as the GPU's clock has lost ... %", "cool it better, or raise the power limit", "lower_clock"),
+        Shape(f"{_SAYS}as memory has grown", "keep `loss.detach()`, and only the latest values", "kept_memory"),
+        Shape(f"{_SAYS}most of it in one line of the tree", "find what grows there", "unknown"),
+    ],
+    find=find,
+    kind="busy",
+    takes_over=True,
+    is_in_step=True,
+    verified_on="cpu",
+    sick=_with_callback(range(1, 31)),
+    healthy=_with_callback([16.0] * 30),
+)

@@ -1,0 +1,52 @@
+"""small_batch: kernels use few of the GPU's multiprocessors, and a larger batch fits.
+
+The driver's counter of active multiprocessors (GPM, on Hopper and later) is low while the GPU looks busy. The batch
+size that fits is computed from the memory of recorded steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, gpu_run, on_hopper
+from lightning_gpu_tools.advice.findings import Finding, lost_time
+from lightning_gpu_tools.advice.idle_in_step import caveat_of_larger_batch, few_active_sms, larger_batch
+from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    active_percent, larger = few_active_sms(run), larger_batch(run)
+    if active_percent is None or not larger:
+        return
+    idle = ((run.utilization_percent or 0.0) - active_percent) / 100
+    evidence = {
+        "sm_active_percent": active_percent,
+        "largest_batch_size": run.largest_batch_size,
+        "batch_size": None if run.loader is None else run.loader.batch_size,
+    }
+    advice = f"The kernels fill {active_percent:.0f} % of the GPU. Set {larger}.{caveat_of_larger_batch(run)}"
+    in_training = 1 - run.phase_s.get(VALIDATION, 0.0) / run.wall_s
+    yield lost_time(
+        run,
+        "small_batch",
+        idle * in_training,
+        begins="A batch too small to fill the GPU costs",
+        advice=advice,
+        evidence=evidence,
+        detail=f"{active_percent:.0f} % of the multiprocessors are active",
+        basis="heuristic",
+    )
+
+
+CAUSE = Cause(
+    says="A batch too small to fill the GPU costs ...",
+    change="the `batch_size` in the advice, which fits by measured memory",
+    find=find,
+    needs=("gpu.sm_active_percent",),
+    silenced_by=("communication",),
+    settings=("batch_size",),
+    verified_on="hardware",
+    sick=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=25.0), largest_batch_size=496),
+    healthy=gpu_run(STEP, 95.0, **on_hopper(sm_active_percent=80.0), largest_batch_size=496),
+)

@@ -1,0 +1,53 @@
+"""thermal_throttling: heat lowers the clocks of a busy GPU.
+
+Reads the driver's throttling reasons and clocks. Kernels are assumed to slow down in proportion to the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.examples import STEP, gpu_run
+from lightning_gpu_tools.advice.findings import Basis, Finding, lost_time
+from lightning_gpu_tools.gpus.metrics import GpuWindow
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+_MIN_PERCENT = 5.0  # our default: of the time
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    gpu = run.gpu
+    hot_percent = gpu.thermal_throttled_percent if gpu is not None else None
+    if gpu is None or hot_percent is None or hot_percent <= _MIN_PERCENT:
+        return
+    # If the clock is unknown, count the most that throttling may have cost.
+    clock_percent = gpu.held_clock_percent
+    slowed = (run.utilization_percent or 0.0) / 100 * (1 - (clock_percent or 0.0) / 100)
+    advice = (
+        f"Heat throttled the clocks for {hot_percent:.0f} % of the time. Check the air flow, the fans and the "
+        "neighboring GPU. A lower power limit (nvidia-smi -pl) steadies the clocks."
+    )
+    evidence = {"thermal_throttled_percent": hot_percent, "held_clock_percent": clock_percent}
+    basis: Basis = "heuristic" if clock_percent is None else "measured"
+    yield lost_time(
+        run,
+        "thermal_throttling",
+        hot_percent / 100 * slowed,
+        begins="Thermal throttling costs",
+        advice=advice,
+        evidence=evidence,
+        basis=basis,
+    )
+
+
+CAUSE = Cause(
+    says="Thermal throttling costs ...",
+    change="cool it better. Throttling slows a busy GPU down but never leaves it idle",
+    find=find,
+    needs=("gpu.thermal_throttled_percent",),
+    kind="remark",
+    verified_on="measurements",
+    sick=gpu_run(STEP, 100.0, gpu=GpuWindow(thermal_throttled_percent=60.0, held_clock_percent=70.0)),
+    healthy=gpu_run(STEP, 100.0, gpu=GpuWindow(thermal_throttled_percent=4.0)),
+)

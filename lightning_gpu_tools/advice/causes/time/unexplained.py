@@ -1,0 +1,115 @@
+"""unexplained: time outside all measured phases, or a GPU that is idle inside the step for an unknown reason.
+
+Adds the Trainer's own time beyond the usual, and the GPU's idle time inside the step that no other finding explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.examples import STEP, cpu_run, gpu_run
+from lightning_gpu_tools.advice.findings import MAX_UNNAMED, Finding, lost_time
+from lightning_gpu_tools.training.phases import OUTSIDE_LOOP, TRAINER, UNEXPLAINED, base_phase
+from lightning_gpu_tools.training.run_measurements import TRAINING_STEP, RunMeasurements
+from lightning_gpu_tools.units import format_duration
+
+# Lightning 2.6 takes 0.2 to 0.5 ms of its own around a step, and more with few cores. No setting changes it.
+_USUAL_TRAINER_S = 0.001
+_FEW_STEPS = {
+    "fit": "max_steps",
+    "validate": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
+_NAME_IT = "If it is validation, put it in `with run.phase('validation'):`."
+_LINES = {
+    TRAINER: "The Trainer's own work takes",
+    TRAINING_STEP: "Work in the {activity} step other than forward, backward and optimizer takes",
+    OUTSIDE_LOOP: "Code outside of run.batches() takes",
+    UNEXPLAINED: "Work outside of all hooks and steps takes",
+}
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    """Yield a finding on each line of the time tree that has no name of its own."""
+    lines = [UNEXPLAINED, OUTSIDE_LOOP, TRAINER]
+    # The rest of the step, if its parts are known. GPU time lost in it has its own findings.
+    if not run.on_gpu and any(base_phase(phase) == TRAINING_STEP != phase for phase in run.phase_s):
+        lines.append(TRAINING_STEP)
+    for phase in lines:
+        if phase not in run.phase_s:
+            continue
+        seconds, share = run.phase_s[phase], min(run.lost_share(phase), run.idle_share)
+        yield lost_time(
+            run,
+            "unexplained",
+            share,
+            begins=_LINES[phase].format(activity=run.activity),
+            advice=_NAME_IT if phase == OUTSIDE_LOOP else "",
+            phase=phase,
+            per_step_s=seconds / run.steps,
+            evidence={"seconds": seconds},
+            lines=[] if phase == TRAINING_STEP else [phase],  # its forward, backward and optimizer have names
+            has_function=True,
+            avoidable=share - _usual(run, phase),
+        )
+
+
+def _usual(run: RunMeasurements, phase: str) -> float:
+    return _USUAL_TRAINER_S / run.step_s if phase in (TRAINER, TRAINING_STEP) else 0.0
+
+
+def why_not(run: RunMeasurements, finding: Finding) -> str:
+    """Return why a line without a name needs no change; empty if it does."""
+    phase = str(finding.evidence["phase"])
+    if finding.share - _usual(run, phase) > MAX_UNNAMED:
+        return ""
+    if phase in (TRAINER, TRAINING_STEP):
+        return f"it is {format_duration(finding.share * run.step_s)} per step, which no setting changes"
+    return f"up to {100 * MAX_UNNAMED:.0f} % is usual"
+
+
+def explain_rest(run: RunMeasurements, idle: float) -> Finding:
+    """Return the finding that the GPU is idle inside the training step for this share of the wall time."""
+    if run.has_trainer:
+        some = f"{_FEW_STEPS[run.stage]}=50"
+        advice = f"Profile the {run.activity} step: Trainer(profiler='pytorch', {some})."
+    else:
+        advice = "Profile some steps with torch.profiler."
+    return lost_time(
+        run,
+        "unexplained",
+        idle,
+        begins=f"Unexplained idle time inside the {run.activity} step takes",
+        advice=advice,
+        phase=TRAINING_STEP,
+        evidence={"idle_percent": 100 * idle},
+        lines=[TRAINING_STEP],
+        lower=0.0,
+    )
+
+
+def _is_named(finding: Finding, others: Sequence[Finding]) -> bool:
+    """Return whether slow steps, of which it is known which, take the time of the line."""
+    return any(one.cause == "slow_steps" and one.evidence["phase"] == finding.evidence["phase"] for one in others)
+
+
+CAUSE = Cause(
+    find=find,
+    why_not=why_not,
+    left_to=_is_named,
+    explain_rest=explain_rest,
+    rows=[
+        Shape("Unexplained idle time inside the training step", '`Trainer(profiler="pytorch")`'),
+        Shape(
+            "The Trainer's own work, or work outside of all hooks and steps, takes ...",
+            "find the function with `py-spy` or `cProfile`",
+        ),
+    ],
+    kind="busy",
+    is_however_short=True,
+    verified_on="simulated GPU",
+    sick=gpu_run(STEP, 40.0),
+    healthy=cpu_run({"unexplained": 3, **STEP}),
+)

@@ -1,0 +1,143 @@
+"""validation: validation takes long and leaves the GPU idle.
+
+Compares its share of the time with the usual one. On a GPU, only time during which the GPU was idle counts. The only
+validation of a run does not count. Starting the workers of its loader and waiting for its batches are timed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lightning_gpu_tools.advice.cause import Cause, Shape
+from lightning_gpu_tools.advice.causes.time.epoch_start import MIN_EPOCHS
+from lightning_gpu_tools.advice.examples import STEP, cpu_run
+from lightning_gpu_tools.advice.findings import MIN_UTILIZATION_PERCENT, Evidence, Finding, lost_time
+from lightning_gpu_tools.advice.host_phases import times_less
+from lightning_gpu_tools.advice.workers_allowed import workers_allowed
+from lightning_gpu_tools.training.run_measurements import VALIDATION, RunMeasurements
+
+# Our defaults.
+MAX_USUAL = 0.25  # of the wall time; with 20 % as many samples, forward alone takes about 7 %
+_USUAL = 0.10  # of the wall time, after the change in the advice
+_MAX_EPOCHS_APART = 10  # the most in the advice: noticing overfitting later wastes time
+_MOST = 0.5  # of validation: from here on, its loader is what to change
+
+
+def find(run: RunMeasurements) -> Iterator[Finding]:
+    seconds = run.phase_s.get(VALIDATION, 0.0)
+    taken = min(seconds / run.wall_s, 1.0) if run.wall_s > 0 else 0.0
+    busy = run.validation_utilization_percent
+    if taken <= 0:
+        return
+    started, waited = (min(1.0, part_s / seconds) for part_s in (run.validation_start_s, run.validation_wait_s))
+    evidence: Evidence = {
+        "seconds": seconds,
+        "wall_percent": 100 * taken,
+        "gpu_busy_percent": busy,
+        "starting_percent": 100 * started,
+        "waiting_percent": 100 * waited,
+    }
+    loaders = run.validation_loaders
+    restarted = [one.num_workers for one in loaders if one.num_workers and not one.persistent_workers]
+    if restarted and started >= _MOST:
+        rest = taken * (1 - started) / (1 - taken * started)  # of the wall time, once workers are kept
+        changes = [_kept_workers(restarted, started), _less(run, rest) if rest >= MAX_USUAL else ""]
+    elif loaders and not any(one.num_workers for one in loaders) and waited >= _MOST:
+        changes = [_workers(run, waited), _less(run, taken)]
+    else:
+        changes = [_less(run, taken)]
+    advice = " ".join(filter(None, changes))
+    yield lost_time(
+        run,
+        "validation",
+        taken * (1 - (busy or 0.0) / 100),
+        begins="Validation takes",
+        advice=advice,
+        phase=VALIDATION,
+        per_step_s=seconds / run.steps,
+        evidence=evidence,
+        lines=[VALIDATION],
+    )
+
+
+def why_not(run: RunMeasurements, finding: Finding) -> str:
+    """Return why validation needs no change; empty if it does."""
+    busy = run.validation_utilization_percent
+    if busy is not None and busy >= MIN_UTILIZATION_PERCENT:
+        return f"the GPU is busy {busy:.0f} % of that time"
+    if float(finding.evidence["wall_percent"]) < 100 * MAX_USUAL:
+        return f"less than {100 * MAX_USUAL:.0f} % is usual"
+    return "the run has only one" if run.validations == 1 else ""
+
+
+def _kept_workers(restarted: list[int], started: float) -> str:
+    """Return how to keep the workers of loaders that start them in each validation."""
+    which, most, count = f"the validation loader{'s' * (len(restarted) > 1)}", max(restarted), sum(restarted)
+    return (
+        f"Each validation starts {count} worker{'s' * (count > 1)} anew, in {100 * started:.0f} % of its time. "
+        f"Keep the workers of {which}: DataLoader(..., num_workers={most}, persistent_workers=True) "
+        f"(now {most}, False)."
+    )
+
+
+def _workers(run: RunMeasurements, waited: float) -> str:
+    """Return how many workers would load the batches of validation while it computes, and what to change first."""
+    cores = max(1, math.floor(run.host.cores / run.host.local_ranks))
+    allowed = [workers_allowed(facts) for facts in run.validation_facts]
+    most = [cores, *(one.most for one in allowed if one.most is not None)]
+    workers = min(*most, math.ceil(waited / max(1 - waited, 1 / cores)))
+    obstacles = " ".join(dict.fromkeys(one.reasons for one in allowed if one.obstacles))
+    first = f"{obstacles} Then set" if obstacles else "Set"
+    return (
+        f"Validation waits for its loader in {100 * waited:.0f} % of its time. {first} DataLoader(..., "
+        f"num_workers={workers}, persistent_workers=True) for the validation loader (now 0, False)."
+    )
+
+
+def _less(run: RunMeasurements, taken: float) -> str:
+    """Return advice that brings validation from this share of the wall time to its usual one."""
+    times = times_less(taken, _USUAL)
+    if not run.has_trainer:
+        return f"Validate {min(times, _MAX_EPOCHS_APART)} times less often, or with fewer batches."
+    batches = run.validation_batches // max(1, run.validations) // max(1, len(run.validation_loaders))
+    limit = max(1, batches // times) if batches else f"{1 / times:g}"
+    less = "" if limit == batches else f"se less validation data: Trainer(limit_val_batches={limit})."
+    rarely = _rarely(run, times)
+    if not rarely:
+        return f"U{less}" if less else "Make validation_step faster."
+    return f"Validate less often: Trainer({rarely}).{f' Or u{less}' if less else ''}"
+
+
+def _rarely(run: RunMeasurements, times: int) -> str:
+    """Return the option of the Trainer that validates so much less often; empty if there is none."""
+    if not run.validations or not run.epoch_steps:
+        return ""
+    steps = round(run.steps / run.validations)
+    if steps < run.epoch_steps:  # within epochs
+        rarely = min(times * steps, run.epoch_steps)
+        return f"val_check_interval={rarely if rarely < run.epoch_steps else '1.0'}"
+    epochs = min(times, _MAX_EPOCHS_APART)
+    return f"check_val_every_n_epoch={epochs}" if run.epochs >= 2 * epochs else ""
+
+
+CAUSE = Cause(
+    rows=[
+        Shape(
+            "Validation takes ...",
+            "`check_val_every_n_epoch` or `val_check_interval`, if there are enough epochs; `limit_val_batches`",
+        ),
+        Shape(
+            "Each validation starts ... workers anew, in ... % of its time",
+            "`persistent_workers=True` for the validation loader",
+        ),
+        Shape("Validation waits for its loader in ... % of its time", "the `num_workers` in the advice"),
+    ],
+    find=find,
+    why_not=why_not,
+    is_however_short=True,
+    is_judged_early=lambda run: run.validations >= MIN_EPOCHS,
+    verified_on="cpu",
+    sick=cpu_run({"validation": 50, **STEP}),
+    healthy=cpu_run({"validation": 12, **STEP}),
+)

@@ -1,0 +1,127 @@
+"""The reason for a verdict and what to do, in sentences; and why a finding needs no change."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lightning_gpu_tools.advice.cause import Cause
+from lightning_gpu_tools.advice.findings import (
+    MAX_UNNAMED,
+    MIN_CEILING,
+    MIN_CEILING_LOWER,
+    MIN_COST_S_PER_STEP,
+    Finding,
+    Verdict,
+    gain,
+    label_of,
+)
+from lightning_gpu_tools.training.phases import PAUSES, TRAINING_STEP, UNEXPLAINED, base_phase
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+from lightning_gpu_tools.units import format_duration
+
+
+class LeftOut(NamedTuple):
+    """A finding that needs no change, and the reason."""
+
+    finding: Finding
+    reason: str
+
+
+def why_not(run: RunMeasurements, cause: Cause[Any], finding: Finding) -> str:
+    """Return why a finding needs no change, to follow "but"; empty if it does."""
+    cost_s = finding.share * run.step_s
+    if cause.kind == "others":
+        return ""
+    if reason := cause.why_not(run, finding):
+        return reason
+    if finding.ceiling < MIN_CEILING:
+        if "wait_ms_per_step" in finding.evidence:
+            return f"a steady step waits only {format_duration(float(finding.evidence['wait_ms_per_step']) / 1e3)}"
+        return f"removing one part of it makes {run.activity} less than {100 * (MIN_CEILING - 1):.0f} % faster"
+    if finding.ceiling_lower <= MIN_CEILING_LOWER:
+        return "it occurs too rarely, or varies too much, to be more than chance"
+    if cost_s < MIN_COST_S_PER_STEP and not cause.is_however_short:
+        return f"it is {format_duration(cost_s)} per step, too little to matter"
+    return ""
+
+
+def why(run: RunMeasurements, verdict: Verdict, findings: Sequence[Finding], left_out: Sequence[LeftOut]) -> str:
+    """Return the reason for the verdict on a run that is long enough."""
+    if verdict == "unknown":
+        return f"The driver does not report GPU utilization, and nothing on the host slows {run.activity} down."
+    if verdict == "shared_gpu":
+        return findings[0].why
+    gpus = "GPUs are" if len(run.ranks) > 1 else "GPU is"
+    gpu = "" if run.busy_percent is None else f"The {gpus} busy {run.busy_percent:.0f} % of the time. "
+    if verdict == "healthy" or not findings:
+        return gpu + (_harmless(run, left_out) or f"Nothing on the host slows {run.activity} down.")
+    return gpu + findings[0].why
+
+
+def next_step(verdict: Verdict, findings: Sequence[Finding]) -> str:
+    """Return what to do about the first finding."""
+    if not findings:
+        if verdict == "unknown":
+            return "Check nvidia-smi dmon. On a MIG instance, the driver reports no utilization."
+        return "No change needed."
+    first = findings[0]
+    if verdict == "shared_gpu":
+        return first.advice
+    advice = f"{first.advice} {gain(first)}"
+    return f"No change needed. Optional: {advice}" if verdict == "healthy" else advice
+
+
+def of_short_run(
+    run: RunMeasurements, steady: int, steady_s: float, min_steps: int, min_seconds: float
+) -> tuple[str, str]:
+    """Return why a run is too short to judge, with its longest phase so far, and what to do."""
+    reason = (
+        f"Measured {steady} steady steps in {format_duration(steady_s)}, but a verdict needs at least {min_steps} "
+        f"steps and {format_duration(min_seconds)}. The first steps of the run and of each epoch do not count."
+    )
+    too_few = {"min_steps": steady < min_steps, "min_seconds": steady_s < min_seconds}
+    options = " and ".join(name for name, is_short in too_few.items() if is_short)
+    longer = "Train longer" if run.stage == "fit" else "Use more data"
+    change = f"{longer}, or lower {options} of {'GPUUtilizationAdvisor' if run.has_trainer else 'watch()'}."
+    group, longest_s = _longest(run, (TRAINING_STEP, UNEXPLAINED, *PAUSES))
+    if longest_s and longest_s >= MAX_UNNAMED * run.wall_s:
+        share = f"{100 * longest_s / run.wall_s:.0f} % of the wall time"
+        reason = f"So far: {label_of(group)}, {share}; too short for a verdict. {reason}"
+    return reason, change
+
+
+def _longest(run: RunMeasurements, without: Sequence[str]) -> tuple[str, float]:
+    """Return the group of phases that takes most time, apart from some, and its seconds."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for phase, phase_s in run.phase_s.items():
+        if base_phase(phase) not in without:
+            seconds[base_phase(phase)] += phase_s
+    return max(seconds.items(), key=lambda item: item[1], default=("", 0.0))
+
+
+def _harmless(run: RunMeasurements, left_out: Sequence[LeftOut]) -> str:
+    """Return why the longest line of a healthy run's time tree is not a cause; empty without a long line.
+
+    On a GPU, it may be hidden behind the GPU's work, so only a finding counts.
+    """
+    if run.on_gpu:
+        longest = max(left_out, key=lambda one: one.finding.share, default=None)
+        return "" if longest is None else f"{longest.finding.why.removesuffix('.')}, but {longest.reason}."
+    group, seconds = _longest(run, (TRAINING_STEP,))
+    if seconds < MAX_UNNAMED * run.wall_s:
+        return ""
+    about = [one for one in left_out if group == base_phase(str(one.finding.evidence.get("phase")))]
+    label = label_of(group)
+    reason = max(about, key=lambda one: one.finding.share).reason if about else "no rule judges it"
+    return f"{label[0].upper()}{label[1:]} takes {100 * seconds / run.wall_s:.0f} % of the wall time, but {reason}."
+
+
+def idle_percent(run: RunMeasurements) -> Mapping[str, float]:
+    """Return the GPU's idle time outside validation, by phase, in percent of the wall time."""
+    if run.gpu_idle is None:
+        return {}
+    percent = {phase: 100 * share for phase, share in run.idle_by_phase().items()}
+    in_step = run.idle_in_step_share
+    return percent if in_step is None else {**percent, TRAINING_STEP: 100 * in_step}

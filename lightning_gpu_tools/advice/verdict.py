@@ -1,0 +1,75 @@
+"""The verdict on a run that is long enough: from its findings, and from how busy its GPU is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_gpu_tools.advice.findings import Finding, Verdict
+from lightning_gpu_tools.advice.idle_in_step import few_active_sms, is_tiny
+from lightning_gpu_tools.advice.order import TIME_CAUSES
+from lightning_gpu_tools.advice.reasons import LeftOut
+from lightning_gpu_tools.training.phases import TRAINING_STEP, base_phase
+from lightning_gpu_tools.training.run_measurements import RunMeasurements
+
+_MIN_UNNAMED_IDLE = 0.15  # our default, of the wall time: idle in the step beyond what findings explain
+
+
+class Judgment(NamedTuple):
+    """A verdict, the findings to report, and those that need no change."""
+
+    verdict: Verdict
+    findings: Sequence[Finding] = ()
+    left_out: Sequence[LeftOut] = ()
+
+
+def by_gain(finding: Finding) -> tuple[float, str]:
+    """Return a key for sorting findings: the largest ceiling first."""
+    return -finding.ceiling, finding.cause
+
+
+def judge(
+    run: RunMeasurements, findings: Sequence[Finding], left_out: Sequence[LeftOut], min_utilization_percent: float
+) -> Judgment:
+    """Return the verdict on a run that is long enough, given all findings worth reporting, and the others."""
+    kinds = {one.cause: TIME_CAUSES[one.cause].kind for one in findings}
+    others, remarks = ([one for one in findings if kinds[one.cause] == kind] for kind in ("others", "remark"))
+    found = [one for one in findings if kinds[one.cause] in ("idle", "busy")]
+    if any(one.share for one in others):  # they compute; otherwise they only hold memory, as far as known
+        return Judgment("shared_gpu", others)
+    if not run.on_gpu or run.utilization_percent is None:
+        judgment = Judgment("low" if found else "unknown" if run.on_gpu else "healthy", found, left_out)
+    else:
+        judgment = _of_busy_percent(run, min_utilization_percent, found, remarks)
+    if judgment.verdict == "low":
+        return Judgment("low", [*judgment.findings, *others])
+    is_own_work = 100 * run.worked_share >= min_utilization_percent
+    return Judgment("shared_gpu", others) if others and not is_own_work else judgment
+
+
+def _of_busy_percent(
+    run: RunMeasurements, min_utilization_percent: float, found: Sequence[Finding], remarks: Sequence[Finding]
+) -> Judgment:
+    """Return the judgment on a run on a GPU that reports its utilization, as if no other job used it."""
+    busy_percent = run.busy_percent or 0.0
+    is_busy = busy_percent >= min_utilization_percent and few_active_sms(run) is None
+    if is_busy and not any(TIME_CAUSES[one.cause].kind == "busy" for one in found):
+        reason = f"a GPU that is busy {min_utilization_percent:.0f} % of the time is well used"
+        return Judgment("healthy", remarks, [LeftOut(one, reason) for one in found])
+    idle = 1.0 - busy_percent / 100
+    in_step = [one for one in found if TIME_CAUSES[one.cause].is_in_step]
+    explained = sum(one.share for one in in_step if base_phase(str(one.evidence["phase"])) == TRAINING_STEP)
+    rest = max(0.0, (run.idle_in_step_share or 0.0) - explained)
+    if not found or rest >= _MIN_UNNAMED_IDLE:
+        explain = next(cause.explain_rest for cause in TIME_CAUSES.values() if cause.explain_rest is not None)
+        found = [*found, explain(run, rest if found else idle)]
+    if is_tiny(run):
+        return Judgment("low", [_cause_of_tiny(sorted(found, key=by_gain), idle)])
+    return Judgment("low", [*found, *remarks])
+
+
+def _cause_of_tiny(found: Sequence[Finding], idle: float) -> Finding:
+    """Return the one finding to report on a model that is too small for a GPU: a host cause if it dominates."""
+    first = next((one for one in found if TIME_CAUSES[one.cause].explain_rest is None), found[0])
+    own = next((one for one in found if TIME_CAUSES[one.cause].is_of_tiny_models), first)
+    return first if first.share >= idle / 2 else own
