@@ -51,7 +51,7 @@ def with_numbers(
     content: Any,
     shards: Mapping[str, Structure],
     map_location: Any,
-    made: Callable[[Any], Any] = lambda leaf: leaf,
+    made: Callable[[Any], Any],
 ) -> Any:
     """Return the content of a folder with descriptions replaced by tensors, and other leaves by ``made(leaf)``."""
     numbers: dict[str, torch.UntypedStorage] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -53,7 +52,7 @@ def describe(file: BinaryIO, path: str) -> Structure:
         for form in file_formats():
             if form.recognizes(head):
                 with collector_paused(), any_error_is(damaged("its description and its contents do not match")):
-                    return dataclasses.replace(form.describe(file, path, size_bytes), form=form)
+                    return form.describe(file, path, size_bytes)
         raise other_file(path, size_bytes, head)
 
 

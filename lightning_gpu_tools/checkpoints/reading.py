@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shlex
 from collections import OrderedDict, defaultdict
@@ -17,12 +18,15 @@ from lightning_gpu_tools.checkpoints.content import (
     put_weights,
 )
 from lightning_gpu_tools.checkpoints.faults import faults_of
+from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
 from lightning_gpu_tools.checkpoints.key_renaming import quoted
 from lightning_gpu_tools.checkpoints.key_tree import list_groups
+from lightning_gpu_tools.checkpoints.opening import describe
 from lightning_gpu_tools.checkpoints.sources import checkpoint_at, opened_source
 from lightning_gpu_tools.checkpoints.state_dicts import check_numbers, weights_in, whole_weights
 from lightning_gpu_tools.checkpoints.structure import (
     Opaque,
+    Place,
     Structure,
     TensorInfo,
     compare_with_checksums,
@@ -31,6 +35,7 @@ from lightning_gpu_tools.checkpoints.torch_loading import (
     described_weights,
     holds_tensors,
     is_plain,
+    load_file,
     refusal,
 )
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
@@ -57,7 +62,7 @@ def read_checkpoint(
 
     def load(structure: Structure) -> Any:
         try:
-            return structure.form.load(structure, map_location, weights_only)
+            return load_file(structure, map_location, weights_only)
         except UnsafeCheckpointError as error:
             entries = check_contents(structure.content, structure.path)
             values = [value for weights in entries.values() for value in weights.values()]
@@ -95,12 +100,12 @@ def read_weights(
     def load(structure: Structure) -> Any:
         entries = check_contents(structure.content, structure.path)
         if not weights_only:
-            return structure.form.load(structure, "cpu", weights_only)
+            return load_file(structure, "cpu", weights_only)
         content, left_out = described_weights(structure, entries)
         refused = refusal(structure)
         if left_out and refused is None:
             try:
-                return structure.form.load(structure, "cpu", weights_only)
+                return load_file(structure, "cpu", weights_only)
             except UnsafeCheckpointError as error:
                 refused = error
         weights = {
@@ -190,6 +195,17 @@ def _read(
     with contextlib.nullcontext(opened) if opened else opened_source(path) as structure, faults_of(path):
         if verify:
             compare_with_checksums(structure)
-        if structure.assembly is None:
+        assembly = structure.assembly
+        if assembly is None:
             return load(structure)
-        return structure.form.load(structure.assembly, load, map_location)
+
+        def load_object(leaf: Any) -> Any:
+            """Load an object of a folder by torch.distributed.checkpoint, which stores each like a file."""
+            if not isinstance(leaf, Place):
+                return leaf
+            shard = assembly.shards[leaf.file]
+            shard.file.seek(leaf.start)
+            return load(describe(io.BytesIO(shard.file.read(leaf.size_bytes)), shard.path))
+
+        content = assembly.assemble({name: load(assembly.shards[name]) for name in assembly.loaded})
+        return with_numbers(content, assembly.shards, map_location, load_object)

@@ -92,14 +92,14 @@ def _described_folder(path: str, stack: contextlib.ExitStack, to_load: bool) -> 
         if form := _folder_format(local):
             place = deepspeed.folder_in(local)
             names = set(os.listdir(place))
-            return _assembled(path, form.describe(Folder(place, stack), names, to_load=to_load), form)
+            return _assembled(path, form.describe(Folder(place, stack), names, to_load=to_load))
     elif any(form.PART.fullmatch(name) for form in folder_formats()):
         advice = f"Use the folder with all files: {printable_path(os.path.dirname(path) or '.')}"
         raise Fault("is one of several files of a checkpoint", advice)
     elif is_index and "://" in path:
         raise Fault("lists shards at a URL", "Download the whole folder, and use the local copy.")
     elif is_index and os.path.isfile(local):
-        return _assembled(path, shard_index.describe(Folder(folder, stack), {name}, to_load=to_load), shard_index)
+        return _assembled(path, shard_index.describe(Folder(folder, stack), {name}, to_load=to_load))
     return None
 
 
@@ -109,7 +109,7 @@ def _folder_format(path: str) -> FolderFormat | None:
     return next((form for form in folder_formats() if any(map(form.FILES.fullmatch, names))), None)
 
 
-def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:
+def _assembled(path: str, assembly: Assembly) -> Structure:
     shards = assembly.shards
     with any_error_is(damaged("its files do not belong together")):
         content = assembly.assemble({name: shards[name].content for name in assembly.loaded})
@@ -122,7 +122,6 @@ def _assembled(path: str, assembly: Assembly, form: FolderFormat) -> Structure:
         set().union(*(shards[name].globals for name in assembly.loaded)),
         set().union(*(shard.devices for shard in shards.values())),
         assembly=assembly,
-        form=form,
     )
 
 

@@ -83,6 +83,15 @@ class SplitTensorInfo(TensorInfo):
     parts: tuple[Part, ...] = ()  # empty until they are looked up
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place where ``torch.save`` wrote a tensor or another object into a file of several."""
+
+    file: str
+    start: int
+    size_bytes: int
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Opaque:
     """An inert placeholder for an object that only running code could build."""
@@ -138,7 +147,6 @@ class Structure:
     places: Mapping[str, int] = field(default_factory=dict)  # offsets of storages
     filled: set[str] = field(default_factory=set)  # as in InertUnpickler
     assembly: Assembly | None = None  # of a folder
-    form: Any = None  # the module of ``formats`` that has described it, and loads it
 
     @property
     def name(self) -> str:
@@ -164,13 +172,6 @@ class Assembly:
     shards: Mapping[str, Structure]
     loaded: tuple[str, ...]  # from the other shards, only numbers are read
     assemble: Callable[[Mapping[str, Any]], Any]  # takes the contents of these, described or loaded
-
-    def load(self, load_file: LoadFile) -> Any:
-        """Return the checkpoint, with the numbers of other shards only described."""
-        return self.assemble({name: load_file(self.shards[name]) for name in self.loaded})
-
-
-LoadFile = Callable[[Structure], Any]
 
 
 def compare_with_checksums(structure: Structure) -> None:

@@ -16,27 +16,33 @@ import torch
 
 from lightning_gpu_tools.checkpoints.content import Entries, put_weights
 from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, comes_from_contents, faults_of
-from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, path_of
+from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, mapped_bytes, moved, path_of
+from lightning_gpu_tools.checkpoints.formats import safetensors
 from lightning_gpu_tools.checkpoints.structure import MAX_DEPTH, Opaque, StorageInfo, Structure, TensorInfo
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data, explain_blocked
 from lightning_gpu_tools.errors import UnsafeCheckpointError
 from lightning_gpu_tools.units import printable
 
 
-def load_by_torch(structure: Structure, map_location: Any, weights_only: bool) -> Any:
-    """Return the contents of an open file.
+def load_file(structure: Structure, map_location: Any, weights_only: bool) -> Any:
+    """Return the contents of an open file; its numbers are mapped where possible.
 
     Raises:
         UnsafeCheckpointError: The file holds more than plain data, and ``weights_only`` is true.
         BrokenCheckpointError: Torch cannot rebuild the contents.
     """
+    if structure.format == safetensors.NAME:
+        for info in structure.content.values():
+            dtype_of(info.dtype)  # which an older torch may lack
+        weights = _Builder(structure).build(structure.content)
+        return OrderedDict((name, moved(value, map_location)) for name, value in weights.items())
     if weights_only:
         if refused := refusal(structure):
             raise refused
         _warn_of_old_torch()
         if map_location == "cpu":
             with contextlib.suppress(NotPlainError):
-                return build_plain(structure)
+                return _Builder(structure).build(structure.content)
     file = structure.file
     mapped = bool(structure.records) and not isinstance(file, io.BytesIO)  # torch maps only zip files
     file.seek(0)
@@ -77,11 +83,6 @@ def described_weights(structure: Structure, entries: Entries) -> tuple[Any, dict
         with contextlib.suppress(AttributeError, NotPlainError):
             sets[entry]._metadata = build(weights._metadata)  # type: ignore[attr-defined]
     return put_weights(structure.content, sets), left_out
-
-
-def build_plain(structure: Structure) -> Any:
-    """Return content of plain data and tensors; the tensors are mapped."""
-    return _Builder(structure).build(structure.content)
 
 
 class _Builder:

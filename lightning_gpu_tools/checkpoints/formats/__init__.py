@@ -1,4 +1,4 @@
-"""One module per checkpoint format, which recognizes, describes and loads it without running any of its code.
+"""One module per checkpoint format, which recognizes and describes it without running any of its code.
 
 A new format is a module here with the names of one of the two protocols, and an entry in ``_FILES`` or ``_FOLDERS``.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 if TYPE_CHECKING:
     from lightning_gpu_tools.checkpoints.opening import Folder
-    from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile, Structure
+    from lightning_gpu_tools.checkpoints.structure import Assembly, Structure
 
 # No two formats recognize the same file.
 _FILES = ("torch_zip", "torch_legacy", "safetensors")
@@ -35,9 +35,6 @@ class FileFormat(Protocol):
         description and the contents do not match. ``Structure.records`` have checksums for ``checkpoint verify``.
         """
 
-    def load(self, structure: Structure, map_location: Any, weights_only: bool) -> Any:
-        """Load a described file; its numbers are mapped where possible."""
-
 
 class FolderFormat(Protocol):
     """The names of a module for a format with several files."""
@@ -47,9 +44,6 @@ class FolderFormat(Protocol):
 
     def describe(self, folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         """Describe the files, with the places of all numbers if that costs no time or ``to_load`` is true."""
-
-    def load(self, assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-        """Load a described folder; its tensors are mapped, or joined when they are used."""
 
 
 @cache

@@ -15,7 +15,6 @@ from lightning_gpu_tools.checkpoints.opening import Folder, is_plain_name
 from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
     Assembly,
-    LoadFile,
     Part,
     SplitTensorInfo,
     Structure,
@@ -103,13 +102,6 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
         return {**{name: entry for name, entry in content.items() if name not in _OWN_ENTRIES}, "state_dict": weights}
 
     return Assembly("deepspeed", {shard.name: shard for shard in (*models, *optimizers)}, (loaded,), assemble)
-
-
-def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-    """Load the file of the first rank, and insert the weights of all ranks."""
-    from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
-
-    return with_numbers(assembly.load(load_file), assembly.shards, map_location)
 
 
 def _by_rank(pattern: re.Pattern[str], names: set[str]) -> list[str]:

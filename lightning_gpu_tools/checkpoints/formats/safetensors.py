@@ -7,7 +7,6 @@ import json
 import math
 import operator
 import struct
-from collections import OrderedDict
 from typing import Any, BinaryIO
 
 from lightning_gpu_tools.checkpoints.faults import Fault
@@ -76,13 +75,3 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) != len(pairs):
         raise ValueError("a name is there twice")
     return unique
-
-
-def load(structure: Structure, map_location: Any, weights_only: bool) -> OrderedDict[str, Any]:
-    """Return the weights, mapped to the file."""
-    from lightning_gpu_tools.checkpoints.file_tensors import dtype_of, moved
-    from lightning_gpu_tools.checkpoints.torch_loading import build_plain
-
-    for info in structure.content.values():
-        dtype_of(info.dtype)  # which an older torch may lack
-    return OrderedDict((name, moved(value, map_location)) for name, value in build_plain(structure).items())

@@ -12,7 +12,7 @@ from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, any_error_is,
 from lightning_gpu_tools.checkpoints.formats.safetensors import without_repeats
 from lightning_gpu_tools.checkpoints.key_tree import list_groups, listed
 from lightning_gpu_tools.checkpoints.opening import Folder
-from lightning_gpu_tools.checkpoints.structure import Assembly, LoadFile
+from lightning_gpu_tools.checkpoints.structure import Assembly
 from lightning_gpu_tools.units import printable
 
 # Names by Hugging Face's tools: model.safetensors.index.json or .index.fp16.json, and model-00001-of-00002.safetensors.
@@ -39,11 +39,6 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     return Assembly(
         next(iter(shards.values())).format, shards, tuple(files), lambda contents: _merged(file_of, contents)
     )
-
-
-def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-    """Load each shard, and return the weights of all."""
-    return assembly.load(load_file)
 
 
 def _read_index(file: BinaryIO) -> dict[str, str]:

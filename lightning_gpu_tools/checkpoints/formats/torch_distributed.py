@@ -6,7 +6,7 @@ import io
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, BinaryIO, NamedTuple
 
 from lightning_gpu_tools.checkpoints.content import LIGHTNING_VERSION
@@ -18,9 +18,9 @@ from lightning_gpu_tools.checkpoints.structure import (
     BYTES_OF_DTYPE,
     MAX_DEPTH,
     Assembly,
-    LoadFile,
     Opaque,
     Part,
+    Place,
     SplitTensorInfo,
     Structure,
     TensorInfo,
@@ -34,15 +34,6 @@ FILES = PART = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
 _METADATA = ".metadata"
 _EXTRA = "meta.pt"
 _DAMAGE = "its .metadata does not describe a checkpoint"
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place where ``torch.save`` wrote a tensor or another object."""
-
-    file: str
-    start: int
-    size_bytes: int
 
 
 class _Slice(io.RawIOBase):
@@ -87,20 +78,6 @@ def describe(folder: Folder, names: set[str], *, to_load: bool) -> Assembly:
     loaded = (_EXTRA,) if _EXTRA in names else ()
     shards.update((name, folder.describe(name)) for name in loaded)
     return Assembly("dcp", shards, loaded, lambda contents: _with_extra(content, contents.get(_EXTRA, {})))
-
-
-def load(assembly: Assembly, load_file: LoadFile, map_location: Any) -> Any:
-    """Join the tensors, and load each other object like a file."""
-    from lightning_gpu_tools.checkpoints.file_tensors import with_numbers
-
-    def load_object(leaf: Any) -> Any:
-        if not isinstance(leaf, Place):
-            return leaf
-        shard = assembly.shards[leaf.file]
-        shard.file.seek(leaf.start)
-        return load_file(describe_file(io.BytesIO(shard.file.read(leaf.size_bytes)), shard.path))
-
-    return with_numbers(assembly.load(load_file), assembly.shards, map_location, load_object)
 
 
 class _Block(NamedTuple):

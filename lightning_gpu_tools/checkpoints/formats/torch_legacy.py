@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
 from lightning_gpu_tools.checkpoints.structure import Structure
@@ -44,10 +44,3 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         raise ValueError("cut short")
     devices = {storage.location for storage in storages.values()}
     return Structure(file, path, size_bytes, NAME, content, named, devices, places=places, filled=readers[3].filled)
-
-
-def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
-    """Build the described content, mapped, or let torch load it, which reads it into memory."""
-    from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
-
-    return load_by_torch(structure, map_location, weights_only)

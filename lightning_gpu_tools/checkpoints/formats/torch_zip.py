@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from io import BytesIO
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from zipfile import ZIP_STORED
 
 from lightning_gpu_tools.checkpoints.content import all_state_dicts
@@ -61,10 +61,3 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         places=places,
         filled=reader.filled,
     )
-
-
-def load(structure: Structure, map_location: Any, weights_only: bool) -> Any:
-    """Build the described content, or let torch load it; tensors are mapped either way."""
-    from lightning_gpu_tools.checkpoints.torch_loading import load_by_torch
-
-    return load_by_torch(structure, map_location, weights_only)
