@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
-from lightning_gpu_tools.checkpoints.faults import faults_of
+from lightning_gpu_tools.checkpoints.faults import damaged, faults_of
 from lightning_gpu_tools.checkpoints.unsafe_globals import beyond_plain_data
-from lightning_gpu_tools.checkpoints.zip_records import Record
+from lightning_gpu_tools.units import printable
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")  # usual ends of the names of checkpoint files
 BYTES_OF_DTYPE = {
@@ -130,6 +131,34 @@ def are_sizes(numbers: Sequence[Any]) -> bool:
 def is_shape(sizes: Sequence[Any]) -> bool:
     """Return whether a tensor can have this shape: torch multiplies sizes even if one of them is 0."""
     return are_sizes(sizes) and math.prod(filter(None, sizes)) < 2**63
+
+
+_CHUNK_BYTES = 16 << 20
+
+
+class Record(NamedTuple):
+    """A record of an open file, not compressed."""
+
+    file: BinaryIO
+    name: str
+    start: int  # offset of its first byte
+    size_bytes: int
+    crc: int  # torch writes 0 after set_crc32_options(False)
+
+    def read(self) -> bytes:
+        """Return the bytes of the record."""
+        return b"".join(self.chunks())
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the bytes of the record in chunks; raise at the end if its checksum is wrong."""
+        crc, left = 0, self.size_bytes
+        self.file.seek(self.start)
+        while left and (chunk := self.file.read(min(left, _CHUNK_BYTES))):
+            crc = zlib.crc32(chunk, crc)
+            left -= len(chunk)
+            yield chunk
+        if left or self.crc not in (crc, 0):
+            raise damaged(f"the checksum of the record {printable(self.name)} is wrong")
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from lightning_gpu_tools.checkpoints.structure import (
     Opaque,
     Part,
     Place,
+    Record,
     SplitTensorInfo,
     Structure,
     TensorInfo,
     are_sizes,
     is_shape,
 )
-from lightning_gpu_tools.checkpoints.zip_records import Record
 from lightning_gpu_tools.units import printable
 
 FILES = PART = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")

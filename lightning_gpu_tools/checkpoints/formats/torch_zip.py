@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
+import zipfile
 from io import BytesIO
 from typing import BinaryIO
-from zipfile import ZIP_STORED
 
 from lightning_gpu_tools.checkpoints.content import all_state_dicts
-from lightning_gpu_tools.checkpoints.faults import Fault
+from lightning_gpu_tools.checkpoints.faults import RESTORE, Fault, damaged
 from lightning_gpu_tools.checkpoints.file_kinds import compressed, is_torchs, other_zip
 from lightning_gpu_tools.checkpoints.inert_pickle import InertUnpickler
-from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, Structure
-from lightning_gpu_tools.checkpoints.zip_records import read_index, read_records
+from lightning_gpu_tools.checkpoints.structure import BYTES_OF_DTYPE, Record, Structure
+from lightning_gpu_tools.units import format_bytes, printable
 
 NAME = "zip"
+_LOCAL_HEADER_BYTES = 30  # before the name of a record; ends with the lengths of the name and of the extra field
+_ENCRYPTED = 1 << 0
 _CODE = re.compile(r"[^/]+/code/")  # of TorchScript, which compresses it
 
 
@@ -26,13 +28,16 @@ def recognizes(head: bytes) -> bool:
 
 def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
     """Describe the pickle in the archive, and check it against the records."""
-    entries = read_index(file, size_bytes)
+    if not zipfile.is_zipfile(file):
+        fault = f"is cut short: {format_bytes(size_bytes)}, and its index (at the end of the file) is missing"
+        raise Fault(f"{fault}. Probably a save or a copy was interrupted", RESTORE)
+    entries = zipfile.ZipFile(file).infolist()
     names = [entry.filename for entry in entries]
     if not is_torchs(names):
         raise other_zip(path, names)
-    if any(entry.compress_type != ZIP_STORED and not _CODE.match(entry.filename) for entry in entries):
+    if any(entry.compress_type != zipfile.ZIP_STORED and not _CODE.match(entry.filename) for entry in entries):
         raise compressed(path, names)
-    records = read_records(file, size_bytes, entries)
+    records = _read_records(file, size_bytes, entries)
     if "byteorder" in records and records["byteorder"].read() != sys.byteorder.encode():
         raise Fault("was written on a machine with another byte order", "Convert it there to safetensors.")
     record = records["data.pkl"]
@@ -61,3 +66,24 @@ def describe(file: BinaryIO, path: str, size_bytes: int) -> Structure:
         places=places,
         filled=reader.filled,
     )
+
+
+def _read_records(file: BinaryIO, size_bytes: int, entries: list[zipfile.ZipInfo]) -> dict[str, Record]:
+    """Return the records by their names in the folder of the first one, as torch does."""
+    root = entries[0].filename.partition("/")[0] + "/"
+    records: dict[str, Record] = {}
+    names: set[str] = set()
+    for entry in entries:
+        if entry.filename.lower() in names or entry.flag_bits & _ENCRYPTED:
+            raise damaged(f"its record {printable(entry.filename)} is encrypted, or there twice")
+        names.add(entry.filename.lower())
+        if entry.filename.startswith(root) and entry.compress_type == zipfile.ZIP_STORED and not entry.is_dir():
+            name = entry.filename.removeprefix(root)
+            file.seek(entry.header_offset)
+            header = file.read(_LOCAL_HEADER_BYTES)
+            lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            start = entry.header_offset + _LOCAL_HEADER_BYTES + lengths
+            if start + entry.file_size > size_bytes or entry.file_size != entry.compress_size:
+                raise damaged(f"its record {printable(name)} is not where its index says")
+            records[name] = Record(file, name, start, entry.file_size, entry.CRC)
+    return records
